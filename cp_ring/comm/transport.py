@@ -1,0 +1,135 @@
+"""Sending and receiving of token ranges: NCCL on the GPU, gloo on the CPU, gloo through host memory between the two."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_ring.errors import ConfigError
+from cp_ring.observe.ledger import ledgers
+from cp_ring.plan.ring_plan import Transfer
+
+Buffers = Sequence[Tensor]
+"""Tensors that share their rows: the keys and the values of the same tokens."""
+
+
+@dataclass
+class Batch:
+    """Messages that leave and arrive together: each transfer with the buffers whose rows it moves."""
+
+    sends: list[tuple[Transfer, Buffers]]
+    receives: list[tuple[Transfer, Buffers]]
+    kind: str = "keys"
+
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.receives)
+
+
+class Pending(Protocol):
+    """A batch under way; `wait` returns once it may be read and its buffers reused (CUDA: by the current stream)."""
+
+    def wait(self) -> None: ...
+
+
+class Done:
+    """Nothing to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+class Transport:
+    """Point-to-point messages within the context-parallel group. Both sides post their batches in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def post(self, batch: Batch) -> Pending:
+        """Starts all messages of a batch and returns at once."""
+        if not batch:
+            return Done()
+        ops = [dist.P2POp(dist.irecv, rows, group=self.group, group_peer=peer) for peer, rows in _pieces(batch.receives)]
+        for peer, rows in _pieces(batch.sends):
+            ops.append(dist.P2POp(dist.isend, rows, group=self.group, group_peer=peer))
+        _count(batch)
+        return _Works(dist.batch_isend_irecv(ops), batch)
+
+
+class StagedTransport(Transport):
+    """For CUDA tensors on a gloo group: messages pass through pinned host memory. Right, not fast."""
+
+    def post(self, batch: Batch) -> Pending:
+        sends = [(transfer, [_to_host(x) for x in buffers]) for transfer, buffers in batch.sends]
+        receives = [(transfer, [_on_host(x) for x in buffers]) for transfer, buffers in batch.receives]
+        staged = Batch(sends, receives, batch.kind)
+        torch.cuda.current_stream().synchronize()
+        return _Staged(super().post(staged), staged.receives, batch.receives)
+
+
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
+
+
+def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """The group's transport for tensors on `device`; the first call warms the group up, so all its ranks must make it.
+
+    torch wants all ranks of a group in its first collective, which a batch of messages between some of them is not.
+    Raises `ConfigError` when the group's backend cannot move such tensors.
+    """
+    made = _transports.setdefault(group, {})
+    if device.type not in made:
+        backend = dist.get_backend(group)
+        if device.type == "cpu" and backend == "nccl":
+            raise ConfigError("the context-parallel group uses NCCL, but the tensors are on the CPU; use the gloo backend")
+        staged = device.type == "cuda" and backend == "gloo"
+        dist.all_reduce(torch.zeros(1, device="cpu" if staged else device), group=group)
+        made[device.type] = (StagedTransport if staged else Transport)(group)
+    return made[device.type]
+
+
+class _Works:
+    def __init__(self, works: list[dist.Work], batch: Batch):
+        # The batch keeps its tensors alive until the messages are through.
+        self._works, self._batch = works, batch
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _Staged:
+    def __init__(self, pending: Pending, staged: list[tuple[Transfer, Buffers]], wanted: list[tuple[Transfer, Buffers]]):
+        self._pending, self._staged, self._wanted = pending, staged, wanted
+
+    def wait(self) -> None:
+        self._pending.wait()
+        for (transfer, sources), (_, targets) in zip(self._staged, self._wanted, strict=True):
+            for source, target in zip(sources, targets, strict=True):
+                for start, end in transfer.ranges:
+                    target[start:end].copy_(source[start:end])
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+
+
+def _to_host(x: Tensor) -> Tensor:
+    return _on_host(x).copy_(x, non_blocking=True)
+
+
+def _pieces(transfers: list[tuple[Transfer, Buffers]]) -> list[tuple[int, Tensor]]:
+    """(peer, rows) of each message, in the order that both sides keep: by transfer, range, then keys before values."""
+    return [(t.peer, x[start:end]) for t, buffers in transfers for start, end in t.ranges for x in buffers]
+
+
+def _count(batch: Batch) -> None:
+    for ledger in ledgers():
+        for _, rows in _pieces(batch.sends):
+            ledger.sent(batch.kind, rows.nbytes)
+        ledger.bytes_received += sum(rows.nbytes for _, rows in _pieces(batch.receives))

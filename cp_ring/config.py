@@ -1,0 +1,90 @@
+"""Every cp_ring setting, once: its name, default, choices, validation and help text.
+
+Megatron's parser (`--cp-ring-*`), YAML files (section `cp_ring`) and the functional API all read this one model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cp_ring.errors import ConfigError
+
+Kernel = Literal["auto", "flash_aten", "cpu", "reference"]
+LayoutName = Literal["zigzag", "contiguous"]
+Route = Literal["direct"]
+WireDtype = Literal["input", "float32"]
+
+
+class ContextParallelConfig(BaseModel):
+    """Settings of ring attention; immutable, validated when made.
+
+    Raises `ConfigError` (through `make` and `from_args`) with one line that names the flag.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = Field(False, description="Replace core attention by ring attention over the context-parallel group.")
+    cpu: bool = Field(False, description="Let Megatron run on a machine without CUDA (gloo); inert where CUDA is present.")
+    kernel: Kernel = Field("auto", description="Attention kernel of each tile; auto takes the fastest one that can do the job.")
+    layout: LayoutName = Field("zigzag", description="Which rank holds which tokens.")
+    route: Route = Field("direct", description="How keys and values reach the ranks that need them.")
+    num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
+    wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")
+
+    @classmethod
+    def flag(cls, field: str) -> str:
+        """The command-line flag of a field: `enabled` is `--cp-ring`, `num_slots` is `--cp-ring-num-slots`."""
+        return "--cp-ring" if field == "enabled" else "--cp-ring-" + field.replace("_", "-")
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Adds every field as a flag; values are validated later, by `from_args`, for one clear message."""
+        group = parser.add_argument_group(title="cp_ring", description="ring attention for context parallelism")
+        for name, field in cls.model_fields.items():
+            shown = f"{field.description} (default: {field.default}{_choices(field.annotation)})".replace("%", "%%")
+            options: dict[str, Any] = {"dest": _dest(name), "default": field.default, "help": shown}
+            if field.annotation is bool:
+                group.add_argument(cls.flag(name), action="store_true", **options)
+            else:
+                group.add_argument(cls.flag(name), metavar=name.upper(), **options)
+        return parser
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> ContextParallelConfig:
+        """Reads the flags that `add_arguments` added from a parsed namespace."""
+        return cls.make(**{name: getattr(args, _dest(name)) for name in cls.model_fields if hasattr(args, _dest(name))})
+
+    @classmethod
+    def make(cls, **values: Any) -> ContextParallelConfig:
+        """As the constructor, but raises `ConfigError` with one line that names the flag and what it accepts."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            if name not in cls.model_fields:
+                raise ConfigError(f"cp_ring has no setting {name!r}; it has {', '.join(cls.model_fields)}") from None
+            raise ConfigError(f"{cls.flag(name)} {first['input']!r}: {first['msg'].lower()}") from None
+
+    def to_args(self) -> list[str]:
+        """The flags that differ from their defaults, as a command line."""
+        line: list[str] = []
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value != field.default:
+                line += [self.flag(name)] if field.annotation is bool else [self.flag(name), str(value)]
+        return line
+
+
+def _dest(name: str) -> str:
+    return "cp_ring" if name == "enabled" else f"cp_ring_{name}"
+
+
+def _choices(annotation: Any) -> str:
+    choices = typing.get_args(annotation) if not isinstance(annotation, types.UnionType) else ()
+    return f"; one of {', '.join(map(str, choices))}" if choices else ""

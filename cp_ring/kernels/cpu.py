@@ -1,0 +1,50 @@
+"""PyTorch's flash attention for the CPU: tiled, no score matrix in memory, float32, float64, bfloat16 and float16.
+
+Its mask is full or causal (aligned top left), and it wants queries, keys and values of one head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_ring.plan.lower import Capabilities
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class CpuKernel:
+    """Follows `AttentionKernel`; out and gradients come in the input's dtype, lse in float32 (float64 for float64)."""
+
+    name = "cpu"
+    capabilities = Capabilities()
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+        if device.type != "cpu":
+            return f"runs on the CPU, the tensors are on {device}"
+        return None if dtype in _DTYPES else f"does not know {dtype}"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
+        e, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+        q, k, v = (_pad(x, width).transpose(1, 2) for x in (q, k, v))
+        out, lse = _forward(q, k, v, 0.0, hi == 0, scale=scale)
+        return out.transpose(1, 2)[..., :e], lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        d, e, width = q.shape[-1], v.shape[-1], max(q.shape[-1], v.shape[-1])
+        dout, q, k, v, out = (_pad(x, width).transpose(1, 2) for x in (dout, q, k, v, out))
+        dq, dk, dv = (x.transpose(1, 2) for x in _backward(dout, q, k, v, out, lse, 0.0, hi == 0, scale=scale))
+        return dq[..., :d], dk[..., :d], dv[..., :e]
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the head dimension: they change neither scores nor the outputs that are kept."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+KERNEL = CpuKernel()

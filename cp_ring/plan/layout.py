@@ -1,0 +1,95 @@
+"""Layouts: which rank holds which tokens of the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.tiles import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A stream of `n` tokens cut into chunks, each owned by one of `cp` ranks; a rank holds its chunks in ascending order.
+
+    `edges` int64 [chunks + 1]: chunk c is `[edges[c], edges[c + 1])`; `owner` int64 [chunks]: its rank.
+    """
+
+    n: int
+    cp: int
+    edges: Ints
+    owner: Ints
+    name: str = "layout"
+
+    @classmethod
+    def zigzag(cls, n: int, cp: int) -> Layout:
+        """2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r, so that causal work is equal (Megatron's split)."""
+        ranks = np.arange(cp)
+        return cls._even(n, cp, np.concatenate([ranks, ranks[::-1]]), "zigzag")
+
+    @classmethod
+    def contiguous(cls, n: int, cp: int) -> Layout:
+        """One chunk a rank, in order."""
+        return cls._even(n, cp, np.arange(cp), "contiguous")
+
+    @classmethod
+    def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:
+        if cp < 1:
+            raise PlanError(f"context parallel size {cp} must be at least 1")
+        if n < len(owner):
+            raise PlanError(f"{name} layout cuts the sequence into {len(owner)} chunks for cp {cp}, but it has {n} tokens")
+        return cls(n, cp, np.arange(len(owner) + 1) * n // len(owner), owner.astype(np.int64), name)
+
+    @cached_property
+    def starts(self) -> Ints:
+        """Row of its owner's shard at which each chunk begins, int64 [chunks]."""
+        order = np.argsort(self.owner, kind="stable")
+        sizes = np.diff(self.edges)[order]
+        before = np.cumsum(sizes) - sizes
+        shard_start = np.cumsum(self.tokens_per_rank) - self.tokens_per_rank
+        starts = np.empty_like(before)
+        starts[order] = before - shard_start[self.owner[order]]
+        return starts
+
+    @cached_property
+    def tokens_per_rank(self) -> Ints:
+        """Tokens that each rank holds, int64 [cp]."""
+        return np.bincount(self.owner, np.diff(self.edges), self.cp).astype(np.int64)
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """The rank's token ranges, ascending, neighbors joined."""
+        joined: list[tuple[int, int]] = []
+        for chunk in np.flatnonzero(self.owner == rank).tolist():
+            start, end = int(self.edges[chunk]), int(self.edges[chunk + 1])
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((start, end))
+        return joined
+
+    def positions(self, rank: int) -> Ints:
+        """Positions in the stream of the rank's tokens, ascending, int64 [tokens of the rank]."""
+        return np.concatenate([np.arange(start, end) for start, end in self.ranges(rank)] or [np.empty(0, np.int64)])
+
+    def shard(self, x: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
+        """The rank's part of a whole tensor along `dim`, which must hold `n` tokens."""
+        if x.shape[dim] != self.n:
+            raise PlanError(f"tensor of {x.shape[dim]} tokens in dimension {dim}, but the layout is for {self.n}")
+        return torch.cat([x.narrow(dim, start, end - start) for start, end in self.ranges(rank)], dim)
+
+    def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """The whole tensor from all ranks' parts, in rank order: the inverse of `shard`."""
+        sizes = [part.shape[dim] for part in parts]
+        if sizes != self.tokens_per_rank.tolist():
+            raise PlanError(f"parts of {sizes} tokens, but the layout gives {self.tokens_per_rank.tolist()}")
+        order = np.argsort(np.concatenate([self.positions(rank) for rank in range(self.cp)]))
+        whole = torch.cat(list(parts), dim)
+        return whole.index_select(dim, torch.from_numpy(order).to(whole.device))
+
+    def __repr__(self) -> str:
+        return f"Layout.{self.name}(n={self.n}, cp={self.cp}, chunks={len(self.owner)})"

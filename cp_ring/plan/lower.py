@@ -1,0 +1,143 @@
+"""Lowering: rewriting tiles into ones that a kernel knows.
+
+Every kernel knows FULL (an uncut rectangle) and CAUSAL (a square cut by its main diagonal). That is enough for any
+band: it is lower triangles, upper triangles and the rectangles between them, and an upper triangle becomes causal when
+both its query and its key order are reversed. Native bands and varlen batches are faster ways, not needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_ring.plan.tiles import OPEN, Ints, Tiles
+
+BLOCK = 128
+"""Heights of the strips of a sloping band are multiples of this, because kernels work in blocks of it."""
+
+FULL, CAUSAL, REVERSED, BAND = range(4)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kernel can do beyond FULL and CAUSAL squares.
+
+    bands: any band on any rectangle whose rows all see a key, as flash-attn's bottom-right aligned windows do.
+    narrow_bands: bands of up to this many diagonals on a rectangle small enough for a dense mask; 0 for none.
+    varlen: many tiles of one kind in one call, so long as no two of them share a query row.
+    """
+
+    bands: bool = False
+    narrow_bands: int = 0
+    varlen: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """Tiles for a kernel, in the coordinates of the tiles that they came from and sorted by `parent`.
+
+    parent int64 [count]: index of the tile that each one is part of.
+    reverse bool [count]: causal once query and key order are both reversed; `lo` is then the square's diagonal.
+    kind int64 [count]: FULL, CAUSAL, REVERSED or BAND.
+    batch int64 [count]: tiles of one number may go to the kernel in one call; all different without `varlen`.
+    """
+
+    tiles: Tiles
+    parent: Ints
+    kind: Ints
+    batch: Ints
+
+    @property
+    def reverse(self) -> NDArray[np.bool_]:
+        return self.kind == REVERSED
+
+
+def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
+    """Rewrites `tiles` into disjoint ones that cover the same pairs and that a kernel of these capabilities knows."""
+    parent = np.arange(len(tiles))
+    tiles = tiles.fitted()
+    live = np.flatnonzero(tiles.q0 < tiles.q1)
+    tiles, parent = tiles[live], parent[live]
+    if not capabilities.bands:
+        tiles, parent = _flatten(tiles, parent, capabilities.narrow_bands)
+    kind = kinds(tiles)
+    return Lowered(tiles, parent, kind, _batches(tiles, kind) if capabilities.varlen else np.arange(len(tiles)))
+
+
+def kinds(tiles: Tiles) -> Ints:
+    """FULL, CAUSAL, REVERSED or BAND of each tile, int64 [tiles]."""
+    square = tiles.q1 - tiles.q0 == tiles.k1 - tiles.k0
+    diagonal = tiles.k0 - tiles.q0
+    no_left, no_right = tiles.lo == -OPEN, tiles.hi == OPEN
+    return np.select(
+        [no_left & no_right, square & no_left & (tiles.hi == diagonal), square & no_right & (tiles.lo == diagonal)],
+        [FULL, CAUSAL, REVERSED],
+        BAND,
+    )
+
+
+def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
+    """Bands as FULL, CAUSAL and reversed tiles, with narrow ones left as bands in small rectangles."""
+    strips, parent = _strips(tiles, parent, narrow)
+    q0, q1, k0, k1, lo, hi = strips.data
+    left, right = k0 < q1 - 1 + lo, q0 + hi < k1 - 1
+    dense = left & right & (hi - lo < narrow)
+    flat, sloped = np.flatnonzero(dense | ~(left | right)), np.flatnonzero((left | right) & ~dense)
+    q0, q1, k0, k1, lo, hi = strips.data[:, sloped]
+    left, right = left[sloped], right[sloped]
+    # The rectangle between the triangles: what the strip's first and its last row both see, less the diagonals.
+    inner0, inner1 = np.where(left, q1 + lo, k0), np.where(right, q0 + hi, k1)
+    open_ = np.full(len(sloped), OPEN)
+    above = np.stack([q0, q1, q0 + lo, q1 + lo, lo, open_])[:, left]
+    middle = np.stack([q0, q1, inner0, inner1, -open_, open_])
+    below = np.stack([q0, q1, q0 + hi, q1 + hi, -open_, hi])
+    full, down = inner0 < inner1, right & (lo != hi)
+    data = np.concatenate([strips.data[:, flat], above, middle[:, full], below[:, down]], axis=1)
+    origin = parent[np.concatenate([flat, sloped[left], sloped[full], sloped[down]])]
+    order = np.lexsort((data[2], data[0], origin))
+    return Tiles(data[:, order]).fitted(), origin[order]
+
+
+def _strips(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
+    """Tiles cut into strips of rows in which each side of the band either slopes or does not.
+
+    Strips where both sides slope are cut further, to at most the band's width, so that their triangles do not meet;
+    those of narrow bands have at least a block of rows.
+    """
+    q0, q1, k0, k1, lo, hi = tiles.data
+    # The left side slopes from row `slopes`, the right side up to row `levels`.
+    slopes, levels = np.clip(k0 - lo, q0, q1), np.clip(k1 - hi, q0, q1)
+    cuts = np.stack([q0, np.minimum(slopes, levels), np.maximum(slopes, levels), q1])
+    both = slopes < levels
+    width = hi - lo
+    height = np.where(width < BLOCK, np.where(width < narrow, BLOCK, np.maximum(width, 1)), width // BLOCK * BLOCK)
+    parts: list[tuple[Ints, Ints, Ints]] = []
+    for index in range(3):
+        start, end = cuts[index], cuts[index + 1]
+        step = np.where(both & (index == 1), height, np.maximum(end - start, 1))
+        count = -(-(end - start) // step)
+        which = np.repeat(np.arange(len(tiles)), count)
+        number = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+        first = start[which] + number * step[which]
+        parts.append((which, first, np.minimum(first + step[which], end[which])))
+    which, first, last = (np.concatenate(column) for column in zip(*parts, strict=True))
+    open_ = np.full(len(which), OPEN)
+    return tiles[which].within(first, last, -open_, open_), parent[which]
+
+
+def _batches(tiles: Tiles, kind: Ints) -> Ints:
+    """Numbers the tiles so that those of one number are of one kind and share no query row, with few numbers."""
+    batch = np.zeros(len(tiles), np.int64)
+    open_batches: list[tuple[int, int, int]] = []  # kind, end of the last tile, number
+    for index in np.lexsort((tiles.q0, kind)).tolist():
+        start, end, what = int(tiles.q0[index]), int(tiles.q1[index]), int(kind[index])
+        for place, (its_kind, its_end, number) in enumerate(open_batches):
+            if its_kind == what and its_end <= start:
+                open_batches[place], batch[index] = (what, end, number), number
+                break
+        else:
+            batch[index] = len(open_batches)
+            open_batches.append((what, end, len(open_batches)))
+    return batch

@@ -1,0 +1,43 @@
+"""Vectorised helpers for many half-open ranges at once."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+def order(*keys: Ints) -> Ints | slice:
+    """What sorts by non-negative `keys`, the most significant first: indices, or `slice(None)` where all is in order."""
+    key = keys[0]
+    for minor in keys[1:]:
+        span = int(minor.max(initial=0)) + 1
+        if (int(key.max(initial=0)) + 1) * span > np.iinfo(np.int64).max:
+            return np.lexsort(keys[::-1])
+        key = key * span + minor
+    return slice(None) if (key[1:] >= key[:-1]).all() else np.argsort(key, kind="stable")
+
+
+def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """Union of the ranges of each group: sorted, disjoint, not touching."""
+    sort = order(group, start)
+    group, start, end = group[sort], start[sort], end[sort]
+    base = group * (int(end.max(initial=0)) + 1)
+    reach = np.maximum.accumulate(end + base)
+    first = np.flatnonzero(np.append(True, (start + base)[1:] > reach[:-1])[: len(group)])
+    last = np.append(first[1:], len(group))[: len(first)] - 1
+    return group[first], start[first], (reach - base)[last]
+
+
+def overlaps(start: Ints, end: Ints, edges_start: Ints, edges_end: Ints) -> tuple[Ints, Ints]:
+    """All pairs (range, cell) that overlap, where the cells are sorted and disjoint."""
+    first = np.searchsorted(edges_end, start, side="right")
+    count = np.maximum(np.searchsorted(edges_start, end, side="left") - first, 0)
+    return spread(first, count)
+
+
+def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """For each i the numbers from `first[i]`, `count[i]` of them, as pairs (i, number)."""
+    which = np.repeat(np.arange(len(first)), count)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - first, count)

@@ -1,0 +1,30 @@
+"""Settings of the whole test suite, and fixtures that all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.workers import Pool
+
+# Ranks of a test share the machine's cores and talk over loopback.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+_pools: list[Pool] = []
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    """Four gloo ranks, started once and again only after a failure."""
+    if not _pools or _pools[-1].closed:
+        _pools.append(Pool())
+    yield _pools[-1]
+
+
+def pytest_sessionfinish() -> None:
+    for pool in _pools:
+        pool.close()

@@ -1,0 +1,213 @@
+"""ring_attention against brute force in float64, on real processes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.kernels import choose
+from tests.oracle import Case, Grads, brute_force, error, on_rank, whole
+
+MASKS = {"causal": Mask.causal, "full": Mask.full}
+LAYOUTS = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}
+# Rounding of one float32 or bfloat16 kernel call at these sizes; a wrong tile or transfer is off by 0.01 at least.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
+
+
+def ring(pool, case: Case, plan: RingPlan, **options) -> Grads:
+    return whole(plan.layout, pool.run(on_rank, plan.cp, case, plan, **options))
+
+
+def close(got: Grads, truth: Grads, tolerance: float) -> None:
+    errors = {name: error(x, y) for name, x, y in zip(Grads._fields, got, truth, strict=True)}
+    assert all(e <= tolerance for e in errors.values()), errors
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_equals_brute_force(pool, cp, mask, layout):
+    n = 48 * cp
+    plan = RingPlan.build(MASKS[mask](n), LAYOUTS[layout](n, cp))
+    case = Case.draw(n, b=2, h=6, g=2, d=24)
+    close(ring(pool, case, plan), brute_force(case, plan.mask.dense()), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_dtypes_and_kernels(pool, dtype, kernel):
+    plan = RingPlan.build(Mask.causal(96), Layout.zigzag(96, 3))
+    case = Case.draw(96, dtype=dtype)
+    got = ring(pool, case, plan, kernel=kernel)
+    assert {x.dtype for x in got} == {dtype}
+    close(got, brute_force(case, plan.mask.dense()), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("h", "g", "d", "e"),
+    [(4, 4, 16, 16), (8, 1, 8, 8), (3, 3, 7, 7), (4, 2, 33, 33), (4, 2, 24, 16), (4, 2, 16, 40), (1, 1, 1, 1)],
+)
+def test_heads_and_head_sizes(pool, h, g, d, e):
+    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 2))
+    case = Case.draw(64, b=2, h=h, g=g, d=d, e=e)
+    close(ring(pool, case, plan), brute_force(case, plan.mask.dense()), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"softmax_scale": 0.5}, {"qkv_format": "sbhd"}, {"num_slots": 3}, {"wire_dtype": "float32"}],
+    ids=lambda o: next(iter(o)),
+)
+def test_options(pool, options):
+    plan = RingPlan.build(Mask.causal(128), Layout.zigzag(128, 4))
+    case = Case.draw(128, b=2)
+    truth = brute_force(case, plan.mask.dense(), options.get("softmax_scale"))
+    close(ring(pool, case, plan, **options), truth, TOLERANCE[torch.float32])
+
+
+def test_gradcheck():
+    plan = RingPlan.build(Mask.causal(12), Layout.zigzag(12, 1))
+    case = Case.draw(12, h=2, g=1, d=4, dtype=torch.float64)
+    inputs = tuple(x.requires_grad_() for x in case[:3])
+    assert torch.autograd.gradcheck(lambda q, k, v: ring_attention(q, k, v, plan, kernel="reference"), inputs)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "limit_out", "limit_grads"), [(torch.float32, 1.15, 1.05), (torch.bfloat16, 1.15, 1.10)])
+def test_as_accurate_as_one_call(pool, cp, dtype, limit_out, limit_grads):
+    """The error against float64, ring over one kernel call on the whole sequence, mean of 5 seeds."""
+    n, ratios = 2048, []
+    plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp))
+    for seed in range(5):
+        case = Case.draw(n, h=2, g=1, d=64, dtype=dtype, seed=seed)
+        truth = brute_force(case, plan.mask.dense())
+        kernel = choose("cpu", device=torch.device("cpu"), dtype=dtype, d=64, e=64)
+        band = {"lo": -(1 << 60), "hi": 0, "scale": 64**-0.5}
+        out, lse = kernel.forward(*case[:3], **band)
+        single = Grads(out, *kernel.backward(case.dout, *case[:3], out, lse, **band))
+        got = ring(pool, case, plan)
+        ratios.append([error(x, t) / error(y, t) for x, y, t in zip(got, single, truth, strict=True)])
+    means = torch.tensor(ratios).mean(0).tolist()
+    assert means[0] <= limit_out, means
+    assert max(means[1:]) <= limit_grads, means
+
+
+def _kept(group, case, plan):
+    """Distinct storages that autograd keeps for backward, and those that a caller holds anyway."""
+    q, k, v = (plan.layout.shard(x, group.rank(), 1).requires_grad_() for x in case[:3])
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = tuple(sorted(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = ring_attention(q, k, v, plan, group)
+    own = {x.untyped_storage().data_ptr() for x in (q, k, v, out)}
+    return len(kept), [shape for pointer, shape in kept.items() if pointer not in own]
+
+
+def test_backward_keeps_only_inputs_out_and_lse(pool):
+    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
+    for count, others in pool.run(_kept, 4, Case.draw(64, h=4, g=2, d=16), plan):
+        assert count == 5
+        assert others == [(1, 4, 16)]  # lse [b, h, s]
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_slots_do_not_grow_with_cp(pool, num_slots):
+    for cp in (2, 3, 4):
+        n = 16 * cp
+        plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp))
+        for _, ledger in pool.run(on_rank, cp, Case.draw(n), plan, num_slots=num_slots):
+            assert 1 <= ledger.slots_peak <= num_slots
+            assert ledger.slots_alive == 0
+
+
+def test_transport_moves_the_plans_bytes(pool):
+    """What really went out is what the plan says, each way, to the byte."""
+    n, g, d = 64, 2, 16
+    plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, 4))
+    for rank, (_, ledger) in enumerate(pool.run(on_rank, 4, Case.draw(n, g=g, d=d), plan)):
+        hops = plan.row(rank).hops
+        token = 2 * g * d * 4
+        keys = sum(send.tokens for hop in hops for send in hop.sends) * token
+        gradients = sum(send.tokens for hop in hops for send in hop.grad_sends) * token
+        assert ledger.bytes_by_kind == {"keys": 2 * keys, "gradients": gradients}  # keys travel forward and again backward
+        arriving = sum(hop.receive.tokens for hop in hops if hop.receive) * 2
+        assert ledger.bytes_received == (arriving + sum(t.tokens for hop in hops for t in hop.grad_receives)) * token
+
+
+def _repeat(group, case, plan):
+    return [on_rank(group, case, plan)[0] for _ in range(3)]
+
+
+def test_repeats_bit_for_bit(pool):
+    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
+    for runs in pool.run(_repeat, 4, Case.draw(64), plan):
+        for other in runs[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
+
+
+def _raises(group, case, plan, options):
+    try:
+        on_rank(group, case, plan, **options)
+    except ValueError as error:
+        return type(error), str(error)
+    return None, ""
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"kernel": "warp"}, KernelError, "--cp-ring-kernel warp: unknown; known are auto, flash_aten, cpu"),
+        ({"num_slots": 1}, ConfigError, "--cp-ring-num-slots 1"),
+        ({"wire_dtype": "int8"}, ConfigError, "--cp-ring-wire-dtype 'int8'"),
+        ({"qkv_format": "thd"}, PlanError, "qkv_format 'thd': it is bshd or sbhd"),
+    ],
+)
+def test_bad_options(options, kind, says):
+    plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    got, message = _raises(None, Case.draw(16), plan, options)
+    assert got is kind
+    assert says in message
+    assert "\n" not in message
+
+
+def test_bad_shapes():
+    plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    q, k, v, _ = Case.draw(16, h=4, g=2, d=8)
+    with pytest.raises(PlanError, match="rank 0 holds 16 tokens of the layout"):
+        ring_attention(q[:, :8], k, v, plan)
+    with pytest.raises(PlanError, match="key/value heads divide query heads"):
+        ring_attention(q[:, :, :3], k, v, plan)
+    with pytest.raises(PlanError, match="one floating-point dtype"):
+        ring_attention(q, k.double(), v, plan)
+    with pytest.raises(PlanError, match="4 dimensions"):
+        ring_attention(q[0], k, v, plan)
+    with pytest.raises(PlanError, match="pass their process group"):
+        ring_attention(q[:, :8], k[:, :8], v[:, :8], RingPlan.build(Mask.causal(16), Layout.zigzag(16, 2)))
+    with pytest.raises(KernelError, match=r"--cp-ring-kernel cpu: cpu does not know torch.float8"):
+        ring_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), plan, kernel="cpu")
+
+
+def test_group_of_another_size(pool):
+    plan = RingPlan.build(Mask.causal(24), Layout.zigzag(24, 3))
+    for kind, message in pool.run(_raises, 2, Case.draw(24), plan, {}):
+        assert kind is PlanError
+        assert "the plan is for 3 ranks, the group has 2" in message
+
+
+def test_infinite_scores_do_not_leak():
+    """Rows that see nothing (padding behind the last document) give out 0 and no gradient, never NaN."""
+    mask = Mask.documents([0, 5, 9], n=12)
+    plan = RingPlan.build(mask, Layout.zigzag(12, 1))
+    case = Case.draw(12, h=2, g=1, d=8)
+    grads, _ = on_rank(None, case, plan)
+    close(grads, brute_force(case, mask.dense()), TOLERANCE[torch.float32])
+    assert not any(math.isnan(x.sum()) for x in grads)
+    assert all((x[:, 9:] == 0).all() for x in grads)
