@@ -16,7 +16,7 @@ from cp_ring.errors import ConfigError
 
 Kernel = Literal["auto", "flash_aten", "cpu", "reference"]
 LayoutName = Literal["zigzag", "contiguous"]
-Route = Literal["direct"]
+Route = Literal["direct", "ring"]
 WireDtype = Literal["input", "float32"]
 
 

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.workers import Pool
+from cp_ring.bench.ranks import Ranks
 
 # Ranks of a test share the machine's cores and talk over loopback.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-_pools: list[Pool] = []
+_pools: list[Ranks] = []
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[Ranks]:
     """Four gloo ranks, started once and again only after a failure."""
     if not _pools or _pools[-1].closed:
-        _pools.append(Pool())
+        _pools.append(Ranks(4))
     yield _pools[-1]
 
 

@@ -38,7 +38,7 @@ class Grads(NamedTuple):
 
 def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> Grads:
     """Attention over the pairs that the boolean [n, n] `allowed` permits; rows without any give out 0."""
-    q, k, v = (x.double().requires_grad_() for x in case[:3])
+    q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
     groups = q.shape[2] // k.shape[2]
     k_heads, v_heads = (x.repeat_interleave(groups, 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k_heads) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -67,4 +67,5 @@ def whole(layout: Layout, parts: list[tuple[Grads, Ledger]]) -> Grads:
 
 def error(x: Tensor, truth: Tensor) -> float:
     """Norm of the difference over the norm of the truth."""
-    return float((x.double() - truth).norm() / truth.norm())
+    x, truth = x.detach().double(), truth.detach()
+    return float((x - truth).norm() / truth.norm())

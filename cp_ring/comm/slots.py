@@ -22,6 +22,11 @@ class Slots:
         self._free: list[tuple[Tensor, Tensor]] = []
         self._made = 0
 
+    @property
+    def free(self) -> int:
+        """How many buffers can be taken now."""
+        return self._count - self._made + len(self._free)
+
     def take(self, rows: int) -> tuple[Tensor, Tensor]:
         """A free buffer, cut to `rows`."""
         if not self._free:

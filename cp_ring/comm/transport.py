@@ -23,8 +23,8 @@ Buffers = Sequence[Tensor]
 class Batch:
     """Messages that leave and arrive together: each transfer with the buffers whose rows it moves."""
 
-    sends: list[tuple[Transfer, Buffers]]
-    receives: list[tuple[Transfer, Buffers]]
+    sends: Sequence[tuple[Transfer, Buffers]]
+    receives: Sequence[tuple[Transfer, Buffers]]
     kind: str = "keys"
 
     def __bool__(self) -> bool:
@@ -104,7 +104,7 @@ class _Works:
 
 
 class _Staged:
-    def __init__(self, pending: Pending, staged: list[tuple[Transfer, Buffers]], wanted: list[tuple[Transfer, Buffers]]):
+    def __init__(self, pending: Pending, staged: Sequence[tuple[Transfer, Buffers]], wanted: Sequence[tuple[Transfer, Buffers]]):
         self._pending, self._staged, self._wanted = pending, staged, wanted
 
     def wait(self) -> None:
@@ -123,7 +123,7 @@ def _to_host(x: Tensor) -> Tensor:
     return _on_host(x).copy_(x, non_blocking=True)
 
 
-def _pieces(transfers: list[tuple[Transfer, Buffers]]) -> list[tuple[int, Tensor]]:
+def _pieces(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, Tensor]]:
     """(peer, rows) of each message, in the order that both sides keep: by transfer, range, then keys before values."""
     return [(t.peer, x[start:end]) for t, buffers in transfers for start, end in t.ranges for x in buffers]
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from cp_ring.kernels.base import OPEN, Packing
 from cp_ring.plan.lower import Capabilities
 
 
@@ -14,7 +17,7 @@ class ReferenceKernel:
     """Follows `AttentionKernel`; everything is computed and returned in float64."""
 
     name = "reference"
-    capabilities = Capabilities(bands=True)
+    capabilities = Capabilities(bands=True, varlen=True)
 
     def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         return None if dtype.is_floating_point else f"reads floating point, not {dtype}"
@@ -36,6 +39,32 @@ class ReferenceKernel:
         ds = p * (dp - (dout_heads * out_heads).sum(-1, keepdim=True)) * scale
         dq, dk, dv = ds @ k_heads, ds.mT @ q_heads, p.mT @ dout_heads
         return dq.transpose(1, 2), _sum_groups(dk, k.shape[2]), _sum_groups(dv, v.shape[2])
+
+    def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
+        parts = [
+            self.forward(q[None, rows], k[None, columns], v[None, columns], lo=lo, hi=hi, scale=scale)
+            for rows, columns, lo, hi in _tiles(packing)
+        ]
+        return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+    def backward_varlen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = []
+        for rows, columns, lo, hi in _tiles(packing):
+            queries, keys = (x[None, rows] for x in (dout, q)), (x[None, columns] for x in (k, v))
+            parts.append(self.backward(*queries, *keys, out[None, rows], lse[None, :, rows], lo=lo, hi=hi, scale=scale))
+        dq, dk, dv = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
+        return dq, dk, dv
+
+
+def _tiles(packing: Packing) -> Iterator[tuple[slice, slice, int, int]]:
+    """Rows, columns and top-left band of each packed tile. Waits for the device."""
+    ends_q, ends_k = packing.cu_q.tolist(), packing.cu_k.tolist()
+    for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        corner = (k1 - k0) - (q1 - q0)
+        lo = -OPEN if packing.left < 0 else corner - packing.left
+        yield slice(q0, q1), slice(k0, k1), lo, OPEN if packing.right < 0 else corner + packing.right
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -1,8 +1,27 @@
 """Plans as data: masks, layouts, tiles, transfers, and the proof that they are right. No torch.distributed here."""
 
+from cp_ring.plan.cache import plan_for, rows_ahead
 from cp_ring.plan.layout import Layout
+from cp_ring.plan.lower import Capabilities, Lowered, lower
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import Hop, RankPlan, RingPlan, Transfer
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
+from cp_ring.plan.verify import Report
 
-__all__ = ["OPEN", "Hop", "Layout", "Mask", "RankPlan", "RingPlan", "Tile", "Tiles", "Transfer"]
+__all__ = [
+    "OPEN",
+    "Capabilities",
+    "Hop",
+    "Layout",
+    "Lowered",
+    "Mask",
+    "RankPlan",
+    "Report",
+    "RingPlan",
+    "Tile",
+    "Tiles",
+    "Transfer",
+    "lower",
+    "plan_for",
+    "rows_ahead",
+]

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.tiles import Ints
+from cp_ring.plan.ranges import Ints
+
+if TYPE_CHECKING:
+    import torch
+
+    from cp_ring.plan.mask import Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +41,49 @@ class Layout:
     def contiguous(cls, n: int, cp: int) -> Layout:
         """One chunk a rank, in order."""
         return cls._even(n, cp, np.arange(cp), "contiguous")
+
+    @classmethod
+    def batch(cls, rows: Sequence[Layout]) -> Layout:
+        """Batch rows, each split by its own layout, as one stream in which row follows row; all are for the same ranks."""
+        if len({row.cp for row in rows}) != 1:
+            raise PlanError(f"batch rows are split over {', '.join(str(row.cp) for row in rows)} ranks; it must be one number")
+        starts = np.cumsum([0, *(row.n for row in rows)])
+        edges = np.concatenate([row.edges[:-1] + start for row, start in zip(rows, starts, strict=False)])
+        owner = np.concatenate([row.owner for row in rows])
+        return cls(int(starts[-1]), rows[0].cp, np.append(edges, starts[-1]), owner, "batch")
+
+    @classmethod
+    def per_document_zigzag(cls, cu_seqlens_padded: Sequence[int] | np.ndarray, cp: int) -> Layout:
+        """Zigzag of every document by itself, as TransformerEngine splits packed (thd) sequences.
+
+        Raises `PlanError` where a document is not a multiple of 2 * cp tokens.
+        """
+        if cp < 1:
+            raise PlanError(f"context parallel size {cp} must be at least 1")
+        offsets = np.asarray(cu_seqlens_padded, dtype=np.int64)
+        length = np.diff(offsets)
+        if offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or (length < 0).any() or not length.any():
+            raise PlanError("cu_seqlens_padded must start at 0, not decrease, and hold a token")
+        bad = np.flatnonzero(length % (2 * cp))
+        if len(bad):
+            raise PlanError(f"document {bad[0]} has {length[bad[0]]} tokens, not a multiple of 2 * cp = {2 * cp}: pad it")
+        start, length = offsets[:-1][length > 0], length[length > 0]
+        edges = (start[:, None] + length[:, None] // (2 * cp) * np.arange(2 * cp)).reshape(-1)
+        ranks = np.arange(cp)
+        owner = np.tile(np.concatenate([ranks, ranks[::-1]]), len(start))
+        return cls(int(offsets[-1]), cp, np.append(edges, offsets[-1]), owner, "per_document_zigzag")
+
+    @classmethod
+    def balanced(cls, mask: Mask, cp: int, chunks_per_rank: int | None = None) -> Layout:
+        """Equal tokens on each rank (they differ by one where cp does not divide n) and minimal maximum work for `mask`.
+
+        `chunks_per_rank` is by default the smallest of 2, 4, 8, 16 and 32 with maximum / mean work of at most 1.05; zigzag
+        or contiguous is taken where that is as balanced and moves less. Deterministic: ranks need not agree on it by
+        message. Raises `PlanError` where there are fewer tokens than chunks.
+        """
+        from cp_ring.plan.balance import balanced_layout
+
+        return balanced_layout(mask, cp, chunks_per_rank)
 
     @classmethod
     def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:
@@ -80,10 +128,14 @@ class Layout:
         """The rank's part of a whole tensor along `dim`, which must hold `n` tokens."""
         if x.shape[dim] != self.n:
             raise PlanError(f"tensor of {x.shape[dim]} tokens in dimension {dim}, but the layout is for {self.n}")
+        import torch
+
         return torch.cat([x.narrow(dim, start, end - start) for start, end in self.ranges(rank)], dim)
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The whole tensor from all ranks' parts, in rank order: the inverse of `shard`."""
+        import torch
+
         sizes = [part.shape[dim] for part in parts]
         if sizes != self.tokens_per_rank.tolist():
             raise PlanError(f"parts of {sizes} tokens, but the layout gives {self.tokens_per_rank.tolist()}")

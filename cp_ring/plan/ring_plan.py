@@ -1,101 +1,37 @@
 """RingPlan: for each rank and hop, the tiles to compute and the token ranges to move, as data.
 
 At hop t a rank computes on the keys of one source rank: its own at hop 0, later those of rank (r - t) mod cp. The plan
-is two tables over all ranks: tiles (which rank computes what, at which hop) and transfers (which token ranges of whose
-keys move between which ranks, at which hop). `plan.row(rank)` is one rank's view, which the executor runs.
+is three tables over all ranks: tiles (which rank computes what on whose keys, at which hop), transfers (which rows of
+whose keys move between which ranks, at which hop) and gradients (likewise, on their way home). `plan.row(rank)` is one
+rank's view, which the executor runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from functools import cached_property
 
 import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.tiles import Ints, Tiles, coalesce
+from cp_ring.plan.ranges import Ints, union
+from cp_ring.plan.routes import LOCAL, ROUTES, Need, Transfers
+from cp_ring.plan.rows import Hop, RankPlan, Transfer, rank_plan
+from cp_ring.plan.tiles import Tiles, coalesce, cut
+from cp_ring.plan.verify import Report, verify
 
-
-@dataclass(frozen=True)
-class Transfer:
-    """Rows `[start, end)` of a buffer, sent to or received from `peer`, one message for each range.
-
-    `buffer` tells whose rows: 0 is the rank's own shard, t > 0 the buffer of hop t.
-    """
-
-    peer: int
-    ranges: tuple[tuple[int, int], ...]
-    buffer: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(end - start for start, end in self.ranges)
-
-    def packed(self, first: int = 0) -> Transfer:
-        """The same messages laid end to end from row `first` of another buffer."""
-        cuts = list(accumulate((end - start for start, end in self.ranges), initial=first))
-        return Transfer(self.peer, tuple(pairwise(cuts)), self.buffer)
-
-
-@dataclass(frozen=True, eq=False)
-class Hop:
-    """What one rank does at one hop.
-
-    Keys: `receive` fills the `num_keys` rows of this hop's key buffer (at hop 0 it is the rank's own shard, and nothing
-    is received); `sends` leave at the same time. Both are posted before the hop before this one is computed.
-
-    Tiles: rows of the rank's shard, columns of this hop's key buffer.
-
-    Gradients, backward only: column k of tile i belongs to row `k + grad_shift[i]` of this hop's gradient buffer of
-    `num_grads` rows. Once computed, `grad_sends` leave from that buffer, and `grad_receives` are added to the rank's own
-    accumulators (`buffer` 0) or to the gradient buffer of a later hop.
-    """
-
-    index: int
-    source: int
-    tiles: Tiles
-    num_keys: int
-    receive: Transfer | None
-    sends: tuple[Transfer, ...]
-    num_grads: int
-    grad_shift: Ints
-    grad_sends: tuple[Transfer, ...]
-    grad_receives: tuple[Transfer, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class RankPlan:
-    """One rank's hops, dead ones left out."""
-
-    rank: int
-    cp: int
-    num_rows: int
-    hops: tuple[Hop, ...]
-
-    @property
-    def max_keys(self) -> int:
-        """Rows of the largest key buffer that a hop receives."""
-        return max((hop.num_keys for hop in self.hops if hop.receive), default=0)
-
-    @property
-    def max_grads(self) -> int:
-        """Rows of the largest gradient buffer of a hop other than hop 0."""
-        return max((hop.num_grads for hop in self.hops if hop.index), default=0)
-
-    @property
-    def max_grad_receives(self) -> int:
-        """Rows of the most gradients that arrive at one hop."""
-        return max((sum(t.tokens for t in hop.grad_receives) for hop in self.hops), default=0)
+__all__ = ["Hop", "RankPlan", "RingPlan", "Transfer"]
 
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
     """Tiles and transfers of all ranks.
 
-    tiles: rows of the rank's shard, columns of the source's shard; `tile_rank` and `tile_hop` int64 [tiles].
-    transfers: int64 [5, transfers]: hop, source rank, destination rank, and a row range of the source's shard.
+    tiles: rows of the rank's shard, columns of the source's shard; `tile_rank`, `tile_hop`, `tile_source` int64 [tiles];
+    sorted by rank and hop.
+    transfers: keys, sorted by receiver, hop and row. gradients: sorted by sender, hop and row.
     """
 
     mask: Mask
@@ -104,24 +40,42 @@ class RingPlan:
     tiles: Tiles
     tile_rank: Ints
     tile_hop: Ints
-    transfers: Ints
+    tile_source: Ints
+    transfers: Transfers
+    gradients: Transfers
     _rows: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(cls, mask: Mask, layout: Layout, route: str = "direct") -> RingPlan:
         """The plan of all ranks. Raises `PlanError` when mask and layout differ in length, or the route is unknown."""
-        if mask.n != layout.n:
-            raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
-        if route not in ROUTES:
-            raise PlanError(f"unknown route {route!r}; known are {', '.join(ROUTES)}")
-        tiles, query_chunk, key_chunk = cut(mask.pieces, layout.edges)
+        _check(mask, layout, route)
+        return cls._from_cut(mask, layout, route, cut(mask.pieces, layout.edges))
+
+    @classmethod
+    def build_row(cls, mask: Mask, layout: Layout, rank: int, route: str = "direct") -> RankPlan:
+        """One rank's row, without planning for the others where the route allows that. Raises as `build` does."""
+        _check(mask, layout, route)
+        if route not in LOCAL:
+            return cls.build(mask, layout, route).row(rank)
+        mine = layout.owner == rank
+        parts = [cut(mask.pieces, layout.edges, keep=keep) for keep in ((mine, ~mine), (~mine, mine), (mine, mine))]
+        tiles = Tiles(np.concatenate([part[0].data for part in parts], axis=1))
+        query_chunk, key_chunk = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
+        return cls._from_cut(mask, layout, route, (tiles, query_chunk, key_chunk)).row(rank)
+
+    @classmethod
+    def _from_cut(cls, mask: Mask, layout: Layout, route: str, parts: tuple[Tiles, Ints, Ints]) -> RingPlan:
+        tiles, query_chunk, key_chunk = parts
+        edges, starts, cp = layout.edges, layout.starts, layout.cp
         rank, source = layout.owner[query_chunk], layout.owner[key_chunk]
-        hop = (rank - source) % layout.cp
-        edges, starts = layout.edges, layout.starts
         tiles = tiles.shifted(starts[query_chunk] - edges[query_chunk], starts[key_chunk] - edges[key_chunk])
-        tiles, group = coalesce(tiles, rank * layout.cp + hop)
-        rank, hop = np.divmod(group, layout.cp)
-        return cls(mask, layout, route, tiles, rank, hop, ROUTES[route](tiles, rank, hop, layout.cp))
+        tiles, group = coalesce(tiles, rank * cp + (rank - source) % cp)
+        rank, hop = np.divmod(group, cp)
+        source = (rank - hop) % cp
+        transfers, gradients = ROUTES[route](_need(tiles, rank, hop, source, cp), cp)
+        transfers = transfers.sorted_by("receiver", "hop", "start")
+        gradients = gradients.sorted_by("sender", "hop", "start")
+        return cls(mask, layout, route, tiles, rank, hop, source, transfers, gradients)
 
     @property
     def cp(self) -> int:
@@ -131,85 +85,35 @@ class RingPlan:
     def n(self) -> int:
         return self.layout.n
 
+    @cached_property
+    def transfers_by_sender(self) -> Transfers:
+        return self.transfers.sorted_by("sender")
+
+    @cached_property
+    def gradients_by_receiver(self) -> Transfers:
+        return self.gradients.sorted_by("receiver")
+
     def row(self, rank: int) -> RankPlan:
         """The part of one rank, with tile columns counted in the packed key buffer of their hop."""
         if rank not in self._rows:
-            self._rows[rank] = self._row(rank)
+            self._rows[rank] = rank_plan(self, rank)
         return self._rows[rank]
 
-    def _row(self, rank: int) -> RankPlan:
-        when, source, destination, start, end = self.transfers
-        hops = []
-        for index in range(self.cp):
-            mine = self.tiles[(self.tile_rank == rank) & (self.tile_hop == index)]
-            arriving = np.flatnonzero((destination == rank) & (when == index))
-            leaving = np.flatnonzero((source == rank) & (when == index))
-            origin = (rank - index) % self.cp
-            num_keys, receive = int(self.layout.tokens_per_rank[origin]), None
-            if index:
-                mine, num_keys = _pack(mine, start[arriving], end[arriving])
-                cuts = np.cumsum(np.append(0, end[arriving] - start[arriving])).tolist()
-                receive = Transfer(origin, tuple(zip(cuts, cuts[1:], strict=False))) if len(arriving) else None
-            sends = tuple(
-                Transfer(int(peer), tuple((int(start[i]), int(end[i])) for i in leaving[destination[leaving] == peer]))
-                for peer in np.unique(destination[leaving])
-            )
-            if len(mine) or receive or sends:
-                # Gradients of the direct route take the same ways back: what was received is sent, what was sent returns.
-                back = () if receive is None else (receive,)
-                shift = np.zeros(len(mine), np.int64)
-                hops.append(Hop(index, origin, mine, num_keys, receive, sends, num_keys, shift, back, sends))
-        return RankPlan(rank, self.cp, int(self.layout.tokens_per_rank[rank]), tuple(hops))
+    def verify(self, num_slots: int = 2, rows: bool = False) -> Report:
+        """Proves the plan for all ranks; with `rows`, what the executor runs too. Raises `PlanError`."""
+        return verify(self, num_slots, rows)
 
 
-def cut(pieces: Tiles, edges: Ints) -> tuple[Tiles, Ints, Ints]:
-    """Pieces of a mask cut at chunk edges, rows and columns: (tiles, query chunk, key chunk)."""
-    piece, chunk = _overlaps(pieces.q0, pieces.q1, edges)
-    open_ = np.full(len(piece), 1 << 60)
-    strips = pieces[piece].within(edges[chunk], edges[chunk + 1], -open_, open_)
-    live = np.flatnonzero(strips.q0 < strips.q1)
-    strips, chunk = strips[live], chunk[live]
-    strip, key_chunk = _overlaps(strips.k0, strips.k1, edges)
-    tiles = strips[strip].within(-open_[:1], open_[:1], edges[key_chunk], edges[key_chunk + 1])
-    live = np.flatnonzero(tiles.q0 < tiles.q1)
-    return tiles[live], chunk[strip[live]], key_chunk[live]
+def _check(mask: Mask, layout: Layout, route: str) -> None:
+    if mask.n != layout.n:
+        raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
+    if route not in ROUTES:
+        raise PlanError(f"unknown route {route!r}; known are {', '.join(ROUTES)}")
 
 
-def _overlaps(start: Ints, end: Ints, edges: Ints) -> tuple[Ints, Ints]:
-    """All (range, chunk) pairs that overlap."""
-    first = np.searchsorted(edges, start, side="right") - 1
-    count = np.searchsorted(edges, end, side="left") - first
-    which = np.repeat(np.arange(len(start)), count)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
-
-
-def direct(tiles: Tiles, rank: Ints, hop: Ints, cp: int) -> Ints:
-    """Each owner sends what a rank's tiles read straight to that rank, at the hop that reads it."""
+def _need(tiles: Tiles, rank: Ints, hop: Ints, source: Ints, cp: int) -> Need:
+    """What each rank reads of others' keys at each hop."""
     away = np.flatnonzero(hop > 0)
     group, start, end = union(rank[away] * cp + hop[away], tiles.k0[away], tiles.k1[away])
-    destination, when = np.divmod(group, cp)
-    return np.stack([when, (destination - when) % cp, destination, start, end])
-
-
-ROUTES = {"direct": direct}
-
-
-def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """Union of the ranges of each group: sorted, disjoint, not touching."""
-    order = np.lexsort((start, group))
-    group, start, end = group[order], start[order], end[order]
-    base = group * (int(end.max(initial=0)) + 1)
-    reach = np.maximum.accumulate(end + base)
-    fresh = np.append(True, (start + base)[1:] > reach[:-1])[: len(group)]
-    first = np.flatnonzero(fresh)
-    last = np.append(first[1:], len(group)) - 1 if len(first) else first
-    return group[first], start[first], (reach - base)[last]
-
-
-def _pack(tiles: Tiles, start: Ints, end: Ints) -> tuple[Tiles, int]:
-    """Tile columns renumbered from the source's shard to the received ranges laid end to end."""
-    offset = np.cumsum(end - start) - (end - start) - start
-    where = np.searchsorted(start, tiles.k0, side="right") - 1
-    return tiles.shifted(0, offset[where]), int((end - start).sum())
-
-
+    first = away[np.searchsorted(rank[away] * cp + hop[away], group)]
+    return Need(rank[first], hop[first], source[first], start, end)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, order
+from cp_ring.plan.ranges import Ints, order, overlaps
 
 OPEN = 1 << 60
 """A bound that never cuts."""
@@ -95,28 +95,39 @@ class Tiles:
 
     def shifted(self, rows: Ints | int, columns: Ints | int) -> Tiles:
         """The same tiles with rows and columns renumbered by adding `rows` and `columns`."""
-        q0, q1, k0, k1, lo, hi = self.data
+        data = self.data.copy()
+        data[0:2] += rows
+        data[2:4] += columns
         slide = np.asarray(columns) - np.asarray(rows)
-        lo = np.where(lo == -OPEN, lo, lo + slide)
-        hi = np.where(hi == OPEN, hi, hi + slide)
-        return Tiles(np.stack([q0 + rows, q1 + rows, k0 + columns, k1 + columns, lo, hi]))
+        np.add(data[4], slide, out=data[4], where=data[4] != -OPEN)
+        np.add(data[5], slide, out=data[5], where=data[5] != OPEN)
+        return Tiles(data)
 
     def within(self, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> Tiles:
-        """Each tile cut to its own rectangle, trimmed; the count stays, empty tiles have `q0 >= q1`."""
-        return Tiles(_trim(np.stack([np.maximum(self.q0, q0), np.minimum(self.q1, q1), np.maximum(self.k0, k0),
-                                     np.minimum(self.k1, k1), self.lo, self.hi])))  # fmt: skip
+        """Each tile cut to its own rectangle, fitted; the count stays, empty tiles have `q0 >= q1`."""
+        data = self.data.copy()
+        np.maximum(data[0], q0, out=data[0])
+        np.minimum(data[1], q1, out=data[1])
+        np.maximum(data[2], k0, out=data[2])
+        np.minimum(data[3], k1, out=data[3])
+        return Tiles(_fit(data))
 
     def fitted(self) -> Tiles:
         """Without empty rows and columns, the count unchanged: empty tiles have `q0 >= q1`.
 
         Bounds that cut nothing become open, so that equal areas compare equal.
         """
-        return Tiles(_trim(self.data))
+        return Tiles(_fit(self.data.copy()))
 
     def trimmed(self) -> Tiles:
         """Fitted, and without empty tiles."""
         fitted = self.fitted()
-        return fitted[fitted.q0 < fitted.q1]
+        return fitted[fitted.live()]
+
+    def live(self) -> Ints | slice:
+        """Index of the tiles that are not empty, of fitted tiles."""
+        live = self.q0 < self.q1
+        return slice(None) if live.all() else np.flatnonzero(live)
 
     def area(self) -> Ints:
         """Allowed (query, key) pairs of each tile, exactly, int64."""
@@ -138,15 +149,43 @@ def _corner(height: Ints, width: Ints, depth: Ints) -> Ints:
     return triangle(depth) - triangle(depth - height) - triangle(depth - width)
 
 
-def _trim(data: Ints) -> Ints:
+def _fit(data: Ints) -> Ints:
+    """Fits tiles in place: see `Tiles.fitted`."""
     q0, q1, k0, k1, lo, hi = data
-    q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
-    k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
-    lo = np.where(lo <= k0 - (q1 - 1), -OPEN, lo)
-    hi = np.where(hi >= k1 - 1 - q0, OPEN, hi)
+    empty = lo > hi
+    np.maximum(q0, k0 - hi, out=q0)
+    np.minimum(q1, k1 - lo, out=q1)
+    np.maximum(k0, q0 + lo, out=k0)
+    np.minimum(k1, q1 + hi, out=k1)
+    lo[lo <= k0 - (q1 - 1)] = -OPEN
+    hi[hi >= k1 - 1 - q0] = OPEN
     # An empty column range or band empties the rows too, so that `q0 < q1` alone tells a live tile.
-    q1 = np.where((k0 < k1) & (data[4] <= data[5]), q1, q0)
-    return np.stack([q0, q1, k0, k1, lo, hi])
+    np.copyto(q1, q0, where=empty | (k0 >= k1))
+    return data
+
+
+def cut(
+    pieces: Tiles, rows: Ints, columns: Ints | None = None, keep: tuple[Ints, Ints] | None = None
+) -> tuple[Tiles, Ints, Ints]:
+    """Pieces cut at `rows` and `columns` (by default the same edges): (tiles, index of the row cell, of the column cell).
+
+    `keep`, bool arrays of the row and of the column cells, chooses the cells whose tiles are wanted.
+    """
+    columns = rows if columns is None else columns
+    row_cells, column_cells = (np.arange(len(edges) - 1) for edges in (rows, columns))
+    if keep is not None:
+        row_cells, column_cells = np.flatnonzero(keep[0]), np.flatnonzero(keep[1])
+    open_ = np.full(1, OPEN)
+    piece, cell = overlaps(pieces.q0, pieces.q1, rows[row_cells], rows[row_cells + 1])
+    row_cell = row_cells[cell]
+    strips = pieces[piece].within(rows[row_cell], rows[row_cell + 1], -open_, open_)
+    live = strips.live()
+    strips, row_cell = strips[live], row_cell[live]
+    strip, cell = overlaps(strips.k0, strips.k1, columns[column_cells], columns[column_cells + 1])
+    column_cell = column_cells[cell]
+    tiles = strips[strip].within(-open_, open_, columns[column_cell], columns[column_cell + 1])
+    live = tiles.live()
+    return tiles[live], row_cell[strip[live]], column_cell[live]
 
 
 def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
@@ -161,9 +200,9 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
             joined, first = _join_pairs(tiles, group, rows)
             if not len(first):
                 break
-            data, keep = tiles.data.copy(), np.ones(len(tiles), bool)
-            data[:, first], keep[first + 1] = joined.data, False
-            tiles, group = Tiles(data[:, keep]), group[keep]
+            keep = np.delete(np.arange(len(tiles)), first + 1)
+            tiles, group = tiles[keep], group[keep]
+            tiles.data[:, first - np.arange(len(first))] = joined.data
     return tiles, group
 
 

@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that stays up and runs many cases: starting a rank costs seconds, a case milliseconds."""
+"""A pool of gloo ranks on this machine that stays up and runs many cases: starting a rank costs seconds, a case milliseconds."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-SIZE = 4
-
 
 class RankError(AssertionError):
     """A case failed on some rank; carries the rank's traceback."""
 
 
-class Pool:
-    """`run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in rank order.
+class Ranks:
+    """`size` processes of one thread each.
 
+    `run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in rank order.
     `case` is a function of a module; `group` is the process group of those ranks, None for cp 1.
     """
 
-    def __init__(self, size: int = SIZE):
+    def __init__(self, size: int):
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []

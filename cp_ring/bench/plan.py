@@ -1,0 +1,115 @@
+"""`cp-ring bench plan`: how fast plans are made and proven, how little they move, how even their work is."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cp_ring.plan import Layout, Mask, RingPlan, samples
+from cp_ring.plan.balance import balance
+
+Row = tuple[str, float, str, float]  # what, measured, unit, goal
+
+DRAWS = 20
+
+
+def bench_plan(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    repeats: Annotated[int, typer.Option(help="Each time is the best of so many.")] = 5,
+) -> None:
+    """Measure planning: time, memory, bytes on the wire and balance, each beside its goal."""
+    rows = [*packed(repeats), *huge(repeats), *shares(), *balances()]
+    if as_json:
+        typer.echo(json.dumps([dict(zip(("what", "measured", "unit", "goal"), row, strict=True)) for row in rows]))
+        return
+    table = Table("", "measured", "goal (at most)", title="cp_ring planning")
+    for what, measured, unit, goal in rows:
+        table.add_row(what, f"{measured:.3g} {unit}", f"{goal:g} {unit}" if goal else "")
+    Console().print(table)
+
+
+def packed(repeats: int) -> list[Row]:
+    """1M tokens of 4,096 documents on 64 ranks."""
+    n, cp = 1 << 20, 64
+    cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, n), 4095, replace=False))
+    mask, layout = Mask.documents([0, *cuts.tolist(), n]), Layout.zigzag(n, cp)
+    plan, build = best(lambda: RingPlan.build(mask, layout), repeats)
+    _, verify = best(plan.verify, repeats)
+    _, balanced = best(lambda: Layout.balanced(mask, cp), repeats)
+    what = "1M tokens, 4,096 documents, cp 64"
+    return [
+        (f"{what}: build", build, "ms", 5),
+        (f"{what}: verify", verify, "ms", 10),
+        (f"{what}: balanced layout", balanced, "ms", 50),
+    ]
+
+
+def huge(repeats: int) -> list[Row]:
+    """16M causal tokens on 1,024 ranks: one rank's row, and the whole plan built and proven."""
+    mask, layout = Mask.causal(1 << 24), Layout.zigzag(1 << 24, 1024)
+    _, row = best(lambda: RingPlan.build_row(mask, layout, 500), repeats)
+    _, whole = best(lambda: RingPlan.build(mask, layout).verify(), min(repeats, 3))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    what = "16M causal tokens, cp 1,024"
+    return [
+        (f"{what}: one rank's row", row, "ms", 5),
+        (f"{what}: all ranks, built and verified", whole / 1e3, "s", 3),
+        (f"{what}: peak memory of the process", peak, "GB", 2),
+    ]
+
+
+def shares() -> list[Row]:
+    """Keys and values on the wire as a share of a full ring."""
+    n = 65536
+    cases = [
+        ("causal, cp 4", Mask.causal(n), Layout.zigzag(n, 4), 0.76),
+        ("window 4,096, 64K tokens, cp 8", Mask.causal(n, (4096, 0)), Layout.zigzag(n, 8), 0.13),
+    ]
+    rows = [
+        (f"share of full ring, {name}, {route}", share(mask, layout, route), "", goal if route == "direct" else 0.0)
+        for name, mask, layout, goal in cases
+        for route in ("direct", "ring")
+    ]
+    masks = [Mask.documents(samples.exponential(n, 2000, seed)) for seed in range(DRAWS)]
+    layouts = {"zigzag": (lambda mask: Layout.zigzag(n, 8), 0.10), "balanced": (lambda mask: Layout.balanced(mask, 8), 0.20)}
+    for name, (make, goal) in layouts.items():
+        for route in ("direct", "ring"):
+            worst = max(share(mask, make(mask), route) for mask in masks)
+            what = f"share of full ring, documents of 2,000 tokens, cp 8, {name}, {route}, worst of {DRAWS}"
+            rows.append((what, worst, "", goal if route == "direct" else 0.0))
+    return rows
+
+
+def balances() -> list[Row]:
+    """Maximum / mean work of the balanced layout, and of zigzag beside it."""
+    n, cp = 65536, 8
+    rows: list[Row] = []
+    for name, sample in (("log-normal", samples.log_normal), ("one long, many short", samples.one_long)):
+        masks = [Mask.documents(sample(n, 1000, seed)) for seed in range(DRAWS)]
+        worst = max(balance(mask, Layout.balanced(mask, cp)) for mask in masks)
+        plain = max(balance(mask, Layout.zigzag(n, cp)) for mask in masks)
+        rows.append((f"balance, {name} documents, cp 8, balanced, worst of {DRAWS}", worst, "", 1.05))
+        rows.append((f"balance, {name} documents, cp 8, zigzag, worst of {DRAWS}", plain, "", 0.0))
+    return rows
+
+
+def share(mask: Mask, layout: Layout, route: str) -> float:
+    return RingPlan.build(mask, layout, route).verify().share_of_full_ring
+
+
+def best(make: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """What `make` returns, and the best of `repeats` times in milliseconds, after a first one that does not count."""
+    made, times = make(), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        made = make()
+        times.append((time.perf_counter() - start) * 1e3)
+    return made, min(times)

@@ -1,0 +1,116 @@
+"""What travels around the compute of a hop: keys and values ahead of it, gradients of keys and values behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cp_ring.comm.slots import Slots
+from cp_ring.comm.transport import Batch, Done, Pending, Transport
+from cp_ring.observe.ledger import ledgers
+from cp_ring.plan.ring_plan import Hop, RankPlan, Transfer
+
+
+class KeyStream:
+    """A rank's hops with their keys and values, which travel ahead of the compute as far as free buffers allow."""
+
+    def __init__(self, row: RankPlan, transport: Transport | None, k: Tensor, v: Tensor, num_slots: int, backward: bool = False):
+        self._hops, self._transport, self._backward = row.hops, transport, backward
+        self._slots = Slots(num_slots, row.max_keys, k, v)
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {0: (k, v)}
+        self._pending: list[Pending] = []
+
+    def __iter__(self) -> Iterator[tuple[Hop, Tensor, Tensor]]:
+        for place, hop in enumerate(self._hops):
+            if place == len(self._pending):
+                self._post(hop)
+            self._pending[place].wait()
+            self._post_ahead(hop)
+            for ledger in ledgers():
+                ledger.hops += bool(len(hop.tiles))
+            yield hop, *self._buffers.get(hop.index, self._buffers[0])
+            if hop.index in self._buffers and hop.index:
+                self._slots.give(self._buffers.pop(hop.index))
+
+    def _post_ahead(self, now: Hop) -> None:
+        while len(self._pending) < len(self._hops):
+            hop = self._hops[len(self._pending)]
+            # Backward, batches keep one order on all ranks: keys of hop t after the gradients of hop t - 2.
+            early = self._backward and hop.index > now.index + 1
+            absent = any(send.buffer > now.index for send in hop.sends)
+            if early or absent or (hop.receive and not self._slots.free):
+                return
+            self._post(hop)
+
+    def _post(self, hop: Hop) -> None:
+        if self._transport is None:
+            self._pending.append(Done())
+            return
+        if hop.receive:
+            self._buffers[hop.index] = self._slots.take(hop.num_keys)
+        receives = [(hop.receive, self._buffers[hop.index])] if hop.receive else []
+        sends = [(send, self._buffers[send.buffer]) for send in hop.sends]
+        self._pending.append(self._transport.post(Batch(sends, receives, "keys")))
+
+
+class GradStream:
+    """Gradients of keys and values: summed per hop, sent on, and added where they belong.
+
+    A hop's messages travel while the next hop is computed and are through before that hop's own leave, so one buffer
+    each for the sum, what leaves and what arrives serves any number of ranks.
+    """
+
+    def __init__(
+        self, row: RankPlan, transport: Transport | None, k: Tensor, v: Tensor, sums: torch.dtype, wire_dtype: torch.dtype
+    ):
+        self._transport = transport
+        self._home = tuple(torch.zeros_like(x, dtype=sums) for x in (k, v))
+        self._sum, self._out, self._in = (
+            tuple(x.new_empty((rows, *x.shape[1:]), dtype=dtype) for x in (k, v))
+            for rows, dtype in (
+                (row.max_grads, sums),
+                (row.max_grads, wire_dtype),
+                (row.max_grad_receives, wire_dtype),
+            )
+        )
+        self._pending: Pending = Done()
+        self._arriving: list[tuple[Transfer, Transfer]] = []
+        self._now: tuple[int, tuple[Tensor, ...]] = (0, self._home)
+
+    def start(self, hop: Hop) -> tuple[Tensor, ...]:
+        """The hop's gradient buffers, zeroed: [num_grads, b, g, d] and [num_grads, b, g, e]; hop 0 sums at home."""
+        sums = tuple(x[: hop.num_grads].zero_() for x in self._sum) if hop.index else self._home
+        self._now = (hop.index, sums)
+        return sums
+
+    def send(self, hop: Hop) -> None:
+        """Adds what came since the last hop, then posts this hop's own messages."""
+        self._collect()
+        if self._transport is None:
+            return
+        leaving = tuple(x[: hop.num_grads] for x in self._out)
+        if hop.grad_sends:
+            for source, target in zip(self._now[1], leaving, strict=True):
+                target.copy_(source)
+        start = 0
+        for transfer in hop.grad_receives:
+            self._arriving.append((transfer, transfer.packed(start)))
+            start += transfer.tokens
+        receives = [(packed, self._in) for _, packed in self._arriving]
+        self._pending = self._transport.post(Batch([(t, leaving) for t in hop.grad_sends], receives, "gradients"))
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """The gradients of the rank's own keys and values, with everything that came from afar."""
+        self._collect()
+        return self._home
+
+    def _collect(self) -> None:
+        self._pending.wait()
+        for transfer, packed in self._arriving:
+            assert transfer.buffer in (0, self._now[0]), "gradients arrived for a hop that is not the present one"
+            for target, arrived in zip(self._now[1] if transfer.buffer else self._home, self._in, strict=True):
+                for (first, last), (start, end) in zip(transfer.ranges, packed.ranges, strict=True):
+                    target[first:last] += arrived[start:end]
+        self._arriving = []

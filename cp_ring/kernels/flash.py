@@ -1,0 +1,148 @@
+"""flash-attn where it is installed: version 4 (flash_attn.cute), 3 (flash_attn_interface) or 2 (flash_attn), fastest first.
+
+Their inner functions changed their parameters from version to version, so each call is bound by name to what the
+installed signature has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_ring.errors import KernelError
+from cp_ring.kernels.base import Packing, deterministic
+from cp_ring.kernels.window import WindowKernel
+
+_HOMES = (
+    ("4", "flash_attn.cute.interface", ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd", "_flash_attn_bwd")),
+    ("3", "flash_attn_interface", ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_backward")),
+    (
+        "2",
+        "flash_attn.flash_attn_interface",
+        ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+    ),
+)
+# Inputs that some versions demand and attention without caches, rotation and quantization has not.
+_UNUSED = {
+    "alibi_slopes", "k_new", "v_new", "qv", "out_", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k",
+    "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k", "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos",
+    "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale", "out",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The inner functions of one installed flash-attn."""
+
+    version: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    varlen_forward: Callable[..., Any]
+    varlen_backward: Callable[..., Any]
+
+
+def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The part of `values` that `function` has parameters for.
+
+    Raises `KernelError` when it demands something unknown, or lacks one of the values that attention depends on.
+    """
+    parameters = inspect.signature(function).parameters
+    bound = {name: values[name] for name in parameters if name in values}
+    name = getattr(function, "__name__", str(function))
+    for parameter in parameters.values():
+        if parameter.name not in bound and parameter.default is parameter.empty:
+            if parameter.name not in _UNUSED:
+                raise KernelError(f"--cp-ring-kernel flash: {name} of the installed flash-attn wants {parameter.name}, unknown here")
+            bound[parameter.name] = None
+    for wanted in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}):
+        if not wanted & bound.keys():
+            raise KernelError(f"--cp-ring-kernel flash: {name} of the installed flash-attn has no {' or '.join(sorted(wanted))}")
+    # Version 4 writes None for an open side, the others -1.
+    for side in ("window_size_left", "window_size_right"):
+        if bound.get(side) == -1 and parameters[side].default is None:
+            bound[side] = None
+    return bound
+
+
+@cache
+def _installed() -> Functions | None:
+    for version, home, names in _HOMES:
+        try:
+            module = importlib.import_module(home)
+            return Functions(version, *(getattr(module, name) for name in names))
+        except (ImportError, AttributeError):
+            continue
+    return None
+
+
+class FlashKernel(WindowKernel):
+    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients come in the input's dtype, lse in float32."""
+
+    name = "flash"
+
+    def __init__(self, functions: Functions | None = None):
+        self._given = functions
+
+    @property
+    def functions(self) -> Functions | None:
+        return self._given or _installed()
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+        if self.functions is None:
+            return "needs flash-attn, which is not installed"
+        if self._given is None and device.type != "cuda":
+            return f"runs on CUDA, the tensors are on {device}"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"knows float16 and bfloat16, not {dtype}"
+        limit = {"4": 128, "3": 256, "2": 256}[self.functions.version]
+        if max(d, e) <= limit or (self.functions.version == "4" and (d, e) == (192, 128)):
+            return None
+        return f"{self.functions.version} knows head sizes up to {limit}, not {d} and {e}"
+
+    def sizes(self, d: int, e: int) -> tuple[int, int]:
+        assert self.functions is not None
+        return (d, e) if self.functions.version == "4" and (d, e) == (192, 128) else super().sizes(d, e)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        assert self.functions is not None
+        function = self.functions.varlen_forward if packing else self.functions.forward
+        values = {"q": q, "k": k, "v": v, "return_softmax": False, "return_lse": True}
+        results = function(**arguments(function, values | _options(left, right, packing, scale)))
+        # Version 2 before 2.7 returns its inputs too.
+        return (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        left: int, right: int, packing: Packing | None, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert self.functions is not None
+        function = self.functions.varlen_backward if packing else self.functions.backward
+        grads = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+        values = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "lse": lse, "deterministic": deterministic()}
+        function(**arguments(function, values | grads | _options(left, right, packing, scale)))
+        return grads["dq"], grads["dk"], grads["dv"]
+
+
+def _options(left: int, right: int, packing: Packing | None, scale: float) -> dict[str, Any]:
+    causal = (left, right) == (-1, 0)
+    right = -1 if causal else right
+    options = {
+        "softmax_scale": scale, "causal": causal, "is_causal": causal, "dropout_p": 0.0, "softcap": 0.0,
+        "window_size": (left, right), "window_size_left": left, "window_size_right": right,
+    }  # fmt: skip
+    if packing:
+        options |= {"cu_seqlens_q": packing.cu_q, "cu_seqlens_k": packing.cu_k}
+        options |= {"max_seqlen_q": packing.max_q, "max_seqlen_k": packing.max_k}
+    return options
+
+
+KERNEL = FlashKernel()

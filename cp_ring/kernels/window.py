@@ -1,0 +1,121 @@
+"""What flash-attn kernels share: bands as windows aligned bottom right, head sizes padded, rows that see nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_ring.kernels.base import OPEN, Packing
+from cp_ring.plan.lower import Capabilities
+
+
+class Cut(NamedTuple):
+    """The part of a tile in which every row sees a key, and its band as a window; -1 leaves a side unbounded."""
+
+    q: slice
+    k: slice
+    left: int
+    right: int
+
+
+def cut(rows: int, columns: int, lo: int, hi: int) -> Cut | None:
+    """The live part of a tile with band [lo, hi]; None when no row sees a key."""
+    q0, q1 = max(0, -hi), min(rows, columns - lo)
+    k0, k1 = max(0, q0 + lo), min(columns, q1 + hi)
+    if q0 >= q1 or k0 >= k1 or lo > hi:
+        return None
+    first, last = lo - (k0 - q0), hi - (k0 - q0)
+    height, width = q1 - q0, k1 - k0
+    left = -1 if first <= 1 - height else width - height - first
+    right = -1 if last >= width - 1 else last - (width - height)
+    return Cut(slice(q0, q1), slice(k0, k1), left, right)
+
+
+class WindowKernel:
+    """Follows `AttentionKernel` and `VarlenKernel`, given `attend` and `gradients` of a kernel with such windows.
+
+    These two get tensors [b, s, h, d], or with a packing [t, h, d], of the head sizes that `sizes` gives.
+    """
+
+    capabilities = Capabilities(bands=True, varlen=True)
+
+    def sizes(self, d: int, e: int) -> tuple[int, int]:
+        """The head sizes that the kernel is called with: one for all, a multiple of 8, with zeros behind."""
+        width = -(-max(d, e) // 8) * 8
+        return width, width
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse, [b, h, s] or [h, t]."""
+        raise NotImplementedError
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        left: int, right: int, packing: Packing | None, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """dq, dk, dv from the merged out and lse."""
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
+        b, rows, h, _ = q.shape
+        live = cut(rows, k.shape[1], lo, hi)
+        if live and live.q == slice(0, rows):
+            return self._forward(q, k[:, live.k], v[:, live.k], live.left, live.right, None, scale)
+        out, lse = q.new_zeros((b, rows, h, v.shape[-1])), q.new_full((b, h, rows), -math.inf, dtype=torch.float32)
+        if live:
+            tile = self._forward(q[:, live.q], k[:, live.k], v[:, live.k], live.left, live.right, None, scale)
+            out[:, live.q], lse[:, :, live.q] = tile
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        live = cut(q.shape[1], k.shape[1], lo, hi)
+        if live and live.q == slice(0, q.shape[1]) and live.k == slice(0, k.shape[1]):
+            return self._backward(dout, q, k, v, out, lse, live.left, live.right, None, scale)
+        grads = tuple(x.new_zeros(x.shape) for x in (q, k, v))
+        if live:
+            queries, keys = (x[:, live.q] for x in (dout, q)), (x[:, live.k] for x in (k, v))
+            part = self._backward(
+                *queries, *keys, out[:, live.q], lse[..., live.q], live.left, live.right, None, scale
+            )  # fmt: skip
+            for grad, rows, x in zip(grads, (live.q, live.k, live.k), part, strict=True):
+                grad[:, rows] = x
+        return grads[0], grads[1], grads[2]
+
+    def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, packing.left, packing.right, packing, scale)
+
+    def backward_varlen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._backward(dout, q, k, v, out, lse, packing.left, packing.right, packing, scale)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        e = v.shape[-1]
+        width, value_width = self.sizes(q.shape[-1], e)
+        out, lse = self.attend(pad(q, width), pad(k, width), pad(v, value_width), left, right, packing, scale)
+        return out[..., :e], lse
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        left: int, right: int, packing: Packing | None, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        d, e = q.shape[-1], v.shape[-1]
+        width, value_width = self.sizes(d, e)
+        q, k = (pad(x, width) for x in (q, k))
+        dout, v, out = (pad(x, value_width) for x in (dout, v, out))
+        dq, dk, dv = self.gradients(dout, q, k, v, out, lse.contiguous(), left, right, packing, scale)
+        return dq[..., :d], dk[..., :d], dv[..., :e]
+
+
+def pad(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the head dimension: they change neither scores nor the outputs that are kept."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

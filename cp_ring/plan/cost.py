@@ -1,0 +1,170 @@
+"""What a plan costs: FLOPs, bytes, memory, and a prediction of how compute and transfers overlap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.verify import Report
+
+if TYPE_CHECKING:
+    from cp_ring.plan.ring_plan import RingPlan
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one attention layer. `dtype` is that of queries, keys and values, `wire_dtype` that of traveling gradients."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    value_dim: int | None = None
+    dtype: str = "bf16"
+    wire_dtype: str | None = None
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise PlanError(f"{self.kv_heads} key/value heads do not divide {self.heads} heads")
+        if self.head_dim < 1 or (self.value_dim or 1) < 1 or self.batch < 1:
+            raise PlanError(f"head_dim {self.head_dim}, value_dim {self.value_dim}, batch {self.batch}: each must be at least 1")
+        for name in (self.dtype, self.wire_dtype or self.dtype):
+            if name not in DTYPE_BYTES:
+                raise PlanError(f"unknown dtype {name!r}; known are {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of queries, keys and values."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def wire_element(self) -> int:
+        """Bytes of an element of a gradient on its way."""
+        return DTYPE_BYTES[self.wire_dtype or self.dtype]
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a token's queries."""
+        return self.batch * self.heads * self.head_dim
+
+    @property
+    def out_width(self) -> int:
+        """Elements of a token's output."""
+        return self.batch * self.heads * (self.value_dim or self.head_dim)
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a token's keys and values."""
+        return self.batch * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """Of one layer's attention. Arrays are [cp, cp], rank by hop; FLOPs are float64, bytes int64.
+
+    Forward FLOPs count two matrix products on allowed pairs, backward ones five. `bytes_in` and `bytes_out` are keys and
+    values of one pass, and the backward pass moves them again beside the gradients. `memory` is bytes on the rank that
+    needs most of each.
+    """
+
+    forward_flops: NDArray[np.float64]
+    backward_flops: NDArray[np.float64]
+    bytes_in: Ints
+    bytes_out: Ints
+    gradient_bytes_in: Ints
+    gradient_bytes_out: Ints
+    memory: dict[str, int]
+
+
+def cost(report: Report, sizes: Sizes, num_slots: int = 2) -> Cost:
+    """The cost of a proven plan for tensors of these sizes."""
+    work = report.work.astype(np.float64)
+    keys, gradients = sizes.key_width * sizes.element, sizes.key_width * sizes.wire_element
+    return Cost(
+        forward_flops=work * 2 * (sizes.query_width + sizes.out_width),
+        backward_flops=work * 2 * (3 * sizes.query_width + 2 * sizes.out_width),
+        bytes_in=report.keys_in * keys,
+        bytes_out=report.keys_out * keys,
+        gradient_bytes_in=report.grads_in * gradients,
+        gradient_bytes_out=report.grads_out * gradients,
+        memory=memory(report, sizes, num_slots),
+    )
+
+
+def memory(report: Report, sizes: Sizes, num_slots: int = 2) -> dict[str, int]:
+    """Bytes of every buffer on the rank that needs most of it. Only the first two are kept from forward to backward."""
+    rows = int(report.tokens_per_rank.max())
+    width, element, wire, single = sizes.key_width, sizes.element, sizes.wire_element, 4
+    heads = sizes.batch * sizes.heads
+    arriving, leaving, returning = (int(table.max(initial=0)) for table in (report.keys_in, report.grads_out, report.grads_in))
+    return {
+        "kept: q, k, v, out": rows * (sizes.query_width + sizes.out_width + width) * element,
+        "kept: lse": rows * heads * single,
+        "forward: out in float32": rows * sizes.out_width * single,
+        "both: key and value slots": num_slots * arriving * width * element,
+        "backward: dq in float32": rows * sizes.query_width * single,
+        "backward: dk, dv in float32": rows * width * single,
+        "backward: a hop's dk, dv in float32": leaving * width * single,
+        "backward: a hop's dk, dv that leave": leaving * width * wire,
+        "backward: dk, dv that arrive": returning * width * wire,
+    }
+
+
+def between_nodes(plan: RingPlan, ranks_per_node: int) -> float:
+    """Share of the moved keys that pass from one node to another, with neighboring ranks on a node."""
+    keys = plan.transfers
+    away = keys.sender // ranks_per_node != keys.receiver // ranks_per_node
+    total = int(keys.tokens.sum())
+    return int(keys.tokens[away].sum()) / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank does at a hop, from `start` to `end` in seconds."""
+
+    rank: int
+    hop: int
+    start: float
+    end: float
+
+
+def timeline(
+    plan: RingPlan, costs: Cost, flops_per_second: float = 4e14, bytes_per_second: float = 4e10
+) -> tuple[list[Span], list[Span]]:
+    """A prediction of the forward pass: (compute, transfers), the latter at the rank that receives.
+
+    A transfer starts when both ranks have begun the hop before it and its two links, one out and one in, are free; a hop's
+    compute starts when its keys are there and the hop before it is done.
+    """
+    cp = plan.cp
+    done, posted, busy_out, busy_in = (np.zeros(cp) for _ in range(4))
+    compute: list[Span] = []
+    transfers: list[Span] = []
+    live = (costs.forward_flops > 0) | (costs.bytes_in > 0) | (costs.bytes_out > 0)
+    for hop in range(cp):
+        ready = done.copy()
+        for sender, receiver, size in _messages(plan, costs, hop):
+            start = float(max(posted[sender], posted[receiver], busy_out[sender], busy_in[receiver]))
+            busy_out[sender] = busy_in[receiver] = end = start + size / bytes_per_second
+            transfers.append(Span(receiver, hop, start, end))
+            ready[receiver] = max(ready[receiver], end)
+        for rank in np.flatnonzero(live[:, hop]).tolist():
+            posted[rank] = ready[rank]
+            done[rank] = ready[rank] + costs.forward_flops[rank, hop] / flops_per_second
+            compute.append(Span(rank, hop, float(ready[rank]), float(done[rank])))
+    return compute, transfers
+
+
+def _messages(plan: RingPlan, costs: Cost, hop: int) -> list[tuple[int, int, int]]:
+    """(sender, receiver, bytes) of a hop; a rank has one sender at a hop."""
+    mine = plan.transfers[np.flatnonzero(plan.transfers.hop == hop)]
+    receivers, first = np.unique(mine.receiver, return_index=True)
+    sizes = costs.bytes_in[receivers, hop]
+    return list(zip(mine.sender[first].tolist(), receivers.tolist(), sizes.tolist(), strict=True))

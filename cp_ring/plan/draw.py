@@ -1,0 +1,137 @@
+"""A plan as a picture: the score matrix colored by rank and hop, and the predicted timeline of its hops."""
+
+from __future__ import annotations
+
+import colorsys
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.cost import Sizes, Span, cost, timeline
+from cp_ring.plan.tiles import Tile
+from cp_ring.plan.verify import Report, in_tokens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from cp_ring.plan.ring_plan import RingPlan
+
+Color = tuple[float, float, float]
+
+MAX_LEGEND = 16
+INK, FAINT = "#22272e", "#8b949e"
+
+
+def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Sizes | None = None) -> None:
+    """Writes the picture to `path`, as PNG, SVG or PDF by its ending. Raises `PlanError` on any other ending."""
+    if not path.lower().endswith((".png", ".svg", ".pdf")):
+        raise PlanError(f"--draw {path}: the file must end in .png, .svg or .pdf")
+    report = report or plan.verify(num_slots=plan.cp)
+    figure = Figure(figsize=(15, 7.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    _scores(left, plan)
+    _timeline(right, plan, report, sizes or Sizes())
+    figure.suptitle(
+        f"{plan.mask.name} mask, {plan.layout.name} layout, {plan.route} route: {plan.n:,} tokens on {plan.cp} ranks\n"
+        f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full ring on the wire",
+        fontsize=13, color=INK,
+    )  # fmt: skip
+    handles = [Patch(color=color(rank, 0, plan.cp), label=f"rank {rank}") for rank in range(min(plan.cp, MAX_LEGEND))]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(plan.cp, 8), frameon=False, fontsize=10)
+    try:
+        figure.savefig(path, dpi=140)
+    except OSError as error:
+        raise PlanError(f"--draw {path}: cannot write: {error.strerror}") from None
+
+
+def color(rank: int, hop: int, cp: int) -> Color:
+    """A hue for each rank, paler for later hops."""
+    hue = (0.58 + rank / max(cp, 1)) % 1.0
+    fade = hop / max(cp - 1, 1)
+    return colorsys.hls_to_rgb(hue, 0.42 + 0.42 * fade, 0.62 - 0.12 * fade)
+
+
+def _scores(axes: Axes, plan: RingPlan) -> None:
+    """Queries down, keys to the right; each tile in the color of the rank that computes it, paler at later hops."""
+    tiles, parent = in_tokens(plan)
+    rank, hop = plan.tile_rank[parent], plan.tile_hop[parent]
+    shapes = [_outline(tile) for tile in tiles]
+    colors = [color(r, h, plan.cp) for r, h in zip(rank.tolist(), hop.tolist(), strict=True)]
+    edge = 0.6 if len(shapes) <= 600 else 0.0
+    axes.add_collection(PolyCollection(shapes, facecolors=colors, edgecolors="white", linewidths=edge))
+    for shape, one, area in zip(shapes, hop.tolist(), tiles.area().tolist(), strict=True):
+        if plan.cp > 1 and area**0.5 > plan.n / 40:
+            x, y = _center(np.array(shape))
+            axes.text(x, y, str(one), ha="center", va="center", fontsize=8, color="white" if one < plan.cp / 2 else INK)
+    axes.set(xlim=(0, plan.n), ylim=(plan.n, 0), aspect="equal", xlabel="key position", ylabel="query position")
+    axes.set_title("who computes what, with the number of the hop", fontsize=11, color=INK)
+    _plain(axes)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MultipleLocator(max(plan.n // 8, 1)))
+        axis.set_major_formatter(FuncFormatter(_tokens))
+
+
+def _center(shape: np.ndarray) -> tuple[float, float]:
+    """Center of gravity of a polygon [points, 2]."""
+    x, y = shape.T
+    cross = x * np.roll(y, -1) - np.roll(x, -1) * y
+    area = cross.sum() / 2
+    if abs(area) < 1e-9:
+        return float(x.mean()), float(y.mean())
+    return float(((x + np.roll(x, -1)) * cross).sum() / (6 * area)), float(((y + np.roll(y, -1)) * cross).sum() / (6 * area))
+
+
+def _outline(tile: Tile) -> list[tuple[int, int]]:
+    """Corners (key, query) of the area that a tile allows."""
+    q0, q1, k0, k1, lo, hi = tile
+    rows = sorted({q0, q1, *(row for row in (k0 - lo, k1 - hi) if q0 < row < q1)})
+    left = [(max(k0, row + lo), row) for row in rows]
+    right = [(min(k1, row + hi), row) for row in rows]
+    return left + right[::-1]
+
+
+def _timeline(axes: Axes, plan: RingPlan, report: Report, sizes: Sizes) -> None:
+    """A lane for each rank: its hops above, the keys and values that it receives below."""
+    compute, transfers = timeline(plan, cost(report, sizes))
+    for spans, offset, height in ((compute, -0.38, 0.5), (transfers, 0.16, 0.2)):
+        shapes, colors = [], []
+        for span in spans:
+            # A transfer has the color of the compute that waits for it.
+            low, high, top = span.start * 1e3, span.end * 1e3, span.rank + offset
+            shapes.append([(low, top), (high, top), (high, top + height), (low, top + height)])
+            colors.append(color(span.rank, span.hop, plan.cp))
+        hatch = "////" if height < 0.4 else None
+        axes.add_collection(PolyCollection(shapes, facecolors=colors, edgecolors="white", linewidths=0.5, hatch=hatch))
+    _label_hops(axes, compute, plan.cp)
+    end = max((span.end for span in compute + transfers), default=0.0) * 1e3
+    axes.set(xlim=(0, end * 1.01 or 1), ylim=(plan.cp - 0.4, -0.6), xlabel="time of one layer's forward pass (ms), predicted")
+    axes.set_yticks(range(plan.cp) if plan.cp <= 32 else range(0, plan.cp, plan.cp // 16))
+    axes.set_ylabel("rank")
+    axes.set_title("when: compute (solid) and keys that arrive (hatched)", fontsize=11, color=INK)
+    _plain(axes)
+
+
+def _label_hops(axes: Axes, compute: list[Span], cp: int) -> None:
+    total = max((span.end for span in compute), default=0.0)
+    for span in compute:
+        if cp <= 16 and span.end - span.start > total / 40:
+            ink = "white" if span.hop < cp / 2 else INK
+            x = (span.start + span.end) / 2 * 1e3
+            axes.text(x, span.rank - 0.13, str(span.hop), ha="center", va="center", fontsize=8, color=ink)
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=9)
+
+
+def _tokens(value: float, _: int | None = None) -> str:
+    return f"{value / 1024:g}K" if value >= 1024 and value % 256 == 0 else f"{value:,.0f}"

@@ -1,0 +1,51 @@
+"""Document lengths to try plans on: offsets `cu_seqlens`, int64, from 0 to exactly n, the same for the same seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.ranges import Ints
+
+
+def exponential(n: int, mean: float, seed: int) -> Ints:
+    """Documents of exponentially distributed lengths; the last one is cut at n."""
+    if mean < 1:
+        raise PlanError(f"documents of {mean} tokens on average: the mean must be at least 1")
+    return _packed(np.random.default_rng(seed).exponential(mean, _enough(n, mean)), n)
+
+
+def log_normal(n: int, mean: float, seed: int, sigma: float = 1.2) -> Ints:
+    """Documents of log-normally distributed lengths: most are short, a few very long."""
+    lengths = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, _enough(n, mean))
+    return _packed(lengths, n)
+
+
+def one_long(n: int, mean: float, seed: int) -> Ints:
+    """One document of a quarter to three quarters of n, at a random place among short ones."""
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(n // 4, 3 * n // 4))
+    short = np.diff(exponential(n - length, mean, seed))
+    return np.cumsum([0, *np.insert(short, rng.integers(len(short) + 1), length)])
+
+
+def from_file(path: str, n: int) -> Ints:
+    """Lengths from a text file, separated by white space; tokens behind the last document are padding."""
+    try:
+        lengths = [int(word) for word in Path(path).read_text().split()]
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--documents {path}: cannot read document lengths: {error}") from None
+    if not lengths or min(lengths) < 0 or sum(lengths) > n:
+        raise PlanError(f"--documents {path}: {len(lengths)} lengths that sum to {sum(lengths)}, for {n} tokens")
+    return np.cumsum([0, *lengths])
+
+
+def _enough(n: int, mean: float) -> int:
+    return int(4 * n / mean) + 64
+
+
+def _packed(lengths: np.ndarray, n: int) -> Ints:
+    ends = np.cumsum(np.maximum(lengths.astype(np.int64), 1))
+    return np.concatenate([[0], ends[ends < n], [n]])
