@@ -1,0 +1,68 @@
+"""The `cp-ring` command. Heavy modules are imported by the command that needs them, so that help is quick."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from cp_ring.bench.plan import bench_plan
+from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.plan.command import plan_command
+
+app = typer.Typer(name="cp-ring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+app.command("plan")(plan_command)
+bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
+bench.command("plan")(bench_plan)
+app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def _about() -> None:
+    """Context parallelism for Megatron-core: ring attention planned as data and proven before it runs."""
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one (quickstart).")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key; the value is read as YAML. Repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact command line and stop.")] = False,
+) -> None:
+    """Train, or resume, the job of a configuration on this machine's GPUs, or on its CPU where there are none."""
+    from cp_ring.job.train import train as run_job
+
+    raise typer.Exit(run_job(config, set_ or [], dry_run))
+
+
+@app.command()
+def patches() -> None:
+    """List every place where cp_ring changes other code at run time, and its state for the installed versions."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from cp_ring.patches import table
+
+    rows = table()
+    shown = Table(show_lines=True)
+    for column in rows[0]:
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        shown.add_row(*row.values())
+    Console().print(shown)
+
+
+def main() -> None:
+    """Entry point of the console script: bad input is one line on stderr and exit code 2, never a traceback."""
+    try:
+        app()
+    except (ConfigError, PlanError, KernelError) as error:
+        print(f"cp_ring: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""From a job to the command line that runs it: torch's launcher, our entry module, Megatron's flags."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cp_ring.errors import ConfigError
+from cp_ring.job.config import JobConfig
+
+if TYPE_CHECKING:
+    from cp_ring.megatron.corpus import Corpus
+
+ENTRY = "cp_ring.pretrain_gpt"
+OWN_DATA = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to run: `torchrun` options, then the flags of `cp_ring.pretrain_gpt`, in an environment with these variables set."""
+
+    environment: dict[str, str]
+    torchrun: list[str]
+    megatron: list[str]
+
+    @property
+    def arguments(self) -> list[str]:
+        """All arguments of torchrun."""
+        return [*self.torchrun, "-m", ENTRY, *self.megatron]
+
+    def shown(self) -> str:
+        """One line that a shell can run as it is."""
+        program = Path(sys.executable).with_name("torchrun")
+        torchrun = [str(program)] if program.exists() else [sys.executable, "-m", "torch.distributed.run"]
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return shlex.join(["env", *variables, *torchrun, *self.arguments])
+
+
+def uses_corpus(job: JobConfig) -> bool:
+    """Whether the job trains on a corpus that cp_ring builds, not on datasets that `megatron` names."""
+    return not any(job.megatron.get(key) for key in OWN_DATA)
+
+
+def find_corpus(job: JobConfig) -> Corpus | None:
+    """The job's corpus, found but not built; None where the job names Megatron datasets of its own.
+
+    Raises `ConfigError` for a data path that does not exist or is empty.
+    """
+    if not uses_corpus(job):
+        return None
+    from cp_ring.megatron import corpus
+
+    data = job.data
+    return corpus.find(data.path, data.cache, vocab_size=data.vocab_size, validation_fraction=data.validation_fraction)
+
+
+def build_command(job: JobConfig, corpus: Corpus | None) -> Command:
+    """The command of `job`, checked by Megatron's own parser.
+
+    Raises `ConfigError` that names the key or flag that Megatron does not have or cannot read.
+    """
+    from cp_ring.megatron import command_line
+
+    device, visible = choose_device(job)
+    config = job.cp_ring.model_copy(update={"cpu": device == "cpu"})
+    parser = command_line.build_parser()
+    megatron = command_line.to_flags(parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel")
+    megatron += command_line.to_flags(parser, _defaults(job, corpus) | job.megatron, "megatron")
+    megatron += config.to_args()
+    _refuse_early(command_line.check(parser, megatron), job)
+    return Command(_environment(job, device) | visible, _torchrun(job), megatron)
+
+
+def _refuse_early(args: argparse.Namespace, job: JobConfig) -> None:
+    """The ranks' own checks of sizes and attention, made once before any of them starts."""
+    from cp_ring.megatron import validate
+
+    args.world_size = job.parallel.ranks
+    validate.check_sizes(args)
+    if job.cp_ring.enabled:
+        validate.check_attention(args)
+
+
+def choose_device(job: JobConfig) -> tuple[str, dict[str, str]]:
+    """`cuda` or `cpu`, and the variables that hide GPUs which the job is not to use.
+
+    Raises `ConfigError` where launch.device is cuda and the node has fewer GPUs than ranks.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = job.parallel.ranks // job.launch.nnodes
+    if job.launch.device == "cuda" and gpus < ranks:
+        raise ConfigError(
+            f"launch.device cuda: this node has {gpus} GPUs for {ranks} ranks (the product of the sizes in section parallel, "
+            f"over launch.nnodes); lower a size or set launch.device=cpu"
+        )
+    device = "cpu" if job.launch.device == "cpu" or gpus < ranks else "cuda"
+    if device == "cpu" and gpus and job.launch.device == "auto":
+        print(f"cp_ring: {gpus} GPUs are too few for {ranks} ranks: running on the CPU", file=sys.stderr)
+    return device, {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" and gpus else {}
+
+
+def run_dir(job: JobConfig) -> Path:
+    """Where the job's checkpoints and logs go."""
+    return job.launch.run_dir or Path("runs/job")
+
+
+def checkpoints(job: JobConfig) -> Path:
+    """Where checkpoints are saved: megatron.save if it is given."""
+    return Path(job.megatron.get("save") or run_dir(job) / "checkpoints").absolute()
+
+
+def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
+    """Megatron arguments that follow from the other sections; the section `megatron` may override them."""
+    settings: dict[str, Any] = {
+        "save": str(checkpoints(job)),
+        "load": str(checkpoints(job)),
+        "tensorboard_dir": str((run_dir(job) / "tensorboard").absolute()),
+    }
+    if corpus is not None:
+        settings |= {
+            "train_data_path": corpus.train,
+            "valid_data_path": corpus.valid,
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": corpus.tokenizer,
+        }
+    return settings
+
+
+def _environment(job: JobConfig, device: str) -> dict[str, str]:
+    """Variables of the ranks; one that is set already wins.
+
+    One thread per rank: ranks on one machine share its cores. Gloo needs the loopback interface by name, because
+    a host name can resolve to an address that no other rank listens on. Megatron asks for one CUDA connection.
+    """
+    wanted = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if device == "cpu" and job.launch.nnodes == 1:
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def _torchrun(job: JobConfig) -> list[str]:
+    launch = job.launch
+    options = ["--nproc-per-node", str(job.parallel.ranks // launch.nnodes), "--max-restarts", str(launch.max_restarts)]
+    if launch.nnodes == 1:
+        return ["--standalone", "--local-addr", "127.0.0.1", *options]
+    options += ["--nnodes", str(launch.nnodes), "--node-rank", str(launch.node_rank)]
+    return [*options, "--master-addr", str(launch.master_addr), "--master-port", str(launch.master_port)]

@@ -1,0 +1,168 @@
+"""The job's YAML file: sections `megatron`, `data`, `parallel`, `cp_ring` and `launch`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A section of the file; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataConfig(Section):
+    """What to train on. Unused where `megatron` names datasets of its own (data_path, train_data_path, mock_data, ...)."""
+
+    path: Path | None = Field(None, description="A folder of text files or a .jsonl file; default: Python's standard library.")
+    vocab_size: int = Field(4096, ge=300, description="Tokens of the BPE that is trained on the data.")
+    validation_fraction: float = Field(0.05, gt=0, le=0.5, description="Part of the documents that is only validated on.")
+    cache: Path = Field(Path("runs/corpora"), description="Where tokenised corpora are kept.")
+
+
+class ParallelConfig(Section):
+    """How many ranks there are and what each dimension does; the product of all four is the number of ranks."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    context_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(1, ge=1, description="Not a Megatron argument: Megatron divides the ranks by the others.")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all nodes together."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+            * self.data_parallel_size
+        )
+
+
+class LaunchConfig(Section):
+    """Where the ranks run and where their output goes."""
+
+    run_dir: Path | None = Field(None, description="Checkpoints and logs; default: runs/<name of the file>.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs with NCCL where there are any, else gloo.")
+    nnodes: int = Field(1, ge=1, description="Nodes; with more than one, start the job on each of them.")
+    node_rank: int = Field(0, ge=0, description="Which of the nodes this one is.")
+    master_addr: str | None = Field(None, description="Address of node 0; needed with more than one node.")
+    master_port: int = Field(29500, ge=1, le=65535, description="Port on node 0; unused with one node.")
+    max_restarts: int = Field(0, ge=0, description="How often torch's launcher starts the ranks again after a failure.")
+
+
+class JobConfig(Section):
+    """A whole job. `megatron` maps one to one to Megatron's arguments (snake_case for --snake-case)."""
+
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    data: DataConfig = DataConfig()  # type: ignore[call-arg]
+    parallel: ParallelConfig = ParallelConfig()  # type: ignore[call-arg]
+    cp_ring: ContextParallelConfig = ContextParallelConfig()  # type: ignore[call-arg]
+    launch: LaunchConfig = LaunchConfig()  # type: ignore[call-arg]
+
+
+def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
+    """Reads a job from a file, or by name from the configurations that come with cp_ring, and applies `a.b=c` overrides.
+
+    Raises `ConfigError` with one line that names the file or key.
+    """
+    path = find(source)
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{source}: needs the sections {', '.join(JobConfig.model_fields)}")
+    for override in overrides:
+        _override(settings, override)
+    launch = settings.setdefault("launch", {})
+    if isinstance(launch, dict):
+        launch.setdefault("run_dir", f"runs/{path.stem}")
+    return validate(settings, source)
+
+
+def find(source: str) -> Path:
+    """The file itself, or `NAME` for the NAME.yaml that is packaged as cp_ring.configs."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    import cp_ring.configs
+
+    packaged = {file.stem: file for folder in cp_ring.configs.__path__ for file in sorted(Path(folder).glob("*.yaml"))}
+    if source in packaged:
+        return packaged[source]
+    raise ConfigError(f"{source}: no such file, nor one of the packaged configurations ({', '.join(packaged)})")
+
+
+def validate(settings: dict[str, Any], source: str) -> JobConfig:
+    """Makes the job; raises `ConfigError` with the first wrong key, and near matches where there is no such key."""
+    try:
+        job = JobConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_first_line(error)}") from None
+    for key in job.megatron:
+        if key in ParallelConfig.model_fields:
+            raise ConfigError(f"{source}: megatron.{key} belongs in its own section: set parallel.{key}")
+        if key.startswith("cp_ring"):
+            raise ConfigError(f"{source}: megatron.{key} belongs in the section cp_ring")
+    if job.launch.node_rank >= job.launch.nnodes:
+        raise ConfigError(f"{source}: launch.node_rank {job.launch.node_rank} must be below launch.nnodes {job.launch.nnodes}")
+    if job.launch.nnodes > 1 and job.launch.master_addr is None:
+        raise ConfigError(f"{source}: launch.nnodes {job.launch.nnodes} needs launch.master_addr, the address of node 0")
+    if job.parallel.ranks % job.launch.nnodes:
+        raise ConfigError(
+            f"{source}: {job.parallel.ranks} ranks (the product of the sizes in section parallel) "
+            f"do not divide by launch.nnodes {job.launch.nnodes}"
+        )
+    return job
+
+
+def _override(settings: dict[str, Any], override: str) -> None:
+    """Sets `a.b=c` in place; the value is read as YAML, so that numbers, true, null and [lists] are what they look like."""
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {override}: expected section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: the value is not valid YAML") from None
+    *sections, last = key.split(".")
+    place = settings
+    for section in sections:
+        inner = place.get(section)
+        if inner is None:
+            inner = place[section] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override}: {section} is not a section")
+        place = inner
+    place[last] = value
+
+
+def _first_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location)
+    if first["type"] != "extra_forbidden":
+        return f"{key}: {first['msg'].lower()}, not {first['input']!r}"
+    model: type[BaseModel] = JobConfig
+    for part in location[:-1]:
+        inner = model.model_fields[part].annotation
+        assert isinstance(inner, type) and issubclass(inner, BaseModel)
+        model = inner
+    names = list(model.model_fields)
+    near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+    prefix = ".".join(location[:-1])
+    if near:
+        return f"{key}: unknown key; did you mean {'.'.join([*location[:-1], near[0]])}?"
+    return f"{key}: unknown key; {prefix or 'the file'} has {', '.join(names)}"

@@ -1,0 +1,101 @@
+"""`cp-ring train`: prepares the corpus, starts the ranks with torch's elastic launcher, says where everything is."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+import yaml
+from rich.console import Console
+
+from cp_ring.errors import ConfigError
+from cp_ring.job import command as commands
+from cp_ring.job import config as configs
+
+
+def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False) -> int:
+    """Runs, or resumes, the job of a YAML file (or packaged name) and returns the exit code.
+
+    Everything that can be refused is refused before a rank starts. Raises `ConfigError`.
+    """
+    job = configs.load(source, overrides)
+    corpus = commands.find_corpus(job)
+    command = commands.build_command(job, corpus)
+    if dry_run:
+        print(command.shown())
+        if corpus is not None and not corpus.ready:
+            print("cp_ring: its corpus is not built yet; `cp-ring train` without --dry-run builds it", file=sys.stderr)
+        return 0
+    if corpus is not None:
+        from cp_ring.megatron import corpus as corpora
+
+        corpora.build(corpus)
+        summary = corpus.summary()
+        documents, tokens = summary["documents"], sum(summary["tokens"].values())
+        _say(f"corpus {corpus.folder}: {documents:,} documents, {tokens:,} tokens, vocabulary {summary['vocab_size']:,}")
+    _record(job)
+    before, wanted = last_step(job), job.megatron.get("train_iters")
+    if before and wanted and before >= wanted:
+        _say(f"all {wanted} steps are done: only validating; for more, --set megatron.train_iters={2 * wanted}")
+    elif before:
+        _say(f"resuming from step {before}" + (f" of {wanted}" if wanted else ""))
+    code = _launch(command)
+    if code == 0:
+        _say(_closing_line(job, source, overrides))
+    return code
+
+
+def last_step(job: configs.JobConfig) -> int:
+    """The step of the newest finished checkpoint, from Megatron's own tracker file; 0 if there is none."""
+    tracker = commands.checkpoints(job) / "latest_checkpointed_iteration.txt"
+    try:
+        return int(tracker.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _launch(command: commands.Command) -> int:
+    """Runs all ranks of this node to their end; returns 0, or the exit code of the first rank that failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    os.environ.update(command.environment)
+    try:
+        run(get_args_parser().parse_args(command.arguments))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == 2:  # a refusal: the rank has printed its one line
+            return 2
+        ending = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        Console(stderr=True, highlight=False).print(f"cp_ring: error: rank {rank} ended with {ending}; its output is above")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as stop:
+        return 128 + stop.sigval
+    return 0
+
+
+def _record(job: configs.JobConfig) -> None:
+    """Leaves the job as it was run, overrides included, beside its checkpoints."""
+    folder = commands.run_dir(job)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"launch.run_dir {folder}: {error.strerror}") from None
+
+
+def _closing_line(job: configs.JobConfig, source: str, overrides: Sequence[str]) -> str:
+    step, wanted = last_step(job), job.megatron.get("train_iters")
+    settings = list(overrides)
+    if wanted and step >= wanted:  # the same command again would only validate: more steps are needed to go on
+        settings = [setting for setting in settings if not setting.startswith("megatron.train_iters=")]
+        settings.append(f"megatron.train_iters={2 * wanted}")
+    again = shlex.join(["cp-ring", "train", source, *(word for setting in settings for word in ("--set", setting))])
+    return f"step {step}: checkpoints, tensorboard and job.yaml are in {commands.run_dir(job)}; to go on: {again}"
+
+
+def _say(line: str) -> None:
+    Console(highlight=False, soft_wrap=True, markup=False).print(f"cp_ring: {line}")

@@ -1,0 +1,89 @@
+"""Settings to Megatron's command line and back, read from Megatron's own parser instead of a copied list of flags."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises instead of printing the usage of 800 flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The installed Megatron's parser with cp_ring's flags; importing Megatron for it takes several seconds."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of optional packages that are not installed; the ranks show them
+            from megatron.training.arguments import add_megatron_arguments
+    except ImportError as error:
+        raise ConfigError(f"megatron.training cannot be imported ({error}); install megatron-core[training] >= 0.17") from error
+    parser = add_megatron_arguments(_Parser(prog="cp_ring.pretrain_gpt", allow_abbrev=False))
+    if "--cp-ring" not in parser._option_string_actions:
+        ContextParallelConfig.add_arguments(parser)
+    return parser
+
+
+def to_flags(parser: argparse.ArgumentParser, settings: Mapping[str, Any], section: str) -> list[str]:
+    """The command line of `settings`, whose keys are Megatron's flags in snake_case.
+
+    A list gives several values, true a bare flag, None nothing; false gives nothing or, where Megatron has only the
+    negative form (`--no-rope-fusion` for apply_rope_fusion), that one.
+    Raises `ConfigError` that names the key, with near matches, where Megatron has no such argument.
+    """
+    by_flag = parser._option_string_actions
+    by_name = {action.dest: action for action in parser._actions if isinstance(action, argparse._StoreFalseAction)}
+    line: list[str] = []
+    for key, value in settings.items():
+        flag = "--" + key.replace("_", "-")
+        if flag not in by_flag and f"--{key}" in by_flag:
+            flag = f"--{key}"
+        if flag in by_flag:
+            line += _one_flag(flag, by_flag[flag], value, f"{section}.{key}")
+        elif key in by_name:
+            if not isinstance(value, bool | None):
+                raise ConfigError(f"{section}.{key}: {value!r} is not true or false")
+            line += [by_name[key].option_strings[0]] if value is False else []
+        else:
+            names = [flag[2:].replace("-", "_") for flag in by_flag if flag.startswith("--")] + list(by_name)
+            near = difflib.get_close_matches(key, names, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigError(f"{section}.{key}: Megatron has no argument {flag}{hint}")
+    return line
+
+
+def _one_flag(flag: str, action: argparse.Action, value: Any, key: str) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        raise ConfigError(f"{key}: {flag} takes a value, not a mapping")
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}: {flag} takes true or false, not {value!r}")
+        if isinstance(action, argparse.BooleanOptionalAction) and not value:
+            return ["--no-" + flag[2:]]
+        return [flag] if value else []
+    if isinstance(value, bool):
+        raise ConfigError(f"{key}: {flag} takes a value, not {str(value).lower()}")
+    values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    if len(values) != 1 and action.nargs is None:
+        raise ConfigError(f"{key}: {flag} takes one value, not {len(values)}")
+    # A value that starts with a dash would be read as a flag of its own.
+    return [f"{flag}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [flag, *values]
+
+
+def check(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
+    """Parses a command line as Megatron will, types and choices included.
+
+    Raises `ConfigError` with argparse's message, which names the flag.
+    """
+    return parser.parse_args(list(line))

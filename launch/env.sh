@@ -1,0 +1,55 @@
+# shellcheck shell=bash
+# Sourced by quickstart.sh and test.sh: finds a Python, makes .venv at the root of the repository, installs cp_ring in it.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+
+# Prints the first Python >= 3.12 that really runs; a version manager's shim can be on PATH and still fail.
+find_python() {
+    local candidate
+    for candidate in python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python3 \
+        python3.13 "$HOME"/.pyenv/versions/3.13*/bin/python3 python3; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "cp_ring: error: no Python >= 3.12 with venv runs here; install one (for example: apt-get install python3.12-venv)" >&2
+    return 1
+}
+
+# What an environment was made from: another hash means that it has to be installed again.
+environment_hash() {
+    cat "$ROOT/pyproject.toml" "$ROOT/launch/constraints.txt" | sha256sum | cut -c1-16
+}
+
+# prepare_environment EXTRAS: "" or "[test]". Costs nothing when .venv is complete; repairs what an interrupted install left.
+prepare_environment() {
+    local extras="$1" stamp python
+    if [[ ! -e "$ROOT/pyproject.toml" ]]; then
+        echo "cp_ring: error: this script sets up a checkout of cp_ring; where cp_ring is installed, run: cp-ring train quickstart" >&2
+        return 1
+    fi
+    stamp="$VENV/complete-$(environment_hash)"
+    if [[ -e "$stamp$extras" && -x "$VENV/bin/python" ]]; then
+        return
+    fi
+    if [[ -e "$VENV/installing" ]]; then
+        echo "cp_ring: the last installation was interrupted; making .venv anew"
+        rm -rf "$VENV"
+    fi
+    if [[ ! -x "$VENV/bin/python" ]]; then
+        python="$(find_python)" || return
+        echo "cp_ring: making $VENV with $("$python" --version)"
+        mkdir -p "$VENV"
+        touch "$VENV/installing"
+        "$python" -m venv "$VENV"
+    fi
+    echo "cp_ring: installing (torch and Megatron-core are large: one to three minutes)"
+    touch "$VENV/installing"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$ROOT/launch/constraints.txt" --editable "$ROOT$extras"
+    rm -f "$VENV"/complete-*
+    touch "$stamp" "$stamp$extras"
+    rm -f "$VENV/installing"
+}
