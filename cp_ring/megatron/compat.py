@@ -1,0 +1,76 @@
+"""What differs between the Megatron versions that cp_ring supports."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from cp_ring.errors import ConfigError
+from cp_ring.patches.patch import megatron_version
+
+SUPPORTED = ">=0.16.1,<0.20"
+
+
+def check_version() -> str:
+    """The installed megatron-core version; raises `ConfigError` if it is outside `SUPPORTED`."""
+    version = megatron_version()
+    if version is None:
+        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, and there is none: pip install 'megatron-core[training]'")
+    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
+        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed")
+    if _home("megatron.training") != _home("megatron.core"):  # `megatron` is a namespace: its parts may lie apart
+        raise ConfigError(
+            f"megatron-core {version} is installed without its megatron.training: use 0.17 or later, or put a checkout of "
+            "Megatron-LM of this version first on PYTHONPATH"
+        )
+    return version
+
+
+def _home(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent.parent if spec and spec.origin else None
+
+
+def known_fields(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The `values` that this version's `config_class` (a dataclass) has fields for."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def tokenizer(args: argparse.Namespace) -> Any:
+    """The tokenizer that the flags name."""
+    try:
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    except ImportError:  # until 0.16 it is Megatron's global one
+        from megatron.training import get_tokenizer
+
+        return get_tokenizer()
+    return build_tokenizer(args)
+
+
+def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> None:
+    """Calls Megatron's training loop for the GPT model that the command line describes."""
+    import megatron.training as training
+    from megatron.core.enums import ModelType
+
+    known = inspect.signature(training.pretrain).parameters
+    wanted: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder, "forward_step_func": forward_step}
+    if known.get("model_provider", inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, default=None)).default is not None:
+        from cp_ring.megatron.gpt_model import build  # until 0.18 a script brings its own model
+
+        wanted["model_provider"] = build
+    if "cfg_container" not in known:
+        training.pretrain(datasets, **wanted)  # until 0.17 it parses the command line itself
+        return
+    from megatron.training import argument_utils, arguments
+
+    args = arguments.parse_and_validate_args()
+    model = [] if "model_provider" in wanted else [argument_utils.gpt_config_from_args(args)]
+    training.pretrain(argument_utils.pretrain_cfg_container_from_args(args, *model), datasets, **wanted)

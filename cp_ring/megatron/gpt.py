@@ -1,0 +1,143 @@
+"""GPT pretraining on Megatron's training loop: data sets, batches split over the context-parallel group, loss."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from cp_ring.megatron import compat
+from cp_ring.megatron.settings import current, make_layout
+
+Batch = dict[str, torch.Tensor | None]
+
+_INTEGERS = ("tokens", "labels", "position_ids")
+_FLOATS = ("loss_mask",)
+
+
+def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
+    """The part of each tensor [b, n] that context-parallel rank `rank` of `cp` holds, [b, n / cp], under the layout in force."""
+    if cp == 1:
+        return batch
+    return {name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1) for name, tensor in batch.items()}
+
+
+def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor]:
+    """The microbatch [b, n] on this tensor-parallel rank's device; tensor-parallel rank 0 reads it and sends it to the others."""
+    wanted = dict.fromkeys(_INTEGERS, torch.int64) | dict.fromkeys(_FLOATS, torch.float32)
+    data: dict[str, torch.Tensor] = {}
+    if data_iterator is not None:
+        read = next(data_iterator)
+        data = {name: read[name].to(dtype) for name, dtype in wanted.items()}
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return {name: tensor.cuda(non_blocking=True) for name, tensor in data.items()}
+    integers = tensor_parallel.broadcast_data(list(_INTEGERS), data, torch.int64)
+    return {**integers, **tensor_parallel.broadcast_data(list(_FLOATS), data, torch.float32)}
+
+
+def get_batch(data_iterator: Any, vp_stage: int | None) -> Batch:
+    """The microbatch of this rank: tokens, labels, position_ids int64 and loss_mask float32, each [b, n / cp].
+
+    A middle pipeline stage needs none of it, and gets None for each. No attention mask is ever built.
+    """
+    if not _first_or_last_stage(vp_stage):
+        return dict.fromkeys(_INTEGERS + _FLOATS)
+    rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    return {**on_this_cp_rank(_next_batch(data_iterator), rank, cp)}
+
+
+def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the masked losses of this rank's tokens, their number, and both as a report for the log.
+
+    Megatron divides by the number of tokens of all ranks (--calculate-per-token-loss), which is exact under context parallelism.
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(losses.reshape(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=lambda value: not torch.isfinite(value).all(),
+            message="the loss is not finite",
+            tolerance=0.0,
+            fatal=True,
+        )
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """One microbatch through the model, as Megatron's schedules call it; returns the output and the loss function for it."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, functools.partial(loss_function, batch["loss_mask"])
+
+
+def _first_or_last_stage(vp_stage: int | None) -> bool:
+    whole = vp_stage is None  # without virtual stages Megatron must not look at their rank
+    return bool(
+        parallel_state.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage)
+        or parallel_state.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage)
+    )
+
+
+def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
+    """Megatron's data set settings from its flags; never one that builds an attention mask."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    wanted = {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "path_to_cache": args.data_cache_path,
+        "tokenizer": compat.tokenizer(args),
+        "create_attention_mask": False,
+        "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
+        "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
+    }
+    same_name = (
+        "multiple_validation_sets",
+        "full_validation",
+        "num_dataset_builder_threads",
+        "mmap_bin_files",
+        "reset_position_ids",
+        "reset_attention_mask",
+        "eod_mask_loss",
+        "object_storage_cache_path",
+        "mid_level_dataset_surplus",
+        "allow_ambiguous_pad_tokens",
+        "context_parallel_size",
+        "data_parallel_size",
+    )
+    wanted |= {name: getattr(args, name) for name in same_name if hasattr(args, name)}
+    wanted["sequence_parallel_size"] = args.tensor_model_parallel_size * args.sequence_parallel
+    return GPTDatasetConfig(**compat.known_fields(GPTDatasetConfig, wanted))
+
+
+def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
+    """Training, validation and test data sets, from --data-path (and its like) or --mock-data."""
+    args = get_args()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+
+    def built_here() -> bool:
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and _first_or_last_stage(vp_stage)
+
+    print_rank_0("> building the data sets")
+    return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, dataset_config(args)).build()
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]

@@ -1,0 +1,59 @@
+"""The GPT model of the flags, for Megatron versions before 0.19, whose training loop expects it from the script."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training import get_args
+from megatron.training.arguments import core_transformer_config_from_args
+
+from cp_ring.errors import ConfigError
+
+
+def build(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """The part of the model that one pipeline stage holds, as Megatron's `get_model` asks for it."""
+    args = get_args()
+    if args.mtp_num_layers is not None:
+        raise ConfigError("--mtp-num-layers needs megatron-core 0.19 with cp_ring.pretrain_gpt")
+    config = config or core_transformer_config_from_args(args)
+    wanted = {
+        "config": config,
+        "transformer_layer_spec": _layer_spec(args, config, vp_stage),
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "rope_scaling": args.use_rope_scaling,
+        "vp_stage": vp_stage,
+        "pg_collection": pg_collection,
+    }
+    return GPTModel(**_known(GPTModel, wanted))
+
+
+def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
+    if args.spec is not None:
+        spec = import_module(args.spec)
+        return spec(config) if inspect.isfunction(spec) else spec
+    options = {"normalization": args.normalization, "qk_l2_norm": getattr(args, "qk_l2_norm", False), "vp_stage": vp_stage}
+    block = gpt_layer_specs.get_gpt_decoder_block_spec
+    return block(config, use_transformer_engine=args.transformer_impl == "transformer_engine", **_known(block, options))
+
+
+def _known(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}

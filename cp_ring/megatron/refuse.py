@@ -1,0 +1,50 @@
+"""Ends a job that cannot run with one line, printed once, and exit code 2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import NoReturn
+
+from cp_ring.errors import ConfigError, KernelError, PlanError
+
+_HEAD_START_S = 5.0
+_noted: set[str] = set()
+
+
+def refuse(message: str) -> NoReturn:
+    """Prints `cp_ring: error: <message>` on rank 0 alone and exits with code 2.
+
+    The other ranks wait a moment: a launcher ends every rank as soon as one has failed, and rank 0 must have spoken by then.
+    """
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"cp_ring: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_HEAD_START_S)
+    raise SystemExit(2)
+
+
+def note(message: str) -> None:
+    """Prints `cp_ring: <message>` on rank 0 alone, once: Megatron parses its flags more than once."""
+    if message not in _noted and int(os.environ.get("RANK", "0")) == 0:
+        print(f"cp_ring: {message}", flush=True)
+    _noted.add(message)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turns cp_ring's own errors into `refuse` while no process group exists; a later error is raised as it is."""
+    try:
+        yield
+    except (ConfigError, KernelError, PlanError) as error:
+        if _running():
+            raise
+        refuse(str(error))
+
+
+def _running() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,91 @@
+"""Ring attention in Megatron layer specifications, for use without any patch.
+
+`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer; `with_ring_attention` changes one made by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.core_attention import RingDotProductAttention
+
+try:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+except ImportError:
+    TEDotProductAttention = None  # type: ignore[assignment,misc]
+
+_REPLACED = (DotProductAttention, TEDotProductAttention, RingDotProductAttention)
+
+
+def ring_core_attention(core_attention: Any) -> Any:
+    """`RingDotProductAttention` in place of a stock core attention, given as a class, `ModuleSpec` or `functools.partial`.
+
+    Raises `ConfigError` for any other core attention, by name.
+    """
+    if isinstance(core_attention, ModuleSpec):
+        return dataclasses.replace(core_attention, module=ring_core_attention(core_attention.module))
+    if isinstance(core_attention, functools.partial):
+        return functools.partial(ring_core_attention(core_attention.func), *core_attention.args, **core_attention.keywords)
+    if core_attention in _REPLACED and core_attention is not None:
+        return RingDotProductAttention
+    name = getattr(core_attention, "__name__", repr(core_attention))
+    raise ConfigError(f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}")
+
+
+def ring_submodules(submodules: Any) -> Any:
+    """A copy of an attention layer's submodules with ring attention as core attention; the argument is left as it is."""
+    return dataclasses.replace(submodules, core_attention=ring_core_attention(submodules.core_attention))
+
+
+def with_ring_attention(spec: Any) -> Any:
+    """A copy of a layer or block specification in which every attention layer's core attention is ring attention.
+
+    Walks `ModuleSpec`s, dataclasses of submodules, and lists of them; everything else is shared with the argument.
+    """
+    if isinstance(spec, list | tuple):
+        return type(spec)(with_ring_attention(item) for item in spec)
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if field.name == "core_attention" and value is not None:
+            changes[field.name] = ring_core_attention(value)
+        elif field.name not in ("params", "module"):
+            changes[field.name] = with_ring_attention(value)
+    return dataclasses.replace(spec, **changes)
+
+
+def _options(provider: Any, config: Any) -> dict[str, Any]:
+    import inspect
+
+    known = {
+        "num_experts": getattr(config, "num_moe_experts", None),
+        "moe_grouped_gemm": getattr(config, "moe_grouped_gemm", False),
+        "qk_layernorm": getattr(config, "qk_layernorm", False),
+        "multi_latent_attention": getattr(config, "multi_latent_attention", False),
+        "qk_l2_norm": getattr(config, "qk_l2_norm", False),
+        "normalization": getattr(config, "normalization", None),
+    }
+    return {name: value for name, value in known.items() if name in inspect.signature(provider).parameters}
+
+
+def gpt_local(config: Any = None) -> ModuleSpec:
+    """GPT layer of Megatron's own modules with ring attention; `config` is the model's configuration."""
+    provider = gpt_layer_specs.get_gpt_layer_local_spec
+    spec: ModuleSpec = with_ring_attention(provider(**_options(provider, config)))
+    return spec
+
+
+def gpt_te(config: Any = None) -> ModuleSpec:
+    """GPT layer of TransformerEngine's modules with ring attention; `config` is the model's configuration."""
+    provider = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+    spec: ModuleSpec = with_ring_attention(provider(**_options(provider, config)))
+    return spec

@@ -1,0 +1,32 @@
+"""GPT pretraining on Megatron-core's own training loop: `python -m cp_ring.pretrain_gpt <Megatron flags> --cp-ring`.
+
+Takes every flag of Megatron's `pretrain_gpt.py` that concerns a GPT model and its data. The loss is normalized per token (exact
+under context parallelism), and no s x s attention mask is ever built.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from cp_ring.megatron.refuse import refusing
+from cp_ring.megatron.settings import install
+
+_FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader")
+
+
+def main() -> None:
+    """Trains as the command line says; exits with code 2 and one line where it cannot."""
+    with refusing():
+        install(sys.argv[1:])
+        from cp_ring import patches
+        from cp_ring.megatron import compat, gpt
+
+        step_line = patches.get("step_line")
+        if not step_line.refusal():
+            step_line.apply()
+        sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
+        compat.pretrain(gpt.datasets_provider, gpt.forward_step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Runs an unmodified Megatron script with ring attention: `torchrun ... -m cp_ring.run pretrain_gpt.py <flags> --cp-ring`.
+
+The script runs as `__main__`, with its own `sys.argv` and its own folder first on `sys.path`, just as Python would run it.
+Without --cp-ring and --cp-ring-cpu among the flags nothing at all is changed.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.refuse import note, refuse, refusing
+from cp_ring.megatron.settings import install
+
+_USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
+
+
+def main() -> None:
+    """Runs the script named by the first argument; exits with code 2 and one line where it cannot."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(_USAGE)
+        raise SystemExit(0 if len(sys.argv) > 1 else 2)
+    script = Path(sys.argv[1])
+    if not script.is_file():
+        refuse(f"{script} does not exist ({_USAGE})")
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.resolve().parent)
+    with refusing():
+        config = install(sys.argv[1:])
+        if config.enabled and config.layout != "zigzag":
+            raise ConfigError(
+                f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag"
+            )
+        if config.enabled and "--calculate-per-token-loss" not in sys.argv:
+            note("without --calculate-per-token-loss the loss is biased under context parallelism where loss masks are uneven")
+        runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

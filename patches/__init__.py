@@ -1,0 +1,32 @@
+"""Every place where cp_ring changes somebody else's code at run time: one module each.
+
+A patch module holds one `PATCH`. Nothing is applied by importing; `cp_ring.megatron.install` applies what the flags ask for,
+`table` lists name, what, why, versions and state. Applying is all or nothing and `revert` restores exactly what was there.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from cp_ring.errors import ConfigError
+from cp_ring.patches.patch import Patch
+
+NAMES = ("cpu_runtime", "dataset_helpers", "arguments", "core_attention", "rotary_layout", "optimizer_step", "step_line")
+
+
+def get(name: str) -> Patch:
+    """The patch called `name`; raises `ConfigError` for an unknown name."""
+    if name not in NAMES:
+        raise ConfigError(f"cp_ring has no patch {name!r}; it has {', '.join(NAMES)}")
+    patch: Patch = importlib.import_module(f"cp_ring.patches.{name}").PATCH
+    return patch
+
+
+def table() -> list[dict[str, str]]:
+    """One row per patch: name, what, why, versions, upstream, state."""
+    return [get(name).row() for name in NAMES]
+
+
+def applied() -> list[str]:
+    """Names of the patches that are in force in this process."""
+    return [name for name in NAMES if get(name).applied]

@@ -1,0 +1,47 @@
+"""cp_ring's flags in Megatron's own parser, and its checks right after parsing, before any process group exists."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from cp_ring.config import ContextParallelConfig
+from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+
+
+def _replacements() -> Iterator[Replacement]:
+    import megatron.training.arguments as arguments
+    import megatron.training.initialize as initialize
+
+    add_megatron_arguments = arguments.add_megatron_arguments
+    parse_args, validate_args = arguments.parse_args, arguments.validate_args
+
+    def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return ContextParallelConfig.add_arguments(add_megatron_arguments(parser))
+
+    def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
+        from cp_ring.megatron.validate import accept
+
+        return accept(parse_args(*args, **kwargs))
+
+    def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        from cp_ring.megatron.validate import accept_complete
+
+        result = validate_args(args, *rest, **kwargs)
+        accept_complete(args)
+        return result
+
+    yield arguments, "add_megatron_arguments", add_arguments
+    yield from replace_everywhere([arguments, initialize], "parse_args", parse_and_check)
+    yield from replace_everywhere([arguments, initialize], "validate_args", validate_and_check)
+
+
+PATCH = Patch(
+    name="arguments",
+    what="adds the --cp-ring flags to Megatron's parser and checks the flags before any process group exists",
+    why="Megatron's scripts parse their flags themselves and have no hook that sees every one of them",
+    package="megatron-core",
+    versions=">=0.16.1,<0.20",
+    replacements=_replacements,
+)

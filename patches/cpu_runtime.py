@@ -1,0 +1,241 @@
+"""Lets stock Megatron run where there is no CUDA: gloo ranks on the CPU, for trying, testing and CI.
+
+Megatron asks for `device="cuda"`, CUDA streams, events, random states and memory statistics in many places, and refuses to start
+without CUDA. This patch answers all of them with the CPU. Where CUDA is present it changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import resource
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+
+CPU = torch.device("cpu")
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Sends every torch call that names a CUDA device to the CPU, and answers `tensor.type()` as Megatron's assertions expect."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(args[0]).replace("torch.", "torch.cuda.", 1)
+        if kwargs:
+            kwargs = {name: False if name == "pin_memory" else _on_cpu(value) for name, value in kwargs.items()}
+        if func is torch.Tensor.to:
+            args = tuple(map(_on_cpu, args))
+        return func(*args, **kwargs)
+
+
+class InertStream:
+    """Stands for a CUDA stream: work on the CPU is in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CPU
+
+    def __enter__(self) -> InertStream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, stream: Any) -> None:
+        return None
+
+    def wait_event(self, event: Any) -> None:
+        return None
+
+    def record(self, stream: Any = None) -> None:
+        return None
+
+    def record_event(self, event: Any = None) -> InertStream:
+        return self
+
+    def wait(self, stream: Any = None) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+class InertEvent(InertStream):
+    """Stands for a CUDA event."""
+
+
+class ApplyWhenUnpickled:
+    """Travels to a spawned process with multiprocessing's preparation data, and applies the patch as it is unpickled there."""
+
+    def __reduce__(self) -> tuple[Callable[[], bool], tuple[()]]:
+        return apply_in_worker, ()
+
+
+def apply_in_worker() -> bool:
+    """Applies the part of the patch that needs torch alone; called in spawned processes such as checkpoint writers."""
+    _WORKER.apply()
+    return _WORKER.applied
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return CPU if value.type == "cuda" else value
+    return CPU if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _itself(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    return tensor
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    if state.numel() == torch.get_rng_state().numel():  # a checkpoint written on a GPU holds a state of another size
+        torch.set_rng_state(state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))  # torch.manual_seed would call torch.cuda.manual_seed_all again
+
+
+def _resident_bytes(*args: Any, **kwargs: Any) -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak_bytes(*args: Any, **kwargs: Any) -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _device_properties(*args: Any, **kwargs: Any) -> SimpleNamespace:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # From architecture 10 on, Megatron no longer demands CUDA_DEVICE_MAX_CONNECTIONS=1.
+    return SimpleNamespace(name="cpu", major=10, minor=0, total_memory=memory, multi_processor_count=os.cpu_count())
+
+
+def _cuda_stand_ins() -> dict[str, Any]:
+    stand_ins: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "device_count": lambda: 1,
+        "get_device_properties": _device_properties,
+        "get_device_capability": lambda *args: (10, 0),
+        "get_device_name": lambda *args: "cpu",
+        "memory_stats": lambda *args: defaultdict(int),
+        "memory_allocated": functools.partial(_resident_bytes),
+        "memory_reserved": functools.partial(_resident_bytes),
+        "max_memory_allocated": functools.partial(_peak_bytes),
+        "max_memory_reserved": functools.partial(_peak_bytes),
+        "get_rng_state": _get_rng_state,
+        "set_rng_state": _set_rng_state,
+        "manual_seed": _manual_seed,
+        "manual_seed_all": functools.partial(_manual_seed),
+        "Stream": InertStream,
+        "Event": InertEvent,
+        "current_stream": functools.partial(InertStream),
+        "default_stream": functools.partial(InertStream),
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    nothing = ("set_device", "synchronize", "empty_cache", "set_stream", "ipc_collect", "reset_peak_memory_stats")
+    return stand_ins | {name: functools.partial(_nothing) for name in nothing}  # torch.compile wants an object per name
+
+
+def _torch_replacements() -> Iterator[Replacement]:
+    for name, value in _cuda_stand_ins().items():
+        yield torch.cuda, name, value
+    for name, value in (("get_rng_state", _get_rng_state), ("set_rng_state", _set_rng_state), ("manual_seed", _manual_seed)):
+        yield torch.cuda.random, name, value
+    yield torch.Tensor, "cuda", _itself
+    yield torch.Tensor, "pin_memory", _itself
+    yield torch.nn.Module, "cuda", _itself
+
+
+def _megatron_replacements() -> Iterator[Replacement]:
+    import multiprocessing.spawn
+
+    import megatron.training.initialize as initialize
+    import megatron.training.training as training
+    from megatron.core.tensor_parallel import random
+
+    init_process_group, barrier = torch.distributed.init_process_group, torch.distributed.barrier
+    initialize_megatron, preparation_data = initialize.initialize_megatron, multiprocessing.spawn.get_preparation_data
+
+    def init_without_device(*args: Any, **kwargs: Any) -> Any:
+        return init_process_group(*args, **{name: value for name, value in kwargs.items() if name != "device_id"})
+
+    def barrier_without_devices(*args: Any, **kwargs: Any) -> Any:
+        return barrier(*args, **{name: value for name, value in kwargs.items() if name != "device_ids"})
+
+    def initialize_without_cuda(*args: Any, **kwargs: Any) -> Any:
+        return initialize_megatron(*args, **(kwargs | {"allow_no_cuda": True}))
+
+    def preparation_data_with_patch(name: str) -> dict[str, Any]:
+        return {"cp_ring": ApplyWhenUnpickled(), **preparation_data(name)}
+
+    yield torch.distributed, "init_process_group", init_without_device
+    yield torch.distributed, "barrier", barrier_without_devices
+    yield multiprocessing.spawn, "get_preparation_data", preparation_data_with_patch
+    yield random, "_set_cuda_rng_state", _set_rng_state
+    modules = [initialize, training, __import__("megatron.training", fromlist=["x"])]
+    yield from replace_everywhere(modules, "initialize_megatron", initialize_without_cuda)
+    yield from replace_everywhere(modules, "set_jit_fusion_options", _nothing)  # it warms up CUDA kernels
+
+
+_MODE = CudaMeansCpu()
+
+
+def _enter() -> None:
+    torch.compiler.set_stance("force_eager")  # Megatron compiles small fusions; on the CPU that needs a C++ compiler
+    _MODE.__enter__()
+
+
+def _leave() -> None:
+    _MODE.__exit__(None, None, None)
+    torch.compiler.set_stance("default")
+
+
+def _unneeded() -> str:
+    return "CUDA is present" if torch.cuda.is_available() else ""
+
+
+PATCH = Patch(
+    name="cpu_runtime",
+    what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; applies in spawned processes too",
+    why="Megatron refuses to start without CUDA; this lets it train on gloo CPU ranks",
+    package="megatron-core",
+    versions=">=0.16.1,<0.20",
+    replacements=lambda: [*_torch_replacements(), *_megatron_replacements()],
+    unneeded=_unneeded,
+    enter=_enter,
+    leave=_leave,
+)
+_WORKER = Patch(
+    name="cpu_runtime",
+    what="the part of cpu_runtime that a spawned process needs",
+    why=PATCH.why,
+    package="torch",
+    versions=">=2.9",
+    replacements=_torch_replacements,
+    unneeded=_unneeded,
+    enter=_MODE.__enter__,
+    leave=lambda: _MODE.__exit__(None, None, None),
+)

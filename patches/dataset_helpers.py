@@ -1,0 +1,43 @@
+"""Megatron runs `make` in its own package folder at start-up to build its C++ data set index; the wheel has no makefile.
+
+The wheel holds the built module, so there is nothing to make. In a source checkout with a makefile nothing is changed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from cp_ring.patches.patch import Patch, Replacement
+
+
+def _unneeded() -> str:
+    spec = importlib.util.find_spec("megatron")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / "core" / "datasets" / "Makefile").is_file():
+            return "this Megatron has a makefile"
+    return ""
+
+
+def _replacements() -> Iterator[Replacement]:
+    import megatron.core.datasets.utils as utils
+
+    compile_helpers = utils.compile_helpers
+
+    def compile_unless_built() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    yield utils, "compile_helpers", compile_unless_built
+
+
+PATCH = Patch(
+    name="dataset_helpers",
+    what="does not run `make` for the data set index where the built module is present",
+    why="the wheel has the built module but no makefile, so that Megatron's own start-up exits",
+    package="megatron-core",
+    versions=">=0.16.1,<0.20",
+    replacements=_replacements,
+    unneeded=_unneeded,
+)

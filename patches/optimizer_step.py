@@ -1,0 +1,74 @@
+"""The distributed optimizer's checkpoints with torch's own Adam (neither TransformerEngine nor Apex installed).
+
+torch's Adam keeps a `step` tensor for every parameter. Megatron's distributed optimizer does not expect it in three places:
+it asks for the step of an optimizer that has no state yet, as every one is that is about to load a checkpoint; it takes the step
+from tensors where it is missing or out of date, because checkpoints keep it elsewhere; and it gives one shared tensor to all
+parameters, which Adam would then increase once for every parameter in each step. With TransformerEngine or Apex nothing of
+this is changed. Besides, it copies into float32 parameters, which are leaves of the graph, with gradients on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cp_ring.patches.patch import Patch, Replacement
+
+
+def _fill(optimizer: torch.optim.Optimizer) -> None:
+    """Gives every parameter that has no state the state that Adam itself starts from."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not optimizer.state[param]:
+                zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[param] = {"step": torch.tensor(0.0), **zeros}
+
+
+def _replacements() -> Iterator[Replacement]:
+    import megatron.core.optimizer.distrib_optimizer as module
+
+    owner = module.DistributedOptimizer
+    state_dict, load_state_dict = owner.state_dict, owner.load_state_dict
+    set_states = owner._set_main_param_and_optimizer_states
+
+    def is_torch_adam(self: Any) -> bool:
+        return not module.HAVE_APEX_OR_TE and isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+    def state_dict_of_any(self: Any) -> dict[str, Any]:
+        if is_torch_adam(self):
+            _fill(self.optimizer)
+        result: dict[str, Any] = state_dict(self)
+        return result
+
+    def load_with_own_steps(self: Any, state: dict[str, Any]) -> None:
+        if is_torch_adam(self):
+            _fill(self.optimizer)
+        load_state_dict(self, state)
+        if is_torch_adam(self):
+            for values in self.optimizer.state.values():
+                values["step"] = values["step"].clone()
+
+    def set_states_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        if is_torch_adam(self):
+            # The parameter groups have set the step; one among `tensors` would be that of before loading.
+            group, order = self.model_param_group_index_map[model_param]
+            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+            tensors = {**tensors, "step": state["step"].clone()}
+        with torch.no_grad():
+            set_states(self, model_param, tensors)
+
+    yield owner, "state_dict", state_dict_of_any
+    yield owner, "load_state_dict", load_with_own_steps
+    yield owner, "_set_main_param_and_optimizer_states", set_states_with_step
+
+
+PATCH = Patch(
+    name="optimizer_step",
+    what="lets the distributed optimizer load checkpoints into torch's Adam, with a step counter of its own for every parameter",
+    why="without TransformerEngine and Apex, loading fails on Adam's `step`, or counts steps wrongly afterwards",
+    package="megatron-core",
+    versions=">=0.16.1,<0.20",
+    replacements=_replacements,
+)

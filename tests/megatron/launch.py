@@ -1,0 +1,63 @@
+"""Starts test jobs of several ranks with torch's elastic launcher, on loopback."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+MODEL = shlex.split("""
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 128
+    --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm --swiglu
+    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+""")
+DATA = shlex.split("""
+    --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --split 90,5,5 --dataloader-type single --num-workers 0
+""")
+TRAIN = shlex.split("""
+    --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 40 --eval-iters 0 --eval-interval 1000
+    --log-interval 100 --seed 7
+""")
+TINY = MODEL + DATA + TRAIN
+
+
+def environment() -> dict[str, str]:
+    """The environment of a rank: one thread, loopback, and no settings of a surrounding job."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+
+
+def launch(ranks: int, command: list[str], timeout_s: float = 600) -> subprocess.CompletedProcess:
+    """Runs `python command` on `ranks` ranks and waits for it; the output holds both streams."""
+    elastic = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [sys.executable, *elastic, *command],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def train(ranks: int, jobs: dict[str, list[str]], folder: Path) -> None:
+    """Runs the jobs (name: flags beside `TINY`) one after another in one launch of `ranks` ranks; traces go to `folder`."""
+    path = folder / f"jobs{ranks}.json"
+    path.write_text(json.dumps([{"name": name, "argv": TINY + flags} for name, flags in jobs.items()]))
+    done = launch(ranks, [str(HERE / "worker.py"), str(path), str(folder)])
+    (folder / f"log{ranks}.txt").write_text(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def trace(folder: Path, name: str) -> dict[int, dict]:
+    """Per step of job `name`: loss, grad_norm, and the sorted checksums of all sequences that any rank read."""
+    steps: dict[int, dict] = {}
+    for path in sorted(folder.glob(f"{name}.*.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            step = steps.setdefault(line["step"], {"loss": None, "grad_norm": line["grad_norm"], "rows": set()})
+            step["loss"] = line["loss"] if line["loss"] is not None else step["loss"]
+            step["rows"] |= set(line["rows"])
+    return steps

@@ -1,0 +1,258 @@
+"""Each patch does what it says, fails to be there without it, and is undone without a trace."""
+
+import multiprocessing as mp
+import sys
+
+import pytest
+import torch
+
+from cp_ring import patches
+from cp_ring.errors import ConfigError
+from cp_ring.patches.patch import Patch
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+
+
+@pytest.fixture
+def applied():
+    """Applies patches by name, and reverts them afterwards, in reverse order."""
+    done = []
+
+    def apply(*names):
+        for name in names:
+            patches.get(name).apply()
+            done.append(name)
+
+    yield apply
+    for name in reversed(done):
+        patches.get(name).revert()
+
+
+@pytest.fixture
+def one_rank(applied, tmp_path):
+    """Megatron's process groups for a job of one rank in this process, on the CPU."""
+    applied("cpu_runtime")
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", world_size=1, rank=0)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def transformer_config(**values):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    return TransformerConfig(**sizes, attention_dropout=0.0, use_cpu_initialization=True, **values)
+
+
+def test_the_table_lists_every_patch():
+    rows = patches.table()
+    assert [row["name"] for row in rows] == list(patches.NAMES)
+    for row in rows:
+        assert all(row[key] for key in ("name", "what", "why", "versions", "state")), row
+
+
+def test_an_unknown_patch_is_refused():
+    with pytest.raises(ConfigError, match="no patch 'nothing'"):
+        patches.get("nothing")
+
+
+@pytest.mark.parametrize("name", [name for name in patches.NAMES if name != "step_line"])
+def test_apply_and_revert_leave_no_trace(name):
+    patch = patches.get(name)
+    if patch.unneeded():
+        pytest.skip(patch.unneeded())
+    before = [(owner, attribute, vars(owner).get(attribute, "absent")) for owner, attribute, _ in patch.replacements()]
+    patch.apply()
+    assert name in patches.applied() and patch.state() == "applied"
+    patch.apply()  # a second time changes nothing more
+    assert all(vars(owner)[attribute] is not old for owner, attribute, old in before)
+    patch.revert()
+    assert name not in patches.applied()
+    for owner, attribute, old in before:
+        assert vars(owner).get(attribute, "absent") is old, attribute
+
+
+class Owner:
+    first = 1
+
+
+def test_a_patch_is_applied_whole_or_not_at_all():
+    replacements = [(Owner, "first", 2), (Owner, "second", 3)]
+    patch = Patch("p", "what", "why", "torch", ">=1", lambda: replacements)
+    with pytest.raises(ConfigError, match=r"has no Owner\.second"):
+        patch.apply()
+    assert Owner.first == 1 and not patch.applied
+
+
+def test_another_version_is_refused():
+    patch = Patch("p", "what", "why", "torch", ">=99", lambda: [(Owner, "first", 2)])
+    with pytest.raises(ConfigError, match=r"patch p: torch .* is installed, but the patch is for >=99"):
+        patch.apply()
+    assert Owner.first == 1 and patch.state().startswith("refused")
+
+
+def spawned_device(queue):
+    try:
+        queue.put(str(torch.zeros(1, device="cuda").device))
+    except (AssertionError, RuntimeError) as error:
+        queue.put(type(error).__name__)
+
+
+def ask_spawned():
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=spawned_device, args=(queue,))
+    process.start()
+    answer = queue.get()
+    process.join()
+    return answer
+
+
+@no_cuda
+def test_cpu_runtime_answers_for_cuda(applied):
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+    applied("cpu_runtime")
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+    assert torch.ones(2).to("cuda:0").cuda().device.type == "cpu"
+    assert torch.zeros(1, device=torch.cuda.current_device()).type() == "torch.cuda.FloatTensor"
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(2)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(2), first)
+    with torch.cuda.stream(torch.cuda.Stream()) as _:
+        torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+    assert torch.cuda.memory_allocated() > 2**20
+
+
+@no_cuda
+def test_cpu_runtime_reaches_spawned_processes(applied):
+    assert ask_spawned() != "cpu"
+    applied("cpu_runtime")
+    assert ask_spawned() == "cpu"
+
+
+def test_cpu_runtime_is_inert_where_cuda_is_present(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    patch, synchronize = patches.get("cpu_runtime"), torch.cuda.synchronize
+    patch.apply()
+    assert not patch.applied and torch.cuda.synchronize is synchronize
+    assert patch.state() == "not needed: CUDA is present"
+
+
+def test_dataset_helpers_does_not_run_make(applied, monkeypatch):
+    import subprocess
+
+    import megatron.core.datasets.utils as utils
+
+    if patches.get("dataset_helpers").unneeded():
+        pytest.skip("this Megatron has a makefile")
+    made, real = [], subprocess.run
+
+    def run(command, *args, **kwargs):
+        if command[0] != "make":
+            return real(command, *args, **kwargs)
+        made.append(command)
+        return subprocess.CompletedProcess(command, 2)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit):
+        utils.compile_helpers()
+    assert len(made) == 1
+    applied("dataset_helpers")
+    utils.compile_helpers()
+    assert len(made) == 1
+
+
+def test_arguments_adds_the_flags(applied, monkeypatch, capsys):
+    import megatron.training.arguments as arguments
+
+    monkeypatch.setattr(sys, "argv", ["train", "--cp-ring", "--attention-dropout", "0", "--cp-ring-num-slots", "3"])
+    with pytest.raises(SystemExit):
+        arguments.parse_args()
+    assert "unrecognized arguments: --cp-ring" in capsys.readouterr().err
+    applied("arguments")
+    args = arguments.parse_args()
+    assert args.cp_ring and args.cp_ring_num_slots == "3"
+
+
+@no_cuda
+def test_core_attention_is_ring_attention(applied, one_rank):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.spec_utils import build_module
+
+    from cp_ring.megatron.core_attention import RingDotProductAttention
+
+    def build():
+        spec = get_gpt_layer_local_spec()
+        layer = build_module(spec.submodules.self_attention, config=transformer_config(), layer_number=1)
+        return type(layer.core_attention), spec.submodules.self_attention.submodules.core_attention
+
+    assert build() == (DotProductAttention, DotProductAttention)
+    applied("core_attention")
+    assert build() == (RingDotProductAttention, DotProductAttention)  # the specification itself is left as it is
+
+
+def test_rotary_layout_follows_the_layout(applied):
+    import megatron.core.models.common.embeddings.rotary_pos_embedding as rotary
+
+    from cp_ring import ContextParallelConfig
+    from cp_ring.megatron import settings
+
+    class Group:
+        size, rank = staticmethod(lambda: 2), staticmethod(lambda: 1)
+
+    def positions():
+        return rotary.get_pos_emb_on_this_cp_rank(torch.arange(8.0).view(8, 1), 0, Group).flatten().tolist()
+
+    if not torch.cuda.is_available():
+        applied("cpu_runtime")
+    before = settings.current()
+    assert positions() == [2, 3, 4, 5]
+    applied("rotary_layout")
+    try:
+        assert positions() == [2, 3, 4, 5]
+        settings.configure(ContextParallelConfig.make(enabled=True, layout="contiguous"))
+        assert positions() == [4, 5, 6, 7]
+    finally:
+        settings.configure(before)
+
+
+@no_cuda
+def test_optimizer_step_lets_a_fresh_optimizer_load(applied, one_rank):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        pytest.skip("TransformerEngine or Apex is installed")
+    config = transformer_config()
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=16)
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    settings = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(settings, [wrapped])
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+    def load():
+        optimizer.sharded_state_dict(wrapped.sharded_state_dict(), is_loading=True, metadata=metadata)
+
+    with pytest.raises(AssertionError):
+        load()
+    applied("optimizer_step")
+    load()
+    inner = optimizer.chained_optimizers[0].optimizer
+    steps = [state["step"] for state in inner.state.values()]
+    assert len(steps) > 1 and len({step.data_ptr() for step in steps}) == len(steps)
+    for group in inner.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    inner.step()
+    assert {float(state["step"]) for state in inner.state.values()} == {1.0}

@@ -1,0 +1,188 @@
+"""What cannot run is refused before any process group exists: one line that names the flag, and exit code 2."""
+
+import argparse
+import json
+import pickle
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cp_ring import patches
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import compat, saved, settings
+from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
+
+BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """Parses flags with Megatron's own patched parser, as rank 0 of 4."""
+    patches.get("arguments").apply()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    before = settings.current()
+
+    def parse_flags(*flags):
+        from megatron.training.arguments import parse_args
+
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags])
+        return parse_args()
+
+    yield parse_flags
+    settings.configure(before)
+    patches.get("arguments").revert()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (
+            ["--context-parallel-size", "4", "--seq-length", "60"],
+            "--seq-length 60 is not divisible by 2 x --context-parallel-size 4",
+        ),
+        (["--context-parallel-size", "2", "--seq-length", "2"], "--seq-length 2 is not divisible"),
+        (["--context-parallel-size", "3", "--seq-length", "120"], "--context-parallel-size 3 = 3 does not divide the 4 ranks"),
+        (["--tensor-model-parallel-size", "2", "--context-parallel-size", "4"], "= 8 does not divide the 4 ranks"),
+        (["--context-parallel-size", "0"], "--context-parallel-size 0"),
+        (["--cp-ring-kernel", "magic"], "--cp-ring-kernel 'magic'"),
+        (["--cp-ring-layout", "spiral"], "--cp-ring-layout 'spiral'"),
+        (["--cp-ring-route", "carrier-pigeon"], "--cp-ring-route 'carrier-pigeon'"),
+        (["--cp-ring-num-slots", "1"], "--cp-ring-num-slots '1'"),
+        (["--attention-dropout", "0.1"], "--attention-dropout 0.1"),
+        (["--window-size", "16,0"], "--window-size"),
+        (["--reset-attention-mask"], "--reset-attention-mask"),
+        (["--cp-comm-type", "a2a"], "--cp-comm-type p2p, not a2a"),
+        (["--softmax-type", "learnable"], "--softmax-type learnable"),
+        (["--sft"], "--sft"),
+        (["--data-path", "/nowhere/corpus"], "--data-path /nowhere/corpus: /nowhere/corpus.idx does not exist"),
+        (["--train-data-path", "0.5", "/nowhere/a", "0.5", "/nowhere/b"], "--train-data-path /nowhere/a"),
+    ],
+)
+def test_flags(parse, capsys, flags, named):
+    with pytest.raises(SystemExit) as stop:
+        parse(*BASE, *flags)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cp_ring")]
+    assert stop.value.code == 2
+    assert len(lines) == 1 and lines[0].startswith("cp_ring: error: ") and named in lines[0]
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present")
+@pytest.mark.parametrize("flag", [["--distributed-backend", "nccl"], ["--transformer-impl=transformer_engine"]])
+def test_what_needs_cuda_contradicts_the_cpu_runtime(parse, capsys, flag):
+    with pytest.raises(SystemExit) as stop:
+        parse(*BASE, *flag)
+    assert stop.value.code == 2
+    assert "needs CUDA" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present")
+def test_the_cpu_runtime_needs_one_flag(parse):
+    args = parse(*BASE)
+    assert (args.distributed_backend, args.transformer_impl, args.use_cpu_initialization) == ("gloo", "local", True)
+    assert not args.masked_softmax_fusion and not args.gradient_accumulation_fusion
+
+
+def test_an_empty_data_set(parse, capsys, tmp_path):
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"corpus{suffix}").touch()
+    with pytest.raises(SystemExit):
+        parse(*MODEL, *TRAIN, "--cp-ring", "--train-iters", "1", "--data-path", str(tmp_path / "corpus"))
+    assert f"--data-path {tmp_path}/corpus: {tmp_path}/corpus.idx is empty" in capsys.readouterr().err
+
+
+def test_good_flags_pass_and_come_into_force(parse):
+    args = parse(*BASE, "--context-parallel-size", "4", "--cp-ring-num-slots", "3")
+    assert args.cp_ring_num_slots == "3" and settings.current().num_slots == 3
+    assert not args.create_attention_mask_in_dataloader
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.20.0", "0.20.0rc1", None])
+def test_megatron_versions_outside_the_range(monkeypatch, version):
+    monkeypatch.setattr(compat, "megatron_version", lambda: version)
+    with pytest.raises(ConfigError, match=r"--cp-ring needs megatron-core>=0\.16\.1,<0\.20"):
+        compat.check_version()
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.19.2"])
+def test_megatron_versions_inside_the_range(monkeypatch, version):
+    monkeypatch.setattr(compat, "megatron_version", lambda: version)
+    assert compat.check_version() == version
+
+
+def test_refused_once_by_a_launched_job():
+    flags = [*MODEL, *DATA, *TRAIN, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2"]
+    done = launch(2, ["-m", "cp_ring.pretrain_gpt", *flags, "--attention-dropout", "0.1"])
+    assert done.returncode != 0
+    assert done.stdout.count("cp_ring: error: ") == 1
+    assert "exitcode  : 2" in done.stdout
+
+
+def write_checkpoint(folder, size=100):
+    """A folder with the files of a torch_dist checkpoint, of which `__0_0.distcp` should hold 100 bytes."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    stored = {MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 60), MetadataIndex("b"): _StorageInfo("__0_0.distcp", 60, 40)}
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data=stored)))
+    (folder / "__0_0.distcp").write_bytes(bytes(size))
+
+
+def arguments(load, **values):
+    return argparse.Namespace(load=str(load), **({"ckpt_step": None} | values))
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated shard", "no shard", "no metadata", "truncated metadata", "no metadata.json", "no folder"]
+)
+def test_a_half_written_checkpoint_falls_back_to_the_last_good_one(tmp_path, capsys, damage):
+    for step in (20, 40):
+        write_checkpoint(tmp_path / f"iter_{step:07d}")
+    last = tmp_path / "iter_0000060"
+    if damage != "no folder":
+        write_checkpoint(last, size=99 if damage == "truncated shard" else 100)
+    if damage == "truncated metadata":
+        (last / ".metadata").write_bytes((last / ".metadata").read_bytes()[:-20])
+    missing = {"no shard": "__0_0.distcp", "no metadata": ".metadata", "no metadata.json": "metadata.json"}.get(damage)
+    if missing:
+        (last / missing).unlink()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    args = arguments(tmp_path)
+    saved.choose(args)
+    assert args.ckpt_step == 40
+    assert "resuming from iteration 40" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_a_whole_checkpoint_is_taken_as_it_is(tmp_path):
+    write_checkpoint(tmp_path / "iter_0000060")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
+    args = arguments(tmp_path)
+    saved.choose(args)
+    assert args.ckpt_step is None
+
+
+def test_no_whole_checkpoint_is_refused(tmp_path):
+    write_checkpoint(tmp_path / "iter_0000060", size=1)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
+    with pytest.raises(ConfigError, match=r"--load .*: no checkpoint in it is whole .*holds 1 of 100 bytes"):
+        saved.choose(arguments(tmp_path))
+    with pytest.raises(ConfigError, match="--ckpt-step 60"):
+        saved.choose(arguments(tmp_path, ckpt_step=60))
+
+
+@pytest.mark.parametrize(("name", "flag", "ours"), [("num_layers", "--num-layers", 3), ("swiglu", "--swiglu", False)])
+def test_a_checkpoint_of_another_model_shape(tmp_path, monkeypatch, name, flag, ours):
+    shape = {"num_layers": 2, "hidden_size": 64, "swiglu": True}
+    monkeypatch.setattr(saved, "_saved_args", lambda folder: SimpleNamespace(**shape))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    saved.check_model(arguments(tmp_path, **shape))
+    message = f"^{flag}: the checkpoint of iteration 20 .* has {name} {shape[name]}, and this job {ours}$"
+    with pytest.raises(ConfigError, match=message):
+        saved.check_model(arguments(tmp_path, **(shape | {name: ours})))

@@ -1,0 +1,68 @@
+"""`python -m cp_ring.run` runs a script as Python would, with ring attention when its flags ask for it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.megatron.launch import HERE, TINY, environment, launch
+
+SCRIPT = str(HERE / "small_script.py")
+FLAGS = [*TINY, "--train-iters", "3", "--log-interval", "1", "--calculate-per-token-loss"]
+
+PROBE = """
+import os, sys
+before = set(sys.modules)
+import megatron.training.arguments as arguments
+import torch
+from cp_ring import patches
+print("applied:", patches.applied())
+print("argv:", sys.argv[1:], "name:", __name__, "path:", sys.path[0] == os.path.dirname(os.path.abspath(__file__)))
+homes = {function.__module__ for function in (arguments.add_megatron_arguments, arguments.parse_args, torch.cuda.synchronize)}
+print("homes:", sorted(homes))
+"""
+
+
+def losses(output):
+    return [float(value) for value in re.findall(r"lm loss: (\S+) \|", output)]
+
+
+def test_an_unmodified_script_trains_with_ring_attention():
+    stock = launch(1, ["-m", "cp_ring.run", SCRIPT, *FLAGS, "--cp-ring-cpu"])
+    ring = launch(2, ["-m", "cp_ring.run", SCRIPT, *FLAGS, "--cp-ring-cpu", "--cp-ring", "--context-parallel-size", "2"])
+    assert stock.returncode == ring.returncode == 0, stock.stdout[-3000:] + ring.stdout[-3000:]
+    assert len(losses(stock.stdout)) == 3
+    assert losses(ring.stdout) == pytest.approx(losses(stock.stdout), rel=1e-5)
+
+
+def test_without_its_flags_nothing_is_changed(tmp_path):
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+    command = [sys.executable, "-m", "cp_ring.run", str(script), "--some-flag", "3"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "applied: []" in done.stdout
+    assert "argv: ['--some-flag', '3'] name: __main__ path: True" in done.stdout
+    assert "homes: ['megatron.training.arguments', 'torch.cuda']" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py", "--cp-ring"], "nowhere.py does not exist"),
+        ([SCRIPT, "--cp-ring", "--cp-ring-layout", "contiguous"], "--cp-ring-layout contiguous needs cp_ring.pretrain_gpt"),
+        ([SCRIPT, "--cp-ring", "--cp-ring-kernel", "magic"], "--cp-ring-kernel 'magic'"),
+    ],
+)
+def test_refuses_before_the_script_starts(monkeypatch, capsys, arguments, message):
+    from cp_ring import run
+
+    monkeypatch.setattr("cp_ring.run.install", lambda argv: __import__("cp_ring.megatron.settings", fromlist=["x"]).flags(argv))
+    monkeypatch.setattr(sys, "argv", ["cp_ring.run", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as stop:
+        run.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith("cp_ring: error: ") and message in error and error.count("\n") == 1

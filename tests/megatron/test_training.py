@@ -1,0 +1,129 @@
+"""Training with ring attention is training with stock attention: the same losses, gradient norms, and resumes at any cp."""
+
+import argparse
+import shutil
+
+import pytest
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import saved
+from tests.megatron.launch import trace, train
+
+CPU = ["--cp-ring-cpu"]
+RING = [*CPU, "--cp-ring"]
+FIVE = ["--train-iters", "5"]
+BUCKETED = "--use-distributed-optimizer"  # whose own checkpoint format resumes at the same dp x cp only
+ZERO1 = [BUCKETED, "--dist-ckpt-optim-fully-reshardable"]
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+THIRTY = ["--train-iters", "30"]
+UNTIL_20 = [*THIRTY, "--exit-interval", "20", "--save-interval", "20"]
+
+
+def sizes(tp=1, pp=1, cp=1):
+    return [
+        *("--tensor-model-parallel-size", str(tp)),
+        *("--pipeline-model-parallel-size", str(pp)),
+        *("--context-parallel-size", str(cp)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """All jobs, in three launches: importing Megatron takes longer than training these models."""
+    folder = tmp_path_factory.mktemp("traces")
+    plain, sharded, bucketed = (str(folder / name) for name in ("cp2", "dp2cp2", "bucketed"))
+    train(
+        2,
+        {
+            "cp2": RING + FIVE + sizes(cp=2),
+            "cp2_contiguous": [*RING, *FIVE, *sizes(cp=2), "--cp-ring-layout", "contiguous"],
+            "cp2_by_spec": [*CPU, *FIVE, *sizes(cp=2), "--spec", "cp_ring.megatron.specs", "gpt_local"],
+            "cp2_recomputed": RING + FIVE + sizes(cp=2) + RECOMPUTE,
+            "straight": RING + THIRTY + sizes(cp=2),
+            "cp2_until_20": [*RING, *UNTIL_20, *sizes(cp=2), "--save", plain],
+            "cp2_from_cp2": [*RING, *THIRTY, *sizes(cp=2), "--load", plain],
+        },
+        folder,
+    )
+    train(
+        4,
+        {
+            "pp2": CPU + FIVE + sizes(pp=2),
+            "cp4": RING + FIVE + sizes(cp=4),
+            "tp2cp2": RING + FIVE + sizes(tp=2, cp=2),
+            "pp2cp2": RING + FIVE + sizes(pp=2, cp=2),
+            "dp2cp2": RING + FIVE + ZERO1 + sizes(cp=2),
+            "cp4_from_cp2": [*RING, *THIRTY, *sizes(cp=4), "--load", plain],
+            "dp2cp2_until_20": [*RING, *UNTIL_20, *ZERO1, *sizes(cp=2), "--save", sharded],
+            "bucketed_until_20": [*RING, *UNTIL_20, BUCKETED, *sizes(cp=2), "--save", bucketed],
+            "dp2cp2_from_bucketed": [*RING, *THIRTY, BUCKETED, *sizes(cp=2), "--load", bucketed],
+            "cp4_from_dp2cp2": [*RING, *THIRTY, *ZERO1, *sizes(cp=4), "--load", sharded],
+        },
+        folder,
+    )
+    train(
+        1,
+        {
+            "stock": CPU + FIVE,
+            "cp1_from_cp2": [*RING, *THIRTY, "--load", plain],
+            "cp1_from_dp2cp2": [*RING, *THIRTY, *ZERO1, "--load", sharded],
+        },
+        folder,
+    )
+    return folder
+
+
+def agree(ours, theirs, steps, tolerance):
+    for step in steps:
+        assert ours[step]["rows"] == theirs[step]["rows"], step
+        assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], rel=tolerance), step
+        assert ours[step]["grad_norm"] == pytest.approx(theirs[step]["grad_norm"], rel=tolerance), step
+
+
+@pytest.mark.parametrize(
+    ("job", "baseline"),
+    [
+        ("cp2", "stock"),
+        ("cp2_contiguous", "stock"),
+        ("cp2_by_spec", "stock"),
+        ("cp2_recomputed", "stock"),
+        ("cp4", "stock"),
+        ("tp2cp2", "stock"),
+        ("dp2cp2", "stock"),
+        ("pp2cp2", "pp2"),
+    ],
+)
+def test_trains_as_stock_attention_does(traces, job, baseline):
+    ours, stock = trace(traces, job), trace(traces, baseline)
+    assert list(ours) == list(stock) == [1, 2, 3, 4, 5]
+    assert stock[1]["loss"] - stock[5]["loss"] > 0.1  # the model has moved, so that gradients count
+    agree(ours, stock, range(1, 6), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "job",
+    ["cp2_from_cp2", "cp4_from_cp2", "cp1_from_cp2", "cp4_from_dp2cp2", "cp1_from_dp2cp2", "dp2cp2_from_bucketed"],
+)
+def test_resumes_at_any_cp_with_the_same_tokens(traces, job):
+    resumed, straight = trace(traces, job), trace(traces, "straight")
+    assert list(resumed) == list(range(21, 31))
+    agree(resumed, straight, range(21, 31), 1e-4)
+
+
+def test_a_saved_checkpoint_is_whole_until_it_is_cut(traces, tmp_path):
+    checkpoint = traces / "dp2cp2" / "iter_0000020"
+    assert saved.defect(checkpoint) == ""
+    copy = shutil.copytree(checkpoint, tmp_path / "iter_0000020")
+    shard = sorted(copy.glob("*.distcp"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert saved.defect(copy).startswith(f"{shard} holds ")
+
+
+def test_a_saved_checkpoint_of_another_model_is_refused(traces):
+    shape = vars(saved._saved_args(traces / "dp2cp2" / "iter_0000020"))
+    assert (shape["num_layers"], shape["hidden_size"], shape["num_query_groups"]) == (2, 64, 2)
+    args = argparse.Namespace(**(shape | {"load": str(traces / "dp2cp2"), "ckpt_step": None}))
+    saved.check_model(args)
+    args.num_query_groups = 4
+    with pytest.raises(ConfigError, match=r"--num-query-groups: the checkpoint of iteration 20 in .* has num_query_groups 2"):
+        saved.check_model(args)

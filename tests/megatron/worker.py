@@ -1,0 +1,72 @@
+"""One rank of a test job: runs several training jobs one after another in this process and writes what each step did.
+
+`python worker.py JOBS.json FOLDER`: JOBS.json is a list of {"name", "argv"}; the trace of a job goes to FOLDER/name.RANK.jsonl,
+one line a step: step, loss and gradient norm at full precision, and a checksum of each sequence that this rank read.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+rows: list[str] = []
+
+
+def observe(path: Path) -> None:
+    """Makes Megatron write a line to `path` after each training step."""
+    import megatron.training.training as training
+
+    from cp_ring.megatron import gpt
+
+    training_log, next_batch = training.training_log, gpt._next_batch
+
+    def log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named):
+        grad_norm = rest[3]
+        line = {"step": iteration, "loss": float(loss_dict["lm loss"]) if loss_dict else None, "grad_norm": float(grad_norm)}
+        with path.open("a") as file:
+            file.write(json.dumps({**line, "rows": sorted(rows)}) + "\n")
+        rows.clear()
+        return training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named)
+
+    def read(data_iterator):
+        batch = next_batch(data_iterator)
+        rows.extend(hashlib.sha1(row.numpy().tobytes()).hexdigest() for row in batch["tokens"])
+        return batch
+
+    training.training_log, gpt._next_batch = log, read
+    observe.undo = lambda: (setattr(training, "training_log", training_log), setattr(gpt, "_next_batch", next_batch))
+
+
+def run(job: dict, folder: Path) -> None:
+    """Trains as the job's flags say, then takes down what Megatron keeps in globals, and every patch."""
+    from cp_ring import patches, pretrain_gpt
+    from cp_ring.megatron import settings
+
+    sys.argv = ["pretrain_gpt", *job["argv"]]
+    settings.install(sys.argv[1:])
+    observe(folder / f"{job['name']}.{os.environ['RANK']}.jsonl")
+    try:
+        pretrain_gpt.main()
+    except SystemExit as stop:
+        if stop.code:
+            raise
+    import megatron.training.training as training
+
+    for name in reversed(patches.applied()):
+        patches.get(name).revert()
+    observe.undo()
+    training.destroy_global_state()
+    gc.collect()
+
+
+def main() -> None:
+    jobs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    for job in jobs:
+        print(f"=== {job['name']}", flush=True)
+        run(job, folder)
+
+
+if __name__ == "__main__":
+    main()
