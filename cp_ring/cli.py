@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cp_ring.bench.attention_command import bench_attention
 from cp_ring.bench.plan import bench_plan
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.plan.command import plan_command
@@ -16,6 +17,7 @@ app = typer.Typer(name="cp-ring", no_args_is_help=True, add_completion=False, pr
 app.command("plan")(plan_command)
 bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
 bench.command("plan")(bench_plan)
+bench.command("attention")(bench_attention)
 app.add_typer(bench, name="bench")
 
 

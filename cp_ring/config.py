@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cp_ring.errors import ConfigError
 
-Kernel = Literal["auto", "flash_aten", "cpu", "reference"]
+Kernel = Literal["auto", "transformer_engine", "cudnn", "flash", "flash_aten", "cpu", "reference"]
 LayoutName = Literal["zigzag", "contiguous"]
 Route = Literal["direct", "ring"]
 WireDtype = Literal["input", "float32"]

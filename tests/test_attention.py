@@ -164,7 +164,7 @@ def _raises(group, case, plan, options):
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"kernel": "warp"}, KernelError, "--cp-ring-kernel warp: unknown; known are auto, flash_aten, cpu"),
+        ({"kernel": "warp"}, KernelError, "--cp-ring-kernel warp: unknown; known are auto, transformer_engine, cudnn"),
         ({"num_slots": 1}, ConfigError, "--cp-ring-num-slots 1"),
         ({"wire_dtype": "int8"}, ConfigError, "--cp-ring-wire-dtype 'int8'"),
         ({"qkv_format": "thd"}, PlanError, "qkv_format 'thd': it is bshd or sbhd"),

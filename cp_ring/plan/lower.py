@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.tiles import OPEN, Ints, Tiles
+from cp_ring.plan.ranges import Ints, order, spread
+from cp_ring.plan.tiles import OPEN, Tiles
 
 BLOCK = 128
 """Heights of the strips of a sloping band are multiples of this, because kernels work in blocks of it."""
@@ -58,7 +59,7 @@ def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
     """Rewrites `tiles` into disjoint ones that cover the same pairs and that a kernel of these capabilities knows."""
     parent = np.arange(len(tiles))
     tiles = tiles.fitted()
-    live = np.flatnonzero(tiles.q0 < tiles.q1)
+    live = tiles.live()
     tiles, parent = tiles[live], parent[live]
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent, capabilities.narrow_bands)
@@ -96,8 +97,8 @@ def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     full, down = inner0 < inner1, right & (lo != hi)
     data = np.concatenate([strips.data[:, flat], above, middle[:, full], below[:, down]], axis=1)
     origin = parent[np.concatenate([flat, sloped[left], sloped[full], sloped[down]])]
-    order = np.lexsort((data[2], data[0], origin))
-    return Tiles(data[:, order]).fitted(), origin[order]
+    sort = order(origin, data[0], data[2])
+    return Tiles(data[:, sort]).fitted(), origin[sort]
 
 
 def _strips(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
@@ -118,8 +119,7 @@ def _strips(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
         start, end = cuts[index], cuts[index + 1]
         step = np.where(both & (index == 1), height, np.maximum(end - start, 1))
         count = -(-(end - start) // step)
-        which = np.repeat(np.arange(len(tiles)), count)
-        number = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+        which, number = spread(np.zeros_like(count), count)
         first = start[which] + number * step[which]
         parts.append((which, first, np.minimum(first + step[which], end[which])))
     which, first, last = (np.concatenate(column) for column in zip(*parts, strict=True))

@@ -87,6 +87,9 @@ class Hops(Sequence[Hop]):
             self._made[index] = self._make(index)
         return self._made[index]
 
+    def __reduce__(self) -> tuple[type, tuple[tuple[Hop, ...]]]:
+        return tuple, (tuple(self),)
+
     def __repr__(self) -> str:
         return repr(tuple(self))
 

@@ -103,30 +103,33 @@ def report(plan: RingPlan, slots: int) -> Report:
 
 def check_tables(plan: RingPlan) -> None:
     """Ranks, hops and rows exist, tables are sorted, and every row of a tile sees a key."""
-    cp, size, tiles = plan.cp, plan.layout.tokens_per_rank, plan.tiles
     check_layout(plan.layout)
+    cp, size, tiles = plan.cp, plan.layout.tokens_per_rank, plan.tiles
     for what, values in (("rank", plan.tile_rank), ("hop", plan.tile_hop), ("source", plan.tile_source)):
-        _check_range(f"{what} of tile", values, 0, cp)
-    for name, table in (("transfer", plan.transfers), ("gradient transfer", plan.gradients)):
-        for what in ("hop", "sender", "receiver", "owner", "buffer"):
-            _check_range(f"{what} of {name}", getattr(table, what), what == "hop", cp)
-        _check_moved_rows(table, size)
-    for names, table in ((("receiver", "hop", "start"), plan.transfers), (("sender", "hop", "start"), plan.gradients)):
-        if order(*(getattr(table, name) for name in names)) != slice(None):
-            raise PlanError(f"transfers are not sorted by {', '.join(names)}")
-    if order(plan.tile_rank, plan.tile_hop) != slice(None):
-        raise PlanError("tiles are not sorted by rank and hop")
+        _check_range(what, values, 0, cp, lambda i: f"tile {i} of rank {plan.tile_rank[i]}, hop {plan.tile_hop[i]}")
+    for table in (plan.transfers, plan.gradients):
+        _check_moves(table, size, cp)
+    keys, grads = plan.transfers, plan.gradients
+    for what, columns in (
+        ("tiles are not sorted by rank and hop", (plan.tile_rank, plan.tile_hop)),
+        ("transfers are not sorted by receiver, hop and row", (keys.receiver, keys.hop, keys.start)),
+        ("gradients are not sorted by sender, hop and row", (grads.sender, grads.hop, grads.start)),
+    ):
+        if not isinstance(order(*columns), slice):
+            raise PlanError(what)
     inside = (tiles.q0 >= 0) & (tiles.k0 >= 0) & (tiles.q1 <= size[plan.tile_rank]) & (tiles.k1 <= size[plan.tile_source])
     rows = (tiles.q0 < tiles.q1) & (tiles.q0 >= tiles.k0 - tiles.hi) & (tiles.q1 <= tiles.k1 - tiles.lo)
     good = inside & rows & (tiles.k0 < tiles.k1) & (tiles.lo <= tiles.hi)
     _all(good, lambda i: f"{_where(plan, i)}: rows outside the shards, or rows that see no key")
 
 
-def _check_range(what: str, values: Ints, first: int, end: int) -> None:
-    _all((values >= first) & (values < end), lambda i: f"{what} {i} is {values[i]}: it lies in {int(first)}..{end}")
+def _check_range(what: str, values: Ints, first: int, end: int, where: Callable[[int], str]) -> None:
+    _all((values >= first) & (values < end), lambda i: f"{where(i)}: {what} {values[i]} is not in {first}..{end}")
 
 
-def _check_moved_rows(table: Transfers, size: Ints) -> None:
+def _check_moves(table: Transfers, size: Ints, cp: int) -> None:
+    for what in ("hop", "sender", "receiver", "owner", "buffer"):
+        _check_range(what, getattr(table, what), int(what == "hop"), cp, lambda i: _moves(table, i))
     good = (table.start >= 0) & (table.start < table.end) & (table.end <= size[table.owner])
     _all(good, lambda i: f"{_moves(table, i)}, which has {size[table.owner[i]]}")
 
@@ -184,7 +187,7 @@ def check_cover(plan: RingPlan) -> None:
     )
     computed = np.zeros(len(cuts), bool)
     computed[strip] = True
-    _all(computed | (allowed[0] < 0), lambda i: _uncovered(cuts[i], cuts[i + 1], allowed[0, i], allowed[1, i]))
+    _all(computed | (allowed[0] < 0), lambda i: _uncovered(plan.layout, cuts[i], cuts[i + 1], allowed[0, i], allowed[1, i]))
     # Each tile must begin where the one before it, or else the mask, has its left side.
     fresh = np.diff(strip, prepend=-1) != 0
     due = np.where(fresh, allowed[0::2, strip], np.roll(sides[1::2], 1, axis=1))
@@ -226,7 +229,7 @@ def in_tokens(plan: RingPlan) -> tuple[Tiles, Ints]:
     part, column = overlaps(tiles.k0[parent], tiles.k1[parent], start, end)
     parent, cell = parent[part], cell[part]
     split = tiles[parent].within(start[cell], end[cell], start[column], end[column]).shifted(slide[cell], slide[column])
-    live = np.flatnonzero(split.q0 < split.q1)
+    live = split.live()
     return split[live], parent[live]
 
 
@@ -265,8 +268,9 @@ def check_gradients(plan: RingPlan) -> None:
 def check_slots(plan: RingPlan, num_slots: int) -> int:
     """Key buffers in use at once, at most `num_slots`, when each live hop's batch is posted before the hop before it.
 
-    Batches of a rank go in the order of their hops, and both ends of a transfer name the same hop; a buffer is sent from
-    after the hop that filled it. So the earliest batch that is not complete can always proceed: nothing deadlocks.
+    Nothing can deadlock: on every rank batches go in one order (keys of hop t before gradients of hop t - 1, these before
+    keys of hop t + 1), both ends of a transfer name the same hop, and a buffer is sent from after the hop that filled it.
+    So the earliest batch that is not complete can always proceed.
     """
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
     live = np.zeros(cp * cp, bool)
@@ -334,8 +338,9 @@ def _moves(table: Transfers, i: int) -> str:
     )
 
 
-def _uncovered(q0: int, q1: int, k0: int, k1: int) -> str:
-    return f"queries {q0}..{q1} see keys {k0}..{k1}, but no rank computes them"
+def _uncovered(layout: Layout, q0: int, q1: int, k0: int, k1: int) -> str:
+    rank, source = layout.owner[np.searchsorted(layout.edges, [q0, k0], "right") - 1]
+    return f"rank {rank}: queries {q0}..{q1} see keys {k0}..{k1}, the first of them of rank {source}, but no hop computes them"
 
 
 def _all(good: NDArray[np.bool_], message: Callable[[int], str]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cp_ring.errors import PlanError
+from cp_ring.plan import verify
 from cp_ring.plan.routes import Transfers
 from cp_ring.plan.rows import Hop, RankPlan
 from cp_ring.plan.tiles import Tile, Tiles
@@ -46,8 +47,6 @@ Pairs = list[tuple[Message, Message]]
 
 def verify_rows(plan: RingPlan, rows: Sequence[RankPlan], num_slots: int = 2) -> None:
     """Proves that `rows`, one of each rank, compute `plan.mask`. Raises `PlanError`."""
-    from cp_ring.plan import verify
-
     for row in rows:
         _check_row(row, int(plan.layout.tokens_per_rank[row.rank]))
     keys = simulate([forward_batches(row) for row in rows])
@@ -79,7 +78,7 @@ def forward_batches(row: RankPlan) -> list[Batch]:
 
 
 def backward_batches(row: RankPlan) -> list[Batch]:
-    """As `forward_batches`, with the gradients; keys of hop t go before gradients of hop t - 1, behind those of hop t - 2."""
+    """As `forward_batches`, with the gradients; keys of hop t go before gradients of hop t - 1, after those of hop t - 2."""
     order = [(2 * hop.index - 2, key_batch(hop, row.rank)) for hop in row.hops]
     order += [(2 * hop.index + 1, gradient_batch(hop, row.rank)) for hop in row.hops]
     return [batch for _, batch in sorted(order, key=lambda item: item[0]) if batch]

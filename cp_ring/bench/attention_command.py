@@ -1,0 +1,54 @@
+"""The command line of `cp-ring bench attention`; the measuring itself is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def bench_attention(
+    seq_length: Annotated[int, typer.Option(help="Tokens of the whole sequence.")] = 8192,
+    cp: Annotated[int, typer.Option(help="Ranks, of one thread each.")] = 2,
+    heads: Annotated[int, typer.Option(help="Heads of queries, keys and values.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds; each contestant runs once a round.")] = 5,
+    only: Annotated[list[str] | None, typer.Option(help="A contestant; repeatable. Default: all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Time causal ring attention on the CPU, forward and backward, beside one rank and beside peers that are installed.
+
+    Peers: pip install ring-attention-pytorch ringattention
+    """
+    from cp_ring.bench.attention import CONTESTANTS, Setting, run
+    from cp_ring.bench.machine import facts
+    from cp_ring.errors import ConfigError
+
+    names = only or list(CONTESTANTS)
+    unknown = sorted(set(names) - set(CONTESTANTS))
+    if unknown:
+        raise ConfigError(f"--only {unknown[0]}: no such contestant; there are {', '.join(CONTESTANTS)}")
+    if seq_length % (2 * cp):
+        raise ConfigError(f"--seq-length {seq_length} does not divide by 2 * --cp {cp}")
+    rows = run(Setting(seq_length, cp, heads, head_dim), names, repeats)
+    if as_json:
+        typer.echo(json.dumps({**facts(), "rows": rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    ours = next((row.get("median_s") for row in rows if row["name"] == "cp_ring"), None)
+    table = Table(
+        "", "median s", "min - max s", "over cp_ring", "error", title=f"causal, {seq_length} x {heads} x {head_dim}, {cp} ranks"
+    )
+    for row in rows:
+        if "skipped" in row:
+            table.add_row(row["name"], row["skipped"])
+            continue
+        times = row["median_s"], f"{row['min_s']:.2f} - {row['max_s']:.2f}"
+        table.add_row(row["name"], f"{times[0]:.2f}", times[1], f"{times[0] / ours:.2f}" if ours else "", f"{row['error']:.1e}")
+    Console().print(table)
+    made = facts()
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    Console().print(f"{made['date']}; {made['machine']}, load {made['load']}; {versions}", soft_wrap=True)

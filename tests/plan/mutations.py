@@ -1,0 +1,252 @@
+"""Ways to spoil a plan, each of which its proof must notice.
+
+A mutation takes a plan (or the rows of all its ranks) and a random generator; it returns a spoiled copy, or None where the
+plan has nothing of the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from cp_ring.plan import Hop, RankPlan, RingPlan, Tiles, Transfer
+from cp_ring.plan.ranges import order
+from cp_ring.plan.routes import Transfers
+
+Rng = np.random.Generator
+
+
+def _with_tiles(plan: RingPlan, tiles: Tiles, rank: np.ndarray, hop: np.ndarray, source: np.ndarray) -> RingPlan:
+    sort = order(rank, hop)
+    return replace(plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort], _rows={})
+
+
+def _edit_tile(plan: RingPlan, rng: Rng, change: Callable[[np.ndarray], None]) -> RingPlan:
+    data = plan.tiles.data.copy()
+    change(data[:, rng.integers(len(plan.tiles))])
+    return replace(plan, tiles=Tiles(data), _rows={})
+
+
+def _add(*amounts: int) -> Callable[[np.ndarray], None]:
+    def change(tile: np.ndarray) -> None:
+        tile += np.array(amounts) * (abs(tile) < 1 << 59)
+
+    return change
+
+
+def tile_dropped(plan: RingPlan, rng: Rng) -> RingPlan:
+    keep = np.delete(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
+    return _with_tiles(plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep])
+
+
+def tile_doubled(plan: RingPlan, rng: Rng) -> RingPlan:
+    keep = np.append(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
+    return _with_tiles(plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep])
+
+
+def tile_shifted_in_keys(plan: RingPlan, rng: Rng) -> RingPlan:
+    return _edit_tile(plan, rng, _add(0, 0, 1, 1, 1, 1))
+
+
+def tile_shifted_in_queries(plan: RingPlan, rng: Rng) -> RingPlan:
+    return _edit_tile(plan, rng, _add(-1, -1, 0, 0, 1, 1))
+
+
+def tile_with_fewer_queries(plan: RingPlan, rng: Rng) -> RingPlan:
+    return _edit_tile(plan, rng, _add(0, -1, 0, 0, 0, 0))
+
+
+def tile_with_more_keys(plan: RingPlan, rng: Rng) -> RingPlan:
+    def change(tile: np.ndarray) -> None:
+        tile[3] += 1
+        tile[5] = max(tile[5], tile[3] - tile[0]) if tile[5] > 1 << 59 else tile[5] + 1
+
+    return _edit_tile(plan, rng, change)
+
+
+def tile_without_its_corner(plan: RingPlan, rng: Rng) -> RingPlan:
+    def change(tile: np.ndarray) -> None:
+        tile[5] = min(tile[5], tile[3] - 1 - tile[0]) - 1
+
+    return _edit_tile(plan, rng, change)
+
+
+def tile_on_the_wrong_rank(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    rank = plan.tile_rank.copy()
+    i = rng.integers(len(rank))
+    rank[i] = (rank[i] + 1) % plan.cp
+    return _with_tiles(plan, plan.tiles, rank, plan.tile_hop, plan.tile_source) if plan.cp > 1 else None
+
+
+def tile_at_the_wrong_hop(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    hop = plan.tile_hop.copy()
+    i = rng.integers(len(hop))
+    hop[i] = (hop[i] + 1) % plan.cp
+    return _with_tiles(plan, plan.tiles, plan.tile_rank, hop, plan.tile_source) if plan.cp > 1 else None
+
+
+def tile_on_the_wrong_keys(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    source = plan.tile_source.copy()
+    i = rng.integers(len(source))
+    source[i] = (source[i] + 1) % plan.cp
+    return _with_tiles(plan, plan.tiles, plan.tile_rank, plan.tile_hop, source) if plan.cp > 1 else None
+
+
+def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) -> Callable[[RingPlan, Rng], RingPlan | None]:
+    """Changes one entry of one column of the transfers or the gradients."""
+
+    def mutate(plan: RingPlan, rng: Rng) -> RingPlan | None:
+        rows: Transfers = getattr(plan, table)
+        if not len(rows):
+            return None
+        values = getattr(rows, column).copy()
+        i = rng.integers(len(rows))
+        values[i] = change(int(values[i]), plan.cp)
+        return replace(plan, **{table: _sorted(table, replace(rows, **{column: values}))}, _rows={})
+
+    return mutate
+
+
+def _pick_mutation(table: str, doubled: bool) -> Callable[[RingPlan, Rng], RingPlan | None]:
+    """Doubles or drops one entry of the transfers or the gradients."""
+
+    def mutate(plan: RingPlan, rng: Rng) -> RingPlan | None:
+        rows: Transfers = getattr(plan, table)
+        if not len(rows):
+            return None
+        i, every = rng.integers(len(rows)), np.arange(len(rows))
+        picked = rows[np.sort(np.append(every, i)) if doubled else np.delete(every, i)]
+        return replace(plan, **{table: picked}, _rows={})
+
+    return mutate
+
+
+def _sorted(table: str, rows: Transfers) -> Transfers:
+    return rows.sorted_by("receiver" if table == "transfers" else "sender", "hop", "start")
+
+
+def _next(value: int, cp: int) -> int:
+    return (value + 1) % cp
+
+
+PLAN_MUTATIONS: dict[str, Callable[[RingPlan, Rng], RingPlan | None]] = {
+    f.__name__: f
+    for f in (
+        tile_dropped, tile_doubled, tile_shifted_in_keys, tile_shifted_in_queries, tile_with_fewer_queries, tile_with_more_keys,
+        tile_without_its_corner, tile_on_the_wrong_rank, tile_at_the_wrong_hop, tile_on_the_wrong_keys,
+    )
+}  # fmt: skip
+for _table in ("transfers", "gradients"):
+    PLAN_MUTATIONS |= {
+        f"{_table}: dropped": _pick_mutation(_table, doubled=False),
+        f"{_table}: doubled": _pick_mutation(_table, doubled=True),
+        f"{_table}: range shortened": _table_mutation(_table, "end", lambda value, cp: value - 1),
+        f"{_table}: range lengthened": _table_mutation(_table, "end", lambda value, cp: value + 1),
+        f"{_table}: wrong sender": _table_mutation(_table, "sender", _next),
+        f"{_table}: wrong receiver": _table_mutation(_table, "receiver", _next),
+        f"{_table}: wrong owner": _table_mutation(_table, "owner", _next),
+        f"{_table}: wrong hop": _table_mutation(_table, "hop", _next),
+        f"{_table}: wrong buffer": _table_mutation(_table, "buffer", _next),
+    }
+
+
+Rows = list[RankPlan]
+
+
+def _edit_hop(rows: Rows, rng: Rng, fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]) -> Rows | None:
+    """Changes one hop among those that fit."""
+    places = [(row.rank, i) for row in rows for i, hop in enumerate(row.hops) if fits(hop)]
+    if not places:
+        return None
+    rank, i = places[rng.integers(len(places))]
+    hops = list(rows[rank].hops)
+    hops[i] = change(hops[i])
+    return [replace(row, hops=tuple(hops)) if row.rank == rank else row for row in rows]
+
+
+def _first(hop: Hop, name: str, change: Callable[[Transfer], Transfer]) -> Hop:
+    transfers: tuple[Transfer, ...] = getattr(hop, name)
+    return replace(hop, **{name: (change(transfers[0]), *transfers[1:])})
+
+
+def _shifted(transfer: Transfer) -> Transfer:
+    return replace(transfer, ranges=tuple((start + 1, end + 1) for start, end in transfer.ranges))
+
+
+def _shortened(transfer: Transfer) -> Transfer:
+    (start, end), *others = transfer.ranges
+    return replace(transfer, ranges=((start, end - 1), *others))
+
+
+def _pick(hop: Hop, index: np.ndarray) -> Hop:
+    return replace(hop, tiles=hop.tiles[index], grad_shift=hop.grad_shift[index])
+
+
+def _swap_hops(rows: Rows, rng: Rng) -> Rows | None:
+    """What two hops of one rank compute and move changes places."""
+    ranks = [row.rank for row in rows if sum(bool(len(hop.tiles)) for hop in row.hops) > 1]
+    if not ranks:
+        return None
+    rank = ranks[rng.integers(len(ranks))]
+    hops = list(rows[rank].hops)
+    a, b = (i for i, hop in enumerate(hops) if len(hop.tiles)) if len(hops) == 2 else _two(hops)
+    hops[a], hops[b] = replace(hops[b], index=hops[a].index), replace(hops[a], index=hops[b].index)
+    return [replace(row, hops=tuple(hops)) if row.rank == rank else row for row in rows]
+
+
+def _two(hops: list[Hop]) -> list[int]:
+    return [i for i, hop in enumerate(hops) if len(hop.tiles)][-2:]
+
+
+def _swap_ranks(rows: Rows, rng: Rng) -> Rows | None:
+    busy = [row.rank for row in rows if row.hops]
+    if len(busy) < 2:
+        return None
+    a, b = busy[:2]
+    return [replace(rows[{a: b, b: a}.get(row.rank, row.rank)], rank=row.rank) for row in rows]
+
+
+def _hop_mutation(fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]) -> Callable[[Rows, Rng], Rows | None]:
+    return lambda rows, rng: _edit_hop(rows, rng, fits, change)
+
+
+def _busy(hop: Hop) -> bool:
+    return len(hop.tiles) > 0
+
+
+def _away(hop: Hop) -> bool:
+    return bool(hop.index and len(hop.tiles))
+
+
+ROW_MUTATIONS: dict[str, Callable[[Rows, Rng], Rows | None]] = {
+    "tile dropped": _hop_mutation(_busy, lambda hop: _pick(hop, np.arange(1, len(hop.tiles)))),
+    "tile doubled": _hop_mutation(_busy, lambda hop: _pick(hop, np.append(np.arange(len(hop.tiles)), 0))),
+    "tile shifted": _hop_mutation(_busy, lambda hop: replace(hop, tiles=hop.tiles.shifted(0, 1))),
+    "hop emptied": _hop_mutation(_away, lambda hop: _pick(hop, np.arange(0))),
+    "send without receive": _hop_mutation(lambda hop: hop.receive is not None, lambda hop: replace(hop, receive=None)),
+    "receive without send": _hop_mutation(lambda hop: bool(hop.sends), lambda hop: replace(hop, sends=hop.sends[1:])),
+    "send range shortened": _hop_mutation(lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shortened)),
+    "send range shifted": _hop_mutation(lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shifted)),
+    "send to the wrong rank": _hop_mutation(
+        lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", lambda t: replace(t, peer=t.peer + 1))
+    ),
+    "receive from the wrong rank": _hop_mutation(
+        lambda hop: hop.receive is not None, lambda hop: replace(hop, receive=replace(hop.receive, peer=hop.receive.peer + 1))
+    ),
+    "key buffer of another size": _hop_mutation(_away, lambda hop: replace(hop, num_keys=hop.num_keys + 1)),
+    "wrong source": _hop_mutation(_away, lambda hop: replace(hop, source=0 if hop.source else 1)),
+    "gradient rows shifted": _hop_mutation(_away, lambda hop: replace(hop, grad_shift=hop.grad_shift + 1)),
+    "gradients not sent": _hop_mutation(lambda hop: bool(hop.grad_sends), lambda hop: replace(hop, grad_sends=())),
+    "gradients not received": _hop_mutation(lambda hop: bool(hop.grad_receives), lambda hop: replace(hop, grad_receives=())),
+    "gradients added at other rows": _hop_mutation(
+        lambda hop: bool(hop.grad_receives), lambda hop: _first(hop, "grad_receives", _shifted)
+    ),
+    "gradients added to another buffer": _hop_mutation(
+        lambda hop: bool(hop.grad_receives), lambda hop: _first(hop, "grad_receives", lambda t: replace(t, buffer=t.buffer + 2))
+    ),
+    "gradient buffer of another size": _hop_mutation(_away, lambda hop: replace(hop, num_grads=hop.num_grads + 1)),
+    "hops swapped": _swap_hops,
+    "ranks swapped": _swap_ranks,
+}

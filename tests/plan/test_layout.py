@@ -1,0 +1,117 @@
+"""Layouts: positions, equal shares, balance, and agreement with other splits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cp_ring.errors import PlanError
+from cp_ring.plan import Layout, Mask, samples
+from cp_ring.plan.balance import balance, wire
+
+N, CP = 65536, 8
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_zigzag_is_the_split_of_megatron(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("megatron.core.utils")
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, pin_memory=False, **options: tensor(*args, **options))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x, *args, **options: x)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: cp)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
+    layout = Layout.zigzag(24 * cp, cp)
+    for rank in range(cp):
+        batch = {"tokens": torch.arange(layout.n).repeat(2, 1), "attention_mask": None, "cu_seqlens": None}
+        mine = utils.get_batch_on_this_cp_rank(batch, False, rank)["tokens"]
+        assert mine.tolist() == [layout.positions(rank).tolist()] * 2
+
+
+def test_per_document_zigzag_by_hand() -> None:
+    """Of each document, rank r takes pieces r and 2 * cp - 1 - r of 2 * cp equal pieces, document after document."""
+    two = Layout.per_document_zigzag([0, 8, 12], 2)
+    assert two.positions(0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert two.positions(1).tolist() == [2, 3, 4, 5, 9, 10]
+    three = Layout.per_document_zigzag([0, 6, 6, 18], 3)
+    assert three.positions(0).tolist() == [0, 5, 6, 7, 16, 17]
+    assert three.positions(1).tolist() == [1, 4, 8, 9, 14, 15]
+    assert three.positions(2).tolist() == [2, 3, 10, 11, 12, 13]
+    one = Layout.per_document_zigzag([0, 4, 10], 1)
+    assert one.positions(0).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("n", [16, 17, 23, 31, 100])
+@pytest.mark.parametrize("make", [Layout.zigzag, Layout.contiguous])
+def test_uneven_lengths_make_chunks_that_differ_by_one(make, n: int) -> None:
+    layout = make(n, 8)
+    assert np.ptp(np.diff(layout.edges)) <= 1
+    assert sorted(np.concatenate([layout.positions(rank) for rank in range(8)]).tolist()) == list(range(n))
+
+
+def test_shard_and_unshard_are_inverse() -> None:
+    x = torch.randn(3, 37)
+    for layout in (Layout.zigzag(37, 4), Layout.contiguous(37, 4), Layout.balanced(Mask.causal(37), 4, 3)):
+        parts = [layout.shard(x, rank, 1) for rank in range(4)]
+        assert all(torch.equal(part, x[:, layout.positions(rank)]) for rank, part in enumerate(parts))
+        assert torch.equal(layout.unshard(parts, 1), x)
+
+
+@pytest.mark.parametrize("sample", [samples.log_normal, samples.one_long])
+def test_balanced_is_balanced_for_20_draws(sample) -> None:
+    for seed in range(20):
+        mask = Mask.documents(sample(N, 1000, seed))
+        layout = Layout.balanced(mask, CP)
+        assert (layout.tokens_per_rank == N // CP).all()
+        assert balance(mask, layout) <= min(1.05, balance(mask, Layout.zigzag(N, CP)))
+
+
+@pytest.mark.parametrize("n", [65536, 65528, 65544, 65000, 64008])
+@pytest.mark.parametrize("chunks_per_rank", [None, 3, 8])
+def test_balanced_shares_tokens_equally_whatever_divides_what(n: int, chunks_per_rank: int | None) -> None:
+    for seed in range(3):
+        mask = Mask.documents(samples.log_normal(n, 1000, seed))
+        assert set(Layout.balanced(mask, 8, chunks_per_rank).tokens_per_rank.tolist()) == {n // 8}
+
+
+def test_balanced_shares_differ_by_one_where_cp_does_not_divide_n() -> None:
+    for n in (1001, 1007, 997):
+        tokens = Layout.balanced(Mask.documents(samples.log_normal(n, 50, 0)), 8).tokens_per_rank
+        assert tokens.sum() == n and np.ptp(tokens) == 1
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(N), Mask.causal(N, (4096, 0)), Mask.full(N), Mask.full(N, (1024, 1024))])
+def test_balanced_is_no_worse_than_zigzag_where_zigzag_is_good(mask: Mask) -> None:
+    layout, zigzag = Layout.balanced(mask, CP), Layout.zigzag(N, CP)
+    assert balance(mask, layout) <= balance(mask, zigzag)
+    assert wire(mask, layout) <= wire(mask, zigzag)
+    contiguous = Layout.contiguous(N, CP)
+    assert balance(mask, layout) <= balance(mask, contiguous) or wire(mask, layout) <= wire(mask, contiguous)
+
+
+def test_balanced_is_deterministic() -> None:
+    mask = Mask.documents(samples.log_normal(N, 1000, 3))
+    assert np.array_equal(Layout.balanced(mask, CP).owner, Layout.balanced(mask, CP).owner)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Layout.zigzag(7, 4), "zigzag layout cuts the sequence into 8 chunks for cp 4, but it has 7 tokens"),
+        (lambda: Layout.contiguous(3, 4), "contiguous layout cuts the sequence into 4 chunks for cp 4, but it has 3 tokens"),
+        (lambda: Layout.zigzag(8, 0), "context parallel size 0 must be at least 1"),
+        (lambda: Layout.balanced(Mask.causal(7), 8), "balanced layout cuts the sequence into 8 chunks for cp 8"),
+        (lambda: Layout.balanced(Mask.causal(7), 2, 0), "chunks_per_rank 0 must be at least 1"),
+        (lambda: Layout.per_document_zigzag([0, 8, 14], 2), "document 1 has 6 tokens, not a multiple of 2 [*] cp = 4: pad it"),
+        (lambda: Layout.per_document_zigzag([0, 0], 2), "cu_seqlens_padded must start at 0"),
+        (
+            lambda: Layout.contiguous(8, 2).shard(torch.zeros(9), 0, 0),
+            "tensor of 9 tokens in dimension 0",
+        ),
+        (lambda: Layout.contiguous(8, 2).unshard([torch.zeros(5), torch.zeros(3)], 0), "parts of"),
+    ],
+)
+def test_bad_input_is_one_line(make, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,105 @@
+"""Masks against masks painted pair by pair, and what they refuse."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_ring.errors import PlanError
+from cp_ring.plan import Mask
+
+windows = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 9))] * 2)
+
+
+def painted(n: int, offsets: list[int], window: tuple[int, int], causal: bool, prefixes: list[int] | None = None) -> np.ndarray:
+    """The mask, from its definition."""
+    left, right = window
+    allowed = np.zeros((n, n), bool)
+    for document, (start, end) in enumerate(pairwise(offsets)):
+        for i in range(start, end):
+            last = end - 1 if right < 0 else i + right
+            last = min(last, i) if causal else last
+            last = last if prefixes is None else max(last, start + prefixes[document] - 1)
+            for j in range(start, end):
+                allowed[i, j] = (left < 0 or j >= i - left) and j <= last
+    return allowed
+
+
+@st.composite
+def offsets_of(draw: st.DrawFn) -> tuple[int, list[int]]:
+    n = draw(st.integers(1, 30))
+    return n, [0, *sorted(draw(st.lists(st.integers(0, n), max_size=4)))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=offsets_of(), window=windows, causal=st.booleans())
+def test_documents(case: tuple[int, list[int]], window: tuple[int, int], causal: bool) -> None:
+    n, offsets = case
+    mask = Mask.documents(offsets, causal=causal, window=window, n=n)
+    wanted = painted(n, offsets, window, causal)
+    assert np.array_equal(mask.dense(), wanted)
+    assert mask.area() == wanted.sum()
+    assert all(mask.allowed(i, j) == wanted[i, j] for i in range(0, n, 3) for j in range(n))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), case=offsets_of(), window=windows)
+def test_prefixes(data: st.DataObject, case: tuple[int, list[int]], window: tuple[int, int]) -> None:
+    n, offsets = case
+    prefixes = [data.draw(st.integers(0, end - start)) for start, end in pairwise(offsets)]
+    mask = Mask.prefix(n, prefixes, offsets, window)
+    wanted = painted(n, offsets, window, causal=False, prefixes=prefixes)
+    assert np.array_equal(mask.dense(), wanted)
+    assert mask.area() == wanted.sum()
+
+
+@settings(max_examples=50, deadline=None)
+@given(n=st.integers(1, 30), window=windows)
+def test_full_and_causal(n: int, window: tuple[int, int]) -> None:
+    assert np.array_equal(Mask.full(n, window).dense(), painted(n, [0, n], window, causal=False))
+    assert np.array_equal(Mask.causal(n, window).dense(), painted(n, [0, n], window, causal=True))
+
+
+def test_one_prefix_for_a_whole_sequence() -> None:
+    mask = Mask.prefix(6, 3)
+    assert mask.dense().astype(int).tolist() == [[1, 1, 1, 0, 0, 0]] * 3 + [[1] * 4 + [0] * 2, [1] * 5 + [0], [1] * 6]
+
+
+def test_padding_sees_nothing_and_is_seen_by_nobody() -> None:
+    dense = Mask.documents([0, 3, 5], n=8).dense()
+    assert not dense[5:].any() and not dense[:, 5:].any() and dense[:5].any(1).all()
+
+
+def test_empty_documents_are_ignored() -> None:
+    assert np.array_equal(Mask.documents([0, 0, 4, 4, 7]).dense(), Mask.documents([0, 4, 7]).dense())
+
+
+def test_area_of_a_long_mask_is_exact() -> None:
+    n = 1 << 24
+    assert Mask.causal(n).area() == n * (n + 1) // 2
+    assert Mask.causal(n, (4096, 0)).area() == 4097 * n - 4096 * 4097 // 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mask.documents([1, 4]), r"cu_seqlens must start at 0 and not decrease, not \[1 4\]"),
+        (lambda: Mask.documents([0, 4, 3]), "cu_seqlens must start at 0 and not decrease"),
+        (lambda: Mask.documents([]), "cu_seqlens must start at 0"),
+        (lambda: Mask.documents([0, 9], n=8), "cu_seqlens ends at 9, past the 8 tokens"),
+        (lambda: Mask.full(0), "a stream of 0 tokens"),
+        (lambda: Mask.causal(8, (-2, 0)), r"window \(-2, 0\): each side must be -1 \(open\) or at least 0"),
+        (lambda: Mask.prefix(8, [1, 2]), "2 prefix lengths for 1 documents"),
+        (lambda: Mask.prefix(8, 9), "document 0 of 8 tokens has a prefix of 9"),
+        (lambda: Mask.prefix(8, -1), "document 0 of 8 tokens has a prefix of -1"),
+        (lambda: Mask.causal(8).allowed(0, 8), r"pair \(0, 8\) is outside the 8 tokens"),
+    ],
+)
+def test_bad_input_is_one_line(make, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,139 @@
+"""Random plans are right, and every way to spoil one is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cp_ring.errors import PlanError
+from cp_ring.plan import Layout, Mask, RingPlan, lower
+from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED
+from cp_ring.plan.mask import paint
+from cp_ring.plan.verify import in_tokens
+from cp_ring.plan.verify_rows import verify_rows
+from tests.plan.mutations import PLAN_MUTATIONS, ROW_MUTATIONS
+from tests.plan.strategies import CAPABILITIES, plans
+
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+
+
+def check_plan(plan: RingPlan) -> None:
+    """The plan proves itself, does what a painted mask says, and stays so when lowered; a row alone is the same row."""
+    report = plan.verify(rows=True)
+    tiles, _ = in_tokens(plan)
+    assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
+    assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
+    for capabilities in CAPABILITIES:
+        lowered = lower(plan.tiles, capabilities)
+        allowed = {FULL, CAUSAL, REVERSED} | ({BAND} if capabilities.bands or capabilities.narrow_bands else set())
+        assert set(lowered.kind.tolist()) <= allowed
+        for parent in np.unique(lowered.parent):
+            mine = lowered.tiles[lowered.parent == parent]
+            assert np.array_equal(paint(mine, plan.n, plan.n), paint(plan.tiles[parent : parent + 1], plan.n, plan.n))
+        for batch in np.unique(lowered.batch):
+            mine = np.flatnonzero(lowered.batch == batch)
+            assert len(set(lowered.kind[mine].tolist())) == 1
+            rows = np.concatenate([np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine])
+            assert len(rows) == len(np.unique(rows))
+    rank = plan.n % plan.cp
+    alone = RingPlan.build_row(plan.mask, plan.layout, rank, plan.route)
+    assert repr(alone) == repr(plan.row(rank))
+
+
+def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
+    """One mutation of the plan, or of its rows, makes the proof fail."""
+    rng = np.random.default_rng(seed)
+    if not len(plan.tiles):
+        return
+    name = [*PLAN_MUTATIONS, *ROW_MUTATIONS][pick % (len(PLAN_MUTATIONS) + len(ROW_MUTATIONS))]
+    if name in PLAN_MUTATIONS:
+        spoiled = PLAN_MUTATIONS[name](plan, rng)
+        if spoiled is not None:
+            with pytest.raises(PlanError):
+                spoiled.verify()
+    else:
+        rows = ROW_MUTATIONS[name]([plan.row(rank) for rank in range(plan.cp)], rng)
+        if rows is not None:
+            with pytest.raises(PlanError):
+                verify_rows(plan, rows)
+
+
+@settings(max_examples=1000, **QUIET)
+@given(plan=plans())
+def test_random_plans_are_right(plan: RingPlan) -> None:
+    check_plan(plan)
+
+
+@settings(max_examples=1000, **QUIET)
+@given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
+def test_spoiled_random_plans_are_refused(plan: RingPlan, pick: int, seed: int) -> None:
+    check_mutation(plan, pick, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=25_000, **QUIET)
+@given(plan=plans())
+def test_many_random_plans_are_right(plan: RingPlan) -> None:
+    check_plan(plan)
+
+
+@pytest.mark.slow
+@settings(max_examples=25_000, **QUIET)
+@given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
+def test_many_spoiled_random_plans_are_refused(plan: RingPlan, pick: int, seed: int) -> None:
+    check_mutation(plan, pick, seed)
+
+
+@pytest.mark.parametrize("route", ["direct", "ring"])
+@pytest.mark.parametrize("name", PLAN_MUTATIONS)
+def test_each_mutation_of_the_tables_is_refused_by_name(name: str, route: str) -> None:
+    plan = RingPlan.build(Mask.documents([0, 21, 50, 64]), Layout.zigzag(64, 4), route)
+    for seed in range(5):
+        spoiled = PLAN_MUTATIONS[name](plan, np.random.default_rng(seed))
+        assert spoiled is not None
+        with pytest.raises(PlanError, match=r"rank \d"):
+            spoiled.verify()
+
+
+@pytest.mark.parametrize("route", ["direct", "ring"])
+@pytest.mark.parametrize("name", ROW_MUTATIONS)
+def test_each_mutation_of_the_rows_is_refused_by_name(name: str, route: str) -> None:
+    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route)
+    for seed in range(5):
+        rows = ROW_MUTATIONS[name]([plan.row(rank) for rank in range(4)], np.random.default_rng(seed))
+        assert rows is not None
+        with pytest.raises(PlanError, match=r"rank \d"):
+            verify_rows(plan, rows)
+
+
+def test_too_few_slots_are_refused() -> None:
+    for route in ("direct", "ring"):
+        plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route)
+        assert plan.verify(num_slots=2).slots == 2
+        with pytest.raises(PlanError, match="rank 0, hop 1: 2 receive buffers in use, num_slots is 1"):
+            plan.verify(num_slots=1)
+
+
+def test_unsorted_tables_are_refused() -> None:
+    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
+    back = slice(None, None, -1)
+    turned = {"tiles": plan.tiles[back], "tile_rank": plan.tile_rank[back], "tile_hop": plan.tile_hop[back]}
+    for spoiled, what in (
+        (replace(plan, **turned, tile_source=plan.tile_source[back]), "tiles"),
+        (replace(plan, transfers=plan.transfers[back]), "transfers"),
+        (replace(plan, gradients=plan.gradients[back]), "gradients"),
+    ):
+        with pytest.raises(PlanError, match=f"{what} are not sorted"):
+            spoiled.verify()
+
+
+def test_a_layout_with_holes_is_refused() -> None:
+    plan = RingPlan.build(Mask.causal(64), Layout.contiguous(64, 4))
+    with pytest.raises(PlanError, match="do not go up from 0 to 64"):
+        replace(plan, layout=replace(plan.layout, edges=plan.layout.edges[::-1])).verify()
+    with pytest.raises(PlanError, match="a chunk of rank 4, there are 4"):
+        replace(plan, layout=replace(plan.layout, owner=plan.layout.owner + 1)).verify()

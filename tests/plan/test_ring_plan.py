@@ -1,0 +1,122 @@
+"""Plans: what travels, how fast they are made, the cache, and what they refuse."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import numpy as np
+import pytest
+
+from cp_ring.errors import PlanError
+from cp_ring.plan import Layout, Mask, RingPlan, plan_for, rows_ahead, samples
+
+N = 65536
+
+
+def share(mask: Mask, layout: Layout, route: str = "direct") -> float:
+    return RingPlan.build(mask, layout, route).verify().share_of_full_ring
+
+
+def test_causal_moves_three_quarters() -> None:
+    assert share(Mask.causal(N), Layout.zigzag(N, 4)) <= 0.76
+    assert share(Mask.full(N), Layout.zigzag(N, 4)) == 1.0
+
+
+def test_a_window_moves_an_eighth() -> None:
+    assert share(Mask.causal(N, (4096, 0)), Layout.zigzag(N, 8)) <= 0.13
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_documents_move_little(seed: int) -> None:
+    mask = Mask.documents(samples.exponential(N, 2000, seed))
+    assert share(mask, Layout.zigzag(N, 8)) <= 0.10
+    assert share(mask, Layout.balanced(mask, 8)) <= 0.20
+
+
+def test_ring_forwards_only_what_a_rank_downstream_needs() -> None:
+    mask, layout = Mask.causal(N, (4096, 0)), Layout.contiguous(N, 8)
+    direct, ring = (RingPlan.build(mask, layout, route).verify() for route in ("direct", "ring"))
+    assert ring.keys_in.sum() == direct.keys_in.sum() == 7 * 4096
+    assert (ring.keys_in[:, 2:] == 0).all() and ring.keys_in[0].sum() == 0
+    # Gradients go home along the ring, so they pass every rank between.
+    assert direct.grads_in.sum() == 7 * 4096 and ring.grads_in.sum() == 7 * 7 * 4096
+
+
+def test_documents_that_end_at_shard_edges_move_nothing() -> None:
+    report = RingPlan.build(Mask.documents([0, 16, 32, 48, 64]), Layout.contiguous(64, 4)).verify(rows=True)
+    assert report.keys_in.sum() == report.grads_in.sum() == 0 and (report.moving_hops == 0).all()
+
+
+def test_report_counts_work_and_tokens() -> None:
+    report = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4)).verify()
+    assert report.work.sum() == 64 * 65 // 2
+    assert report.balance == pytest.approx(1.0)
+    assert (report.keys_in.sum(0) == report.keys_out.sum(0)).all() and (report.grads_in == report.keys_out).all()
+    assert report.work_per_rank.tolist() == [520] * 4
+
+
+def test_a_mask_with_nothing_allowed_is_a_plan_with_nothing_to_do() -> None:
+    plan = RingPlan.build(Mask.documents([0], n=8), Layout.zigzag(8, 2))
+    report = plan.verify(rows=True)
+    assert report.work.sum() == 0 and report.balance == 1.0 and len(plan.row(0).hops) == 0
+
+
+@pytest.mark.parametrize("route", ["direct", "ring"])
+def test_a_row_alone_is_the_row_of_the_whole(route: str) -> None:
+    mask = Mask.documents(samples.exponential(4096, 300, 0))
+    layout = Layout.balanced(mask, 8)
+    plan = RingPlan.build(mask, layout, route)
+    for rank in range(8):
+        assert repr(RingPlan.build_row(mask, layout, rank, route)) == repr(plan.row(rank))
+
+
+def test_plans_travel_to_other_processes_with_their_rows() -> None:
+    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
+    assert repr(plan.row(1)) == repr(pickle.loads(pickle.dumps(plan)).row(1))
+
+
+def test_plans_are_cached_by_content() -> None:
+    first = plan_for(Mask.documents([0, 5, 64]), Layout.zigzag(64, 4))
+    assert plan_for(Mask.documents(np.array([0, 5, 64])), Layout.zigzag(64, 4)) is first
+    assert plan_for(Mask.documents([0, 6, 64]), Layout.zigzag(64, 4)) is not first
+    assert plan_for(Mask.documents([0, 5, 64]), Layout.zigzag(64, 4), "ring") is not first
+    assert plan_for(Mask.documents([0, 5, 64]), Layout.contiguous(64, 4)) is not first
+
+
+def test_rows_are_made_ahead_and_in_order() -> None:
+    masks = [Mask.documents([0, cut, 64]) for cut in (5, 20, 40)]
+    rows = list(rows_ahead(((mask, Layout.zigzag(64, 4)) for mask in masks), rank=1))
+    wanted = [RingPlan.build(mask, Layout.zigzag(64, 4)).row(1) for mask in masks]
+    assert [repr(row) for row in rows] == [repr(row) for row in wanted]
+
+
+def test_large_plans_are_quick() -> None:
+    """Ten times the time that they take on an idle core, so that a busy machine does not fail."""
+    n = 1 << 20
+    cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, n), 4095, replace=False))
+    mask, layout = Mask.documents([0, *cuts.tolist(), n]), Layout.zigzag(n, 64)
+    long, wide = Mask.causal(1 << 24), Layout.zigzag(1 << 24, 1024)
+    for make, seconds in (
+        (lambda: RingPlan.build(mask, layout), 0.02),
+        (lambda: RingPlan.build(mask, layout).verify(), 0.05),
+        (lambda: Layout.balanced(mask, 64), 0.3),
+        (lambda: RingPlan.build_row(long, wide, 500), 0.03),
+    ):
+        make()
+        start = time.process_time()
+        make()
+        assert time.process_time() - start < seconds
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(16, 2)), "the mask is for 8 tokens, the layout for 16"),
+        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2), "magic"), "unknown route 'magic'; known are direct, ring"),
+    ],
+)
+def test_bad_input_is_one_line(make, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
