@@ -27,7 +27,7 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: RingPlan,
+    plan: RingPlan | RankPlan,
     group: dist.ProcessGroup | None = None,
     *,
     softmax_scale: float | None = None,
@@ -39,7 +39,8 @@ def ring_attention(
 ) -> Tensor:
     """Attention of a sequence that is sharded over `group` as `plan` says; differentiable.
 
-    Every rank of `group` calls it with its own shard, `plan.layout.shard(x, rank, dim)` of the whole.
+    Every rank of `group` calls it with its own shard, `plan.layout.shard(x, rank, dim)` of the whole; `plan` may also be its own
+    row of the plan alone, `RingPlan.build_row`.
 
     q [b, s, h, d], k [b, s, g, d], v [b, s, g, e] ("sbhd": [s, b, ...]) to out [b, s, h, e]; g divides h, and only the
     g heads travel. Any floating-point dtype; accumulation is in float32 (float64 for float64). `softmax_scale` defaults
@@ -58,14 +59,14 @@ def ring_attention(
         raise PlanError(f"qkv_format {qkv_format!r}: it is bshd or sbhd")
     if qkv_format == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    row, batch = plan.row(_rank(plan, group)), q.shape[1]
+    row, batch = _row(plan, group), q.shape[1]
     if batch > 1 and q.shape[0] * batch == row.num_rows:
         q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
     _check(q, k, v, sink, row)
     run = _Run(
         row=row,
         transport=transport_for(group, q.device) if group is not None and plan.cp > 1 else None,
-        kernel=choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1]),
+        kernel=choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=row.packed),
         scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
         wire_dtype=q.dtype if wire_dtype == "input" else torch.promote_types(q.dtype, torch.float32),
@@ -106,7 +107,7 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         q, k, v, sink, out, lse = ctx.saved_tensors
-        dq, dk, dv = _backward(ctx.run, dout, q, k, v, out, lse)
+        dq, dk, dv = _backward(ctx.run, dout.contiguous(), q, k, v, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None
 
@@ -148,7 +149,15 @@ def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tens
     return -(share * product).sum((0, 2)).to(sink.dtype)
 
 
-def _rank(plan: RingPlan, group: dist.ProcessGroup | None) -> int:
+def _row(plan: RingPlan | RankPlan, group: dist.ProcessGroup | None) -> RankPlan:
+    rank = _rank(plan, group)
+    row = plan if isinstance(plan, RankPlan) else plan.row(rank)
+    if row.rank != rank:
+        raise PlanError(f"the plan is that of rank {row.rank} alone, and this is rank {rank}")
+    return row
+
+
+def _rank(plan: RingPlan | RankPlan, group: dist.ProcessGroup | None) -> int:
     if group is None:
         if plan.cp > 1:
             raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group")

@@ -9,6 +9,7 @@ import typer
 
 from cp_ring.bench.attention_command import bench_attention
 from cp_ring.bench.plan import bench_plan
+from cp_ring.bench.replay_command import bench_replay
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.plan.command import plan_command
 
@@ -18,6 +19,7 @@ app.command("plan")(plan_command)
 bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
 bench.command("plan")(bench_plan)
 bench.command("attention")(bench_attention)
+bench.command("replay")(bench_replay)
 app.add_typer(bench, name="bench")
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import logging
+from functools import lru_cache
 
 import torch
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels.base import AttentionKernel, Capabilities
+from cp_ring.kernels.base import AttentionKernel, Capabilities, deterministic
 from cp_ring.kernels.merge import merge_
 
 __all__ = ["REGISTRY", "AttentionKernel", "Capabilities", "choose", "merge_"]
 
 REGISTRY = {
+    "transformer_engine": "cp_ring.kernels.transformer_engine",
+    "cudnn": "cp_ring.kernels.cudnn",
+    "flash": "cp_ring.kernels.flash",
     "flash_aten": "cp_ring.kernels.flash_aten",
     "cpu": "cp_ring.kernels.cpu",
     "reference": "cp_ring.kernels.reference",
@@ -21,25 +25,38 @@ REGISTRY = {
 """Name to module, fastest first; a module is imported when it is first asked for and holds the kernel as KERNEL."""
 
 _log = logging.getLogger(__name__)
-_said: set[str] = set()
 
 
-def choose(name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int) -> AttentionKernel:
-    """The named kernel, or with "auto" the first of the registry that can serve such tensors.
+def choose(
+    name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool = False
+) -> AttentionKernel:  # fmt: skip
+    """The named kernel, or with "auto" the first of the registry that can serve such tensors; the choice is logged once.
+
+    `packed` says that the plan has many tiles of many sizes (packed documents): then kernels that take many tiles in one
+    call come first, because the others pay for each.
 
     Raises `KernelError` when the name is unknown or the kernel cannot do the job; an explicit choice is never replaced.
     """
     if name != "auto" and name not in REGISTRY:
         raise KernelError(f"--cp-ring-kernel {name}: unknown; known are auto, {', '.join(REGISTRY)}")
+    candidates = tuple(REGISTRY.items()) if name == "auto" else ((name, REGISTRY[name]),)
+    return _chosen(name, candidates, device, dtype, d, e, packed, deterministic())
+
+
+@lru_cache(maxsize=256)
+def _chosen(
+    name: str, candidates: tuple[tuple[str, str], ...], device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
+    exact: bool,
+) -> AttentionKernel:  # fmt: skip
+    """Made once for each kind of tensors: it is asked for at every call of attention. `exact` is there as a key."""
+    kernels: list[AttentionKernel] = [importlib.import_module(home).KERNEL for _, home in candidates]
+    if packed:
+        kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.name == "reference")
     reasons = []
-    for candidate in [name] if name != "auto" else REGISTRY:
-        kernel: AttentionKernel = importlib.import_module(REGISTRY[candidate]).KERNEL
+    for kernel in kernels:
         reason = kernel.refusal(device, dtype, d, e)
         if reason is None:
-            choice = f"attention kernel: {candidate} ({name}; {dtype} on {device.type}, head sizes {d} and {e})"
-            if choice not in _said:
-                _said.add(choice)
-                _log.info(choice)
+            _log.info("attention kernel: %s (%s; %s on %s, head sizes %d and %d)", kernel.name, name, dtype, device.type, d, e)
             return kernel
-        reasons.append(f"{candidate} {reason}")
+        reasons.append(f"{kernel.name} {reason}")
     raise KernelError(f"--cp-ring-kernel {name}: {'; '.join(reasons)}")

@@ -6,15 +6,15 @@ that does not hold. `PROPERTIES` lists them by name, for a test each.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
-import torch.utils.deterministic
 from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel
@@ -23,7 +23,15 @@ HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 
 """(query heads, key/value heads, d, e); those that a kernel refuses are left out."""
 
 RECTANGLES = ((33, 33), (5, 19), (19, 5), (1, 7), (7, 1), (1, 1), (64, 130))
-BANDS = ((33, 33, -5, OPEN), (33, 33, -5, 2), (19, 33, -OPEN, 14), (33, 19, -14, OPEN), (33, 33, -4, 0), (9, 33, 0, 24), (20, 25, -3, 5))
+BANDS = (
+    (33, 33, -5, OPEN),
+    (33, 33, -5, 2),
+    (19, 33, -OPEN, 14),
+    (33, 19, -14, OPEN),
+    (33, 33, -4, 0),
+    (9, 33, 0, 24),
+    (20, 25, -3, 5),
+)
 EMPTY_ROWS = ((20, 20, -OPEN, -3), (20, 20, 5, OPEN), (20, 12, -4, 0), (8, 30, -OPEN, -2), (5, 5, 9, 12))
 """Rows, columns, lo, hi."""
 
@@ -133,7 +141,7 @@ def _merged(setting: Setting) -> None:
     allowed = torch.cat([every[:, :33].tril(), every], 1)
     truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, setting.scale)
     out, lse = truth.out.to(setting.dtype), truth.lse.to(torch.promote_types(setting.dtype, torch.float32))
-    options = {"lo": -OPEN, "scale": setting.scale}
+    options: dict[str, Any] = {"lo": -OPEN, "scale": setting.scale}
     first = setting.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
     second = setting.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
     _close("dq of two tiles", first[0].double() + second[0].double(), truth.dq, setting)
@@ -190,7 +198,7 @@ def _tile(setting: Setting, rows: int, columns: int, lo: int, hi: int, strided: 
     q, k, v, dout = setting.draw(rows, columns, strided=strided)
     offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
     truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), setting.scale)
-    options = {"lo": lo, "hi": hi, "scale": setting.scale}
+    options: dict[str, Any] = {"lo": lo, "hi": hi, "scale": setting.scale}
     out, lse = setting.kernel.forward(q, k, v, **options)
     grads = setting.kernel.backward(dout, q, k, v, out, lse, **options)
     _compare(f"{rows} x {columns} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, setting)
@@ -202,7 +210,8 @@ def _packed(setting: Setting, sizes: list[tuple[int, int]], left: int, right: in
     parts = [one.draw(*size, seed=seed) for seed, size in enumerate(sizes)]
     q, k, v, dout = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
     ends = [torch.tensor([0, *accumulate(column)], dtype=torch.int32, device=q.device) for column in zip(*sizes, strict=True)]
-    packing = Packing(*ends, *(max(column) for column in zip(*sizes, strict=True)), left, right)
+    max_q, max_k = (max(column) for column in zip(*sizes, strict=True))
+    packing = Packing(ends[0], ends[1], max_q, max_k, left, right)
     kernel = cast(VarlenKernel, setting.kernel)
     out, lse = kernel.forward_varlen(q, k, v, packing, setting.scale)
     dq, dk, dv = kernel.backward_varlen(dout, q, k, v, out, lse, packing, setting.scale)
@@ -276,11 +285,12 @@ def _band(lo: int, hi: int) -> str:
 def _nan_memory() -> Iterator[None]:
     """torch fills memory with NaN that it would leave uninitialized."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    switch: Any = importlib.import_module("torch.utils.deterministic")
+    fill = switch.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    switch.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        switch.fill_uninitialized_memory = fill

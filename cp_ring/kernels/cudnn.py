@@ -56,6 +56,8 @@ class CudnnKernel:
         if min(q.shape[1], k.shape[1]) < 2:
             return SMALL.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
         d, e, rows, columns = q.shape[-1], v.shape[-1], q.shape[1], k.shape[1]
+        # The gradient of a sum, say, is one number seen as a tensor: strides of 0, which cuDNN does not know.
+        dout = dout if all(dout.stride()) else dout.contiguous()
         dout, q, k, v, out = (_heads_first(x) for x in (dout, q, k, v, out))
         stats = lse.float().contiguous()
         stats = stats[..., None] if self._stats_dims == 4 else stats

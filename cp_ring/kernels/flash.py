@@ -29,12 +29,35 @@ _HOMES = (
         ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
     ),
 )
-# Inputs that some versions demand and attention without caches, rotation and quantization has not.
-_UNUSED = {
-    "alibi_slopes", "k_new", "v_new", "qv", "out_", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k",
-    "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k", "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos",
-    "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale", "out",
-}  # fmt: skip
+# Passed where a version demands them: what attention without dropout, caches, rotation and quantization has not.
+_ABSENT: dict[str, Any] = {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False} | dict.fromkeys(
+    [
+        "alibi_slopes",
+        "k_new",
+        "v_new",
+        "qv",
+        "out",
+        "out_",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "cu_seqlens_k_new",
+        "seqused_q",
+        "seqused_k",
+        "sequed_q",
+        "sequed_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "page_table",
+        "kv_batch_idx",
+        "leftpad_k",
+        "rotary_cos",
+        "rotary_sin",
+        "seqlens_rotary",
+        "q_descale",
+        "k_descale",
+        "v_descale",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +81,11 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
     name = getattr(function, "__name__", str(function))
     for parameter in parameters.values():
         if parameter.name not in bound and parameter.default is parameter.empty:
-            if parameter.name not in _UNUSED:
-                raise KernelError(f"--cp-ring-kernel flash: {name} of the installed flash-attn wants {parameter.name}, unknown here")
-            bound[parameter.name] = None
+            if parameter.name not in _ABSENT:
+                raise KernelError(
+                    f"--cp-ring-kernel flash: {name} of the installed flash-attn wants {parameter.name}, unknown here"
+                )
+            bound[parameter.name] = _ABSENT[parameter.name]
     for wanted in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}):
         if not wanted & bound.keys():
             raise KernelError(f"--cp-ring-kernel flash: {name} of the installed flash-attn has no {' or '.join(sorted(wanted))}")
@@ -86,19 +111,17 @@ class FlashKernel(WindowKernel):
     """Follows `AttentionKernel` and `VarlenKernel`; out and gradients come in the input's dtype, lse in float32."""
 
     name = "flash"
-
-    def __init__(self, functions: Functions | None = None):
-        self._given = functions
+    devices: tuple[str, ...] = ("cuda",)
 
     @property
     def functions(self) -> Functions | None:
-        return self._given or _installed()
+        return _installed()
 
     def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+        if device.type not in self.devices:
+            return f"runs on CUDA, the tensors are on {device}"
         if self.functions is None:
             return "needs flash-attn, which is not installed"
-        if self._given is None and device.type != "cuda":
-            return f"runs on CUDA, the tensors are on {device}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
         limit = {"4": 128, "3": 256, "2": 256}[self.functions.version]
@@ -115,7 +138,7 @@ class FlashKernel(WindowKernel):
     ) -> tuple[Tensor, Tensor]:
         assert self.functions is not None
         function = self.functions.varlen_forward if packing else self.functions.forward
-        values = {"q": q, "k": k, "v": v, "return_softmax": False, "return_lse": True}
+        values = {"q": q, "k": k, "v": v, "return_lse": True}
         results = function(**arguments(function, values | _options(left, right, packing, scale)))
         # Version 2 before 2.7 returns its inputs too.
         return (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
@@ -127,7 +150,16 @@ class FlashKernel(WindowKernel):
         assert self.functions is not None
         function = self.functions.varlen_backward if packing else self.functions.backward
         grads = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-        values = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "lse": lse, "deterministic": deterministic()}
+        values = {
+            "dout": dout,
+            "q": q,
+            "k": k,
+            "v": v,
+            "out": out,
+            "softmax_lse": lse,
+            "lse": lse,
+            "deterministic": deterministic(),
+        }
         function(**arguments(function, values | grads | _options(left, right, packing, scale)))
         return grads["dq"], grads["dk"], grads["dv"]
 
@@ -136,7 +168,7 @@ def _options(left: int, right: int, packing: Packing | None, scale: float) -> di
     causal = (left, right) == (-1, 0)
     right = -1 if causal else right
     options = {
-        "softmax_scale": scale, "causal": causal, "is_causal": causal, "dropout_p": 0.0, "softcap": 0.0,
+        "softmax_scale": scale, "causal": causal, "is_causal": causal,
         "window_size": (left, right), "window_size_left": left, "window_size_right": right,
     }  # fmt: skip
     if packing:

@@ -52,8 +52,9 @@ class ReferenceKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = []
         for rows, columns, lo, hi in _tiles(packing):
-            queries, keys = (x[None, rows] for x in (dout, q)), (x[None, columns] for x in (k, v))
-            parts.append(self.backward(*queries, *keys, out[None, rows], lse[None, :, rows], lo=lo, hi=hi, scale=scale))
+            do, qs, o = (x[None, rows] for x in (dout, q, out))
+            ks, vs = k[None, columns], v[None, columns]
+            parts.append(self.backward(do, qs, ks, vs, o, lse[None, :, rows], lo=lo, hi=hi, scale=scale))
         dq, dk, dv = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
         return dq, dk, dv
 

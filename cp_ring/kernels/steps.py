@@ -25,7 +25,13 @@ from cp_ring.plan.tiles import Tile
 
 
 class Step(Protocol):
-    """One kernel call of a hop."""
+    """One kernel call of a hop. `attend` and `gradients` are the bare call, in the step's own order of rows and shapes."""
+
+    def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]: ...
+
+    def gradients(
+        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def forward_(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
         """Computes the step and merges it into out and lse."""
@@ -113,9 +119,20 @@ class _Single:
     hi: int
     reverse: bool
 
+    def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (self._view(x, rows) for x, rows in ((q, self.q), (k, self.k), (v, self.k)))
+        return kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
+
+    def gradients(
+        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out = (self._view(x, self.q) for x in (dout, q, out))
+        k, v, lse = self._view(k, self.k), self._view(v, self.k), lse[..., self.q]
+        lse = lse.flip(2) if self.reverse else lse
+        return kernel.backward(dout, q, k, v, out, lse, lo=self.lo, hi=self.hi, scale=scale)
+
     def forward_(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
-        views = (self._view(x, rows) for x, rows in ((q, self.q), (k, self.k), (v, self.k)))
-        out_tile, lse_tile = kernel.forward(*views, lo=self.lo, hi=self.hi, scale=scale)
+        out_tile, lse_tile = self.attend(kernel, q, k, v, scale)
         if self.reverse:
             out_tile, lse_tile = out_tile.flip(1), lse_tile.flip(2)
         merge_(out[self.q].transpose(0, 1), lse[..., self.q], out_tile, lse_tile)
@@ -124,10 +141,7 @@ class _Single:
         self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
     ) -> None:  # fmt: skip
-        dout, q, out = (self._view(x, self.q) for x in (dout, q, out))
-        k, v, lse = self._view(k, self.k), self._view(v, self.k), lse[..., self.q]
-        lse = lse.flip(2) if self.reverse else lse
-        grads = kernel.backward(dout, q, k, v, out, lse, lo=self.lo, hi=self.hi, scale=scale)
+        grads = self.gradients(kernel, dout, q, k, v, out, lse, scale)
         for total, rows, x in zip((dq, dk, dv), (self.q, self.grad, self.grad), grads, strict=True):
             total[rows] += (x.flip(1) if self.reverse else x).transpose(0, 1)
 
@@ -201,9 +215,20 @@ class _Packed:
     ends_k: Ints
     _packings: dict[torch.device, Packing] = field(default_factory=dict, repr=False)
 
+    def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (part.take(x).flatten(1, 2) for part, x in ((self.q, q), (self.k, k), (self.k, v)))
+        return cast(VarlenKernel, kernel).forward_varlen(q, k, v, self._packing(q.device), scale)
+
+    def gradients(
+        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out = (self.q.take(x).flatten(1, 2) for x in (dout, q, out))
+        k, v = (self.k.take(x).flatten(1, 2) for x in (k, v))
+        lse, packing = self.q.take(lse, 2).flatten(0, 1), self._packing(q.device)
+        return cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse, packing, scale)
+
     def forward_(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
-        rows = (part.take(x).flatten(1, 2) for part, x in ((self.q, q), (self.k, k), (self.k, v)))
-        out_tile, lse_tile = cast(VarlenKernel, kernel).forward_varlen(*rows, self._packing(q.device), scale)
+        out_tile, lse_tile = self.attend(kernel, q, k, v, scale)
         out_tile = out_tile.unflatten(1, q.shape[1:3]).transpose(0, 1)
         lse_tile = lse_tile.unflatten(0, q.shape[1:3])
         out_rows, lse_rows = self.q.take(out), self.q.take(lse, 2)
@@ -215,11 +240,7 @@ class _Packed:
         self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
     ) -> None:  # fmt: skip
-        queries = (self.q.take(x).flatten(1, 2) for x in (dout, q))
-        keys = (self.k.take(x).flatten(1, 2) for x in (k, v))
-        (dout, q), (k, v) = queries, keys
-        out, lse = self.q.take(out).flatten(1, 2), self.q.take(lse, 2).flatten(0, 1)
-        grads = cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse, self._packing(q.device), scale)
+        grads = self.gradients(kernel, dout, q, k, v, out, lse, scale)
         for total, rows, x in zip((dq, dk, dv), (self.q, self.grad, self.grad), grads, strict=True):
             rows.add_(total, x.unflatten(1, total.shape[1:3]))
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_ring.kernels.base import OPEN, Packing
+from cp_ring.kernels.base import Packing
 from cp_ring.plan.lower import Capabilities
 
 
@@ -80,10 +80,9 @@ class WindowKernel:
             return self._backward(dout, q, k, v, out, lse, live.left, live.right, None, scale)
         grads = tuple(x.new_zeros(x.shape) for x in (q, k, v))
         if live:
-            queries, keys = (x[:, live.q] for x in (dout, q)), (x[:, live.k] for x in (k, v))
-            part = self._backward(
-                *queries, *keys, out[:, live.q], lse[..., live.q], live.left, live.right, None, scale
-            )  # fmt: skip
+            do, qs, o = (x[:, live.q] for x in (dout, q, out))
+            ks, vs = k[:, live.k], v[:, live.k]
+            part = self._backward(do, qs, ks, vs, o, lse[..., live.q], live.left, live.right, None, scale)
             for grad, rows, x in zip(grads, (live.q, live.k, live.k), part, strict=True):
                 grad[:, rows] = x
         return grads[0], grads[1], grads[2]

@@ -104,6 +104,11 @@ class RankPlan:
     hops: Sequence[Hop]
 
     @property
+    def packed(self) -> bool:
+        """Many tiles of many sizes on the rank's own keys, as packed documents have."""
+        return any(len(hop.tiles) > 4 for hop in self.hops[:1])
+
+    @property
     def max_keys(self) -> int:
         """Rows of the largest key buffer that a hop receives."""
         return max((hop.num_keys for hop in self.hops if hop.receive), default=0)

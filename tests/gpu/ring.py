@@ -1,0 +1,50 @@
+"""One rank of a ring whose ranks share a device: its out and gradients against float64, to a file.
+
+python -m tests.gpu.ring BACKEND RANK SIZE STORE DEVICE KERNEL OUT
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+
+from cp_ring import Layout, Mask, RingPlan, ring_attention
+from tests.oracle import Case, brute_force, error
+
+HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
+
+
+def main(backend: str, rank: int, size: int, store: str, device: str, kernel: str, out: str) -> None:
+    timeout = datetime.timedelta(seconds=60)
+    options = {"device_id": torch.device(device, 0)} if backend == "nccl" else {}
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout, **options)
+    group, n = dist.group.WORLD, 1024
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    masks = {
+        "causal": Mask.causal(n),
+        "window": Mask.causal(n, window=(200, 0)),
+        "documents": Mask.documents([0, 10, 333, 334, 700, 1000, n]),
+    }
+    found = {}
+    for name, mask in masks.items():
+        plan = RingPlan.build(mask, Layout.zigzag(n, size))
+        case = Case.draw(n, **HEADS, dtype=dtype)
+        parts = [plan.layout.shard(x, rank, 1).to(device) for x in case]
+        inputs = [x.requires_grad_() for x in parts[:3]]
+        result = ring_attention(*inputs, plan, group, kernel=kernel)
+        got = (result.detach(), *torch.autograd.grad(result, inputs, parts[3]))
+        truth = brute_force(case, mask.dense())
+        mine = [plan.layout.shard(x, rank, 1) for x in truth]
+        found[name] = [error(x.cpu(), y) for x, y in zip(got, mine, strict=True)]
+    with open(out, "w") as file:
+        json.dump(found, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    backend, rank, size, *rest = sys.argv[1:]
+    main(backend, int(rank), int(size), *rest)

@@ -1,0 +1,245 @@
+"""TransformerEngine as its callers see it, on the CPU: any version's signatures, computing only from the arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+import cp_ring.kernels.transformer_engine as adapter
+from cp_ring.kernels import REGISTRY
+
+SIGNATURES = json.loads((Path(__file__).parent / "transformer_engine_signatures.json").read_text())
+NO_BACKEND, F16 = 0, 1
+calls: list[dict] = []
+"""Arguments of every call since `installed`, the newest last."""
+
+
+class CpuKernel(adapter.TransformerEngineKernel):
+    devices = ("cuda", "cpu")
+
+
+KERNEL = CpuKernel()
+
+
+class Names:
+    """Stands for an enum that is looked up by name."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def __getitem__(self, name: str):
+        return self.kind, name
+
+
+@contextmanager
+def installed(version: str, packed_stats: bool = True) -> Iterator[list[dict]]:
+    """TransformerEngine `version` is importable; with `packed_stats` cuDNN is 9.6 or later."""
+    calls.clear()
+    fused = types.ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
+    for name, implementation in (("fused_attn_fwd", forward), ("fused_attn_bwd", backward)):
+        scope: dict = {"run": implementation, "packed_stats": packed_stats}
+        source = f"def {name}({', '.join(SIGNATURES[version][name].split())}): return run(dict(locals()), packed_stats)"
+        exec(source, scope)
+        setattr(fused, name, scope[name])
+    fused.QKVLayout, fused.AttnBiasType = Names("layout"), Names("bias")
+    fused.AttnMaskType, fused.SoftmaxType, fused.QKVFormat = Names("mask"), Names("softmax"), Names("format")
+    fused.FusedAttnBackend = {"No_Backend": NO_BACKEND, "F16_arbitrary_seqlen": F16}
+    constants = types.ModuleType("transformer_engine.pytorch.constants")
+    constants.TE_DType = {torch.float16: ("dtype", torch.float16), torch.bfloat16: ("dtype", torch.bfloat16)}
+    extension = types.ModuleType("transformer_engine_torch")
+    extension.get_fused_attn_backend = lambda *x: backend(version, *x)
+    utils = types.ModuleType("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    if "FusedAttentionParams" in SIGNATURES[version]:
+        # All fields have defaults in the real one; those that stay away here are not looked at for this kind of call.
+        fields = [(name, object, None) for name in SIGNATURES[version]["FusedAttentionParams"].split()]
+        utils.FusedAttentionParams = dataclasses.make_dataclass("FusedAttentionParams", fields)
+        extension.get_fused_attn_backend = lambda params: (backend_of(params), "")
+    folders = ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.attention", ".pytorch.attention.dot_product_attention")
+    parents = {f"transformer_engine{name}": types.ModuleType(f"transformer_engine{name}") for name in folders}
+    modules = parents | {module.__name__: module for module in (fused, constants, extension, utils)}
+    before = {name: sys.modules.get(name) for name in modules}
+    home = REGISTRY["transformer_engine"]
+    try:
+        sys.modules.update(modules)
+        REGISTRY["transformer_engine"] = __name__
+        adapter._library.cache_clear()
+        KERNEL.__init__()
+        yield calls
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module
+        REGISTRY["transformer_engine"] = home
+        adapter._library.cache_clear()
+
+
+def backend(version: str, *x):
+    """Positional, 17 arguments in 2.9, then cuda_graph, and deterministic since 2.12."""
+    number = tuple(map(int, version.split("."))) if version[0].isdigit() else (2, 19)
+    assert len(x) == 17 + (number >= (2, 10)) + (number >= (2, 12)), (version, len(x))
+    training, q_type, kv_type, layout, bias, mask, softmax, dropout, h, g, rows, columns, d, e, left, right, max_logit = x[:17]
+    assert training is True
+    assert q_type == kv_type
+    assert (bias, softmax, dropout, max_logit) == (("bias", "no_bias"), ("softmax", "vanilla"), 0.0, False)
+    kind = layout[1].split("_")[0]
+    assert mask[1] in {"sbhd": ("no_mask", "causal"), "thd": ("padding", "padding_causal")}[kind]
+    assert (left, right) == (-1, 0 if "causal" in mask[1] else -1)
+    assert h % g == 0
+    assert min(rows, columns) >= 1
+    good = d % 8 == 0 and e % 8 == 0 and max(d, e) <= 256 and not (d != e and min(d, e) >= 128 and (d, e) != (192, 128))
+    return F16 if good else NO_BACKEND
+
+
+def backend_of(p):
+    """One object with named fields, since 2.20."""
+    packed = p.qkv_layout == ("layout", "thd_thd_thd")
+    kind = "thd" if packed else "sbhd"
+    assert p.dqkv_layout == p.qkv_layout == ("layout", "_".join([kind] * 3))
+    assert p.o_format == p.do_format == ("format", kind)
+    assert p.qkv_dtype == p.o_dtype == p.do_dtype == p.dqkv_dtype
+    assert p.bottom_right_diagonal is False
+    assert p.attn_scale > 0
+    assert p.batch_size >= 1
+    assert (p.num_tokens_q > 0) == (p.num_tokens_kv > 0) == packed
+    sizes = p.num_attn_heads, p.num_gqa_groups, p.max_seqlen_q, p.max_seqlen_kv, p.head_dim_qk, p.head_dim_v
+    types_ = p.qkv_dtype, p.qkv_dtype, p.qkv_layout, p.bias_type, p.attn_mask_type, p.softmax_type
+    return backend("2.9", p.is_training, *types_, p.dropout, *sizes, p.window_size_left, p.window_size_right, False)
+
+
+def forward(a: dict, packed_stats: bool):
+    calls.append(a)
+    check(a)
+    assert a["is_training"] is True
+    out_parts, stats_parts = [], []
+    for q, k, v, _ in tiles(a):
+        scores = scores_of(a, q, k)
+        lse = scores.logsumexp(-1)
+        out_parts.append(torch.einsum("hqk,khe->qhe", (scores - lse[..., None]).exp(), repeat(v, q)))
+        stats_parts.append(lse)
+    shape = (*a["q"].shape[:-1], a["v"].shape[-1])
+    out = assemble(a, out_parts, shape).to(a["fake_dtype"])
+    return out, [stats_of(a, stats_parts, packed_stats), torch.tensor([17, 4], dtype=torch.int64)]
+
+
+def backward(a: dict, packed_stats: bool):
+    calls.append(a)
+    check(a)
+    assert a.get("dqkv_dtype", ("dtype", a["fake_dtype"])) == ("dtype", a["fake_dtype"])
+    stats, rng_state = a["aux_ctx_tensors"]
+    assert rng_state.dtype == torch.int64
+    assert rng_state.shape == (2,)
+    assert stats.dtype == torch.float32
+    assert stats.is_contiguous()
+    assert a["o"].shape == a["d_o"].shape == (*a["q"].shape[:-1], a["v"].shape[-1])
+    assert a["d_o"].is_contiguous()
+    grads = []
+    for q, k, v, index in tiles(a):
+        o, do = (list(tiles(a | {"q": a[x]}))[index][0] for x in ("o", "d_o"))
+        lse = stats_rows(a, stats, index, len(q), packed_stats)
+        p = (scores_of(a, q, k) - lse[..., None]).exp()
+        dp = torch.einsum("qhe,khe->hqk", do, repeat(v, q))
+        ds = p * (dp - (o * do).sum(-1).T[..., None]) * a["attn_scale"]
+        dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhe->khe", p, do)
+        grads.append((torch.einsum("hqk,khd->qhd", ds, repeat(k, q)), add_heads(dk, k), add_heads(dv, v)))
+    parts = zip(*grads, strict=True)
+    return [assemble(a, list(x), a[n].shape).to(a["fake_dtype"]) for n, x in zip("qkv", parts, strict=True)] + [None, None]
+
+
+def check(a: dict) -> None:
+    """What the library would refuse or, worse, misread."""
+    layout = a["qkv_layout"].split("_")
+    assert layout in (["sbhd"] * 3, ["thd"] * 3), "the default layout is sbh3d"
+    for name in ("o_format", "do_format"):
+        assert a.get(name, layout[0]) == layout[0]
+    assert a.get("dqkv_layout", a["qkv_layout"]) == a["qkv_layout"]
+    assert a["fused_attention_backend"] == F16
+    assert a["attn_bias_type"] == "no_bias"
+    assert a["softmax_type"] == "vanilla"
+    assert a["dropout"] == 0.0
+    assert not a.get("bottom_right_diagonal")
+    for x in (a["q"], a["k"], a["v"]):
+        assert x.is_contiguous(), "strides are made from the layout"
+        assert x.dtype == a["fake_dtype"] in (torch.float16, torch.bfloat16)
+        assert x.shape[-1] % 8 == 0
+    for side, x in (("q", a["q"]), ("kv", a["k"])):
+        cu, longest = a[f"cu_seqlens_{side}"], a[f"max_seqlen_{side}"]
+        assert cu.dtype == torch.int32
+        assert isinstance(longest, int)
+        if layout[0] == "thd":
+            assert torch.equal(a[f"cu_seqlens_{side}_padded"], cu)
+            assert int(cu[-1]) == len(x)
+            assert int(cu.diff().max()) <= longest
+        else:
+            assert cu.tolist() == [i * len(x) for i in range(x.shape[1] + 1)]
+            assert longest == len(x)
+
+
+def tiles(a: dict):
+    """q, k, v [rows, heads, size] in float32, and a number, of each sequence."""
+    if a["qkv_layout"] == "thd_thd_thd":
+        ends = a["cu_seqlens_q_padded"].tolist(), a["cu_seqlens_kv_padded"].tolist()
+        for i, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(ends[0]), pairwise(ends[1]), strict=True)):
+            yield a["q"][q0:q1].float(), a["k"][k0:k1].float(), a["v"][k0:k1].float(), i
+    else:
+        for i in range(a["q"].shape[1]):
+            yield a["q"][:, i].float(), a["k"][:, i].float(), a["v"][:, i].float(), i
+
+
+def repeat(x, q):
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def add_heads(x, like):
+    return x.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def scores_of(a: dict, q, k):
+    scale = a["attn_scale"] if a["attn_scale"] is not None else q.shape[-1] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", q, repeat(k, q)) * scale
+    causal = a["attn_mask_type"] in ("causal", "padding_causal")
+    assert tuple(a["window_size"]) == ((-1, 0) if causal else (-1, -1))
+    if not causal:
+        assert a["attn_mask_type"] in ("no_mask", "padding")
+        return scores
+    return scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -math.inf)  # aligned top left
+
+
+def assemble(a: dict, parts, shape):
+    x = torch.cat(parts) if a["qkv_layout"] == "thd_thd_thd" else torch.stack(parts, 1)
+    assert x.shape == shape
+    return x
+
+
+def stats_of(a: dict, parts, packed_stats: bool):
+    """Parts [h, rows] as [b, h, s, 1], or for thd as [t, h, 1] (cuDNN 9.6 and later), [tiles, h, max_q, 1] (before)."""
+    if a["qkv_layout"] != "thd_thd_thd":
+        return torch.stack(parts)[..., None]
+    if packed_stats:
+        return torch.cat(parts, 1).T.contiguous()[..., None]
+    stats = torch.full((len(parts), parts[0].shape[0], a["max_seqlen_q"], 1), math.nan)
+    for i, x in enumerate(parts):
+        stats[i, :, : x.shape[1], 0] = x
+    return stats
+
+
+def stats_rows(a: dict, stats, index: int, rows: int, packed_stats: bool):
+    """The statistics of one sequence, [h, rows]."""
+    if a["qkv_layout"] != "thd_thd_thd":
+        assert stats.shape == (a["q"].shape[1], a["q"].shape[2], len(a["q"]), 1)
+        return stats[index, ..., 0]
+    cu = a["cu_seqlens_q"].tolist()
+    if packed_stats:
+        assert stats.shape == (len(a["q"]), a["q"].shape[1], 1)
+        return stats[cu[index] : cu[index + 1], :, 0].T
+    assert stats.shape == (len(cu) - 1, a["q"].shape[1], a["max_seqlen_q"], 1)
+    return stats[index, :, :rows, 0]

@@ -1,0 +1,78 @@
+"""Without a GPU: fake CUDA tensors check the calls of aten kernels against the operators' own signatures and shapes.
+
+Results are not checked here; tests/gpu does that where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cp_ring.kernels import choose
+from cp_ring.kernels.base import OPEN, Packing
+
+HEADS = [(4, 4, 64, 64), (8, 2, 60, 36), (8, 2, 192, 128), (4, 1, 128, 128)]
+
+
+def tensors(h, g, d, e, rows, columns, dtype=torch.bfloat16):
+    q, dout = (torch.empty(rows, 2, h, size, dtype=dtype, device="cuda").transpose(0, 1) for size in (d, e))
+    k, v = (torch.empty(columns, 2, g, size, dtype=dtype, device="cuda").transpose(0, 1) for size in (d, e))
+    return q, k, v, dout
+
+
+@pytest.mark.parametrize(("h", "g", "d", "e"), HEADS)
+@pytest.mark.parametrize(
+    ("name", "band"),
+    [(n, b) for n in ("cudnn", "flash_aten") for b in ((-OPEN, OPEN), (-OPEN, 0))]
+    + [("flash_aten", (-7, 3)), ("flash_aten", (5, OPEN))],
+)
+def test_dense(name, band, h, g, d, e):
+    lo, hi = band
+    with FakeTensorMode():
+        q, k, v, dout = tensors(h, g, d, e, 32, 32 if hi == 0 else 48)
+        kernel = choose(name, device=q.device, dtype=q.dtype, d=d, e=e)
+        out, lse = kernel.forward(q, k, v, lo=lo, hi=hi, scale=0.1)
+        grads = kernel.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=0.1)
+        assert (out.shape, lse.shape, lse.dtype) == (dout.shape, (2, h, 32), torch.float32)
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize(("h", "g", "d", "e"), HEADS)
+def test_varlen(h, g, d, e):
+    with FakeTensorMode():
+        q, k, v, dout = (x[0] for x in tensors(h, g, d, e, 100, 120))
+        cu = torch.empty(4, dtype=torch.int32, device="cuda")
+        kernel = choose("flash_aten", device=q.device, dtype=q.dtype, d=d, e=e)
+        packing = Packing(cu, cu, 50, 60, 9, 0)
+        out, lse = kernel.forward_varlen(q, k, v, packing, 0.1)
+        grads = kernel.backward_varlen(dout, q, k, v, out, lse, packing, 0.1)
+        assert (out.shape, lse.shape, lse.dtype) == (dout.shape, (h, 100), torch.float32)
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_cudnn_leaves_single_rows_and_columns_to_plain_products():
+    with FakeTensorMode():
+        for rows, columns in ((1, 32), (32, 1), (1, 1)):
+            q, k, v, dout = tensors(4, 2, 64, 64, rows, columns)
+            kernel = choose("cudnn", device=q.device, dtype=q.dtype, d=64, e=64)
+            out, lse = kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=0.1)
+            assert out.dtype == torch.float64
+            assert [x.shape for x in kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=OPEN, scale=0.1)] == [
+                q.shape,
+                k.shape,
+                v.shape,
+            ]
+
+
+def test_order_on_cuda_and_refusals():
+    cuda = torch.device("cuda")
+    assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64).name == "cudnn"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64).name == "flash_aten"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64, packed=True).name == "flash_aten"
+    assert choose("auto", device=cuda, dtype=torch.float32, d=64, e=64).name == "reference"
+    assert choose("auto", device=cuda, dtype=torch.bfloat16, d=256, e=192).name == "flash_aten"

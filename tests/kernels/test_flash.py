@@ -1,0 +1,159 @@
+"""The flash-attn adapter: every listed version's signatures, over a float64 stand-in that computes from the arguments."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from cp_ring.errors import KernelError
+from cp_ring.kernels import choose, conformance
+from cp_ring.kernels.base import OPEN, Packing
+from cp_ring.kernels.flash import FlashKernel, Functions, arguments
+from cp_ring.kernels.reference import KERNEL as REFERENCE
+from cp_ring.kernels.window import cut
+
+SIGNATURES = json.loads((Path(__file__).parent / "flash_attn_signatures.json").read_text())
+CPU = torch.device("cpu")
+
+
+def stand_in(label: str) -> FlashKernel:
+    """The adapter on functions with a version's exact parameters."""
+    found = {}
+    for name, signature in SIGNATURES[label].items():
+        scope: dict = {"run": backward if "bwd" in name or "backward" in name else forward, "label": label}
+        exec(f"def {name}({', '.join(signature.split())}): return run(label, dict(locals()))", scope)
+        found[name] = scope[name]
+    names = list(found)
+    dense = next(n for n in names if "f" in n and ("fwd" in n or n.endswith("_forward")) and "varlen" not in n)
+    dense_backward = next(n for n in names if ("bwd" in n or n.endswith("_backward")) and "varlen" not in n)
+    varlen = found.get("_flash_attn_varlen_forward", found[dense])
+    varlen_backward = found.get("_flash_attn_varlen_backward", found[dense_backward])
+    functions = Functions(label[0], found[dense], found[dense_backward], varlen, varlen_backward)
+    return type("StandIn", (FlashKernel,), {"devices": ("cpu",), "functions": functions})()
+
+
+def packing_of(label: str, a: dict) -> tuple[Packing, bool]:
+    """The call as packed tiles, as the version's documentation says what its window means."""
+    dense = a.get("cu_seqlens_q") is None
+    q, k = a["q"], a["k"]
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert q.shape[-1] % 8 == v_size(a) % 8 == 0
+    if label[0] != "4":
+        assert q.shape[-1] == v_size(a)
+    left, right = a["window_size"] if "window_size" in a else (a["window_size_left"], a["window_size_right"])
+    if label[0] == "4":
+        assert all(x is None or x >= 0 for x in (left, right)), "negative bounds mean something else there"
+    left, right = (-1 if x is None else x for x in (left, right))
+    if a.get("causal") or a.get("is_causal"):
+        right = 0
+    if dense:
+        b, s, u = q.shape[0], q.shape[1], k.shape[1]
+        ends = (torch.arange(0, (b + 1) * size, size, dtype=torch.int32) for size in (s, u))
+        return Packing(*ends, s, u, left, right), True
+    assert a["cu_seqlens_q"].dtype == a["cu_seqlens_k"].dtype == torch.int32
+    return Packing(a["cu_seqlens_q"], a["cu_seqlens_k"], a["max_seqlen_q"], a["max_seqlen_k"], left, right), False
+
+
+def v_size(a: dict) -> int:
+    return a["v"].shape[-1]
+
+
+def forward(label: str, a: dict):
+    packing, dense = packing_of(label, a)
+    flat = [a[x].flatten(0, 1) if dense else a[x] for x in "qkv"]
+    out, lse = REFERENCE.forward_varlen(*flat, packing, a["softmax_scale"])
+    out, lse = out.to(a["q"].dtype), lse.float()
+    if label[0] == "4":
+        assert a["return_lse"]
+    if dense:
+        out = out.unflatten(0, a["q"].shape[:2])
+        lse = lse.unflatten(1, a["q"].shape[:2]).transpose(0, 1).contiguous()
+    return (out, *flat, out, lse, None, None) if "2.6" in label else (out, lse, None, None)
+
+
+def backward(label: str, a: dict):
+    packing, dense = packing_of(label, a)
+    dout, q, k, v, out = (a[x].flatten(0, 1) if dense else a[x] for x in ("dout", "q", "k", "v", "out"))
+    lse = a["softmax_lse"] if "softmax_lse" in a else a["lse"]
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    assert lse.shape == ((a["q"].shape[0], a["q"].shape[2], a["q"].shape[1]) if dense else (q.shape[1], len(q)))
+    lse = lse.transpose(0, 1).flatten(1, 2) if dense else lse
+    grads = REFERENCE.backward_varlen(dout, q, k, v, out, lse, packing, a["softmax_scale"])
+    assert (
+        a["deterministic"] is torch.are_deterministic_algorithms_enabled()
+        or torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
+        a[name].copy_(x.reshape(a[name].shape))
+
+
+@pytest.mark.parametrize("label", SIGNATURES)
+def test_conformance(label):
+    kernel = stand_in(label)
+    for prop in ("full rectangles", "bands", "empty rows", "merged backward", "varlen", "deterministic"):
+        conformance.check(kernel, CPU, torch.float16, only=prop, heads=[(4, 2, 16, 24)])
+
+
+def test_whole_conformance():
+    conformance.check(stand_in("2: flash-attn 2.8.3"), CPU, torch.bfloat16, heads=[(8, 1, 32, 32), (6, 2, 24, 40)])
+
+
+def test_window_of_every_small_band():
+    """The live part of a tile, and its window, against counting cells."""
+    for rows, columns in ((1, 1), (3, 5), (5, 3), (4, 4)):
+        for lo in (-OPEN, *range(-5, 6)):
+            for hi in (*range(-5, 6), OPEN):
+                cells = {(i, j) for i in range(rows) for j in range(columns) if lo <= j - i <= hi}
+                live = cut(rows, columns, lo, hi)
+                if live is None:
+                    assert not cells
+                    continue
+                height, width = live.q.stop - live.q.start, live.k.stop - live.k.start
+                corner = width - height
+                assert live.left >= -1
+                assert live.right >= -1
+                seen = {
+                    (live.q.start + i, live.k.start + j) for i in range(height) for j in range(width)
+                    if (live.left < 0 or j >= i + corner - live.left) and (live.right < 0 or j <= i + corner + live.right)
+                }  # fmt: skip
+                assert seen == cells, (rows, columns, lo, hi, live)
+                assert {i for i, _ in cells} == set(range(live.q.start, live.q.stop))
+
+
+def test_refusals_are_one_line():
+    kernel = stand_in("4: flash-attn August 2026")
+    assert kernel.refusal(CPU, torch.bfloat16, 192, 128) is None
+    assert kernel.refusal(CPU, torch.bfloat16, 256, 256) == "4 knows head sizes up to 128, not 256 and 256"
+    assert kernel.refusal(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
+    with pytest.raises(KernelError, match="flash: flash needs flash-attn, which is not installed"):
+        choose("flash", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
+
+
+def test_a_parameter_of_the_future_is_named():
+    def forward(q, mood, softmax_scale, causal, window_size):
+        return q, mood, softmax_scale, causal, window_size
+
+    values = {"q": 1, "softmax_scale": 1.0, "causal": False, "window_size": (-1, -1)}
+    with pytest.raises(KernelError, match="forward of the installed flash-attn wants mood, unknown here"):
+        arguments(forward, values)
+
+    def windowless(q, softmax_scale, causal):
+        return q, softmax_scale, causal
+
+    with pytest.raises(KernelError, match="windowless of the installed flash-attn has no window_size or window_size_left"):
+        arguments(windowless, values)
+
+
+def test_lse_is_not_needed_beyond_the_row():
+    """A row's out and lse do not depend on the tile's other rows."""
+    kernel = stand_in("3: flash-attn 2.8.3")
+    q, k, v = (torch.randn(1, 12, 2, 8, dtype=torch.float16) for _ in range(3))
+    whole = kernel.forward(q, k, v, lo=-3, hi=0, scale=0.3)
+    part = kernel.forward(q[:, 4:], k, v, lo=1, hi=4, scale=0.3)
+    assert torch.allclose(whole[1][..., 4:], part[1], atol=1e-6)
+    assert not math.isnan(float(whole[0].sum()))

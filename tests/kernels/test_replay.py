@@ -1,0 +1,39 @@
+"""Replay on the CPU: the schedule and the bytes are the plan's; times are only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cp_ring import Layout, Mask, RingPlan
+from cp_ring.bench.replay import Sizes, efficiency, replay, single_call
+from cp_ring.errors import KernelError
+
+SIZES = Sizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")
+
+
+def test_a_rank_receives_what_its_plan_says():
+    plan = RingPlan.build(Mask.causal(256), Layout.zigzag(256, 4))
+    for rank in range(4):
+        hops = plan.row(rank).hops
+        keys = sum(hop.receive.tokens for hop in hops if hop.receive)
+        grads = sum(transfer.tokens for hop in hops for transfer in hop.grad_receives)
+        found = replay(plan, rank, SIZES, repeats=1)
+        # Keys in forward and again in backward; gradients in backward.
+        assert found["bytes_received"] == (2 * keys + grads) * SIZES.g * (SIZES.d + SIZES.e) * 4
+        assert 0 < found["forward_s"] < 60
+
+
+def test_efficiency_row():
+    row = efficiency(2, Mask.causal(128), SIZES, repeats=1)
+    assert row["efficiency_both"] == row["single_both_s"] / (2 * row["slowest_both_s"])
+    assert row["what"] == "single-device replay, no network"
+    assert row["kernel"] == "cpu"
+
+
+def test_single_call_is_one_kernel_call():
+    found = single_call(Mask.causal(96), SIZES, repeats=1)
+    assert found["kernel"] == "cpu"
+    assert found["forward_s"] > 0
+    with pytest.raises(KernelError, match="no kernel attends to 96 tokens with this mask in one call on cpu"):
+        single_call(Mask.causal(96, window=(40, 0)), SIZES, repeats=1)

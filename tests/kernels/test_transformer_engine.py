@@ -1,0 +1,104 @@
+"""The TransformerEngine adapter: against every version's signatures, and a whole ring through an emulation of them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from cp_ring import Layout, Mask, RingPlan
+from cp_ring.errors import KernelError
+from cp_ring.kernels import choose, conformance
+from cp_ring.kernels.transformer_engine import arguments
+from tests.kernels.emulated_te import KERNEL, SIGNATURES, installed
+from tests.oracle import Case, brute_force, error, on_rank, whole
+
+CPU = torch.device("cpu")
+VERSIONS = list(SIGNATURES)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_calls_bind_to_every_version(version):
+    """Forward and backward, dense and packed, by name to the version's own parameters."""
+    with installed(version) as calls:
+        conformance.check(KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)])
+        q, k, v, dout = Case.draw(128, b=2, dtype=torch.bfloat16)
+        out, lse = KERNEL.forward(q, k, v, lo=-(1 << 60), hi=0, scale=0.25)
+        KERNEL.backward(dout, q, k, v, out, lse, lo=-(1 << 60), hi=0, scale=0.25)
+        names = [parameter.split("=")[0] for parameter in SIGNATURES[version]["fused_attn_bwd"].split()]
+        assert {"thd_thd_thd", "sbhd_sbhd_sbhd"} == {call["qkv_layout"] for call in calls}
+        assert ("dqkv_dtype" in names) == ("dqkv_dtype" in calls[-1])
+
+
+@pytest.mark.parametrize("prop", conformance.PROPERTIES)
+def test_conformance(prop):
+    with installed("2.20.2"):
+        conformance.check(KERNEL, CPU, torch.float16, only=prop)
+
+
+def test_padded_statistics():
+    """cuDNN before 9.6 pads the statistics of packed tiles."""
+    with installed("2.9", packed_stats=False):
+        conformance.check(KERNEL, CPU, torch.float16, only="varlen")
+        conformance.check(KERNEL, CPU, torch.float16, only="causal squares", heads=[(4, 2, 16, 24)])
+
+
+def _through_adapter(group, version, case, plan, **options):
+    with installed(version) as calls:
+        result = on_rank(group, case, plan, kernel="transformer_engine", **options)
+        return result, [len(call["cu_seqlens_q"]) - 1 if "thd" in call["qkv_layout"] else 0 for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("cp", "version", "mask"),
+    [
+        (2, "2.9", lambda n: Mask.causal(n)),
+        (2, "2.12", lambda n: Mask.causal(n, window=(70, 0))),
+        (4, "2.15", lambda n: Mask.causal(n)),
+        (4, "2.20.2", lambda n: Mask.documents(np.array([0, 3, 100, 131, 132, 300, n]))),
+    ],
+)
+def test_whole_ring(pool, cp, version, mask):
+    n = 512
+    plan = RingPlan.build(mask(n), Layout.zigzag(n, cp))
+    case = Case.draw(n, b=2, h=4, g=2, d=16, e=24, dtype=torch.bfloat16)
+    parts = pool.run(_through_adapter, cp, version, case, plan)
+    got = whole(plan.layout, [part for part, _ in parts])
+    assert all(sequences for _, sequences in parts), "every rank went through the adapter"
+    if version == "2.20.2":
+        assert max(max(sequences) for _, sequences in parts) > 1, "documents go together"
+    for x, y in zip(got, brute_force(case, plan.mask.dense()), strict=True):
+        assert error(x, y) < 1.2e-2
+
+
+def test_refusals_are_one_line():
+    with installed("2.20.2"):
+        assert KERNEL.refusal(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
+        assert KERNEL.refusal(CPU, torch.float16, 264, 264).startswith("has no fused backend for head sizes 264 and 264")
+        assert KERNEL.refusal(CPU, torch.float16, 200, 160) is None  # as (200, 200)
+    with pytest.raises(
+        KernelError, match="transformer_engine: transformer_engine needs TransformerEngine, which is not installed"
+    ):
+        choose("transformer_engine", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
+
+
+def test_a_parameter_of_the_future_is_named():
+    def fused_attn_fwd(q, temperature):
+        return q, temperature
+
+    with pytest.raises(KernelError, match="fused_attn_fwd of the installed version wants temperature, unknown here"):
+        arguments(fused_attn_fwd, {"q": 1, "k": 2})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed")
+def test_installed_version_binds():
+    """The real package, as far as it loads without a GPU."""
+    import cp_ring.kernels.transformer_engine as adapter
+
+    library = adapter._library()
+    assert not isinstance(library, str), library
+    for function in (library.forward, library.backward):
+        known = [parameter.split("=")[0] for parameter in SIGNATURES["2.20.2"][function.__name__].split()]
+        assert arguments(function, dict.fromkeys([*known, "dqkv_dtype"]))
