@@ -28,7 +28,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     plan: RingPlan | RankPlan,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Transport | None = None,
     *,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
@@ -46,9 +46,11 @@ def ring_attention(
     g heads travel. Any floating-point dtype; accumulation is in float32 (float64 for float64). `softmax_scale` defaults
     to d ** -0.5. `sink` [h] adds exp(sink) to each row's softmax denominator (a learned softmax offset; zeros give the
     off-by-one softmax); its gradient is this rank's share, to be summed over `group` as that of any replicated parameter.
-    `wire_dtype` is the dtype in which partial gradients travel: "input" or "float32". `group` may be None
-    where the plan has one rank. Where batch rows have different masks, the plan is for the stream of b * n tokens in which
-    row follows row (`Mask.batch`, `Layout.batch`), and each rank passes its part of every row.
+    `wire_dtype` is the dtype in which partial gradients travel: "input" or "float32".
+
+    `group` may be None where the plan has one rank, or a transport such as a rank of `cp_ring.comm.local.LocalRing`.
+    Where batch rows have different masks, the plan is for the stream of b * n tokens in which row follows row
+    (`Mask.batch`, `Layout.batch`), and each rank passes its part of every row.
 
     Raises `PlanError` when tensors, group and plan disagree, `KernelError` when the kernel cannot do the job.
 
@@ -59,13 +61,14 @@ def ring_attention(
         raise PlanError(f"qkv_format {qkv_format!r}: it is bshd or sbhd")
     if qkv_format == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    row, batch = _row(plan, group), q.shape[1]
+    transport = None if group is None else transport_for(group, q.device)
+    row, batch = _row(plan, transport), q.shape[1]
     if batch > 1 and q.shape[0] * batch == row.num_rows:
         q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
     _check(q, k, v, sink, row)
     run = _Run(
         row=row,
-        transport=transport_for(group, q.device) if group is not None and plan.cp > 1 else None,
+        transport=transport if plan.cp > 1 else None,
         kernel=choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=row.packed),
         scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
@@ -149,22 +152,16 @@ def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tens
     return -(share * product).sum((0, 2)).to(sink.dtype)
 
 
-def _row(plan: RingPlan | RankPlan, group: dist.ProcessGroup | None) -> RankPlan:
-    rank = _rank(plan, group)
+def _row(plan: RingPlan | RankPlan, transport: Transport | None) -> RankPlan:
+    if transport is None and plan.cp > 1:
+        raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group")
+    if transport is not None and transport.size != plan.cp:
+        raise PlanError(f"the plan is for {plan.cp} ranks, the group has {transport.size}")
+    rank = transport.rank if transport else 0
     row = plan if isinstance(plan, RankPlan) else plan.row(rank)
     if row.rank != rank:
         raise PlanError(f"the plan is that of rank {row.rank} alone, and this is rank {rank}")
     return row
-
-
-def _rank(plan: RingPlan | RankPlan, group: dist.ProcessGroup | None) -> int:
-    if group is None:
-        if plan.cp > 1:
-            raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group")
-        return 0
-    if dist.get_world_size(group) != plan.cp:
-        raise PlanError(f"the plan is for {plan.cp} ranks, the group has {dist.get_world_size(group)}")
-    return dist.get_rank(group)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, row: RankPlan) -> None:

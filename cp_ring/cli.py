@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cp_ring.bench.accuracy_command import bench_accuracy
 from cp_ring.bench.attention_command import bench_attention
 from cp_ring.bench.plan import bench_plan
 from cp_ring.bench.replay_command import bench_replay
@@ -19,6 +20,7 @@ app.command("plan")(plan_command)
 bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
 bench.command("plan")(bench_plan)
 bench.command("attention")(bench_attention)
+bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
 app.add_typer(bench, name="bench")
 

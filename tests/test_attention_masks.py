@@ -58,58 +58,6 @@ def test_kernels_agree_on_a_hard_mask(pool, kernel):
     assert all(error(x, y) < 1e-12 for x, y in zip(got, brute_force(case, mask.dense()), strict=True))
 
 
-def one_call(case: Case, mask: Mask) -> Grads:
-    """PyTorch's CPU kernel called once on the whole sequence in the input's dtype, the mask as a dense bias."""
-    causal = mask.name == "causal" and mask.area() == mask.n * (mask.n + 1) // 2
-    bias = torch.zeros(mask.n, mask.n).masked_fill(~torch.from_numpy(mask.dense()), float("-inf")).to(case.q.dtype)
-    q, k, v, dout = (x.transpose(1, 2) for x in case)
-    scale = q.shape[-1] ** -0.5
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    options = {"scale": scale} if causal else {"scale": scale, "attn_mask": bias}
-    out, lse = forward(q, k, v, 0.0, causal, **options)
-    grads = backward(dout, q, k, v, out, lse, 0.0, causal, **options)
-    return Grads(*(x.transpose(1, 2) for x in (out, *grads)))
-
-
-@pytest.mark.parametrize(("dtype", "limit_out", "limit_grads"), [(torch.float32, 1.15, 1.05), (torch.bfloat16, 1.15, 1.10)])
-@pytest.mark.parametrize("mask", ["causal", "window", "documents", "prefix"])
-def test_as_accurate_as_one_call(pool, mask, dtype, limit_out, limit_grads):
-    """The error against float64, ring over one call of the stock kernel on the whole sequence, mean of 5 seeds."""
-    n = 2048
-    mask = {
-        "causal": Mask.causal(n),
-        "window": Mask.causal(n, window=(700, 0)),
-        "documents": Mask.documents([0, 100, 900, 1400, n]),
-        "prefix": Mask.prefix(n, 600),
-    }[mask]
-    sizes = (1, 2, 4)
-    ratios: dict[int, list[list[float]]] = {cp: [] for cp in sizes}
-    for seed in range(5):
-        case = Case.draw(n, h=2, g=1, d=64, dtype=dtype, seed=seed)
-        truth, single = brute_force(case, mask.dense()), one_call(case, mask)
-        for cp in sizes:
-            plan = RingPlan.build(mask, Layout.zigzag(n, cp))
-            got = whole(plan.layout, pool.run(on_rank, cp, case, plan))
-            ratios[cp].append([error(x, t) / error(y, t) for x, y, t in zip(got, single, truth, strict=True)])
-    for cp, found in ratios.items():
-        means = torch.tensor(found).mean(0).tolist()
-        assert means[0] <= limit_out, (cp, means)
-        assert max(means[1:]) <= limit_grads, (cp, means)
-
-
-def test_sharp_softmax_is_as_accurate(pool):
-    """Scores four times as large, the hardest of ordinary inputs: at most 1.5 times one call's error."""
-    n, ratios = 2048, []
-    plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, 4))
-    for seed in range(3):
-        case = Case.draw(n, h=2, g=1, d=64, sharpness=4.0, seed=seed)
-        truth, single = brute_force(case, plan.mask.dense()), one_call(case, plan.mask)
-        got = whole(plan.layout, pool.run(on_rank, 4, case, plan))
-        ratios.append([error(x, t) / error(y, t) for x, y, t in zip(got, single, truth, strict=True)])
-    assert torch.tensor(ratios).mean(0).max() <= 1.5, ratios
-
-
 def test_padding_gives_zeros_and_gets_no_gradient(pool):
     plan = RingPlan.build(MASKS["documents"], Layout.zigzag(N, 4))
     got = whole(plan.layout, pool.run(on_rank, 4, Case.draw(N), plan))

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cp_ring.comm.transport import Batch, Buffers, Done, Pending, Transport
+from cp_ring.comm.transport import Batch, Buffers, Done, Pending
 from cp_ring.plan.ring_plan import Transfer
 
 
-class LoopbackTransport(Transport):
+class LoopbackTransport:
     """Each receive is a copy of as many bytes within the device; on CUDA on a stream of its own.
 
     `bandwidth` in bytes a second slows the stream down to a link of that speed (CUDA alone); None is as fast as memory.

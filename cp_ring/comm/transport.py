@@ -44,25 +44,39 @@ class Done:
         return
 
 
-class Transport:
-    """Point-to-point messages within the context-parallel group. Both sides post their batches in the same order."""
+class Transport(Protocol):
+    """Messages between the `size` ranks of a context-parallel group, seen from one of them.
+
+    Both ends of every pair of ranks post their batches in the same order.
+    """
+
+    rank: int
+    size: int
+
+    def post(self, batch: Batch) -> Pending:
+        """Starts all messages of a batch and returns at once."""
+        ...
+
+
+class GroupTransport:
+    """Over a process group, NCCL or gloo."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def post(self, batch: Batch) -> Pending:
-        """Starts all messages of a batch and returns at once."""
+        """Follows `Transport.post`."""
         if not batch:
             return Done()
-        ops = [dist.P2POp(dist.irecv, rows, group=self.group, group_peer=peer) for peer, rows in _pieces(batch.receives)]
-        for peer, rows in _pieces(batch.sends):
+        ops = [dist.P2POp(dist.irecv, rows, group=self.group, group_peer=peer) for peer, rows in messages(batch.receives)]
+        for peer, rows in messages(batch.sends):
             ops.append(dist.P2POp(dist.isend, rows, group=self.group, group_peer=peer))
-        _count(batch)
+        count(batch)
         return _Works(dist.batch_isend_irecv(ops), batch)
 
 
-class StagedTransport(Transport):
+class StagedTransport(GroupTransport):
     """For CUDA tensors on a gloo group: messages pass through pinned host memory. Right, not fast."""
 
     def post(self, batch: Batch) -> Pending:
@@ -76,12 +90,14 @@ class StagedTransport(Transport):
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
 
 
-def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
+def transport_for(group: dist.ProcessGroup | Transport, device: torch.device) -> Transport:
     """The group's transport for tensors on `device`; the first call warms the group up, so all its ranks must make it.
 
     torch wants all ranks of a group in its first collective, which a batch of messages between some of them is not.
     Raises `ConfigError` when the group's backend cannot move such tensors.
     """
+    if not isinstance(group, dist.ProcessGroup):
+        return group
     made = _transports.setdefault(group, {})
     if device.type not in made:
         backend = dist.get_backend(group)
@@ -89,7 +105,7 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
             raise ConfigError("the context-parallel group uses NCCL, but the tensors are on the CPU; use the gloo backend")
         staged = device.type == "cuda" and backend == "gloo"
         dist.all_reduce(torch.zeros(1, device="cpu" if staged else device), group=group)
-        made[device.type] = (StagedTransport if staged else Transport)(group)
+        made[device.type] = (StagedTransport if staged else GroupTransport)(group)
     return made[device.type]
 
 
@@ -123,13 +139,14 @@ def _to_host(x: Tensor) -> Tensor:
     return _on_host(x).copy_(x, non_blocking=True)
 
 
-def _pieces(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, Tensor]]:
+def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, Tensor]]:
     """(peer, rows) of each message, in the order that both sides keep: by transfer, range, then keys before values."""
     return [(t.peer, x[start:end]) for t, buffers in transfers for start, end in t.ranges for x in buffers]
 
 
-def _count(batch: Batch) -> None:
+def count(batch: Batch) -> None:
+    """Tells those who are recording what a batch moves."""
     for ledger in ledgers():
-        for _, rows in _pieces(batch.sends):
+        for _, rows in messages(batch.sends):
             ledger.sent(batch.kind, rows.nbytes)
-        ledger.bytes_received += sum(rows.nbytes for _, rows in _pieces(batch.receives))
+        ledger.bytes_received += sum(rows.nbytes for _, rows in messages(batch.receives))

@@ -1,0 +1,118 @@
+"""`cp-ring bench accuracy`: the ring's error against float64, over that of one call of the same kernel on everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring.comm.local import LocalRing
+from cp_ring.errors import KernelError
+from cp_ring.kernels import choose
+
+PARTS = ("out", "dq", "dk", "dv")
+
+
+def masks(n: int) -> dict[str, Mask]:
+    """One of each kind."""
+    return {
+        "causal": Mask.causal(n),
+        "full": Mask.full(n),
+        "window": Mask.causal(n, (n // 3, 0)),
+        "documents": Mask.documents([0, n // 20, n // 2, n * 3 // 4, n]),
+        "prefix": Mask.prefix(n, n // 4),
+    }
+
+
+def draw(n: int, heads: int, kv_heads: int, head_dim: int, seed: int) -> list[Tensor]:
+    """q, k, v, dout in float64, N(0, 1), [1, n, heads, head_dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = heads, kv_heads, kv_heads, heads
+    return [torch.randn(1, n, size, head_dim, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def one_call(mask: Mask, inputs: list[Tensor], kernel: str) -> list[Tensor]:
+    """Out and gradients by one rank: one call of the kernel where it knows the mask.
+
+    The CPU kernel knows masks other than causal and full as a dense bias only, which the ring never gives it; what is
+    measured is PyTorch's own operator in the dtype of the inputs.
+    """
+    if inputs[0].device.type == "cpu" and kernel == "cpu":
+        return _stock_cpu(mask, inputs)
+    plan = RingPlan.build(mask, Layout.contiguous(mask.n, 1))
+    return _attend(None, plan, inputs, kernel)
+
+
+def _stock_cpu(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
+    q, k, v, dout = (x.transpose(1, 2) for x in inputs)
+    plain = mask.name == "full" or (mask.name == "causal" and mask.area() == mask.n * (mask.n + 1) // 2)
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5}
+    if not plain:
+        options["attn_mask"] = torch.zeros(mask.n, mask.n).masked_fill(~torch.from_numpy(mask.dense()), -torch.inf).to(q.dtype)
+    causal = plain and mask.name == "causal"
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, **options)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return [x.transpose(1, 2) for x in (out, *backward(dout, q, k, v, out, lse, 0.0, causal, **options))]
+
+
+def _attend(group: Any, plan: RingPlan, inputs: list[Tensor], kernel: str) -> list[Tensor]:
+    q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in inputs)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = ring_attention(q, k, v, plan, group, kernel=kernel)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """Norm of the difference over the norm of the truth, of out, dq, dk, dv."""
+    return [float((x.double().cpu() - y).norm() / y.norm()) for x, y in zip(got, truth, strict=True)]
+
+
+def run(
+    n: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    kernels: list[str],
+    dtypes: list[str],
+    sizes: list[int],
+    seeds: int,
+    device: str,
+) -> list[dict[str, Any]]:
+    """Rows {kernel, dtype, mask, cp, out, dq, dk, dv}: mean ratios over `seeds` draws; `refused` where a kernel cannot."""
+    rows: dict[tuple[str, str, str, int], dict[str, Any]] = {}
+    for name, mask in masks(n).items():
+        for seed in range(seeds):
+            exact = draw(n, heads, kv_heads, head_dim, seed)
+            for dtype in dtypes:
+                inputs = [x.to(getattr(torch, dtype)) for x in exact]
+                truth = _attend(None, RingPlan.build(mask, Layout.contiguous(n, 1)), [x.double() for x in inputs], "reference")
+                inputs = [x.to(device) for x in inputs]
+                for kernel in kernels:
+                    _measure(rows, mask, name, dtype, kernel, sizes, inputs, truth)
+    for row in rows.values():
+        for part, ratios in list(row.items()):
+            if part in PARTS:
+                row[part] = sum(ratios) / len(ratios)
+    return list(rows.values())
+
+
+def _measure(
+    rows: dict[tuple[str, str, str, int], dict[str, Any]], mask: Mask, name: str, dtype: str, kernel: str, sizes: list[int],
+    inputs: list[Tensor], truth: list[Tensor],
+) -> None:  # fmt: skip
+    q, _, v, _ = inputs
+    try:
+        choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1])
+    except KernelError as error:
+        rows[kernel, dtype, name, 0] = {"kernel": kernel, "dtype": dtype, "mask": name, "refused": str(error)}
+        return
+    single = errors(one_call(mask, inputs, kernel), truth)
+    for cp in sizes:
+        plan = RingPlan.build(mask, Layout.zigzag(mask.n, cp))
+        parts = LocalRing(cp).run(_attend, plan, inputs, kernel)
+        got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
+        row = rows.setdefault((kernel, dtype, name, cp), {"kernel": kernel, "dtype": dtype, "mask": name, "cp": cp})
+        for part, ours, theirs in zip(PARTS, errors(got, truth), single, strict=True):
+            row.setdefault(part, []).append(ours / theirs)

@@ -1,0 +1,41 @@
+"""The command line of `cp-ring bench accuracy`; the measuring itself is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def bench_accuracy(
+    seq_length: Annotated[int, typer.Option(help="Tokens of the whole sequence.")] = 2048,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 2,
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 1,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    kernel: Annotated[list[str] | None, typer.Option(help="As --cp-ring-kernel; repeatable. Default: cpu.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: float32, bfloat16.")] = None,
+    cp: Annotated[list[int] | None, typer.Option(help="Ranks; repeatable. Default: 1, 2, 4, 8.")] = None,
+    seeds: Annotated[int, typer.Option(help="Draws of which the mean is taken.")] = 5,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Error of ring attention against float64, over the error of one call of the same kernel on the whole sequence."""
+    from cp_ring.bench.accuracy import PARTS, run
+    from cp_ring.bench.machine import facts
+
+    kernels, dtypes, sizes = kernel or ["cpu"], dtype or ["float32", "bfloat16"], cp or [1, 2, 4, 8]
+    rows = run(seq_length, heads, kv_heads, head_dim, kernels, dtypes, sizes, seeds, device)
+    if as_json:
+        typer.echo(json.dumps({**facts(), "rows": rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("kernel", "dtype", "mask", "cp", *PARTS, title="error, ring / one call")
+    for row in rows:
+        if "refused" in row:
+            table.add_row(row["kernel"], row["dtype"], row["mask"], "", row["refused"])
+        else:
+            table.add_row(row["kernel"], row["dtype"], row["mask"], str(row["cp"]), *(f"{row[part]:.2f}" for part in PARTS))
+    Console().print(table)
