@@ -22,6 +22,8 @@ from cp_ring.kernels import AttentionKernel, choose
 from cp_ring.kernels.steps import program
 from cp_ring.plan.ring_plan import RankPlan, RingPlan
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def ring_attention(
     q: Tensor,
@@ -59,13 +61,16 @@ def ring_attention(
     ContextParallelConfig.make(num_slots=num_slots, wire_dtype=wire_dtype)
     if qkv_format not in ("bshd", "sbhd"):
         raise PlanError(f"qkv_format {qkv_format!r}: it is bshd or sbhd")
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
+        raise PlanError(f"softmax_scale {softmax_scale}: it must be a finite number above 0")
+    _check_tensors(q, k, v, sink)
     if qkv_format == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     transport = None if group is None else transport_for(group, q.device)
     row, batch = _row(plan, transport), q.shape[1]
-    if batch > 1 and q.shape[0] * batch == row.num_rows:
+    if row.batch == batch > 1:
         q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
-    _check(q, k, v, sink, row)
+    _check_rows(q, k, v, row)
     run = _Run(
         row=row,
         transport=transport if plan.cp > 1 else None,
@@ -97,6 +102,7 @@ class _Run:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, run: _Run) -> Tensor:  # type: ignore[no-untyped-def]
+        q = q if q.stride(-1) == 1 else q.contiguous()
         k, v = k.contiguous(), v.contiguous()
         out, lse = _forward(run, q, k, v)
         if sink is not None:
@@ -141,15 +147,20 @@ def _backward(run: _Run, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Ten
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Counts exp(sink) into the denominators: scales out [s, b, h, e] in place, returns the new lse [b, h, s]."""
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    out *= (lse - with_sink).exp().permute(2, 0, 1)[..., None]
+    out *= _weight(lse, with_sink).permute(2, 0, 1)[..., None]
     return with_sink
 
 
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Of softmax with a sink: -sum over rows of exp(sink - lse) * (dout . out), [h]."""
-    share = (sink.to(lse.dtype)[:, None] - lse).exp()
+    share = _weight(sink.to(lse.dtype)[:, None], lse)
     product = (dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
     return -(share * product).sum((0, 2)).to(sink.dtype)
+
+
+def _weight(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part - whole), and 0 where both are -inf: nothing of nothing."""
+    return torch.where(whole == -math.inf, 0.0, (part - whole).exp())
 
 
 def _row(plan: RingPlan | RankPlan, transport: Transport | None) -> RankPlan:
@@ -164,16 +175,29 @@ def _row(plan: RingPlan | RankPlan, transport: Transport | None) -> RankPlan:
     return row
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, row: RankPlan) -> None:
-    """q, k, v are tokens first."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} (tokens first)"
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise PlanError(f"q, k and v have 4 dimensions, tokens, batch, heads and head size; here {shapes}")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise PlanError(f"q, k and v share one floating-point dtype; here {q.dtype}, {k.dtype}, {v.dtype}")
+        raise PlanError(f"q, k and v have 4 dimensions, batch, tokens, heads and head size; here {shapes}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+        raise PlanError(f"q, k and v share one floating-point dtype of 16 to 64 bits; here {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise PlanError(f"q, k and v are on one device; here {q.device}, {k.device}, {v.device}")
+    if 0 in (*q.shape[2:], *k.shape[2:], v.shape[3]):
+        raise PlanError(f"there is at least one head, of size at least 1; here {shapes}")
+    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise PlanError(
+            f"batch sizes and tokens agree, q and k share a head size, key/value heads divide query heads; here {shapes}"
+        )
+    if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
+        raise PlanError(
+            f"sink is one number for each of {q.shape[2]} query heads on {q.device}, not {tuple(sink.shape)} of {sink.dtype} "
+            f"on {sink.device}"
+        )
+
+
+def _check_rows(q: Tensor, k: Tensor, v: Tensor, row: RankPlan) -> None:
+    """q, k, v are tokens first."""
     if any(x.shape[0] != row.num_rows for x in (q, k, v)):
-        raise PlanError(f"rank {row.rank} holds {row.num_rows} tokens of the layout; here {shapes}")
-    if k.shape[:3] != v.shape[:3] or q.shape[1] != k.shape[1] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise PlanError(f"batch sizes agree, q and k share a head size, key/value heads divide query heads; here {shapes}")
-    if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point()):
-        raise PlanError(f"sink is one number for each of {q.shape[2]} query heads, not {tuple(sink.shape)} of {sink.dtype}")
+        rows = f" ({row.batch} batch rows of {row.num_rows // row.batch})" if row.batch > 1 else ""
+        raise PlanError(f"rank {row.rank} holds {row.num_rows} tokens of the layout{rows}, the tensors {q.shape[0]}")

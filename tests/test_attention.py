@@ -161,7 +161,14 @@ def test_bad_shapes():
     plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
     q, k, v, _ = Case.draw(16, h=4, g=2, d=8)
     with pytest.raises(PlanError, match="rank 0 holds 16 tokens of the layout"):
+        ring_attention(q[:, :8], k[:, :8], v[:, :8], plan)
+    with pytest.raises(PlanError, match="batch sizes and tokens agree"):
         ring_attention(q[:, :8], k, v, plan)
+    with pytest.raises(PlanError, match="at least one head"):
+        ring_attention(q[:, :, :0], k, v, plan)
+    for scale in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(PlanError, match="it must be a finite number above 0"):
+            ring_attention(q, k, v, plan, softmax_scale=scale)
     with pytest.raises(PlanError, match="key/value heads divide query heads"):
         ring_attention(q[:, :, :3], k, v, plan)
     with pytest.raises(PlanError, match="one floating-point dtype"):
@@ -170,7 +177,7 @@ def test_bad_shapes():
         ring_attention(q[0], k, v, plan)
     with pytest.raises(PlanError, match="pass their process group"):
         ring_attention(q[:, :8], k[:, :8], v[:, :8], RingPlan.build(Mask.causal(16), Layout.zigzag(16, 2)))
-    with pytest.raises(KernelError, match=r"--cp-ring-kernel cpu: cpu does not know torch.float8"):
+    with pytest.raises(PlanError, match="of 16 to 64 bits"):
         ring_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), plan, kernel="cpu")
 
 
@@ -216,3 +223,31 @@ def test_sink_equals_a_key_without_a_value(pool, cp):
     truth = [out, *torch.autograd.grad(out, (q, k, v, offset), case.dout.double())]
     for x, y in zip([*got, sum(part[4] for part in parts)], truth, strict=True):
         assert error(x, y) < TOLERANCE[torch.float32]
+
+
+def test_queries_of_any_stride():
+    """Kernels want the last dimension dense: a transposed view must not reach them."""
+    plan = RingPlan.build(Mask.causal(24), Layout.zigzag(24, 1))
+    case = Case.draw(24, b=2, h=4, g=4, d=8)
+    strided = Case(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in case))
+    assert strided.q.stride(-1) != 1
+    close(on_rank(None, strided, plan)[0], brute_force(case, plan.mask.dense()), TOLERANCE[torch.float32])
+
+
+def test_batch_rows_are_a_stream_only_where_the_layout_says_so():
+    """Two rows of n tokens are not taken for the one sequence of 2 n tokens that the plan is for."""
+    q, k, v, _ = Case.draw(16, b=2, h=2, g=2, d=8)
+    with pytest.raises(PlanError, match="rank 0 holds 32 tokens of the layout, the tensors 16"):
+        ring_attention(q, k, v, RingPlan.build(Mask.causal(32), Layout.zigzag(32, 1)))
+    with pytest.raises(PlanError, match="batch rows must be split over the same ranks, as many tokens each; here 10; 22"):
+        Layout.batch([Layout.zigzag(10, 1), Layout.zigzag(22, 1)])
+
+
+def test_a_sink_of_nothing():
+    """exp(-inf) is no sink at all, for rows without keys too."""
+    plan = RingPlan.build(Mask.documents([0, 20], n=24), Layout.zigzag(24, 1))
+    case = Case.draw(24)
+    sink = torch.full((4,), -math.inf, requires_grad=True)
+    out = ring_attention(*case[:3], plan, sink=sink)
+    assert torch.equal(out, ring_attention(*case[:3], plan))
+    assert (torch.autograd.grad(out.sum(), sink)[0] == 0).all()

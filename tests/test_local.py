@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,3 +49,26 @@ def test_a_ring_of_another_size():
     plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 4))
     with pytest.raises(PlanError, match="the plan is for 4 ranks, the group has 2"):
         LocalRing(2).run(on_rank, Case.draw(N), plan)
+
+
+def test_ranks_without_tokens():
+    """A layout may leave ranks empty; with b > 1 too, their shards are just empty."""
+    layout = Layout(N, 3, np.array([0, 50, N]), np.array([2, 0]))
+    plan = RingPlan.build(Mask.causal(N), layout)
+    plan.verify(rows=True)
+    case = Case.draw(N, b=2)
+    parts = LocalRing(3).run(on_rank, case, plan)
+    for i, truth in enumerate(brute_force(case, plan.mask.dense())):
+        assert error(layout.unshard([part[i] for part in parts], 1), truth) < 3e-6
+
+
+def test_the_failure_of_a_rank_is_the_failure_of_all():
+    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 3))
+
+    def case(group):
+        if group.rank == 2:
+            raise RuntimeError("rank 2 is broken")
+        return on_rank(group, Case.draw(N), plan)
+
+    with pytest.raises(RuntimeError, match="rank 2 is broken"):
+        LocalRing(3).run(case)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cp_ring.comm.transport import Batch, Pending, count, messages
@@ -28,24 +29,47 @@ class LocalRing:
 
     def __init__(self, size: int):
         self.size = size
-        self._arrived = threading.Condition()
+        self._changed = threading.Condition()
         self._mail: dict[tuple[int, int, int], Tensor] = {}
+        self._failed = False
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        self._failed, grad = False, torch.is_grad_enabled()
+
+        def one(rank: int) -> Any:
+            # One engine thread for all ranks' backward would wait for itself.
+            with torch.set_grad_enabled(grad), torch.autograd.set_multithreading_enabled(False):
+                try:
+                    return case(LocalGroup(self, rank), *args, **kwargs)
+                except BaseException:
+                    with self._changed:
+                        self._failed = True
+                        self._changed.notify_all()
+                    raise
+
         with ThreadPoolExecutor(self.size) as threads:
-            groups = [LocalGroup(self, rank) for rank in range(self.size)]
-            return [done.result() for done in [threads.submit(case, group, *args, **kwargs) for group in groups]]
+            ranks = [threads.submit(one, rank) for rank in range(self.size)]
+        failures = [error for error in (rank.exception() for rank in ranks) if error]
+        for error in sorted(failures, key=lambda error: isinstance(error, _Abandoned)):
+            raise error
+        return [rank.result() for rank in ranks]
 
     def put(self, key: tuple[int, int, int], rows: Tensor) -> None:
-        with self._arrived:
+        with self._changed:
             self._mail[key] = rows
-            self._arrived.notify_all()
+            self._changed.notify_all()
 
     def take(self, key: tuple[int, int, int]) -> Tensor:
-        with self._arrived:
-            if not self._arrived.wait_for(lambda: key in self._mail, TIMEOUT):
-                raise ConfigError(f"rank {key[1]} of a local ring waited {TIMEOUT:g} s for message {key[2]} of rank {key[0]}")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._failed or key in self._mail, TIMEOUT):
+                raise _Abandoned(f"rank {key[1]} of a local ring waited {TIMEOUT:g} s for message {key[2]} of rank {key[0]}")
+            if key not in self._mail:
+                raise _Abandoned(f"rank {key[1]} of a local ring gave up: another rank failed")
             return self._mail.pop(key)
+
+
+class _Abandoned(ConfigError):
+    """A rank's message did not come; if another rank failed, that is why."""
 
 
 class LocalGroup:

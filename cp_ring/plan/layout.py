@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Layout:
     """A stream of `n` tokens cut into chunks, each owned by one of `cp` ranks; a rank holds its chunks in ascending order.
 
+    `rows` is how many batch rows the stream is made of, one after another.
     `edges` int64 [chunks + 1]: chunk c is `[edges[c], edges[c + 1])`; `owner` int64 [chunks]: its rank.
     """
 
@@ -30,6 +31,7 @@ class Layout:
     edges: Ints
     owner: Ints
     name: str = "layout"
+    rows: int = 1
 
     @classmethod
     def zigzag(cls, n: int, cp: int) -> Layout:
@@ -44,13 +46,17 @@ class Layout:
 
     @classmethod
     def batch(cls, rows: Sequence[Layout]) -> Layout:
-        """Batch rows, each split by its own layout, as one stream in which row follows row; all are for the same ranks."""
-        if len({row.cp for row in rows}) != 1:
-            raise PlanError(f"batch rows are split over {', '.join(str(row.cp) for row in rows)} ranks; it must be one number")
+        """Batch rows, each split by its own layout, as one stream in which row follows row.
+
+        All are for the same ranks, and give each rank as many tokens of one row as of another: tensors are [b, s, ...].
+        """
+        if not rows or any(not np.array_equal(row.tokens_per_rank, rows[0].tokens_per_rank) for row in rows):
+            held = "; ".join(", ".join(map(str, row.tokens_per_rank[:8])) for row in rows[:4])
+            raise PlanError(f"batch rows must be split over the same ranks, as many tokens each; here {held or 'there are none'}")
         starts = np.cumsum([0, *(row.n for row in rows)])
         edges = np.concatenate([row.edges[:-1] + start for row, start in zip(rows, starts, strict=False)])
         owner = np.concatenate([row.owner for row in rows])
-        return cls(int(starts[-1]), rows[0].cp, np.append(edges, starts[-1]), owner, "batch")
+        return cls(int(starts[-1]), rows[0].cp, np.append(edges, starts[-1]), owner, "batch", len(rows))
 
     @classmethod
     def per_document_zigzag(cls, cu_seqlens_padded: Sequence[int] | np.ndarray, cp: int) -> Layout:
@@ -130,7 +136,7 @@ class Layout:
             raise PlanError(f"tensor of {x.shape[dim]} tokens in dimension {dim}, but the layout is for {self.n}")
         import torch
 
-        return torch.cat([x.narrow(dim, start, end - start) for start, end in self.ranges(rank)], dim)
+        return torch.cat([x.narrow(dim, start, end - start) for start, end in self.ranges(rank) or [(0, 0)]], dim)
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The whole tensor from all ranks' parts, in rank order: the inverse of `shard`."""

@@ -91,6 +91,8 @@ class Mask:
     @classmethod
     def batch(cls, rows: Sequence[Mask]) -> Mask:
         """Batch rows with masks of their own as one stream, in which row follows row."""
+        if not rows:
+            raise PlanError("a batch has at least one row")
         starts = np.cumsum([0, *(row.n for row in rows)])
         pieces = [row.pieces.shifted(start, start).data for row, start in zip(rows, starts, strict=False)]
         return cls(int(starts[-1]), Tiles(np.concatenate(pieces, axis=1)), "batch")

@@ -96,12 +96,13 @@ class Hops(Sequence[Hop]):
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """One rank's hops, dead ones left out."""
+    """One rank's hops, dead ones left out. `batch` is how many batch rows its `num_rows` tokens are of."""
 
     rank: int
     cp: int
     num_rows: int
     hops: Sequence[Hop]
+    batch: int = 1
 
     @property
     def packed(self) -> bool:
@@ -187,7 +188,7 @@ def rank_plan(plan: RingPlan, rank: int) -> RankPlan:
             grad_receives=grad_receives.at(index),
         )
 
-    return RankPlan(rank, cp, num_rows, Hops(make, np.flatnonzero(live).tolist()))
+    return RankPlan(rank, cp, num_rows, Hops(make, np.flatnonzero(live).tolist()), plan.layout.rows)
 
 
 class _Messages:

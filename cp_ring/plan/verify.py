@@ -237,7 +237,9 @@ def check_keys(plan: RingPlan) -> None:
     """What arrives at a hop is what its tiles read and later sends forward, no less and no more; it arrives in time."""
     keys, cp = plan.transfers, plan.cp
     own = keys.buffer == 0
-    _all(np.where(own, keys.sender == keys.owner, keys.buffer < keys.hop), lambda i: f"{_moves(keys, i)}, which it does not have")
+    # The executor holds a buffer until the hop after its own has been sent, no longer.
+    held = np.where(own, keys.sender == keys.owner, keys.buffer == keys.hop - 1)
+    _all(held, lambda i: f"{_moves(keys, i)}, which it does not have")
     _one_peer(keys.receiver * cp + keys.hop, keys.sender, cp)
     away, forwarded = np.flatnonzero(plan.tile_hop > 0), keys[~own]
     needed = union(
@@ -253,7 +255,7 @@ def check_gradients(plan: RingPlan) -> None:
     grads, cp = plan.gradients, plan.cp
     home = grads.buffer == 0
     _all(
-        np.where(home, grads.receiver == grads.owner, grads.buffer > grads.hop),
+        np.where(home, grads.receiver == grads.owner, grads.buffer == grads.hop + 1),
         lambda i: f"{_moves(grads, i)}, where its gradients have no place",
     )
     away, passed = np.flatnonzero(plan.tile_hop > 0), grads[~home]
