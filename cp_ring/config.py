@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cp_ring.errors import ConfigError
 
 Kernel = Literal["auto", "transformer_engine", "cudnn", "flash", "flash_aten", "cpu", "reference"]
-LayoutName = Literal["zigzag", "contiguous"]
+LayoutName = Literal["zigzag", "contiguous", "balanced"]
 Route = Literal["direct", "ring"]
 WireDtype = Literal["input", "float32"]
 
@@ -31,7 +31,12 @@ class ContextParallelConfig(BaseModel):
     enabled: bool = Field(False, description="Replace core attention by ring attention over the context-parallel group.")
     cpu: bool = Field(False, description="Let Megatron run on a machine without CUDA (gloo); inert where CUDA is present.")
     kernel: Kernel = Field("auto", description="Attention kernel of each tile; auto takes the fastest one that can do the job.")
-    layout: LayoutName = Field("zigzag", description="Which rank holds which tokens.")
+    layout: LayoutName = Field("zigzag", description="Which rank holds which tokens; balanced needs --cp-ring-document-mask.")
+    document_mask: bool = Field(
+        False,
+        description="Tokens see only their own document, which ends with the end-of-document token; "
+        "position ids begin anew in each, and that token's own prediction counts for nothing in the loss.",
+    )
     route: Route = Field("direct", description="How keys and values reach the ranks that need them.")
     num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
     wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.refuse import refusing
-from cp_ring.megatron.settings import install
+from cp_ring.megatron.settings import INTER_DOCUMENT, install
 
 _FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader")
 
@@ -17,7 +18,9 @@ _FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloade
 def main() -> None:
     """Trains as the command line says; exits with code 2 and one line where it cannot."""
     with refusing():
-        install(sys.argv[1:])
+        config = install(sys.argv[1:])
+        if config.enabled:
+            _refuse_scripts_flags(sys.argv)
         from cp_ring import patches
         from cp_ring.megatron import compat, gpt
 
@@ -26,6 +29,16 @@ def main() -> None:
             step_line.apply()
         sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
         compat.pretrain(gpt.datasets_provider, gpt.forward_step)
+
+
+def _refuse_scripts_flags(argv: list[str]) -> None:
+    """The flags of Megatron's `pretrain_gpt.py` that need its own batches."""
+    if INTER_DOCUMENT in argv:
+        raise ConfigError(
+            f"cp_ring.pretrain_gpt has no {INTER_DOCUMENT}: give --cp-ring-document-mask, or run the script by cp_ring.run"
+        )
+    if "--sft" in argv:
+        raise ConfigError("cp_ring.pretrain_gpt has no --sft: run Megatron's pretrain_gpt.py by cp_ring.run")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ def main() -> None:
     sys.path[0] = str(script.resolve().parent)
     with refusing():
         config = install(sys.argv[1:])
+        if config.document_mask:
+            raise ConfigError(
+                f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "
+                "--dataloader-inter-document-masking does"
+            )
         if config.enabled and config.layout != "zigzag":
             raise ConfigError(
                 f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag"

@@ -11,7 +11,18 @@ import importlib
 from cp_ring.errors import ConfigError
 from cp_ring.patches.patch import Patch
 
-NAMES = ("cpu_runtime", "dataset_helpers", "arguments", "core_attention", "rotary_layout", "optimizer_step", "step_line")
+NAMES = (
+    "cpu_runtime",
+    "dataset_helpers",
+    "arguments",
+    "core_attention",
+    "rotary_layout",
+    "rotary_documents",
+    "document_mask",
+    "mtp_roll",
+    "optimizer_step",
+    "step_line",
+)
 
 
 def get(name: str) -> Patch:

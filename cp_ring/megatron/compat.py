@@ -74,3 +74,29 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
     args = arguments.parse_and_validate_args()
     model = [] if "model_provider" in wanted else [argument_utils.gpt_config_from_args(args)]
     training.pretrain(argument_utils.pretrain_cfg_container_from_args(args, *model), datasets, **wanted)
+
+
+def has_window(config: Any, layer_number: int) -> bool:
+    """Whether layer `layer_number` (from 1) of a model with `config.window_size` attends within it, by Megatron's own rule."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    return bool(is_layer_window_attention(config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number))
+
+
+def mark_tensor_parallel(parameter: Any, dim: int) -> None:
+    """Declares that tensor-parallel ranks hold different parts of `parameter`, split along `dim`."""
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+
+
+def sharded_tensors(
+    state: dict[str, Any], prefix: str, split: dict[str, int], offsets: tuple[Any, ...], tp_group: Any, metadata: Any
+) -> dict[str, Any]:
+    """The sharded state of `state`, whose tensors are split over `tp_group` along the dimensions in `split`."""
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
+
+    group = (metadata or {}).get("dp_cp_group")
+    if group is None or "dp_cp_group" not in inspect.signature(make).parameters:
+        return make(state, prefix, split, offsets)  # with Megatron's global groups
+    return make(state, prefix, split, offsets, tp_group=tp_group, dp_cp_group=group)

@@ -13,7 +13,13 @@ from megatron.core.transformer.module import MegatronModule
 
 from cp_ring.attention import ring_attention
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.settings import current, group_of, make_plan
+from cp_ring.megatron import compat
+from cp_ring.megatron.documents import documents_of
+from cp_ring.megatron.settings import current, group_of, make_plan, packed_in_whole_rows
+from cp_ring.megatron.validate import check_window
+from cp_ring.plan.ring_plan import RankPlan, RingPlan
+
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class RingDotProductAttention(MegatronModule):
@@ -22,8 +28,13 @@ class RingDotProductAttention(MegatronModule):
     The arguments are those that Megatron gives to core attention. `config.apply_query_key_layer_scaling` changes nothing here:
     stock attention divides and multiplies the scores by the layer number to fit fp16, and ring attention keeps them in float32.
 
+    A layer's window (`config.window_size`, `config.window_attn_skip_freq`) narrows its mask; `config.softmax_type` adds an offset
+    to each head's softmax denominator, exp(0) for `off-by-one`, or exp of the parameter `softmax_offset` [h] for `learnable`.
+
     Raises `ConfigError` for what ring attention does not serve.
     """
+
+    softmax_offset: torch.Tensor | None
 
     def __init__(
         self,
@@ -43,12 +54,14 @@ class RingDotProductAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.cp_group = group_of(pg_collection, "cp")
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.tp_group = group_of(pg_collection, "tp")
+        self.softmax_scale = 1.0 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.current_max_attn_logits = None
         self.settings = current()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_layer(config, layer_number, attention_type, dropout, cp_comm_type)
-        _check_mask(attn_mask_type)
+        self.window = _window(config, layer_number, _check_mask(attn_mask_type))
+        self._make_softmax_offset()
         if any(value is not None for value in unknown.values()):
             raise ConfigError(f"ring attention does not know these core attention arguments: {', '.join(unknown)}")
 
@@ -66,19 +79,17 @@ class RingDotProductAttention(MegatronModule):
         """Attention of this rank's queries to every rank's keys.
 
         Args:
-            query: [s, b, h, d].
-            key: [s, b, g, d].
-            value: [s, b, g, dv].
+            query: [s, b, h, d], or [s, h, d] of packed documents (thd).
+            key: [s, b, g, d] or [s, g, d].
+            value: [s, b, g, dv] or [s, g, dv].
             attention_mask: must be None; the mask is the declared one, `attn_mask_type`.
 
         Returns:
-            [s, b, h * dv], in the dtype of `query`.
+            [s, b, h * dv], or [s, h * dv] of packed documents, in the dtype of `query`; zero where a token is padding.
 
         Raises:
-            ConfigError: for a mask tensor, a bias, or packed sequences.
+            ConfigError: for a mask tensor, a bias, or packed sequences that cannot be served.
         """
-        if packed_seq_params is not None:
-            raise ConfigError("--cp-ring does not serve packed sequences (packed_seq_params); train without sequence packing")
         if attention_bias is not None:
             raise ConfigError("--cp-ring does not serve an attention bias")
         if attention_mask is not None:
@@ -89,21 +100,62 @@ class RingDotProductAttention(MegatronModule):
         if any(value is not None for value in unknown.values()):
             raise ConfigError(f"ring attention does not know these inputs: {', '.join(unknown)}")
         mask = _check_mask(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
-        cp = self.cp_group.size()
-        plan = make_plan(mask, query.shape[0] * cp, cp, self.settings.layout, self.settings.route)
+        plan = self._plan(query, mask, packed_seq_params)
+        packed = query.dim() == 3  # thd: Megatron has dropped the batch dimension
+        if packed:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         out = ring_attention(
             query,
             key,
             value,
             plan,
-            self.cp_group if cp > 1 else None,
+            self.cp_group if plan.cp > 1 else None,
             softmax_scale=self.softmax_scale,
+            sink=self.softmax_offset,
             kernel=self.settings.kernel,
             num_slots=self.settings.num_slots,
             wire_dtype=self.settings.wire_dtype,
             qkv_format="sbhd",
         )
-        return out.reshape(*out.shape[:2], -1)
+        out = out.reshape(*out.shape[:2], -1)
+        return out.squeeze(1) if packed else out
+
+    def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> RingPlan | RankPlan:
+        """What is to be computed for queries [s, b, h, d], packed ones [s, h, d], under the mask type `mask`."""
+        cp = self.cp_group.size()
+        if packed_seq_params is not None:
+            tokens = query.shape[0] * (query.shape[1] if query.dim() == 4 else 1)
+            documents = documents_of(packed_seq_params, tokens, cp, packed_in_whole_rows())
+            return documents.plan(self.cp_group.rank(), self.settings.route, self.window, causal=mask == "causal")
+        return make_plan(mask, query.shape[0] * cp, cp, self.settings.layout, self.settings.route, self.window)
+
+    def _make_softmax_offset(self) -> None:
+        """The offset of each head's softmax, [h]: None, a constant, or a parameter."""
+        kind, config = getattr(self.config, "softmax_type", "vanilla"), self.config
+        if kind == "vanilla":
+            self.softmax_offset = None
+            return
+        options = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        heads = config.num_attention_heads // self.tp_group.size()
+        if kind == "off-by-one":
+            # Neither a parameter nor in checkpoints.
+            self.register_buffer("softmax_offset", torch.zeros(heads, **options), persistent=False)
+            return
+        # Drawn for the heads of all tensor-parallel ranks, so that a head starts with the same value at any size.
+        offset = torch.empty(config.num_attention_heads, **options)
+        if config.perform_initialization:
+            config.init_method(offset)
+        offset = offset.narrow(0, self.tp_group.rank() * heads, heads).clone()
+        self.softmax_offset = torch.nn.Parameter(offset)
+        # Each tensor-parallel rank has heads of its own: the gradient norm must count them all.
+        compat.mark_tensor_parallel(self.softmax_offset, dim=0)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As Megatron's own core attention: `softmax_offset`, split over tensor-parallel ranks, where it is learned."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return compat.sharded_tensors(state, prefix, {"softmax_offset": 0}, sharded_offsets, self.tp_group, metadata)
 
 
 def _check_mask(mask_type: Any) -> str:
@@ -113,6 +165,23 @@ def _check_mask(mask_type: Any) -> str:
     return name
 
 
+def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
+    """How many keys before and after its own position a query of this layer sees; -1 is any number.
+
+    Raises `ConfigError` for a window that the mask contradicts, or layers that the configuration leaves out.
+    """
+    window = getattr(config, "window_size", None)
+    frequency = getattr(config, "window_attn_skip_freq", None)
+    if window is None:
+        return -1, -1
+    check_window(window, causal=mask == "causal")
+    if isinstance(frequency, list) and layer_number > len(frequency):
+        raise ConfigError(f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer {layer_number}")
+    if not compat.has_window(config, layer_number):
+        return -1, -1
+    return int(window[0]), int(window[1])
+
+
 def _check_layer(config: Any, layer_number: int, attention_type: str, dropout: float, cp_comm_type: str | None) -> None:
     if attention_type != "self":
         raise ConfigError(f"--cp-ring serves self attention; layer {layer_number} is {attention_type} attention")
@@ -120,10 +189,8 @@ def _check_layer(config: Any, layer_number: int, attention_type: str, dropout: f
         raise ConfigError(f"--cp-ring does not serve attention dropout: give --attention-dropout 0, not {dropout}")
     if cp_comm_type not in (None, "p2p"):
         raise ConfigError(f"--cp-ring serves --cp-comm-type p2p, not {cp_comm_type} (layer {layer_number})")
-    if getattr(config, "window_size", None) is not None:
-        raise ConfigError(f"--cp-ring does not serve sliding windows: --window-size {config.window_size}")
     softmax_type = getattr(config, "softmax_type", "vanilla")
-    if softmax_type != "vanilla":
-        raise ConfigError(f"--cp-ring serves --softmax-type vanilla, not {softmax_type}")
+    if softmax_type not in _SOFTMAX_TYPES:
+        raise ConfigError(f"--cp-ring serves --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}")
     if getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False):
         raise ConfigError("--cp-ring does not record attention logits: leave out --qk-clip and --log-max-attention-logit")

@@ -15,10 +15,12 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.settings import current, make_layout
 
-Batch = dict[str, torch.Tensor | None]
+Batch = dict[str, Any]
 
 _INTEGERS = ("tokens", "labels", "position_ids")
 _FLOATS = ("loss_mask",)
@@ -32,27 +34,59 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
 
 
 def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor]:
-    """The microbatch [b, n] on this tensor-parallel rank's device; tensor-parallel rank 0 reads it and sends it to the others."""
-    wanted = dict.fromkeys(_INTEGERS, torch.int64) | dict.fromkeys(_FLOATS, torch.float32)
+    """The microbatch [b, n] on this tensor-parallel rank's device; tensor-parallel rank 0 reads it and sends it to the others.
+
+    With --cp-ring-document-mask also `cu_seqlens` int64 [documents + 1] of the stream of its rows, on the CPU.
+    """
+    return _read(data_iterator, _INTEGERS, _FLOATS)
+
+
+def _read(data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     data: dict[str, torch.Tensor] = {}
+    if data_iterator is None and current().document_mask and parallel_state.get_tensor_model_parallel_rank() == 0:
+        raise ConfigError("--cp-ring-document-mask: this pipeline stage has no data set to take document boundaries from")
     if data_iterator is not None:
         read = next(data_iterator)
-        data = {name: read[name].to(dtype) for name, dtype in wanted.items()}
+        data = {name: read[name].to(torch.int64) for name in integers} | {name: read[name].to(torch.float32) for name in floats}
+        if current().document_mask:
+            data["cu_seqlens"] = torch.from_numpy(boundaries(read["position_ids"]))
+    here = data.get("cu_seqlens")
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return {name: tensor.cuda(non_blocking=True) for name, tensor in data.items()}
-    integers = tensor_parallel.broadcast_data(list(_INTEGERS), data, torch.int64)
-    return {**integers, **tensor_parallel.broadcast_data(list(_FLOATS), data, torch.float32)}
+        moved = {name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)}
+    else:
+        names = [*integers, "cu_seqlens"] if current().document_mask else list(integers)
+        moved = tensor_parallel.broadcast_data(names, data, torch.int64)
+        if floats:
+            moved |= tensor_parallel.broadcast_data(list(floats), data, torch.float32)
+    if current().document_mask:  # the other tensor-parallel ranks must wait for them to leave the device
+        moved["cu_seqlens"] = here if here is not None else moved["cu_seqlens"].cpu()
+    return moved
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Batch:
     """The microbatch of this rank: tokens, labels, position_ids int64 and loss_mask float32, each [b, n / cp].
 
-    A middle pipeline stage needs none of it, and gets None for each. No attention mask is ever built.
+    A middle pipeline stage needs none of it, and gets None for each. No attention mask is ever built: where documents mask one
+    another, every stage reads the microbatch for itself, and gets them as `packed_seq_params`.
     """
-    if not _first_or_last_stage(vp_stage):
-        return dict.fromkeys(_INTEGERS + _FLOATS)
     rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    return {**on_this_cp_rank(_next_batch(data_iterator), rank, cp)}
+    nothing = dict.fromkeys((*_INTEGERS, *_FLOATS, "packed_seq_params"))
+    ends = _first_or_last_stage(vp_stage)
+    if not current().document_mask:
+        return nothing | on_this_cp_rank(_next_batch(data_iterator), rank, cp) if ends else nothing
+    batch = _next_batch(data_iterator) if ends else _read(data_iterator, ())
+    documents = _documents(batch.pop("cu_seqlens"), rank, cp)
+    parts = {name: documents.shard(tensor, rank) for name, tensor in batch.items()}
+    return nothing | parts | {"packed_seq_params": DocumentParams.carry(documents)}
+
+
+def _documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
+    """The microbatch's documents, of which the plan of layers without a window is under way."""
+    args, edges = get_args(), cu_seqlens.numpy()
+    documents = Documents.in_rows(edges, int(edges[-1]) // args.seq_length, current().layout, cp)
+    if getattr(args, "window_size", None) is None:
+        documents.prepare(rank, current().route)
+    return documents
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -82,7 +116,8 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    more = {name: batch[name] for name in ("loss_mask", "packed_seq_params")}
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
     return output, functools.partial(loss_function, batch["loss_mask"])
 
 
@@ -134,7 +169,8 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     kind = MockGPTDataset if args.mock_data else GPTDataset
 
     def built_here() -> bool:
-        return parallel_state.get_tensor_model_parallel_rank() == 0 and _first_or_last_stage(vp_stage)
+        wanted = current().document_mask or _first_or_last_stage(vp_stage)
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and wanted
 
     print_rank_0("> building the data sets")
     return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, dataset_config(args)).build()

@@ -17,7 +17,10 @@ from cp_ring.plan.ring_plan import RingPlan
 _LAYOUTS = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}
 _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
+INTER_DOCUMENT = "--dataloader-inter-document-masking"
+
 _current = ContextParallelConfig.make(enabled=True)
+_whole_rows = False
 
 
 def current() -> ContextParallelConfig:
@@ -25,10 +28,19 @@ def current() -> ContextParallelConfig:
     return _current
 
 
-def configure(config: ContextParallelConfig) -> None:
-    """Puts `config` in force for layers and batches made from now on."""
-    global _current
+def packed_in_whole_rows() -> bool:
+    """Whether this job's packed documents (thd) are split all together, as one row, instead of one by one.
+
+    Megatron's data loader splits them so under --dataloader-inter-document-masking, and nothing in its batches tells.
+    """
+    return _whole_rows
+
+
+def configure(config: ContextParallelConfig, whole_rows: bool | None = None) -> None:
+    """Puts `config` in force for layers and batches made from now on, and what `packed_in_whole_rows` says unless it is None."""
+    global _current, _whole_rows
     _current = config
+    _whole_rows = _whole_rows if whole_rows is None else whole_rows
 
 
 def flags(argv: Sequence[str]) -> ContextParallelConfig:
@@ -51,14 +63,24 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
     if config.cpu:
         names.insert(0, "cpu_runtime")
     if config.enabled:
-        names.append("core_attention")
-    if config.enabled and config.layout != "zigzag":
-        names.append("rotary_layout")
+        names += _patches_of_models(config, argv)
     patches = importlib.import_module("cp_ring.patches")
     for name in names:
         patches.get(name).apply()
-    configure(config)
+    configure(config, whole_rows=INTER_DOCUMENT in argv)
     return config
+
+
+def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> list[str]:
+    """The patches that the models of a job with ring attention need."""
+    wanted = {
+        "core_attention": True,
+        "rotary_layout": config.layout != "zigzag",
+        "rotary_documents": INTER_DOCUMENT in argv,
+        "document_mask": config.document_mask,
+        "mtp_roll": any(word.split("=")[0] == "--mtp-num-layers" for word in argv),
+    }
+    return [name for name, needed in wanted.items() if needed]
 
 
 def make_layout(name: str, n: int, cp: int) -> Layout:
@@ -67,9 +89,12 @@ def make_layout(name: str, n: int, cp: int) -> Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def make_plan(mask: str, n: int, cp: int, layout: str, route: str) -> RingPlan:
-    """The verified plan for mask kind `causal` or `no_mask` over `n` tokens; made once per process and shared by all layers."""
-    plan = RingPlan.build(_MASKS[mask](n), make_layout(layout, n, cp), route=route)
+def make_plan(mask: str, n: int, cp: int, layout: str, route: str, window: tuple[int, int] = (-1, -1)) -> RingPlan:
+    """The verified plan for mask kind `causal` or `no_mask` over `n` tokens; made once per process and shared by all layers.
+
+    `window` is how many keys before and after its own position a query sees; -1 is any number.
+    """
+    plan = RingPlan.build(_MASKS[mask](n, window=window), make_layout(layout, n, cp), route=route)
     plan.verify()
     return plan
 

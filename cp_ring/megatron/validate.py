@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,11 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         if config.enabled:
             args.create_attention_mask_in_dataloader = False  # s x s booleans that ring attention does not need
             check_attention(args)
+            check_documents(args, config)
+        elif config.document_mask:
+            raise ConfigError("--cp-ring-document-mask needs --cp-ring")
         check_sizes(args)
+        check_norms(args)
         check_data(args)
         saved.choose(args)
         configure(config)
@@ -97,12 +102,8 @@ def check_attention(args: argparse.Namespace) -> None:
     other = [kind for kind in types if kind != "p2p"]
     if other:
         raise ConfigError(f"--cp-ring serves --cp-comm-type p2p, not {other[0]}")
+    check_windows(args)
     refused = (
-        ("window_size", None, "--window-size", "sliding windows"),
-        ("softmax_type", "vanilla", "--softmax-type", "softmax offsets"),
-        ("reset_attention_mask", False, "--reset-attention-mask", "document masks"),
-        ("dataloader_inter_document_masking", False, "--dataloader-inter-document-masking", "document masks"),
-        ("sft", False, "--sft", "packed sequences"),
         ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
         ("hierarchical_context_parallel_sizes", None, "--hierarchical-context-parallel-sizes", "nested context-parallel groups"),
         ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
@@ -116,6 +117,89 @@ def check_attention(args: argparse.Namespace) -> None:
         if value != served:
             shown = flag if value is True else f"{flag} {value}"
             raise ConfigError(f"--cp-ring does not serve {what}: leave out {shown}")
+
+
+def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Masks of documents are asked for in a way that can be served; --cp-ring-document-mask switches on what belongs to it."""
+    if config.layout == "balanced":
+        _check_balanced(args, config)
+    if config.document_mask:
+        # Megatron's data set then begins position ids anew behind each end-of-document token, and masks that token's loss.
+        args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
+    elif args.reset_attention_mask:
+        raise ConfigError("--reset-attention-mask makes masks of s x s tokens: give --cp-ring-document-mask instead")
+    if getattr(args, "dataloader_inter_document_masking", False):
+        if config.document_mask:
+            raise ConfigError(
+                "--dataloader-inter-document-masking and --cp-ring-document-mask mask the same: give the latter alone"
+            )
+        if args.context_parallel_size > 1 and args.apply_rope_fusion:
+            raise ConfigError(
+                "--dataloader-inter-document-masking splits documents as the fused rotary embedding does not expect: "
+                "give --no-rope-fusion, or --cp-ring-document-mask instead"
+            )
+
+
+def _check_balanced(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    if not config.document_mask:
+        raise ConfigError("--cp-ring-layout balanced is for packed documents: give --cp-ring-document-mask too, or zigzag")
+    rotary = args.position_embedding_type not in ("learned_absolute", "none")
+    if rotary and getattr(args, "multi_latent_attention", False):
+        raise ConfigError("--cp-ring-layout balanced does not serve --multi-latent-attention: give --cp-ring-layout zigzag")
+    if rotary and args.position_embedding_type not in ("rope", "yarn"):
+        raise ConfigError(
+            f"--cp-ring-layout balanced does not serve --position-embedding-type {args.position_embedding_type}: "
+            "give --cp-ring-layout zigzag"
+        )
+    if rotary and args.apply_rope_fusion and args.micro_batch_size > 1:
+        raise ConfigError(
+            f"--cp-ring-layout balanced with --micro-batch-size {args.micro_batch_size} has other positions in each row, which "
+            "the fused rotary embedding cannot take: give --no-rope-fusion"
+        )
+    for name, flag in (
+        ("hybrid_layer_pattern", "--hybrid-layer-pattern"),
+        ("hybrid_override_pattern", "--hybrid-override-pattern"),
+    ):
+        if getattr(args, name, None):
+            raise ConfigError(f"--cp-ring-layout balanced serves GPT models alone, not {flag}: give --cp-ring-layout zigzag")
+
+
+def check_windows(args: argparse.Namespace) -> None:
+    """The window of the attention layers, and which layers have it, can be had."""
+    window, frequency = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    if window is None:
+        return
+    check_window(window, causal=True)
+    if isinstance(frequency, list) and len(frequency) < args.num_layers:
+        raise ConfigError(f"--window-attn-skip-freq has {len(frequency)} entries for --num-layers {args.num_layers}")
+    if isinstance(frequency, int) and frequency < 1:
+        raise ConfigError(f"--window-attn-skip-freq {frequency} must be at least 1")
+
+
+def check_window(window: Any, causal: bool) -> None:
+    """Raises `ConfigError` unless `window` is (left, right), each -1 or more, and right at most 0 where the mask is causal."""
+    shown = f"--window-size {window}"
+    if len(window) != 2 or any(side != int(side) or side < -1 for side in window):
+        raise ConfigError(f"{shown}: it is two integers, keys before and after a query, each -1 (any number) or more")
+    if causal and window[1] > 0:
+        raise ConfigError(f"{shown}: a causal layer sees nothing after its own position; give {window[0]},0")
+
+
+def check_norms(args: argparse.Namespace) -> None:
+    """The layers' norms can do with a part of the sequence, where --sequence-parallel asks for it, and experts with all of it."""
+    tp = args.tensor_model_parallel_size
+    if tp == 1:
+        return
+    if getattr(args, "num_experts", None) and not args.sequence_parallel:
+        raise ConfigError(
+            f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel (Megatron serves no other)"
+        )
+    fused = args.normalization == "LayerNorm" and importlib.util.find_spec("apex") is not None
+    if args.sequence_parallel and args.transformer_impl == "local" and not fused and not args.spec:
+        raise ConfigError(
+            f"--sequence-parallel with --transformer-impl local and --normalization {args.normalization} has norms that see the "
+            "whole sequence only: give --transformer-impl transformer_engine, or leave it out"
+        )
 
 
 def check_data(args: argparse.Namespace) -> None:

@@ -43,13 +43,34 @@ def launch(ranks: int, command: list[str], timeout_s: float = 600) -> subprocess
     )
 
 
-def train(ranks: int, jobs: dict[str, list[str]], folder: Path) -> None:
-    """Runs the jobs (name: flags beside `TINY`) one after another in one launch of `ranks` ranks; traces go to `folder`."""
+def train(
+    ranks: int,
+    jobs: dict[str, list[str]],
+    folder: Path,
+    common: list[str] = TINY,
+    faults: dict[str, str] | None = None,
+    data: dict[str, str] | None = None,
+) -> None:
+    """Runs the jobs (name: flags beside `common`) one after another in one launch of `ranks` ranks; traces go to `folder`.
+
+    A job whose first word is no flag runs that script by cp_ring.run; `faults` and `data` (job: name) are
+    those of tests.parity.faults and deliveries.
+    """
     path = folder / f"jobs{ranks}.json"
-    path.write_text(json.dumps([{"name": name, "argv": TINY + flags} for name, flags in jobs.items()]))
+    path.write_text(json.dumps([_job(name, flags, common, faults or {}, data or {}) for name, flags in jobs.items()]))
     done = launch(ranks, [str(HERE / "worker.py"), str(path), str(folder)])
     (folder / f"log{ranks}.txt").write_text(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:]
+
+
+def _job(name: str, flags: list[str], common: list[str], faults: dict[str, str], data: dict[str, str]) -> dict:
+    script = [] if flags[0].startswith("-") else flags[:1]
+    return {
+        "name": name,
+        "argv": script + common + flags[len(script) :],
+        "fault": faults.get(name, ""),
+        "data": data.get(name, ""),
+    }
 
 
 def trace(folder: Path, name: str) -> dict[int, dict]:

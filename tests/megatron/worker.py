@@ -1,7 +1,9 @@
 """One rank of a test job: runs several training jobs one after another in this process and writes what each step did.
 
-`python worker.py JOBS.json FOLDER`: JOBS.json is a list of {"name", "argv"}; the trace of a job goes to FOLDER/name.RANK.jsonl,
-one line a step: step, loss and gradient norm at full precision, and a checksum of each sequence that this rank read.
+`python worker.py JOBS.json FOLDER`: JOBS.json is a list of {"name", "argv"}, where a first word that is no flag is a script for
+cp_ring.run; "fault" and "data" may name one of tests.parity.faults and deliveries. The trace of a job goes to
+FOLDER/name.RANK.jsonl, one line a step: step, loss and gradient norm at full precision, and a checksum of each sequence that this
+rank read.
 """
 
 import gc
@@ -10,6 +12,10 @@ import json
 import os
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.parity.deliveries import delivered
+from tests.parity.faults import planted
 
 rows: list[str] = []
 
@@ -42,13 +48,16 @@ def observe(path: Path) -> None:
 def run(job: dict, folder: Path) -> None:
     """Trains as the job's flags say, then takes down what Megatron keeps in globals, and every patch."""
     from cp_ring import patches, pretrain_gpt
+    from cp_ring import run as scripts
     from cp_ring.megatron import settings
 
-    sys.argv = ["pretrain_gpt", *job["argv"]]
+    by_script = not job["argv"][0].startswith("-")
+    sys.argv = ["cp_ring.run" if by_script else "pretrain_gpt", *job["argv"]]
     settings.install(sys.argv[1:])
     observe(folder / f"{job['name']}.{os.environ['RANK']}.jsonl")
     try:
-        pretrain_gpt.main()
+        with delivered(job.get("data", "")), planted(job.get("fault", "")):
+            scripts.main() if by_script else pretrain_gpt.main()
     except SystemExit as stop:
         if stop.code:
             raise

@@ -1,0 +1,228 @@
+"""Packed documents: where those of one microbatch lie, and the mask, layout and plan that follow from it.
+
+A `Documents` belongs to its microbatch and reaches each layer as an argument, inside `packed_seq_params`: so it is the right one
+at every pipeline stage, in any order of microbatches, and when activations are recomputed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.settings import make_layout
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.ring_plan import RankPlan, RingPlan
+
+PROVE_EVERY = 256
+_made = itertools.count()
+_proven: set[tuple[Any, ...]] = set()
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents `[start, end)` of a stream in which `batch` rows of equal length follow one another; the rest is padding.
+
+    start, end int64 [documents], ascending; `layout` is that of the stream, and gives each rank as many tokens of each row.
+    """
+
+    start: Ints
+    end: Ints
+    layout: Layout
+    batch: int = 1
+    _plans: dict[tuple[Any, ...], Future[RankPlan]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def in_rows(cls, cu_seqlens: Ints, batch: int, layout: str, cp: int) -> Documents:
+        """Documents without padding, each within one row; the layout called `layout` splits every row for itself.
+
+        cu_seqlens int64 [documents + 1] of the stream, as from `boundaries`.
+        """
+        n = int(cu_seqlens[-1]) // batch
+        if cp == 1:
+            rows = [Layout.contiguous(n, 1)] * batch
+        elif layout == "balanced":
+            rows = [Layout.balanced(Mask.documents(_of_row(cu_seqlens, row * n, n)), cp) for row in range(batch)]
+        else:
+            rows = [make_layout(layout, n, cp)] * batch
+        return cls(cu_seqlens[:-1], cu_seqlens[1:], rows[0] if batch == 1 else Layout.batch(rows), batch)
+
+    @classmethod
+    def in_thd(cls, packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
+        """The documents of Megatron's `PackedSeqParams` with qkv_format thd, of which each of `cp` ranks holds `tokens` tokens.
+
+        They are split one by one (per-document zigzag), or with `whole_row` all together, as a single sequence would be.
+        Raises `ConfigError` where the parameters contradict one another or the tensors, and for anything but self attention.
+        """
+        if packed.qkv_format != "thd":
+            raise ConfigError(f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring serves thd")
+        if getattr(packed, "local_cp_size", None) not in (None, cp):
+            raise ConfigError(f"packed_seq_params.local_cp_size {packed.local_cp_size}: --cp-ring serves one size for all, {cp}")
+        real = _offsets(packed, "cu_seqlens_q", "cu_seqlens_kv")
+        padded = _offsets(packed, "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        real = padded if real is None else real
+        padded = real if padded is None else padded
+        if real is None or padded is None:
+            raise ConfigError("packed_seq_params has no cu_seqlens_q")
+        length, room = np.diff(real), np.diff(padded)
+        if len(length) != len(room) or (length > room).any():
+            raise ConfigError(
+                f"packed_seq_params: documents of {_few(length)} tokens do not fit into padded ones of {_few(room)}"
+            )
+        if padded[-1] != tokens * cp:
+            raise ConfigError(
+                f"packed_seq_params: cu_seqlens end at {padded[-1]}, but the {cp} ranks of --context-parallel-size hold "
+                f"{tokens} tokens each, {tokens * cp} together"
+            )
+        _check_longest(packed, room)
+        if cp == 1:
+            layout = Layout.contiguous(int(padded[-1]), 1)
+        else:
+            layout = Layout.zigzag(int(padded[-1]), cp) if whole_row else Layout.per_document_zigzag(padded, cp)
+        keep = length > 0
+        return cls(padded[:-1][keep], (padded[:-1] + length)[keep], layout)
+
+    def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
+        """Each document sees itself alone, padding nothing, within `window` as `Mask.documents` reads it."""
+        edges = np.append(np.stack([self.start, self.end], axis=1).reshape(-1), self.layout.n)
+        between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)  # the gaps too, as if documents
+        return Mask(self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents")
+
+    def prepare(self, rank: int, route: str, window: tuple[int, int] = (-1, -1), causal: bool = True) -> None:
+        """Starts making the plan on a worker thread, where it is not under way yet."""
+        key = (rank, route, window, causal)
+        if key not in self._plans:
+            self._plans[key] = _worker().submit(_make, self.mask(window, causal), self.layout, rank, route, (window, causal))
+
+    def plan(self, rank: int, route: str, window: tuple[int, int] = (-1, -1), causal: bool = True) -> RankPlan:
+        """What rank `rank` does; made once for all layers with this window.
+
+        The whole plan of all ranks is proven the first time for each kind of mask, and then for every 256th mask.
+        """
+        self.prepare(rank, route, window, causal)
+        return self._plans[rank, route, window, causal].result()
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """Positions in their rows of the tokens of `rank`, int64 [tokens of a row, batch]."""
+        stream = torch.from_numpy(self.layout.positions(rank)).view(self.batch, -1)
+        return (stream - torch.arange(self.batch)[:, None] * (self.layout.n // self.batch)).transpose(0, 1)
+
+    def shard(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part [batch, n / cp] of `rank` of whole rows [batch, n]."""
+        index = torch.from_numpy(self.layout.positions(rank)).to(x.device)
+        return x.reshape(-1).index_select(0, index).view(self.batch, -1)
+
+    def last(self) -> torch.Tensor:
+        """Which tokens of the stream have no next one in their document: its last, and padding; bool [tokens of the stream]."""
+        has_next = np.zeros(self.layout.n + 1, np.int64)
+        np.add.at(has_next, self.start, 1)
+        np.add.at(has_next, self.end - 1, -1)
+        return torch.from_numpy(np.cumsum(has_next)[:-1] == 0)
+
+
+@dataclass
+class DocumentParams(PackedSeqParams):  # type: ignore[misc]
+    """Documents of a microbatch in sbhd, in the argument that Megatron passes to every layer and through recomputation."""
+
+    documents: Documents | None = None
+
+    @classmethod
+    def carry(cls, documents: Documents) -> DocumentParams:
+        n = documents.layout.n // documents.batch
+        return cls(qkv_format="sbhd", max_seqlen_q=n, max_seqlen_kv=n, documents=documents)
+
+
+def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
+    """The documents that `packed` (packed_seq_params) describes, of which this rank holds `tokens` tokens; made once for each.
+
+    Raises `ConfigError` where the two disagree.
+    """
+    if not isinstance(packed, DocumentParams):
+        made: Documents | None = packed.__dict__.get("cp_ring_documents")
+        if made is None or made.layout.n != tokens * cp or made.layout.cp != cp:
+            made = packed.__dict__["cp_ring_documents"] = Documents.in_thd(packed, tokens, cp, whole_row)
+        return made
+    documents = packed.documents
+    if documents is None:
+        raise ConfigError("--cp-ring-document-mask: this pipeline stage has no document boundaries for its microbatch")
+    if documents.layout.n != tokens * cp or documents.layout.cp != cp:
+        raise ConfigError(
+            f"--cp-ring-document-mask: the boundaries are for {documents.layout.n} tokens over {documents.layout.cp} ranks, "
+            f"the tensors hold {tokens} on each of {cp}"
+        )
+    return documents
+
+
+def boundaries(position_ids: torch.Tensor) -> Ints:
+    """cu_seqlens int64 [documents + 1] of the stream of all rows, from position ids [batch, n] that begin anew in each document.
+
+    Megatron resets them behind every end-of-document token, which is thus its document's last. A row begins a document.
+    """
+    first = position_ids == 0
+    if not bool(first[:, 0].all()):
+        raise ConfigError(
+            "--cp-ring-document-mask: the position ids of a row do not begin at 0; they must come from a GPT data set"
+        )
+    return np.append(np.flatnonzero(first.reshape(-1).numpy()), position_ids.numel()).astype(np.int64)
+
+
+def _of_row(cu_seqlens: Ints, start: int, n: int) -> Ints:
+    """The offsets of the row `[start, start + n)`, from its own beginning."""
+    inside: Ints = cu_seqlens[(cu_seqlens >= start) & (cu_seqlens <= start + n)] - start
+    return inside
+
+
+def _offsets(packed: Any, *names: str) -> Ints | None:
+    """The offsets of queries, which must be those of keys too; they are copied from the device here, once a microbatch."""
+    queries, keys = (getattr(packed, name, None) for name in names)
+    if queries is None and keys is None:
+        return None
+    if queries is None or keys is None:
+        raise ConfigError(f"packed_seq_params has {names[0] if keys is None else names[1]} alone; both must be there")
+    offsets = _on_cpu(queries)
+    if keys is not queries and not np.array_equal(offsets, _on_cpu(keys)):
+        raise ConfigError(f"packed_seq_params: {names[0]} and {names[1]} differ; --cp-ring serves self attention only")
+    if len(offsets) < 2 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        raise ConfigError(f"packed_seq_params: {names[0]} {_few(offsets)} must start at 0, not decrease, and hold a document")
+    return offsets
+
+
+def _on_cpu(offsets: torch.Tensor) -> Ints:
+    values: Ints = offsets.detach().cpu().to(torch.int64).reshape(-1).numpy()
+    return values
+
+
+def _check_longest(packed: Any, room: Ints) -> None:
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        longest = getattr(packed, name, None)
+        if longest is not None and int(longest) < int(room.max()):
+            raise ConfigError(f"packed_seq_params.{name} is {int(longest)}, but a document takes {int(room.max())} tokens")
+
+
+@functools.cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
+
+
+def _make(mask: Mask, layout: Layout, rank: int, route: str, kind: Iterable[Any]) -> RankPlan:
+    key = (layout.name, layout.cp, route, *kind)
+    if key not in _proven or next(_made) % PROVE_EVERY == 0:
+        plan = RingPlan.build(mask, layout, route)
+        plan.verify()
+        _proven.add(key)
+        return plan.row(rank)
+    return RingPlan.build_row(mask, layout, rank, route)
+
+
+def _few(values: Ints) -> str:
+    return np.array2string(values, threshold=8, edgeitems=3)

@@ -1,0 +1,37 @@
+"""Documents in sbhd for multi-latent attention, which takes any `packed_seq_params` for thd where it makes queries and keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cp_ring.patches.patch import Patch, Replacement
+
+
+def _without_documents(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from cp_ring.megatron.documents import DocumentParams
+
+        args = tuple(None if isinstance(value, DocumentParams) else value for value in args)
+        kwargs = {name: None if isinstance(value, DocumentParams) else value for name, value in kwargs.items()}
+        return make(self, *args, **kwargs)
+
+    return call
+
+
+def _replacements() -> Iterator[Replacement]:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    yield MLASelfAttention, "get_query_key_value_tensors", _without_documents(MLASelfAttention.get_query_key_value_tensors)
+
+
+PATCH = Patch(
+    name="document_mask",
+    what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask",
+    why="it drops the batch dimension wherever there are packed_seq_params, whatever their format",
+    package="megatron-core",
+    versions=">=0.16.1,<0.20",
+    replacements=_replacements,
+)

@@ -1,0 +1,109 @@
+"""Multi-token prediction on the tokens that a rank holds: the next token is that of the same document, wherever it lies.
+
+Megatron's own roll knows two layouts, zigzag of a row and of each document, and takes the latter's offsets without padding.
+Besides, it weighs each rank's prediction loss by that rank's own number of tokens; here it is that of all ranks together, so that
+the weight is the same at any context-parallel size.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+
+_SHARE = "cp_ring_share"  # of a loss mask: this rank's part of the tokens that count
+
+
+def roll_in_documents(
+    tensor: torch.Tensor | None, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """For each token the entry of the next one in its document, or zero if there is none; and the sum of the result.
+
+    tensor [batch, n / cp], of any dtype. Takes and returns what Megatron's `roll_tensor` does.
+    """
+    if tensor is None:
+        return None, None
+    if shifts != -1 or dims not in (-1, tensor.dim() - 1):
+        raise ValueError(f"tokens roll by -1 in the last dimension, not by {shifts} in dimension {dims}")
+    documents = _documents(tensor, 1 if cp_group is None else cp_group.size(), packed_seq_params)
+    rank = 0 if cp_group is None else cp_group.rank()
+    whole = _gather(tensor, documents, cp_group)
+    rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), 0)
+    mine = documents.shard(rolled, rank).view(tensor.shape)
+    share = getattr(tensor, _SHARE, None)
+    if share is None:
+        return mine, mine.sum()
+    setattr(mine, _SHARE, share)
+    return mine, rolled.sum() * share
+
+
+def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
+    from cp_ring.megatron.documents import documents_of
+    from cp_ring.megatron.settings import current, packed_in_whole_rows
+
+    if packed is None:
+        return _rows(tensor.numel() // tensor.shape[-1], tensor.shape[-1] * cp, current().layout, cp)
+    return documents_of(packed, tensor.numel(), cp, packed_in_whole_rows())
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(batch: int, n: int, layout: str, cp: int) -> Any:
+    from cp_ring.megatron.documents import Documents
+
+    return Documents.in_rows(np.arange(batch + 1) * n, batch, layout, cp)
+
+
+def _gather(tensor: torch.Tensor, documents: Any, group: Any) -> torch.Tensor:
+    """The stream [batch * n] of which each rank of `group` holds a part."""
+    mine = tensor.reshape(-1).contiguous()
+    if documents.layout.cp == 1:
+        return mine
+    sent = mine.view(torch.uint8) if mine.dtype == torch.bool else mine
+    parts = [torch.empty_like(sent) for _ in range(documents.layout.cp)]
+    dist.all_gather(parts, sent, group=group)
+    whole: torch.Tensor = documents.layout.unshard(parts, 0)
+    return whole.view(torch.bool) if mine.dtype == torch.bool else whole
+
+
+def _with_all_tokens(process: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `process_mtp_loss`: it divides the tokens that count by those that still count after the roll, both of all ranks."""
+
+    @functools.wraps(process)
+    def call(*args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
+        mask = kwargs.get("loss_mask")
+        if mask is not None and cp_group is not None and cp_group.size() > 1:
+            mask = mask.clone()
+            total = mask.sum()
+            dist.all_reduce(total, group=cp_group)
+            setattr(mask, _SHARE, mask.sum() / total.clamp(min=1))
+            kwargs["loss_mask"] = mask
+        return process(*args, cp_group=cp_group, **kwargs)
+
+    return call
+
+
+def _replacements() -> Iterator[Replacement]:
+    import megatron.core.transformer.multi_token_prediction as module
+    from megatron.core.models.gpt import gpt_model  # noqa: F401
+
+    found = [loaded for name, loaded in list(sys.modules.items()) if name.startswith("megatron.core") and loaded]
+    yield from replace_everywhere(found, "roll_tensor", roll_in_documents)
+    yield from replace_everywhere(found, "process_mtp_loss", _with_all_tokens(module.process_mtp_loss))
+
+
+PATCH = Patch(
+    name="mtp_roll",
+    what="multi-token prediction shifts tokens within their documents under every layout, and counts tokens over all ranks",
+    why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens are split over ranks",
+    package="megatron-core",
+    versions=">=0.19,<0.20",
+    replacements=_replacements,
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/6205",
+)

@@ -1,0 +1,78 @@
+"""A training script as users have them, for packed documents: Megatron alone, nothing of cp_ring.
+
+With --reset-attention-mask the batches hold dense masks; with --dataloader-inter-document-masking they are packed (thd), and
+split over context-parallel ranks as Megatron's own pretrain_gpt.py does it.
+"""
+
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_cp_rank
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+
+def datasets(num_samples):
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        mid_level_dataset_surplus=0.005,
+        inter_document_masking=args.dataloader_inter_document_masking,
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
+
+
+datasets.is_distributed = True
+
+
+def loss_function(loss_mask, output):
+    mask = loss_mask.reshape(-1)
+    loss = torch.sum(output.reshape(-1) * mask)
+    tokens = mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def forward_step(data_iterator, model):
+    batch = flatten_batch_for_packed_sequences({name: value.cuda() for name, value in next(data_iterator).items()})
+    packed = batch.get("cu_seqlens") is not None
+    group = parallel_state.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, use_per_sequence_balancing=packed)
+    params = None
+    if packed:
+        offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            tokens_per_sample=get_args().seq_length,
+        )
+    inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
+    output = model(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"], packed_seq_params=params)
+    return output, partial(loss_function, batch["loss_mask"])
+
+
+if __name__ == "__main__":
+    arguments = parse_and_validate_args()
+    container = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
+    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -1,0 +1,321 @@
+"""Packed documents: boundaries, masks, padding, rotary positions and multi-token prediction, alone and in training."""
+
+import importlib
+import shlex
+import sys
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from cp_ring import Layout, Mask, ring_attention
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import settings
+from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
+from cp_ring.patches import mtp_roll, rotary_documents
+from tests.megatron import documents as corpora
+from tests.megatron.launch import HERE, MODEL, TRAIN, trace, train
+from tests.parity.deliveries import cut
+
+REAL, PADDED = np.array([0, 5, 6, 6, 15]), np.array([0, 8, 16, 16, 32])
+BOTH = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+def packed(**changes):
+    offsets, padded = torch.from_numpy(REAL).int(), torch.from_numpy(PADDED).int()
+    values = {
+        "qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded, "max_seqlen_q": 16, "max_seqlen_kv": 16,
+    }  # fmt: skip
+    return PackedSeqParams(**(values | changes))
+
+
+def real_tokens(real, padded):
+    return np.concatenate([np.arange(start, start + length) for start, length in zip(padded, np.diff(real), strict=False)])
+
+
+def dense(real, padded):
+    allowed = np.zeros((padded[-1], padded[-1]), bool)
+    for start, length in zip(padded, np.diff(real), strict=False):
+        allowed[start : start + length, start : start + length] = np.tri(length, dtype=bool)
+    return allowed
+
+
+# Boundaries and masks
+
+
+def test_a_document_ends_with_its_end_of_document_token_as_in_megatron():
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    rows = torch.tensor([[5, 9, 3, 9, 9, 2, 2, 2], [9, 1, 1, 1, 1, 1, 1, 9]])
+    made = [_get_ltor_masks_and_position_ids(row, 9, True, True, True, True) for row in rows]
+    edges = boundaries(torch.stack([positions for _, _, positions in made]))
+    assert edges.tolist() == [0, 2, 4, 5, 8, 9, 16]
+    mask = Documents.in_rows(edges, 2, "zigzag", 2).mask().dense()
+    for row, (hidden, _, _) in enumerate(made):
+        assert (mask[8 * row : 8 * row + 8, 8 * row : 8 * row + 8] == ~hidden[0].numpy()).all()
+    assert not mask[8:, :8].any() and not mask[:8, 8:].any()
+
+
+def test_position_ids_that_do_not_begin_anew_are_refused():
+    with pytest.raises(ConfigError, match="do not begin at 0"):
+        boundaries(torch.tensor([[3, 4, 0, 1]]))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
+def test_rows_are_split_alike_over_ranks_whatever_their_documents(layout):
+    split = Documents.in_rows(np.array([0, 3, 32, 50, 51, 64]), 2, layout, 4)
+    whole = torch.arange(64).view(2, 32)
+    parts = [split.shard(whole, rank) for rank in range(4)]
+    assert all(part.shape == (2, 8) for part in parts)
+    assert torch.equal(torch.cat(parts, 1).sort(1).values, whole)
+    for rank, part in enumerate(parts):
+        assert torch.equal(split.positions(rank).transpose(0, 1), part - torch.tensor([[0], [32]]))
+
+
+def test_padding_sees_nothing_and_is_seen_by_nobody():
+    split = Documents.in_thd(packed(), 16, 2, whole_row=False)
+    assert (split.mask().dense() == dense(REAL, PADDED)).all()
+    assert split.layout.name == "per_document_zigzag"
+    assert Documents.in_thd(packed(), 16, 2, whole_row=True).layout.name == "zigzag"
+    assert (split.mask(window=(2, 0)).dense() == (dense(REAL, PADDED) & ~np.tri(32, k=-3, dtype=bool))).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "message"),
+    [
+        ({}, 12, "cu_seqlens end at 32, but the 2 ranks .* hold 12 tokens each, 24 together"),
+        ({"cu_seqlens_kv": torch.tensor([0, 5, 7, 7, 15])}, 16, "and cu_seqlens_kv differ; --cp-ring serves self attention"),
+        ({"cu_seqlens_kv": None}, 16, "has cu_seqlens_q alone"),
+        ({"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}, 16, "cu_seqlens end at 15"),
+        ({"cu_seqlens_q": PADDED[[0, 2, 3, 4]]}, 16, "differ"),
+        ({name: torch.tensor([0, 4, 16, 16, 32]) for name in BOTH}, 16, "do not fit into padded"),
+        ({"max_seqlen_q": 9}, 16, "max_seqlen_q is 9, but a document takes 16 tokens"),
+        ({"qkv_format": "bshd"}, 16, "'bshd': --cp-ring serves thd"),
+        ({"local_cp_size": 1}, 16, "local_cp_size 1"),
+    ],
+)  # fmt: skip
+def test_packed_sequences_that_contradict_the_tensors_are_refused_in_one_line(changes, tokens, message):
+    changes = {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in changes.items()}
+    with pytest.raises(ConfigError, match=message) as refusal:
+        documents_of(packed(**changes), tokens, 2, whole_row=False)
+    assert "\n" not in str(refusal.value)
+
+
+def test_boundaries_are_those_that_came_with_the_microbatch():
+    first = DocumentParams.carry(Documents.in_rows(np.array([0, 10, 32]), 1, "zigzag", 2))
+    second = DocumentParams.carry(Documents.in_rows(np.array([0, 20, 32]), 1, "zigzag", 2))
+    assert documents_of(first, 16, 2, False).end[0] == 10 and documents_of(second, 16, 2, False).end[0] == 20
+    with pytest.raises(ConfigError, match="boundaries are for 32 tokens over 2 ranks, the tensors hold 8"):
+        documents_of(first, 8, 2, False)
+    with pytest.raises(ConfigError, match="no document boundaries"):
+        documents_of(DocumentParams(qkv_format="sbhd"), 16, 2, False)
+    described = packed()
+    assert documents_of(described, 16, 2, False) is documents_of(described, 16, 2, False)
+
+
+# Attention, rotary positions and rolls over ranks
+
+
+def attend(group, seed, whole_row):
+    """This rank's part of attention over packed documents and of its gradients, and where its tokens are."""
+    cp = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    real, padded = cut(64, seed)
+    offsets, room = torch.from_numpy(real), torch.from_numpy(padded)
+    params = packed(
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=room,
+        cu_seqlens_kv_padded=room,
+        max_seqlen_q=64,
+        max_seqlen_kv=64,
+    )
+    split = documents_of(params, 64 // cp, cp, whole_row)
+    generator = torch.Generator().manual_seed(seed)
+    mine = torch.from_numpy(split.layout.positions(rank))
+    q, k, v, dout = (torch.randn(64, 1, heads, 8, generator=generator)[mine].requires_grad_() for heads in (4, 2, 2, 4))
+    out = ring_attention(q, k, v, split.plan(rank, "direct"), group, kernel="reference", qkv_format="sbhd")
+    out.backward(dout.detach())
+    return [mine, *(x.detach() for x in (out, q.grad, k.grad, v.grad))]
+
+
+def oracle(seed):
+    real, padded = cut(64, seed)
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (torch.randn(64, 1, heads, 8, generator=generator).double() for heads in (4, 2, 2, 4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = torch.zeros(64, 1, 4, 8, dtype=torch.float64)
+    for start, length in zip(padded, np.diff(real), strict=False):
+        here = slice(start, start + length)
+        scores = torch.einsum("ihd,jhd->hij", q[here, 0], k[here, 0].repeat_interleave(2, 1)) * 8**-0.5
+        weights = scores.masked_fill(~torch.ones(length, length).tril().bool(), -np.inf).softmax(-1)
+        out[here, 0] = torch.einsum("hij,jhd->ihd", weights, v[here, 0].repeat_interleave(2, 1))
+    out.backward(dout)
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("whole_row", [False, True])
+def test_a_packed_document_is_computed_as_if_alone(pool, cp, whole_row):
+    for seed in (1, 2):
+        parts = pool.run(attend, cp, seed, whole_row)
+        place = torch.cat([part[0] for part in parts]).argsort()
+        real, padded = cut(64, seed)
+        padding = np.setdiff1d(np.arange(64), real_tokens(real, padded))
+        for index, expected in enumerate(oracle(seed), 1):
+            got = torch.cat([part[index] for part in parts])[place]
+            torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=2e-6)
+            assert len(padding) and (got[padding] == 0).all()
+
+
+def test_rotary_positions_of_documents_that_are_split_as_one_row():
+    edges = torch.tensor([0, 5, 16])
+    for rank in range(2):
+        in_row, in_document = rotary_documents._positions(edges, rank, 2)
+        assert in_row.tolist() == Layout.zigzag(16, 2).positions(rank).tolist()
+        assert in_document.tolist() == [token if token < 5 else token - 5 for token in in_row.tolist()]
+
+
+def roll(group, dtype, how):
+    """This rank's rolled tokens, and their places in the stream."""
+    cp = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    if how == "thd":
+        params = packed()
+        split = documents_of(params, 32 // cp, cp, False)
+    elif how is None:
+        params, split = None, Documents.in_rows(np.array([0, 16, 32]), 2, "zigzag", cp)
+    else:
+        split = Documents.in_rows(np.array([0, 3, 16, 17, 32]), 2, how, cp)
+        params = DocumentParams.carry(split)
+    whole = torch.arange(1, 33).to(dtype)
+    mine = split.shard(whole.view(split.batch, -1), rank)
+    rolled, total = mtp_roll.roll_in_documents(mine, shifts=-1, dims=-1, cp_group=group, packed_seq_params=params)
+    assert rolled.shape == mine.shape and rolled.dtype == dtype and total == rolled.sum()
+    return torch.from_numpy(split.layout.positions(rank)), rolled.reshape(-1)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("how", [None, "thd", "zigzag", "balanced"])
+def test_the_next_token_is_that_of_the_same_document(pool, cp, how):
+    ends = {None: [15, 31], "zigzag": [2, 15, 16, 31], "balanced": [2, 15, 16, 31]}
+    expected = torch.arange(2, 34)
+    if how == "thd":
+        keep = np.setdiff1d(real_tokens(REAL, PADDED), [4, 8, 24])  # without each document's last
+        expected[np.setdiff1d(np.arange(32), keep)] = 0
+    else:
+        expected[ends[how]] = 0
+    for dtype in (torch.int64, torch.float32, torch.bool):
+        parts = pool.run(roll, cp, dtype, how)
+        place = torch.cat([part[0] for part in parts]).argsort()
+        assert torch.equal(torch.cat([part[1] for part in parts])[place], expected.to(dtype))
+
+
+# Training: the baseline is stock Megatron at cp 1 with dense masks; all jobs start from one checkpoint.
+
+SCRIPT = str(HERE / "packing_script.py")
+DOCUMENTS = shlex.split("--cp-ring-cpu --cp-ring --cp-ring-document-mask")
+BALANCED = ["--cp-ring-layout", "balanced"]
+INTER = shlex.split("--cp-ring-cpu --cp-ring --dataloader-inter-document-masking --eod-mask-loss")
+RESETS = shlex.split("--reset-position-ids --eod-mask-loss")
+RECOMPUTE = shlex.split("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
+TWO_ROWS = ["--micro-batch-size", "2"]
+
+
+def sizes(tp=1, pp=1, cp=1):
+    names = {"tensor": tp, "pipeline": pp}
+    flags = [word for name, size in names.items() for word in (f"--{name}-model-parallel-size", str(size))]
+    return [*flags, "--context-parallel-size", str(cp)]
+
+
+FAST = {
+    "cp4_balanced": [*DOCUMENTS, *sizes(cp=4), *BALANCED, *TWO_ROWS],
+    "tp2cp2": DOCUMENTS + sizes(tp=2, cp=2),
+    "pp4_recomputed": DOCUMENTS + sizes(pp=4) + RECOMPUTE,
+    "pp2cp2_virtual_recomputed": DOCUMENTS + sizes(pp=2, cp=2) + RECOMPUTE + VIRTUAL,
+    "inter_document_cp4": [SCRIPT, *INTER, *sizes(cp=4), *TWO_ROWS],
+}
+SLOW = {
+    "cp4": DOCUMENTS + sizes(cp=4),
+    "cp4_ring_route": [*DOCUMENTS, *sizes(cp=4), "--cp-ring-route", "ring"],
+    "pp2cp2_balanced": DOCUMENTS + sizes(pp=2, cp=2) + BALANCED + RECOMPUTE,
+    "dp2cp2": [*DOCUMENTS, *sizes(cp=2), "--use-distributed-optimizer"],
+    "tp2cp2_balanced_recomputed": DOCUMENTS + sizes(tp=2, cp=2) + BALANCED + RECOMPUTE,
+    "inter_document_dp2cp2": [SCRIPT, *INTER, *sizes(cp=2)],
+}
+FAULTS = {"shifted": "boundary shifted by one", "merged": "documents merged", "misplaced": "positions of zigzag"}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A folder with the stock run's trace, the checkpoint that all jobs start from, and the flags for it."""
+    folder = tmp_path_factory.mktemp("documents")
+    prefix = corpora.write(folder / "corpus")
+    common = [*MODEL, *corpora.data(prefix), *TRAIN, "--num-layers", "4", "--train-iters", "3", "--calculate-per-token-loss"]
+    common += shlex.split(f"--dataloader-type single --num-workers 0 --data-cache-path {folder}/cache --init-method-std 0.1")
+    load = shlex.split(f"--load {folder}/seed --finetune --no-load-optim --no-load-rng")
+    seed = shlex.split(f"--cp-ring-cpu --train-iters 1 --save-interval 1 --save {folder}/seed")
+    stock = [SCRIPT, "--cp-ring-cpu", "--reset-attention-mask", *RESETS, *load]
+    train(1, {"seed": seed, "stock": stock}, folder, common)
+    return folder, common, load
+
+
+def begin(start, jobs, faults=None):
+    folder, common, load = start
+    train(4, {name: flags + load for name, flags in jobs.items()}, folder, common, faults)
+
+
+def errors(folder, job):
+    ours, stock = trace(folder, job), trace(folder, "stock")
+    assert list(ours) == list(stock) == [1, 2, 3]
+    assert stock[1]["loss"] > 1
+    return [max(abs(ours[step][name] / stock[step][name] - 1) for step in stock) for name in ("loss", "grad_norm")]
+
+
+def test_documents_train_as_under_stock_megatrons_dense_masks(start):
+    begin(start, FAST)
+    for job in FAST:
+        assert max(errors(start[0], job)) < 1e-5, (job, errors(start[0], job))
+
+
+@pytest.mark.slow
+def test_documents_train_as_under_stock_megatrons_dense_masks_in_every_split(start):
+    begin(start, SLOW)
+    for job in SLOW:
+        assert max(errors(start[0], job)) < 1e-5, (job, errors(start[0], job))
+
+
+@pytest.mark.slow
+def test_planted_faults_show(start):
+    flags = DOCUMENTS + sizes(cp=4)
+    begin(start, {"shifted": flags, "merged": flags, "misplaced": flags + BALANCED}, FAULTS)
+    for job in FAULTS:
+        assert min(errors(start[0], job)) > 1e-4, (job, errors(start[0], job))
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        ("pretrain_gpt", ["--cp-ring", "--dataloader-inter-document-masking"], "give --cp-ring-document-mask, or run the script"),
+        ("pretrain_gpt", ["--cp-ring", "--sft"], "cp_ring.pretrain_gpt has no --sft"),
+        ("run", [SCRIPT, "--cp-ring", "--cp-ring-document-mask"], "--cp-ring-document-mask needs cp_ring.pretrain_gpt"),
+    ],
+)
+def test_each_entry_refuses_what_needs_the_other(monkeypatch, capsys, module, arguments, message):
+    entry = importlib.import_module(f"cp_ring.{module}")
+    monkeypatch.setattr(entry, "install", settings.flags)
+    monkeypatch.setattr(sys, "argv", [f"cp_ring.{module}", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as stop:
+        entry.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith("cp_ring: error: ") and message in error and error.count("\n") == 1
+
+
+def test_a_mask_of_merged_documents_is_another():
+    split = Documents.in_rows(np.array([0, 10, 32]), 1, "zigzag", 2)
+    assert split.mask().area() == Mask.causal(10).area() + Mask.causal(22).area() < Mask.causal(32).area()

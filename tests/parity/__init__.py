@@ -1,0 +1,1 @@
+"""Parity: models under context parallelism train exactly as they do without it."""

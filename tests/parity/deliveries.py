@@ -1,0 +1,66 @@
+"""Microbatches as training scripts may deliver them: rows of short documents, and packed sequences (thd)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+PADDED = 16  # every padded sequence is a multiple of this, so that it splits at any context-parallel size up to 8
+
+
+@contextlib.contextmanager
+def delivered(how: str) -> Iterator[None]:
+    """Within the context Megatron's mock data consist of short documents ("documents"), which "thd" packs; "" changes nothing."""
+    if not how:
+        yield
+        return
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    from cp_ring.megatron import gpt
+
+    batches = _packed_batch if how == "thd" else gpt.get_batch
+    with patch.object(MockGPTLowLevelDataset, "max_sequence_length", 24), patch.object(gpt, "get_batch", batches):
+        yield
+
+
+def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:
+    """A row of the data set, cut into padded sequences of odd lengths, and this rank's part in Megatron's thd split."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_ring import Layout
+    from cp_ring.megatron import gpt
+
+    batch = gpt._next_batch(data_iterator)  # with --cp-ring-document-mask every pipeline stage reads its microbatch
+    batch.pop("cu_seqlens")
+    real, padded = cut(batch["tokens"].shape[1], int(batch["tokens"].sum()))
+    is_padding = np.ones(padded[-1], bool)
+    for start, length in zip(padded[:-1], np.diff(real), strict=True):
+        is_padding[start : start + length] = False
+        batch["loss_mask"][:, start + length - 1] = 0
+    for tensor in batch.values():
+        tensor[:, torch.from_numpy(is_padding)] = 0
+    cp = parallel_state.get_context_parallel_world_size()
+    layout = Layout.per_document_zigzag(padded, cp) if cp > 1 else Layout.contiguous(int(padded[-1]), 1)
+    mine = torch.from_numpy(layout.positions(parallel_state.get_context_parallel_rank()))
+    offsets, offsets_padded = torch.from_numpy(real).int(), torch.from_numpy(padded).int()
+    longest = int(np.diff(padded).max())
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, cu_seqlens_q_padded=offsets_padded,
+        cu_seqlens_kv_padded=offsets_padded, max_seqlen_q=longest, max_seqlen_kv=longest,
+    )  # fmt: skip
+    return {name: tensor[:, mine] for name, tensor in batch.items()} | {"packed_seq_params": packed}
+
+
+def cut(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets of sequences of odd lengths, and of the padded ones that they lie in, which fill `n` tokens."""
+    random = np.random.default_rng(seed)
+    inner = np.flatnonzero(random.integers(0, 2, n // PADDED - 1)) + 1
+    padded = np.array([0, *(inner * PADDED), n])
+    length = np.diff(padded) - 1 - 2 * random.integers(0, 4, len(padded) - 1)
+    return np.append(0, np.cumsum(length)), padded

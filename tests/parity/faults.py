@@ -1,0 +1,125 @@
+"""Faults of context parallelism, planted one at a time: each must turn a cell of the matrix red."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Puts the fault called `name` (none for "") into cp_ring for as long as the context lasts; its patches must be in force."""
+    if not name:
+        yield
+        return
+    owner, attribute, faulty = FAULTS[name]()
+    right = getattr(owner, attribute)
+    setattr(owner, attribute, functools.wraps(right)(lambda *args, **kwargs: faulty(right, *args, **kwargs)))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, right)
+
+
+def _plans() -> Any:
+    from cp_ring.megatron import core_attention
+
+    return core_attention, "make_plan"
+
+
+def _attention() -> Any:
+    from cp_ring.megatron import core_attention
+
+    return core_attention, "ring_attention"
+
+
+def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any = (-1, -1)) -> Any:
+    return make_plan("no_mask", n, cp, layout, route, (window[0], 1))
+
+
+def _window_widened(make_plan: Any, *args: Any) -> Any:
+    *kind, (left, right) = args
+    return make_plan(*kind, (left if left < 0 else left + 1, right))
+
+
+def _window_everywhere(has_window: Any, config: Any, layer_number: int) -> bool:
+    return True
+
+
+def _sink_dropped(attention: Any, *args: Any, sink: Any = None, **kwargs: Any) -> Any:
+    return attention(*args, **kwargs)
+
+
+def _sink_gradient_dropped(attention: Any, *args: Any, sink: Any = None, **kwargs: Any) -> Any:
+    return attention(*args, sink=sink.detach(), **kwargs)
+
+
+def _scale_of_head_size(attention: Any, q: Any, *args: Any, softmax_scale: float, **kwargs: Any) -> Any:
+    """Multi-latent attention has another scale than its head size gives; the others lose the root."""
+    default = q.shape[-1] ** -0.5
+    return attention(q, *args, softmax_scale=default if abs(softmax_scale - default) > 1e-6 else default**2, **kwargs)
+
+
+def _positions_of_another_split(shard: Any, batch: Any, rank: int, cp: int) -> Any:
+    return {name: tensor.chunk(cp, 1)[rank] for name, tensor in batch.items()}
+
+
+def _batches() -> Any:
+    from cp_ring.megatron import gpt
+
+    return gpt, "on_this_cp_rank"
+
+
+def _documents() -> Any:
+    from cp_ring.megatron.documents import Documents
+
+    return Documents
+
+
+def _shifted(mask: Any, documents: Any, *args: Any, **kwargs: Any) -> Any:
+    start, end = documents.start.copy(), documents.end.copy()
+    start[1:] += 1
+    end[:-1] += 1
+    return mask(dataclasses.replace(documents, start=start, end=end), *args, **kwargs)
+
+
+def _merged(mask: Any, documents: Any, *args: Any, **kwargs: Any) -> Any:
+    return mask(dataclasses.replace(documents, start=documents.start[:1], end=documents.end[-1:]), *args, **kwargs)
+
+
+def _positions_of_zigzag(positions: Any, documents: Any, rank: int) -> Any:
+    from cp_ring import Layout
+
+    n, cp = documents.layout.n // documents.batch, documents.layout.cp
+    zigzag = torch.from_numpy(Layout.zigzag(n, cp).positions(rank))
+    return zigzag[:, None].expand(-1, documents.batch)
+
+
+def _roll_across(last: Any, documents: Any) -> Any:
+    return torch.arange(documents.layout.n) == documents.layout.n - 2
+
+
+def _windows() -> Any:
+    from cp_ring.megatron import compat
+
+    return compat, "has_window"
+
+
+FAULTS = {
+    "boundary shifted by one": lambda: (_documents(), "mask", _shifted),
+    "documents merged": lambda: (_documents(), "mask", _merged),
+    "positions of zigzag": lambda: (_documents(), "positions", _positions_of_zigzag),
+    "roll across documents": lambda: (_documents(), "last", _roll_across),
+    "mask widened": lambda: (*_plans(), _mask_widened),
+    "window widened": lambda: (*_plans(), _window_widened),
+    "window on every layer": lambda: (*_windows(), _window_everywhere),
+    "sink dropped": lambda: (*_attention(), _sink_dropped),
+    "sink gradient dropped": lambda: (*_attention(), _sink_gradient_dropped),
+    "scale of the head size": lambda: (*_attention(), _scale_of_head_size),
+    "positions of another split": lambda: (*_batches(), _positions_of_another_split),
+}
