@@ -53,3 +53,26 @@ prepare_environment() {
     touch "$stamp" "$stamp$extras"
     rm -f "$VENV/installing"
 }
+
+# What the tests run beside Python: Slurm, shellcheck, network namespaces.
+TEST_PROGRAMS=(slurmctld slurmd srun munged shellcheck ip)
+TEST_PACKAGES=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge shellcheck iproute2)
+
+# Installs the programs that tests need where one is missing and this is root with apt-get; without them tests are skipped.
+prepare_system() {
+    local program missing=""
+    for program in "${TEST_PROGRAMS[@]}"; do
+        command -v "$program" >/dev/null || missing+=" $program"
+    done
+    if [[ -z "$missing" ]]; then
+        return
+    fi
+    if [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null; then
+        echo "cp_ring: installing${missing} (for the tests)"
+        export DEBIAN_FRONTEND=noninteractive
+        if { apt-get -qq update; apt-get -qq install -y --no-install-recommends "${TEST_PACKAGES[@]}"; } >/dev/null </dev/null; then
+            return
+        fi
+    fi
+    echo "cp_ring: not installed, so that the tests that need them are skipped:${missing}" >&2
+}

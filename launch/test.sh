@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
 prepare_environment "[test]"
+prepare_system
 "$VENV/bin/ruff" check .
 "$VENV/bin/mypy"
 "$VENV/bin/lint-imports"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
+
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 TOOLS = ("bash", "cat", "cut", "dirname", "mkdir", "rm", "sha256sum", "touch")
 
@@ -139,11 +141,52 @@ def test_interrupted_installation_is_made_anew(installer):
     assert not leftover.exists() and installer.calls() == ["venv", "pip", "venv", "pip"]
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck():
+    needs.programs("shellcheck")
     scripts = [str(path) for path in sorted(LAUNCH.glob("*.sh"))] + [str(LAUNCH.parent / ".ci" / "run")]
     done = subprocess.run(["shellcheck", "-x", *scripts], cwd=LAUNCH.parent, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stdout
+
+
+PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "shellcheck", "ip")
+
+
+def system(machine, root=True, apt="exit 0"):
+    """The run of prepare_system on a machine with an apt-get that writes its calls down, and those calls."""
+    log = machine.root / "apt-calls"
+    script(machine.tools / "id", f"echo {0 if root else 1000}")
+    if apt:
+        script(machine.tools / "apt-get", f'echo "$*" >> "{log}"; {apt}')
+    done = machine("prepare_system; echo went on")
+    assert done.returncode == 0 and done.stdout.endswith("went on\n")
+    return done, log.read_text().splitlines() if log.exists() else []
+
+
+def test_what_tests_need_is_installed_once(machine):
+    done, calls = system(machine)
+    assert calls[0] == "-qq update" and "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge" in calls[1]
+    assert "installing slurmctld" in done.stdout and not done.stderr
+    for name in PROGRAMS:
+        script(machine.tools / name, "exit 0")
+    done, again = system(machine)
+    assert again == calls and done.stdout == "went on\n"
+
+
+@pytest.mark.parametrize("how", [{"root": False}, {"apt": "exit 100"}, {"apt": ""}])
+def test_tests_go_on_with_a_notice_where_it_cannot_be_installed(machine, how):
+    for name in PROGRAMS[:-1]:
+        script(machine.tools / name, "exit 0")
+    done, calls = system(machine, **how)
+    assert done.stderr == "cp_ring: not installed, so that the tests that need them are skipped: ip\n"
+    assert bool(calls) == (how.get("apt") == "exit 100")
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_a_missing_program_skips_a_test_and_fails_it_in_ci(monkeypatch, ci, outcome):
+    monkeypatch.setenv("CI", ci)
+    needs.programs("bash")
+    with pytest.raises(outcome, match=r"not installed: no-such-program"):
+        needs.programs("bash", "no-such-program")
 
 
 def test_constraints_name_no_host_or_path():
