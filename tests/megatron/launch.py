@@ -1,11 +1,16 @@
-"""Starts test jobs of several ranks with torch's elastic launcher, on loopback."""
+"""Starts test jobs of several ranks on loopback: commands with torch's elastic launcher, training in forked ranks."""
 
 import json
+import multiprocessing as mp
 import os
 import shlex
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from tests.megatron import worker
 
 HERE = Path(__file__).parent
 
@@ -56,11 +61,32 @@ def train(
     A job whose first word is no flag runs that script by cp_ring.run; `faults` and `data` (job: name) are
     those of tests.parity.faults and deliveries.
     """
-    path = folder / f"jobs{ranks}.json"
-    path.write_text(json.dumps([_job(name, flags, common, faults or {}, data or {}) for name, flags in jobs.items()]))
-    done = launch(ranks, [str(HERE / "worker.py"), str(path), str(folder)])
-    (folder / f"log{ranks}.txt").write_text(done.stdout)
-    assert done.returncode == 0, done.stdout[-6000:]
+    named = [_job(name, flags, common, faults or {}, data or {}) for name, flags in jobs.items()]
+    log = folder / f"log{ranks}.txt"
+    assert _fork(ranks, (named, folder, log)) == 0, log.read_text()[-6000:]
+
+
+def _fork(ranks: int, job: tuple, timeout_s: float = 600) -> int:
+    """Runs `worker.rank` in processes forked from one that has imported Megatron, else seconds of CPU for each rank."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.megatron.imported"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [context.Process(target=worker.rank, args=(rank, ranks, port, *job)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + timeout_s
+    try:
+        while any(p.exitcode is None for p in processes) and not any(p.exitcode for p in processes):
+            mp.connection.wait([p.sentinel for p in processes if p.exitcode is None], timeout=1)
+            if time.monotonic() > end:
+                return 124
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return max(abs(p.exitcode) for p in processes)
 
 
 def _job(name: str, flags: list[str], common: list[str], faults: dict[str, str], data: dict[str, str]) -> dict:

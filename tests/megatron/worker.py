@@ -1,9 +1,8 @@
 """One rank of a test job: runs several training jobs one after another in this process and writes what each step did.
 
-`python worker.py JOBS.json FOLDER`: JOBS.json is a list of {"name", "argv"}, where a first word that is no flag is a script for
-cp_ring.run; "fault" and "data" may name one of tests.parity.faults and deliveries. The trace of a job goes to
-FOLDER/name.RANK.jsonl, one line a step: step, loss and gradient norm at full precision, and a checksum of each sequence that this
-rank read.
+A job is {"name", "argv"}, where a first word that is no flag is a script for cp_ring.run; "fault" and "data" may name one of
+tests.parity.faults and deliveries. The trace of a job goes to FOLDER/name.RANK.jsonl, one line a step: step, loss and gradient
+norm at full precision, and a checksum of each sequence that this rank read.
 """
 
 import gc
@@ -13,7 +12,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity.deliveries import delivered
 from tests.parity.faults import planted
 
@@ -70,12 +68,13 @@ def run(job: dict, folder: Path) -> None:
     gc.collect()
 
 
-def main() -> None:
-    jobs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+def rank(rank: int, ranks: int, port: int, jobs: list[dict], folder: Path, log: Path) -> None:
+    """Is rank `rank` of `ranks`; both output streams go to `log`."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     for job in jobs:
         print(f"=== {job['name']}", flush=True)
         run(job, folder)
-
-
-if __name__ == "__main__":
-    main()
