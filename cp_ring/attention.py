@@ -38,6 +38,7 @@ def ring_attention(
     num_slots: int = 2,
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
+    results: Results | None = None,
 ) -> Tensor:
     """Attention of a sequence that is sharded over `group` as `plan` says; differentiable.
 
@@ -53,6 +54,9 @@ def ring_attention(
     `group` may be None where the plan has one rank, or a transport such as a rank of `cp_ring.comm.local.LocalRing`.
     Where batch rows have different masks, the plan is for the stream of b * n tokens in which row follows row
     (`Mask.batch`, `Layout.batch`), and each rank passes its part of every row.
+
+    Empty `results` are filled, for another call with the same inputs on every rank, as where activations are recomputed: that
+    call takes out and lse from them and leaves them empty; it computes and sends nothing, and its backward is the usual one.
 
     Raises `PlanError` when tensors, group and plan disagree, `KernelError` when the kernel cannot do the job.
 
@@ -79,11 +83,32 @@ def ring_attention(
         num_slots=num_slots,
         wire_dtype=q.dtype if wire_dtype == "input" else torch.promote_types(q.dtype, torch.float32),
         sums=torch.promote_types(q.dtype, torch.float32),
+        results=results,
     )
     out: Tensor = _RingAttention.apply(q, k, v, sink, run)
     if out.shape[1] != batch:
         out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
     return out.transpose(0, 1) if qkv_format == "bshd" else out
+
+
+@dataclass
+class Results:
+    """What the forward pass of one call made: out [s, b, h, e] in the dtype of q, lse [b, h, s] in that of sums; or nothing."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+
+    def fill(self, out: Tensor, lse: Tensor) -> None:
+        self.out, self.lse = out.detach(), lse
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """Out and lse, which are no longer here then; None if there are none."""
+        out, lse, self.out, self.lse = self.out, self.lse, None, None
+        return None if out is None or lse is None else (out, lse)
+
+    def size(self) -> int:
+        """Bytes that are held."""
+        return sum(x.nbytes for x in (self.out, self.lse) if x is not None)
 
 
 @dataclass(frozen=True)
@@ -97,6 +122,7 @@ class _Run:
     num_slots: int
     wire_dtype: torch.dtype
     sums: torch.dtype
+    results: Results | None = None
 
 
 class _RingAttention(torch.autograd.Function):
@@ -104,10 +130,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, run: _Run) -> Tensor:  # type: ignore[no-untyped-def]
         q = q if q.stride(-1) == 1 else q.contiguous()
         k, v = k.contiguous(), v.contiguous()
-        out, lse = _forward(run, q, k, v)
-        if sink is not None:
-            lse = _add_sink(out, lse, sink)
-        out = out.to(q.dtype)
+        out, lse = (run.results.take() if run.results is not None else None) or _results(run, q, k, v, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.run = run
         return out
@@ -119,6 +142,17 @@ class _RingAttention(torch.autograd.Function):
         dq, dk, dv = _backward(ctx.run, dout.contiguous(), q, k, v, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None
+
+
+def _results(run: _Run, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Out [s, b, h, e] in the dtype of q, and lse [b, h, s] with the sink in it."""
+    out, lse = _forward(run, q, k, v)
+    if sink is not None:
+        lse = _add_sink(out, lse, sink)
+    out = out.to(q.dtype)
+    if run.results is not None:
+        run.results.fill(out, lse)
+    return out, lse
 
 
 def _forward(run: _Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ Kernel = Literal["auto", "transformer_engine", "cudnn", "flash", "flash_aten", "
 LayoutName = Literal["zigzag", "contiguous", "balanced"]
 Route = Literal["direct", "ring"]
 WireDtype = Literal["input", "float32"]
+Recompute = Literal["keep", "replay"]
 
 
 class ContextParallelConfig(BaseModel):
@@ -40,6 +41,11 @@ class ContextParallelConfig(BaseModel):
     route: Route = Field("direct", description="How keys and values reach the ranks that need them.")
     num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
     wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")
+    recompute: Recompute = Field(
+        "keep",
+        description="Where activations are recomputed: keep out and lse of attention, per layer and microbatch, so that the "
+        "ring runs once; or replay the ring.",
+    )
 
     @classmethod
     def flag(cls, field: str) -> str:

@@ -16,6 +16,7 @@ NAMES = (
     "dataset_helpers",
     "arguments",
     "core_attention",
+    "recompute",
     "rotary_layout",
     "rotary_documents",
     "document_mask",

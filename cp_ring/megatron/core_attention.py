@@ -15,6 +15,7 @@ from cp_ring.attention import ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.documents import documents_of
+from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, group_of, make_plan, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
 from cp_ring.plan.ring_plan import RankPlan, RingPlan
@@ -116,6 +117,7 @@ class RingDotProductAttention(MegatronModule):
             num_slots=self.settings.num_slots,
             wire_dtype=self.settings.wire_dtype,
             qkv_format="sbhd",
+            results=results_for(self),
         )
         out = out.reshape(*out.shape[:2], -1)
         return out.squeeze(1) if packed else out
@@ -192,5 +194,7 @@ def _check_layer(config: Any, layer_number: int, attention_type: str, dropout: f
     softmax_type = getattr(config, "softmax_type", "vanilla")
     if softmax_type not in _SOFTMAX_TYPES:
         raise ConfigError(f"--cp-ring serves --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}")
+    if getattr(config, "fp8_dot_product_attention", False) or getattr(config, "fp8_multi_head_attention", False):
+        raise ConfigError("--cp-ring does not serve fp8_dot_product_attention and fp8_multi_head_attention: switch them off")
     if getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False):
         raise ConfigError("--cp-ring does not record attention logits: leave out --qk-clip and --log-max-attention-logit")

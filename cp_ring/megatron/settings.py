@@ -75,6 +75,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
     """The patches that the models of a job with ring attention need."""
     wanted = {
         "core_attention": True,
+        "recompute": config.recompute == "keep",
         "rotary_layout": config.layout != "zigzag",
         "rotary_documents": INTER_DOCUMENT in argv,
         "document_mask": config.document_mask,

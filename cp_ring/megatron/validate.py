@@ -29,6 +29,24 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("no_persist_layer_norm", True, ""),
 )
 
+# What ring attention does not do: attribute, the value that is no request for it, flag, what it asks for.
+_REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+    ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
+    ("hierarchical_context_parallel_sizes", None, "--hierarchical-context-parallel-sizes", "nested context-parallel groups"),
+    ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
+    ("use_kitchen_attention", False, "--use-kitchen-attention", "other attention variants"),
+    ("qk_clip", False, "--qk-clip", "the largest attention logit"),
+    ("log_max_attention_logit", False, "--log-max-attention-logit", "the largest attention logit"),
+    ("cuda_graph_impl", "none", "--cuda-graph-impl", "CUDA graphs"),
+    ("enable_cuda_graph", False, "--enable-cuda-graph", "CUDA graphs"),
+    ("external_cuda_graph", False, "--external-cuda-graph", "CUDA graphs"),
+    ("cpu_offloading_num_layers", 0, "--cpu-offloading-num-layers", "offloaded activations of attention"),
+    ("use_megatron_fsdp", False, "--use-megatron-fsdp", "fully sharded parameters"),
+    ("use_torch_fsdp2", False, "--use-torch-fsdp2", "fully sharded parameters"),
+    ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm", "attention in a schedule plan of its own"),
+    ("batch_invariant_mode", False, "--batch-invariant-mode", "kernels that are invariant to the batch"),
+)
+
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
     """Checks `args` as Megatron parsed them, completes them, and puts their cp_ring settings in force.
@@ -57,6 +75,9 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     """As `accept`, for what can be checked only once Megatron has validated and completed `args`."""
     with refusing():
         saved.check_model(args)
+        config = ContextParallelConfig.from_args(args)
+        if config.enabled:
+            note_recompute(args, config)
     return args
 
 
@@ -103,20 +124,37 @@ def check_attention(args: argparse.Namespace) -> None:
     if other:
         raise ConfigError(f"--cp-ring serves --cp-comm-type p2p, not {other[0]}")
     check_windows(args)
-    refused = (
-        ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
-        ("hierarchical_context_parallel_sizes", None, "--hierarchical-context-parallel-sizes", "nested context-parallel groups"),
-        ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
-        ("qk_clip", False, "--qk-clip", "the largest attention logit"),
-        ("log_max_attention_logit", False, "--log-max-attention-logit", "the largest attention logit"),
-        ("fp8_dot_product_attention", False, "--fp8-dot-product-attention", "attention in fp8"),
-        ("cuda_graph_impl", "none", "--cuda-graph-impl", "CUDA graphs"),
-    )
-    for name, served, flag, what in refused:
-        value = getattr(args, name, served)
-        if value != served:
-            shown = flag if value is True else f"{flag} {value}"
+    for name, served, flag, what in _REFUSED:
+        value = getattr(args, name, None)
+        if value and value != served:
+            shown = flag if value is True else f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
             raise ConfigError(f"--cp-ring does not serve {what}: leave out {shown}")
+    offloaded = [module for module in getattr(args, "offload_modules", None) or [] if module in ("core_attn", "attn_proj")]
+    if getattr(args, "fine_grained_activation_offloading", False) and offloaded:
+        raise ConfigError(
+            f"--cp-ring does not offload activations of attention: leave {' and '.join(offloaded)} out of --offload-modules"
+        )
+    if getattr(args, "position_embedding_type", None) == "relative":
+        raise ConfigError("--cp-ring does not serve an attention bias: --position-embedding-type relative is one")
+
+
+def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Says what --cp-ring-recompute keep costs, and where recomputation of attention alone gains nothing; `args` are complete."""
+    modules = getattr(args, "recompute_modules", None) or ["core_attn"]
+    if args.recompute_granularity == "selective" and "core_attn" in modules:
+        note(
+            "--recompute-granularity selective of core_attn frees no memory with ring attention, which keeps only q, k, v, out "
+            "and lse: leave it out"
+        )
+    if args.recompute_granularity == "full" and config.recompute == "keep":
+        tokens = args.seq_length // args.context_parallel_size * args.micro_batch_size
+        heads = args.num_attention_heads // args.tensor_model_parallel_size
+        size = args.v_head_dim if getattr(args, "multi_latent_attention", False) else args.kv_channels
+        kept = tokens * heads * (size * args.params_dtype.itemsize + 4)
+        note(
+            f"recomputation keeps out and lse of attention, {kept / 2**20:.3g} MiB per layer and microbatch in flight, and the "
+            "ring runs once; --cp-ring-recompute replay keeps nothing and runs it twice"
+        )
 
 
 def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> None:

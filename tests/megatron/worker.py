@@ -2,7 +2,8 @@
 
 A job is {"name", "argv"}, where a first word that is no flag is a script for cp_ring.run; "fault" and "data" may name one of
 tests.parity.faults and deliveries. The trace of a job goes to FOLDER/name.RANK.jsonl, one line a step: step, loss and gradient
-norm at full precision, and a checksum of each sequence that this rank read.
+norm at full precision, a checksum of each sequence that this rank read, how many hops it has executed since the job began, and
+how many bytes it keeps for recomputations.
 """
 
 import gc
@@ -18,19 +19,21 @@ from tests.parity.faults import planted
 rows: list[str] = []
 
 
-def observe(path: Path) -> None:
+def observe(path: Path, ledger) -> None:
     """Makes Megatron write a line to `path` after each training step."""
     import megatron.training.training as training
 
-    from cp_ring.megatron import gpt
+    from cp_ring.megatron import gpt, recompute
 
+    rows.clear()  # of a last evaluation
     training_log, next_batch = training.training_log, gpt._next_batch
 
     def log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named):
         grad_norm = rest[3]
         line = {"step": iteration, "loss": float(loss_dict["lm loss"]) if loss_dict else None, "grad_norm": float(grad_norm)}
+        line |= {"rows": sorted(rows), "hops": ledger.hops, "kept": recompute.kept_bytes()}
         with path.open("a") as file:
-            file.write(json.dumps({**line, "rows": sorted(rows)}) + "\n")
+            file.write(json.dumps(line) + "\n")
         rows.clear()
         return training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named)
 
@@ -48,13 +51,14 @@ def run(job: dict, folder: Path) -> None:
     from cp_ring import patches, pretrain_gpt
     from cp_ring import run as scripts
     from cp_ring.megatron import settings
+    from cp_ring.observe.ledger import record
 
     by_script = not job["argv"][0].startswith("-")
     sys.argv = ["cp_ring.run" if by_script else "pretrain_gpt", *job["argv"]]
     settings.install(sys.argv[1:])
-    observe(folder / f"{job['name']}.{os.environ['RANK']}.jsonl")
     try:
-        with delivered(job.get("data", "")), planted(job.get("fault", "")):
+        with record() as ledger, delivered(job.get("data", "")), planted(job.get("fault", "")):
+            observe(folder / f"{job['name']}.{os.environ['RANK']}.jsonl", ledger)
             scripts.main() if by_script else pretrain_gpt.main()
     except SystemExit as stop:
         if stop.code:

@@ -1,0 +1,33 @@
+"""The ring does not run again when activations are recomputed; see `cp_ring.megatron.recompute`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+
+
+def _replacements() -> Iterator[Replacement]:
+    import megatron.core.extensions.transformer_engine as extensions
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
+
+    from cp_ring.megatron.recompute import keeping
+
+    checkpoint, te_checkpoint = random.checkpoint, getattr(extensions, "te_checkpoint", None)
+    yield from replace_everywhere([tensor_parallel, random], "checkpoint", keeping(checkpoint))
+    if te_checkpoint is not None:
+        holders = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core") and module]
+        found = [module for module in holders if vars(module).get("te_checkpoint") is te_checkpoint]
+        yield from replace_everywhere(found, "te_checkpoint", keeping(te_checkpoint))
+
+
+PATCH = Patch(
+    name="recompute",
+    what="keeps attention's results while activations are recomputed (--cp-ring-recompute keep)",
+    why="recomputing attention would send every key around the ring a second time",
+    package="megatron-core",
+    versions=">=0.16.1,<0.20",
+    replacements=_replacements,
+)

@@ -1,0 +1,181 @@
+"""Recomputed activations: the ring does not run twice, gradients do not change, and nothing is kept for longer than needed."""
+
+import json
+
+import pytest
+import torch
+
+from cp_ring.megatron import recompute
+from cp_ring.observe.ledger import record
+from tests.megatron.launch import TINY, train
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 32, 4, 16, 2
+FULL = {
+    "uniform": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    "two layers in a block": {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "three of four layers": {"recompute_method": "block", "recompute_num_layers": 3},
+}
+KINDS = {name: {"recompute_granularity": "full", **method} for name, method in FULL.items()}
+KINDS["selective"] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+# Kept layers of each kind; each keeps out and lse in float32.
+KEPT = {"uniform": 4, "two layers in a block": 4, "three of four layers": 3, "selective": 4}
+BYTES = ROWS * TOKENS * (HIDDEN + HEADS) * 4
+
+
+def build(**values):
+    """A GPT model with windows on alternate layers, learned sinks, and dropout outside attention; the same one every time."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        hidden_dropout=0.2,
+        use_cpu_initialization=True,
+        softmax_type="learnable",
+        window_size=(5, 0),
+        window_attn_skip_freq=2,
+        **values,
+    )
+    torch.manual_seed(3)
+    return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=TOKENS)
+
+
+def batches():
+    torch.manual_seed(11)
+    return [torch.randint(64, (ROWS, TOKENS)) for _ in range(2)]
+
+
+def forward(model, tokens):
+    positions = torch.arange(TOKENS).expand(ROWS, -1)
+    return model(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
+
+
+def step(model):
+    """Both microbatches forward, then backward in the other order, as a pipeline may; loss, gradients, hops, bytes kept."""
+    torch.manual_seed(5)
+    with record() as ledger:
+        losses = [forward(model, tokens) for tokens in batches()]
+        kept = recompute.kept_bytes()
+        for loss in reversed(losses):
+            loss.backward()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return torch.stack(losses).detach(), grads, ledger.hops, kept
+
+
+@pytest.fixture
+def ring(applied, one_rank):
+    applied("core_attention", "recompute")
+
+
+@no_cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_and_hops_are_those_without_recomputation(ring, kind):
+    losses, grads, hops, kept = step(build())
+    assert kept == 0 and hops == 2 * 2 * LAYERS  # microbatches, forward and backward
+    model = build(**KINDS[kind])
+    found = step(model)
+    assert found[2] == hops and found[3] == 2 * KEPT[kind] * BYTES
+    assert torch.equal(found[0], losses)
+    assert all(torch.equal(found[1][name], grad) for name, grad in grads.items())
+    assert recompute.kept_bytes() == 0
+    model.eval()
+    with torch.no_grad():
+        forward(model, batches()[0])
+        assert recompute.kept_bytes() == 0
+    model.train()
+    assert torch.equal(step(model)[0], losses)
+
+
+@no_cuda
+def test_without_the_patch_the_ring_runs_again(applied, one_rank):
+    applied("core_attention")
+    losses, grads, hops, _ = step(build())
+    found = step(build(**KINDS["uniform"]))
+    assert found[2:] == (hops + 2 * LAYERS, 0)
+    assert torch.equal(found[0], losses) and all(torch.equal(found[1][name], grad) for name, grad in grads.items())
+
+
+@no_cuda
+def test_a_failed_step_leaves_nothing_behind(ring):
+    model = build(**KINDS["two layers in a block"])
+    right = step(model)
+
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    hook = model.decoder.layers[3].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        forward(model, batches()[0])  # the first block is done, the second one is not
+    hook.remove()
+    loss = forward(model, batches()[0])
+    hook = loss.grad_fn.register_prehook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        loss.backward()
+    del loss, hook
+    assert recompute.kept_bytes() == 0
+    again = step(model)
+    assert again[2:] == right[2:] and torch.equal(again[0], right[0])
+    assert all(torch.equal(again[1][name], grad) for name, grad in right[1].items())
+
+
+@no_cuda
+def test_a_second_backward_pass_replays_the_ring(ring):
+    model = build(**KINDS["uniform"])
+    with record() as ledger:
+        logits = model(batches()[0], torch.arange(TOKENS).expand(ROWS, -1), None)
+        loss = logits.square().mean()
+        loss.backward(retain_graph=True)
+        once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        assert ledger.hops == 2 * LAYERS
+        loss.backward()
+    assert ledger.hops == 2 * LAYERS + 2 * LAYERS  # the second time nothing is left to take
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "3", "--pipeline-model-parallel-size", "2"]
+EVALUATED = ["--eval-interval", "1", "--eval-iters", "1", "--num-layers", "4", "--softmax-type", "learnable"]
+FULLY = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+REPLAY = ["--cp-ring-recompute", "replay"]
+VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """Jobs of 4 microbatches on 2 pipeline stages x 2 context-parallel ranks, with an evaluation after every step."""
+    folder = tmp_path_factory.mktemp("recompute")
+    jobs = {
+        "plain": [],
+        "kept": FULLY,
+        "replayed": FULLY + REPLAY,
+        "virtual": VIRTUAL,
+        "kept_virtual": VIRTUAL + FULLY,
+    }
+    train(4, {name: RING + EVALUATED + flags for name, flags in jobs.items()}, folder, TINY)
+    return folder
+
+
+def ranks_of(folder, job):
+    return [[json.loads(line) for line in (folder / f"{job}.{rank}.jsonl").read_text().splitlines()] for rank in range(4)]
+
+
+@pytest.mark.parametrize(("job", "baseline"), [("kept", "plain"), ("kept_virtual", "virtual")])
+def test_under_pipeline_parallelism_with_evaluation_between_steps(traces, job, baseline):
+    found = ranks_of(traces, job)
+    assert found == ranks_of(traces, baseline)  # to the last bit: losses, gradient norms, and hops
+    assert [len(rank) for rank in found] == [3] * 4 and all(step["hops"] for rank in found for step in rank)
+    assert all(step["kept"] == 0 for rank in found for step in rank)
+
+
+def test_replay_runs_every_forward_hop_again(traces):
+    plain, replayed = ranks_of(traces, "plain"), ranks_of(traces, "replayed")
+    for ours, theirs in zip(replayed, plain, strict=True):
+        # Of the first step; cp 2 takes 2 hops a pass, and a stage has 2 layers and 4 microbatches.
+        assert (ours[0]["hops"], theirs[0]["hops"]) == (3 * 2 * 2 * 4, 2 * 2 * 2 * 4)
+        assert [(step["loss"], step["grad_norm"]) for step in ours] == [(step["loss"], step["grad_norm"]) for step in theirs]
