@@ -11,9 +11,10 @@ import torch
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat, saved, settings
+from cp_ring.megatron import command_line, compat, refuse, saved, settings, validate
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
 
+FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
@@ -55,6 +56,28 @@ def parse(monkeypatch):
         (["--window-size", "16,4"], "--window-size (16, 4): a causal layer sees nothing after its own position"),
         (["--reset-attention-mask"], "--reset-attention-mask"),
         (["--cp-comm-type", "a2a"], "--cp-comm-type p2p, not a2a"),
+        (["--cp-comm-type", "p2p", "all_gather"], "--cp-comm-type p2p, not all_gather"),
+        (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
+        (["--cuda-graph-impl", "local"], "CUDA graphs: leave out --cuda-graph-impl local"),
+        (["--cuda-graph-impl", "transformer_engine"], "CUDA graphs: leave out --cuda-graph-impl transformer_engine"),
+        (["--enable-cuda-graph"], "CUDA graphs: leave out --enable-cuda-graph"),
+        (["--external-cuda-graph"], "CUDA graphs: leave out --external-cuda-graph"),
+        (
+            ["--fine-grained-activation-offloading", "--offload-modules", "attn_norm", "core_attn", "attn_proj"],
+            "offload activations of attention: leave core_attn and attn_proj out of --offload-modules",
+        ),
+        (["--cpu-offloading-num-layers", "1"], "leave out --cpu-offloading-num-layers 1"),
+        (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
+        (["--hierarchical-context-parallel-sizes", "2", "2"], "leave out --hierarchical-context-parallel-sizes 2 2"),
+        (["--use-megatron-fsdp"], "leave out --use-megatron-fsdp"),
+        (["--use-torch-fsdp2"], "leave out --use-torch-fsdp2"),
+        (["--overlap-moe-expert-parallel-comm"], "leave out --overlap-moe-expert-parallel-comm"),
+        (["--batch-invariant-mode"], "leave out --batch-invariant-mode"),
+        (["--position-embedding-type", "relative"], "an attention bias: --position-embedding-type relative"),
+        (["--experimental-attention-variant", "dsa"], "leave out --experimental-attention-variant dsa"),
+        (["--use-kitchen-attention"], "leave out --use-kitchen-attention"),
+        (["--qk-clip"], "leave out --qk-clip"),
+        (["--log-max-attention-logit"], "leave out --log-max-attention-logit"),
         (["--cp-ring-layout", "balanced"], "--cp-ring-layout balanced is for packed documents: give --cp-ring-document-mask"),
         (
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--multi-latent-attention"],
@@ -64,7 +87,12 @@ def parse(monkeypatch):
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--position-embedding-type", "mrope"],
             "--position-embedding-type mrope",
         ),
+        (
+            ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--hybrid-override-pattern", "M*M*"],
+            "balanced serves GPT models alone, not --hybrid-override-pattern",
+        ),
         (["--cp-ring-document-mask", "--dataloader-inter-document-masking"], "give the latter alone"),
+        (["--sequence-parallel"], "--sequence-parallel needs TransformerEngine's or Apex's norms"),
         (["--data-path", "/nowhere/corpus"], "--data-path /nowhere/corpus: /nowhere/corpus.idx does not exist"),
         (["--train-data-path", "0.5", "/nowhere/a", "0.5", "/nowhere/b"], "--train-data-path /nowhere/a"),
     ],
@@ -76,6 +104,127 @@ def test_flags(parse, capsys, flags, named):
     assert stop.value.code == 2
     assert len(lines) == 1 and lines[0].startswith("cp_ring: error: ") and named in lines[0]
     assert not torch.distributed.is_initialized()
+
+
+def test_every_refused_flag_is_one_of_megatron():
+    known = command_line.build_parser()._option_string_actions
+    assert [flag for name, _, flag, _ in validate._REFUSED if flag not in known or known[flag].dest != name] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--normalization", "RMSNorm"], "--sequence-parallel with --transformer-impl local and --normalization RMSNorm"),
+        (["--num-experts", "4"], "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"),
+    ],
+)
+def test_flags_where_cuda_is_present(parse, capsys, flags, named):
+    sequence = [] if "--num-experts" in flags else ["--sequence-parallel"]
+    with pytest.raises(SystemExit):
+        parse(*TINY, "--cp-ring", "--transformer-impl", "local", "--tensor-model-parallel-size", "2", *sequence, *flags)
+    assert named in capsys.readouterr().err
+
+
+CONFIG = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
+
+
+def core_attention(settings=None, **arguments):
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_ring.megatron.core_attention import RingDotProductAttention
+
+    config = TransformerConfig(**CONFIG, use_cpu_initialization=True)
+    for name, value in (settings or {}).items():
+        setattr(config, name, value)
+    wanted = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"} | arguments
+    return RingDotProductAttention(config, **wanted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        ({}, {"attention_type": "cross"}, "serves self attention; layer 1 is cross attention"),
+        ({}, {"attention_dropout": 0.1}, "does not serve attention dropout"),
+        ({}, {"cp_comm_type": "a2a+p2p"}, r"--cp-comm-type p2p, not a2a\+p2p"),
+        ({}, {"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
+        ({}, {"attn_mask_type": "padding"}, "mask types causal and no_mask, not padding"),
+        ({}, {"num_splits": 2}, "does not know these core attention arguments: num_splits"),
+        ({"softmax_type": "sigmoid"}, {}, "--softmax-type vanilla, off-by-one, learnable, not sigmoid"),
+        ({"fp8_dot_product_attention": True}, {}, "does not serve fp8_dot_product_attention"),
+        ({"fp8_multi_head_attention": True}, {}, "does not serve fp8_dot_product_attention and fp8_multi_head_attention"),
+        ({"qk_clip": True}, {}, "does not record attention logits"),
+        ({"log_max_attention_logit": True}, {}, "does not record attention logits"),
+        ({"window_size": (3, 1)}, {}, "a causal layer sees nothing after its own position"),
+    ],
+)
+def test_layers(one_rank, settings, arguments, message):
+    core_attention()
+    with pytest.raises(ConfigError, match=message):
+        core_attention(settings, **arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, "the batch holds an attention mask"),
+        ({"attention_bias": torch.ones(1, 4, 8, 8)}, "does not serve an attention bias"),
+        ({"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
+        ({"alibi_slopes": torch.ones(4)}, "does not know these inputs: alibi_slopes"),
+    ],
+)
+def test_inputs(one_rank, inputs, message):
+    attention = core_attention()
+    q = torch.randn(8, 1, 4, 8)
+    assert attention(q, q, q).shape == (8, 1, 32)
+    with pytest.raises(ConfigError, match=message):
+        attention(q, q, q, **inputs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+def test_double_backward(one_rank):
+    q = torch.randn(8, 1, 4, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(core_attention()(q, q, q).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+class Exotic(torch.nn.Module):
+    """Somebody's own core attention."""
+
+
+def test_another_core_attention_is_refused_by_name():
+    from cp_ring.megatron.specs import ring_core_attention
+
+    with pytest.raises(ConfigError, match="replaces DotProductAttention and TEDotProductAttention, not Exotic"):
+        ring_core_attention(Exotic)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--recompute-granularity", "selective"], "selective of core_attn frees no memory with ring attention"),
+        (["--recompute-activations"], "selective of core_attn frees no memory with ring attention"),
+        (["--recompute-granularity", "selective", "--recompute-modules", "layernorm"], ""),
+        # 128 tokens, 4 heads of 16 in float32 and an lse for each.
+        ([*FULL], f"keeps out and lse of attention, {128 * 4 * (16 * 4 + 4) / 2**20:.3g} MiB per layer and microbatch"),
+        (
+            [*FULL, "--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--bf16"],
+            f", {64 * 2 * (16 * 2 + 4) / 2**20:.3g} MiB",
+        ),
+        ([*FULL, "--cp-ring-recompute", "replay"], ""),
+    ],
+)
+def test_what_is_said_of_recomputation(applied, parse, capsys, monkeypatch, flags, said):
+    applied("cpu_runtime")
+    from megatron.training.arguments import validate_args
+
+    monkeypatch.setattr(refuse, "_noted", set())
+    validate_args(parse(*BASE, *flags))
+    spoken = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cp_ring: ") and "recompu" in line]
+    assert len(spoken) == bool(said) and all(said in line for line in spoken)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present")
