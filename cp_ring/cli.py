@@ -12,6 +12,7 @@ from cp_ring.bench.attention_command import bench_attention
 from cp_ring.bench.plan import bench_plan
 from cp_ring.bench.replay_command import bench_replay
 from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.job.slurm_command import status_command, submit_command
 from cp_ring.plan.command import plan_command
 
 app = typer.Typer(name="cp-ring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -23,6 +24,8 @@ bench.command("attention")(bench_attention)
 bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
 app.add_typer(bench, name="bench")
+app.command("submit")(submit_command)
+app.command("status")(status_command)
 
 
 @app.callback()

@@ -46,6 +46,7 @@ class ContextParallelConfig(BaseModel):
         description="Where activations are recomputed: keep out and lse of attention, per layer and microbatch, so that the "
         "ring runs once; or replay the ring.",
     )
+    run_dir: str = Field("", description="Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.")
 
     @classmethod
     def flag(cls, field: str) -> str:

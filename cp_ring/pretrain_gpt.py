@@ -6,8 +6,10 @@ under context parallelism), and no s x s attention mask is ever built.
 
 from __future__ import annotations
 
+import os
 import sys
 
+from cp_ring import stop
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.refuse import refusing
 from cp_ring.megatron.settings import INTER_DOCUMENT, install
@@ -17,6 +19,7 @@ _FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloade
 
 def main() -> None:
     """Trains as the command line says; exits with code 2 and one line where it cannot."""
+    stop.listen_if_asked(sys.argv)
     with refusing():
         config = install(sys.argv[1:])
         if config.enabled:
@@ -29,6 +32,17 @@ def main() -> None:
             step_line.apply()
         sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
         compat.pretrain(gpt.datasets_provider, gpt.forward_step)
+        if config.run_dir and int(os.environ.get("RANK", "0")) == 0:
+            _finish(config.run_dir)
+
+
+def _finish(folder: str) -> None:
+    """Megatron returned: an exit before the last step (signal, --exit-duration-in-mins, ...) would have ended the process."""
+    from megatron.training import get_args
+
+    from cp_ring.observe import progress
+
+    progress.finish(folder, get_args().train_iters)
 
 
 def _refuse_scripts_flags(argv: list[str]) -> None:

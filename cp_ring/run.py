@@ -10,6 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from cp_ring import stop
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.refuse import note, refuse, refusing
 from cp_ring.megatron.settings import install
@@ -29,6 +30,8 @@ def main() -> None:
     sys.path[0] = str(script.resolve().parent)
     with refusing():
         config = install(sys.argv[1:])
+        if config.enabled or config.cpu:
+            stop.listen_if_asked(sys.argv)
         if config.document_mask:
             raise ConfigError(
                 f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "

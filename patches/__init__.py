@@ -22,6 +22,7 @@ NAMES = (
     "document_mask",
     "mtp_roll",
     "optimizer_step",
+    "exit_signal",
     "step_line",
 )
 

@@ -64,16 +64,21 @@ def build_command(job: JobConfig, corpus: Corpus | None) -> Command:
 
     Raises `ConfigError` that names the key or flag that Megatron does not have or cannot read.
     """
+    device, visible = choose_device(job)
+    return Command(_environment(job, device) | visible, _torchrun(job), megatron_flags(job, corpus, device))
+
+
+def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> list[str]:
+    """The flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu). Raises as `build_command` does."""
     from cp_ring.megatron import command_line
 
-    device, visible = choose_device(job)
-    config = job.cp_ring.model_copy(update={"cpu": device == "cpu"})
+    config = job.cp_ring.model_copy(update={"cpu": device == "cpu", "run_dir": str(run_dir(job).absolute())})
     parser = command_line.build_parser()
     megatron = command_line.to_flags(parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel")
     megatron += command_line.to_flags(parser, _defaults(job, corpus) | job.megatron, "megatron")
     megatron += config.to_args()
     _refuse_early(command_line.check(parser, megatron), job)
-    return Command(_environment(job, device) | visible, _torchrun(job), megatron)
+    return megatron
 
 
 def _refuse_early(args: argparse.Namespace, job: JobConfig) -> None:
@@ -122,6 +127,7 @@ def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
         "save": str(checkpoints(job)),
         "load": str(checkpoints(job)),
         "tensorboard_dir": str((run_dir(job) / "tensorboard").absolute()),
+        "exit_signal_handler": True,  # SIGUSR1 and SIGTERM: save, then leave
     }
     if corpus is not None:
         settings |= {

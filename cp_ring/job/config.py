@@ -116,6 +116,9 @@ def validate(settings: dict[str, Any], source: str) -> JobConfig:
             raise ConfigError(f"{source}: megatron.{key} belongs in its own section: set parallel.{key}")
         if key.startswith("cp_ring"):
             raise ConfigError(f"{source}: megatron.{key} belongs in the section cp_ring")
+    for key, place in (("run_dir", "launch.run_dir"), ("cpu", "launch.device")):
+        if getattr(job.cp_ring, key):
+            raise ConfigError(f"{source}: cp_ring.{key} follows from {place}: set that")
     if job.launch.node_rank >= job.launch.nnodes:
         raise ConfigError(f"{source}: launch.node_rank {job.launch.node_rank} must be below launch.nnodes {job.launch.nnodes}")
     if job.launch.nnodes > 1 and job.launch.master_addr is None:

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import yaml
 from rich.console import Console
@@ -13,6 +14,10 @@ from rich.console import Console
 from cp_ring.errors import ConfigError
 from cp_ring.job import command as commands
 from cp_ring.job import config as configs
+from cp_ring.observe import progress
+
+if TYPE_CHECKING:
+    from cp_ring.megatron.corpus import Corpus
 
 
 def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False) -> int:
@@ -29,21 +34,16 @@ def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False) -> 
             print("cp_ring: its corpus is not built yet; `cp-ring train` without --dry-run builds it", file=sys.stderr)
         return 0
     if corpus is not None:
-        from cp_ring.megatron import corpus as corpora
-
-        corpora.build(corpus)
-        summary = corpus.summary()
-        documents, tokens = summary["documents"], sum(summary["tokens"].values())
-        _say(f"corpus {corpus.folder}: {documents:,} documents, {tokens:,} tokens, vocabulary {summary['vocab_size']:,}")
-    _record(job)
+        prepare_corpus(corpus)
+    record_job(job)
     before, wanted = last_step(job), job.megatron.get("train_iters")
     if before and wanted and before >= wanted:
-        _say(f"all {wanted} steps are done: only validating; for more, --set megatron.train_iters={2 * wanted}")
+        say(f"all {wanted} steps are done: only validating; for more, --set megatron.train_iters={2 * wanted}")
     elif before:
-        _say(f"resuming from step {before}" + (f" of {wanted}" if wanted else ""))
+        say(f"resuming from step {before}" + (f" of {wanted}" if wanted else ""))
     code = _launch(command)
     if code == 0:
-        _say(_closing_line(job, source, overrides))
+        say(_closing_line(job, source, overrides))
     return code
 
 
@@ -77,11 +77,22 @@ def _launch(command: commands.Command) -> int:
     return 0
 
 
-def _record(job: configs.JobConfig) -> None:
-    """Leaves the job as it was run, overrides included, beside its checkpoints."""
+def prepare_corpus(corpus: Corpus) -> None:
+    """Builds the corpus unless it is there, and says what is in it."""
+    from cp_ring.megatron import corpus as corpora
+
+    corpora.build(corpus)
+    summary = corpus.summary()
+    documents, tokens = summary["documents"], sum(summary["tokens"].values())
+    say(f"corpus {corpus.folder}: {documents:,} documents, {tokens:,} tokens, vocabulary {summary['vocab_size']:,}")
+
+
+def record_job(job: configs.JobConfig) -> None:
+    """Leaves the job as it is run, overrides included, beside its checkpoints; it is not done (any more)."""
     folder = commands.run_dir(job)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        progress.begin(folder)
         (folder / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
     except OSError as error:
         raise ConfigError(f"launch.run_dir {folder}: {error.strerror}") from None
@@ -97,5 +108,5 @@ def _closing_line(job: configs.JobConfig, source: str, overrides: Sequence[str])
     return f"step {step}: checkpoints, tensorboard and job.yaml are in {commands.run_dir(job)}; to go on: {again}"
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     Console(highlight=False, soft_wrap=True, markup=False).print(f"cp_ring: {line}")

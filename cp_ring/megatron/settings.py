@@ -62,6 +62,8 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
     names = ["dataset_helpers", "arguments", "optimizer_step"]
     if config.cpu:
         names.insert(0, "cpu_runtime")
+    if "--exit-signal-handler" in argv:
+        names.append("exit_signal")
     if config.enabled:
         names += _patches_of_models(config, argv)
     patches = importlib.import_module("cp_ring.patches")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cp_ring.observe import progress
+
 
 class StepLine:
     """Wraps Megatron's `training_log`: calls it, then prints the step and writes it to TensorBoard.
@@ -52,6 +54,10 @@ class StepLine:
         if dist.get_rank() == dist.get_world_size() - 1:  # the last pipeline stage is where the loss is
             shown = " | ".join(f"{name} {float(value):.4f}" for name, value in losses.items())
             print(f"step {step}/{steps} | {shown} | {rate:,.0f} tokens/s | {memory / 2**30:.2f} GiB per rank", flush=True)
+            folder = getattr(self.get_args(), "cp_ring_run_dir", "")
+            if folder:
+                values = {name: float(value) for name, value in losses.items()}
+                progress.append(folder, step, {**values, "tokens per second": round(rate, 1), "memory": memory})
 
 
 def peak_memory() -> int:

@@ -1,0 +1,62 @@
+"""The history of a run under Slurm: `attempts.tsv`, which the batch script writes, and what the queue says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = "attempts.tsv"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of the history: a `submit`, or the `start` or `stop` of try number `restart` of a job at an iteration."""
+
+    time: int
+    job: str
+    restart: int
+    kind: str
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """What squeue says of a job: PENDING, RUNNING, ..., why it waits or where it runs."""
+
+    name: str
+    detail: str
+
+
+def append(run_dir: Path, job: str, kind: str) -> None:
+    with (run_dir / FILE).open("a") as file:
+        file.write(f"{int(time.time())}\t{job}\t0\t{kind}\t0\t\n")
+
+
+def read(run_dir: Path) -> list[Event]:
+    """The history, oldest first; torn lines are left out."""
+    path = run_dir / FILE
+    events = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        words = line.split("\t")
+        if len(words) == 6 and all(words[i].isdigit() for i in (0, 2, 4)):
+            events.append(Event(int(words[0]), words[1], int(words[2]), words[3], int(words[4]), words[5]))
+    return events
+
+
+def last_job(run_dir: Path) -> str | None:
+    """The id of the newest job of the run, or None."""
+    events = read(run_dir)
+    return events[-1].job if events else None
+
+
+def queue_state(job: str) -> QueueState | None:
+    """The state of a job that is queued, running or being requeued; None if it is none of them, or there is no Slurm here."""
+    if shutil.which("squeue") is None:
+        return None
+    done = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T|%R"], capture_output=True, text=True)
+    name, _, detail = done.stdout.strip().partition("|")
+    return QueueState(name, detail.strip("()")) if done.returncode == 0 and name else None

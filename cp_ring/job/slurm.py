@@ -1,0 +1,147 @@
+"""A job's batch script for Slurm: what it asks for, how it is written, and what is wrong with one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from cp_ring.errors import ConfigError
+
+_BEGIN, _END = "# ---- settings\n", "# ---- end of settings\n"
+_NAME = re.compile(r"[\w.,@:+=/-]+")
+_TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks Slurm for. `gpus` says whether each rank has a GPU; `options` are further sbatch options as they are."""
+
+    nodes: int
+    ranks_per_node: int
+    gpus: bool = True
+    name: str = "cp_ring"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    cpus_per_rank: int | None = None
+    warn_seconds: int = 120
+    options: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--nodes", self.nodes), (self.per_node_flag, self.ranks_per_node)):
+            if value < 1:
+                raise ConfigError(f"{flag} {value}: it must be at least 1")
+        if self.cpus_per_rank is not None and self.cpus_per_rank < 1:
+            raise ConfigError(f"--cpus-per-rank {self.cpus_per_rank}: it must be at least 1")
+        if not 10 <= self.warn_seconds <= 65535:
+            raise ConfigError(f"--warn-seconds {self.warn_seconds}: Slurm takes 10 to 65535")
+        for flag in ("partition", "account", "qos", "name"):
+            value = getattr(self, flag)
+            if value is not None and not _NAME.fullmatch(value):
+                raise ConfigError(f"--{flag} {value!r}: Slurm has no such names")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise ConfigError(f"--time {self.time!r}: Slurm reads minutes, H:MM:SS or D-HH:MM:SS")
+        for option in self.options:
+            if not re.fullmatch(r"--[a-z][\w-]*(=\S+)?", option):
+                raise ConfigError(f"--slurm {option!r}: expected one sbatch option, such as --constraint=h100")
+
+    @property
+    def per_node_flag(self) -> str:
+        return "--gpus-per-node" if self.gpus else "--ranks-per-node"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all nodes together."""
+        return self.nodes * self.ranks_per_node
+
+    def directives(self) -> list[str]:
+        """The sbatch options of the job."""
+        wanted: dict[str, object] = {
+            "job-name": self.name,
+            "nodes": self.nodes,
+            "ntasks-per-node": self.ranks_per_node,
+            "gpus-per-node": self.ranks_per_node if self.gpus else None,
+            "cpus-per-task": self.cpus_per_rank,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "time": self.time,
+            "signal": f"B:USR1@{self.warn_seconds}",
+            "open-mode": "append",
+        }
+        given = [f"--{name}={value}" for name, value in wanted.items() if value is not None]
+        return [*given, "--requeue", *self.options]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the batch script of a job is made of. Paths are absolute, on a file system that all nodes share."""
+
+    resources: Resources
+    run_dir: Path
+    checkpoints: Path
+    env_file: Path
+    command: Sequence[str]
+    preflight: Sequence[str] = ()
+    launcher: Literal["srun", "torchrun"] = "srun"
+    rank_order: Path | None = None
+    srun_options: Sequence[str] = field(default=())
+
+    def render(self, template: str) -> str:
+        """`template` (launch/slurm/train.sbatch) with this job's #SBATCH lines and settings."""
+        lines = template.splitlines(keepends=True)
+        first = next(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
+        kept = [line for line in lines[first:] if not line.startswith("#SBATCH")]
+        options = [f"#SBATCH {option}\n" for option in self.resources.directives()]
+        head, rest = "".join([*lines[:first], *options, *kept]).split(_BEGIN)
+        return head + _BEGIN + self._settings() + _END + rest.split(_END)[1]
+
+    def _settings(self) -> str:
+        words = {
+            "RUN_DIR": self.run_dir,
+            "CHECKPOINTS": self.checkpoints,
+            "ENV_FILE": self.env_file,
+            "LAUNCHER": self.launcher,
+            "RANK_ORDER": self.rank_order or "",
+            "MAX_STALE": 2,
+        }
+        lists = {"preflight": self.preflight, "srun_options": self.srun_options, "command": self.command}
+        lines = [f"{name}={quote(str(value))}" for name, value in words.items()]
+        lines += [f"{name}=({' '.join(map(quote, values))})" for name, values in lists.items()]
+        return "".join(f"{line}\n" for line in lines)
+
+
+def quote(word: str) -> str:
+    """`word` for bash, on one line: a line of its own could be read as a #SBATCH line."""
+    if word.isprintable():
+        return shlex.quote(word)
+    known = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
+    return "$'" + "".join(known.get(c, c if c.isprintable() else f"\\U{ord(c):08x}") for c in word) + "'"
+
+
+def output_pattern(folder: Path) -> str:
+    """The value of sbatch's --output for a file in `folder`, whose own percent signs are no patterns. Raises `ConfigError`."""
+    if "\\" in str(folder):
+        raise ConfigError(f"launch.run_dir {str(folder)!r}: Slurm cannot write to a path with a backslash")
+    return str(folder).replace("%", "%%") + "/job-%j.log"
+
+
+def lint(script: str) -> None:
+    """Raises `ConfigError` for what Slurm would pass over or only find out on the node."""
+    if not script.startswith("#!"):
+        raise ConfigError("batch script: the first line is no #! line")
+    command = 0
+    for number, line in enumerate(script.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            command = command or number
+        elif command and line.startswith("#SBATCH"):
+            raise ConfigError(f"batch script, line {number}: {line!r} comes after the first command (line {command}): ignored")
+    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    if checked.returncode:
+        raise ConfigError(f"batch script: {' '.join(checked.stderr.split())}")

@@ -1,0 +1,57 @@
+"""What a run leaves in its directory for people and scripts: one line per logged step, and a mark at the end.
+
+`steps.jsonl` grows over all restarts: a step that had to be done again is there twice, and the later line counts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+STEPS = "steps.jsonl"
+DONE = "DONE"
+
+
+def append(folder: str, step: int, values: Mapping[str, float]) -> None:
+    """Adds a step; called by one rank alone. The line is on its way to the disk when this returns."""
+    line = json.dumps({"step": step, **values, "time": round(time.time(), 3)})
+    path = Path(folder) / STEPS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(_end_of_torn_line(path) + line.encode() + b"\n")
+
+
+def _end_of_torn_line(path: Path) -> bytes:
+    """A newline where the last line has none: its writer was killed."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return b""
+        file.seek(-1, 2)
+        return b"" if file.read(1) == b"\n" else b"\n"
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All whole lines, in the order in which they were written; [] if there are none."""
+    path = folder / STEPS
+    steps = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            step = json.loads(line)
+        except ValueError:  # torn
+            continue
+        if isinstance(step, dict) and isinstance(step.get("step"), int):
+            steps.append(step)
+    return steps
+
+
+def begin(folder: Path) -> None:
+    """The job is not done (any more): more steps may be wanted than it was started for before."""
+    (folder / DONE).unlink(missing_ok=True)
+
+
+def finish(folder: str, step: int) -> None:
+    """The job has run to its end, after `step` steps; nobody needs to start it again."""
+    (Path(folder) / DONE).write_text(f"{step}\n")

@@ -1,0 +1,43 @@
+"""Megatron's --exit-signal-handler, for signals that come early and for more than one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cp_ring import stop
+from cp_ring.patches.patch import Patch, Replacement
+
+
+def _replacements() -> Iterator[Replacement]:
+    import megatron.training.global_vars as module
+
+    from cp_ring.megatron.refuse import note
+
+    class Handler(module.DistributedSignalHandler):
+        """Agrees among all ranks as Megatron's does, on what `cp_ring.stop` remembers instead of a flag of its own."""
+
+        def __enter__(self) -> Any:
+            stop.listen(self.sig)
+            self.released = True  # there is no earlier handler to restore
+            return self
+
+        def signals_received(self) -> list[int]:
+            self._signal_received = stop.received() is not None
+            asked: list[int] = super().signals_received()
+            if any(asked):
+                name = getattr(stop.received(), "name", "a signal to another rank")
+                note(f"{name}: saving, then leaving with exit code 0")
+            return asked
+
+    yield module, "DistributedSignalHandler", Handler
+
+
+PATCH = Patch(
+    name="exit_signal",
+    what="--exit-signal-handler obeys SIGUSR1, SIGTERM and --exit-signal, also when they came before Megatron was loaded",
+    why="Megatron listens to one signal, and only once it is set up: Slurm's warning before the time limit would kill a rank",
+    package="megatron-core",
+    versions=">=0.16.1,<0.20",
+    replacements=_replacements,
+)
