@@ -63,6 +63,7 @@ class RingDotProductAttention(MegatronModule):
         _check_layer(config, layer_number, attention_type, dropout, cp_comm_type)
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
         self._make_softmax_offset()
+        self.register_load_state_dict_pre_hook(_without_extra_state)
         if any(value is not None for value in unknown.values()):
             raise ConfigError(f"ring attention does not know these core attention arguments: {', '.join(unknown)}")
 
@@ -158,6 +159,11 @@ class RingDotProductAttention(MegatronModule):
         """As Megatron's own core attention: `softmax_offset`, split over tensor-parallel ranks, where it is learned."""
         state = self.state_dict(prefix="", keep_vars=True)
         return compat.sharded_tensors(state, prefix, {"softmax_offset": 0}, sharded_offsets, self.tp_group, metadata)
+
+
+def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Passes over what TransformerEngine's attention keeps for fp8 in checkpoints that are not distributed."""
+    state.pop(prefix + "_extra_state", None)
 
 
 def _check_mask(mask_type: Any) -> str:

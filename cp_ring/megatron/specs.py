@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs
@@ -63,29 +66,37 @@ def with_ring_attention(spec: Any) -> Any:
     return dataclasses.replace(spec, **changes)
 
 
-def _options(provider: Any, config: Any) -> dict[str, Any]:
-    import inspect
+class LayerOfFlags(ModuleSpec):  # type: ignore[misc]
+    """The transformer layer that the command line describes, with ring attention, for --spec.
 
-    known = {
-        "num_experts": getattr(config, "num_moe_experts", None),
-        "moe_grouped_gemm": getattr(config, "moe_grouped_gemm", False),
-        "qk_layernorm": getattr(config, "qk_layernorm", False),
-        "multi_latent_attention": getattr(config, "multi_latent_attention", False),
-        "qk_l2_norm": getattr(config, "qk_l2_norm", False),
-        "normalization": getattr(config, "normalization", None),
-    }
-    return {name: value for name, value in known.items() if name in inspect.signature(provider).parameters}
+    Until 0.18 Megatron takes what --spec names as it is, when no flag has been parsed; so the layer is made when it is asked for.
+    """
+
+    def __init__(self, provider: Callable[..., ModuleSpec]) -> None:
+        self._provider = provider
+
+    module = property(lambda self: self._made().module)
+    params = property(lambda self: self._made().params)
+    submodules = property(lambda self: self._made().submodules)
+    metainfo = property(lambda self: self._made().metainfo)
+
+    def _made(self) -> ModuleSpec:
+        from megatron.training import get_args
+
+        spec: ModuleSpec = with_ring_attention(self._provider(**_options(self._provider, get_args())))
+        return spec
 
 
-def gpt_local(config: Any = None) -> ModuleSpec:
-    """GPT layer of Megatron's own modules with ring attention; `config` is the model's configuration."""
-    provider = gpt_layer_specs.get_gpt_layer_local_spec
-    spec: ModuleSpec = with_ring_attention(provider(**_options(provider, config)))
-    return spec
+def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
+    frequency = getattr(args, "moe_layer_freq", 1)
+    if args.num_experts and frequency != 1:
+        raise ConfigError(f"--spec cp_ring.megatron.specs makes all layers alike: --moe-layer-freq {frequency} needs --cp-ring")
+    known = ("num_experts", "moe_grouped_gemm", "qk_layernorm", "multi_latent_attention", "qk_l2_norm", "normalization")
+    return {name: getattr(args, name) for name in known if name in inspect.signature(provider).parameters and hasattr(args, name)}
 
 
-def gpt_te(config: Any = None) -> ModuleSpec:
-    """GPT layer of TransformerEngine's modules with ring attention; `config` is the model's configuration."""
-    provider = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-    spec: ModuleSpec = with_ring_attention(provider(**_options(provider, config)))
-    return spec
+gpt_local = LayerOfFlags(gpt_layer_specs.get_gpt_layer_local_spec)
+"""GPT layer of Megatron's own modules with ring attention."""
+
+gpt_te = LayerOfFlags(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec)
+"""GPT layer of TransformerEngine's modules with ring attention."""

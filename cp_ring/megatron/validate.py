@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import saved
+from cp_ring.megatron import parts, saved
 from cp_ring.megatron.refuse import note, refusing
 from cp_ring.megatron.settings import configure
 
@@ -77,6 +76,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
         saved.check_model(args)
         config = ContextParallelConfig.from_args(args)
         if config.enabled:
+            note(parts.line(args))
             note_recompute(args, config)
     return args
 
@@ -232,8 +232,8 @@ def check_norms(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel (Megatron serves no other)"
         )
-    fused = args.normalization == "LayerNorm" and importlib.util.find_spec("apex") is not None
-    if args.sequence_parallel and args.transformer_impl == "local" and not fused and not args.spec:
+    local = args.transformer_impl == "local" and not args.spec
+    if args.sequence_parallel and local and not parts.has_apex_norm(args.normalization):
         raise ConfigError(
             f"--sequence-parallel with --transformer-impl local and --normalization {args.normalization} has norms that see the "
             "whole sequence only: give --transformer-impl transformer_engine, or leave it out"

@@ -11,7 +11,7 @@ import torch
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import command_line, compat, refuse, saved, settings, validate
+from cp_ring.megatron import command_line, compat, parts, refuse, saved, settings, validate
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
 
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
@@ -343,3 +343,50 @@ def test_a_checkpoint_of_another_model_shape(tmp_path, monkeypatch, name, flag, 
     message = f"^{flag}: the checkpoint of iteration 20 .* has {name} {shape[name]}, and this job {ours}$"
     with pytest.raises(ConfigError, match=message):
         saved.check_model(arguments(tmp_path, **(shape | {name: ours})))
+
+
+class FusedAdam:
+    """As the optimizers of TransformerEngine and Apex are called."""
+
+
+@pytest.mark.parametrize(
+    ("package", "flags", "line"),
+    [
+        ("", [], "norm torch RMSNorm, optimizer torch AdamW, gradient accumulation unfused"),
+        ("", ["--optimizer", "sgd", "--normalization", "LayerNorm"], "norm torch LayerNorm, optimizer torch SGD, "),
+        (
+            "apex",
+            ["--normalization", "LayerNorm"],
+            "norm Apex LayerNorm, optimizer Apex FusedAdam, gradient accumulation fused by Apex",
+        ),
+        ("apex", [], "norm torch RMSNorm, optimizer Apex FusedAdam, "),
+        (
+            "transformer_engine",
+            ["--transformer-impl", "transformer_engine"],
+            "norm TransformerEngine RMSNorm, optimizer TransformerEngine FusedAdam, gradient accumulation fused by Transformer",
+        ),
+        ("", ["--spec", "some.module", "layer"], "norm of some.module layer, "),
+    ],
+)
+def test_the_parts_of_a_job_are_named(parse, monkeypatch, package, flags, line):
+    import megatron.core.optimizer as optimizers
+    from megatron.core.fusions import fused_layer_norm
+
+    cpu = [] if package else ["--cp-ring-cpu"]
+    if package:
+        monkeypatch.setattr(FusedAdam, "__module__", f"{package}.optimizers.fused_adam")
+        monkeypatch.setattr(optimizers, "Adam", FusedAdam)
+        monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", package == "apex")
+    args = parse(*TINY, "--cp-ring", "--transformer-impl", "local", *cpu, *flags)
+    assert parts.line(args).startswith(line)
+
+
+def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if parts.has_apex_norm("LayerNorm"):
+        pytest.skip("Apex is installed")
+    args = SimpleNamespace(tensor_model_parallel_size=2, num_experts=None, sequence_parallel=True, transformer_impl="local")
+    with pytest.raises(ConfigError, match="--sequence-parallel with --transformer-impl local"):
+        validate.check_norms(SimpleNamespace(**vars(args), normalization="LayerNorm", spec=None))

@@ -1,0 +1,47 @@
+"""Which implementations of norms, optimizer and gradient accumulation Megatron takes in this environment."""
+
+from __future__ import annotations
+
+import argparse
+
+_PACKAGES = {"transformer_engine": "TransformerEngine", "apex": "Apex", "torch": "torch", "megatron": "Megatron"}
+
+
+def line(args: argparse.Namespace) -> str:
+    """The parts that a job with these completed flags is made of, as one line for people."""
+    return f"norm {norm(args)}, optimizer {optimizer(args)}, gradient accumulation {gradient_accumulation(args)}"
+
+
+def norm(args: argparse.Namespace) -> str:
+    """Whose norm the layers have: TransformerEngine's, Apex's, or torch's."""
+    if args.spec is not None:
+        return f"of {' '.join(args.spec)}"
+    if args.transformer_impl == "local":
+        return f"{'Apex' if has_apex_norm(args.normalization) else 'torch'} {args.normalization}"
+    return f"TransformerEngine {args.normalization}"
+
+
+def optimizer(args: argparse.Namespace) -> str:
+    """Whose optimizer, as `Apex FusedAdam`: Megatron takes the first there is of TransformerEngine's, Apex's and torch's."""
+    import megatron.core.optimizer as module
+
+    on_cpu = "CPU" if getattr(args, "optimizer_cpu_offload", False) else ""
+    kind = getattr(module, on_cpu + {"adam": "Adam", "sgd": "SGD"}.get(args.optimizer, ""), None)
+    if kind is None:
+        return str(args.optimizer)
+    name = f"{_PACKAGES.get(kind.__module__.partition('.')[0], kind.__module__)} {kind.__name__}"
+    return f"{name} on the CPU" if on_cpu else name
+
+
+def gradient_accumulation(args: argparse.Namespace) -> str:
+    """Whether weight gradients are added to float32 sums by the matrix multiplication itself, and by whose."""
+    if not args.gradient_accumulation_fusion:
+        return "unfused"
+    return f"fused by {'Apex' if args.transformer_impl == 'local' else 'TransformerEngine'}"
+
+
+def has_apex_norm(normalization: str) -> bool:
+    """Whether local layers get Apex's norm; a package that only has Apex's name does not count."""
+    from megatron.core.fusions import fused_layer_norm
+
+    return normalization == "LayerNorm" and (fused_layer_norm.HAVE_FUSED_LAYER_NORM or fused_layer_norm.HAVE_PERSIST_LAYER_NORM)

@@ -1,0 +1,95 @@
+"""A checkpoint of stock Megatron continues with ring attention, and one of ring attention continues with stock Megatron."""
+
+import pytest
+import torch
+
+from cp_ring.megatron.core_attention import RingDotProductAttention
+from tests.megatron.launch import trace, train
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+STOCK = ["--cp-ring-cpu"]
+RING = [*STOCK, "--cp-ring", "--context-parallel-size", "2"]
+SINKS = ["--softmax-type", "learnable", "--init-method-std", "0.1", "--train-iters", "6"]
+SAVE = ["--save-interval", "3"]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """On two ranks stock Megatron is data parallel, at context parallel size 1; each job saves after step 3 or begins there."""
+    folder = tmp_path_factory.mktemp("interchange")
+    stock, ring = str(folder / "from_stock"), str(folder / "from_ring")
+    jobs = {
+        "stock": [*STOCK, *SAVE, "--save", stock],
+        "ring": [*RING, *SAVE, "--save", ring],
+        "ring_from_stock": [*RING, "--load", stock, "--ckpt-step", "3"],
+        "stock_from_ring": [*STOCK, "--load", ring, "--ckpt-step", "3"],
+    }
+    train(2, {name: flags + SINKS for name, flags in jobs.items()}, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("job", "straight"), [("ring_from_stock", "stock"), ("stock_from_ring", "ring")])
+def test_continues_with_the_loss_it_would_have_had(traces, job, straight):
+    found, wanted = trace(traces, job), trace(traces, straight)
+    assert list(found) == [4, 5, 6] and list(wanted) == [1, 2, 3, 4, 5, 6]
+    assert wanted[1]["loss"] - wanted[6]["loss"] > 0.1
+    for step, here in found.items():
+        assert here["rows"] == wanted[step]["rows"]
+        assert here["loss"] == pytest.approx(wanted[step]["loss"], rel=1e-5)
+        assert here["grad_norm"] == pytest.approx(wanted[step]["grad_norm"], rel=1e-5)
+
+
+def layer(kind, softmax_type="learnable"):
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
+    config = TransformerConfig(**sizes, softmax_type=softmax_type, use_cpu_initialization=True)
+    return kind(config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+
+
+class LikeTransformerEngine(torch.nn.Module):
+    """The state of TransformerEngine's attention: its offset, and an extra state that is empty without fp8."""
+
+    def __init__(self, config, **_):
+        super().__init__()
+        self.softmax_offset = torch.nn.Parameter(torch.randn(config.num_attention_heads))
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        assert state.numel() == 0
+
+
+def keys(layer):
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = layer.sharded_state_dict(prefix="core_attention.", metadata={"dp_cp_group": group})
+    tensors = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
+    return {name: (part.key, part.global_shape, part.global_offset, part.dtype) for name, part in tensors.items()}
+
+
+@no_cuda
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
+def test_a_checkpoint_holds_what_stock_attention_holds(one_rank, softmax_type):
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    ours, stock = layer(RingDotProductAttention, softmax_type), layer(DotProductAttention, softmax_type)
+    assert keys(ours) == keys(stock)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    assert len(keys(ours)) == (softmax_type == "learnable")
+
+
+@no_cuda
+def test_transformer_engine_and_back(one_rank):
+    ours, theirs = layer(RingDotProductAttention), layer(LikeTransformerEngine)
+    assert "_extra_state" in theirs.state_dict()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    assert torch.equal(ours.softmax_offset, theirs.softmax_offset)
+    torch.nn.init.normal_(ours.softmax_offset)
+    loaded = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert loaded.missing_keys == ["_extra_state"] and not loaded.unexpected_keys  # which TransformerEngine does without
+    assert torch.equal(ours.softmax_offset, theirs.softmax_offset)
