@@ -14,6 +14,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--megatron-lm", action="append", default=[], help="a checkout of Megatron-LM whose script to run; repeatable"
+    )
+
+
+@pytest.fixture
+def megatron_lm(request: pytest.FixtureRequest) -> list[str]:
+    """The checkouts named by --megatron-lm."""
+    checkouts: list[str] = request.config.getoption("--megatron-lm")
+    return checkouts
+
+
 _pools: list[Ranks] = []
 
 

@@ -35,12 +35,12 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 
 
-def launch(ranks: int, command: list[str], timeout_s: float = 600) -> subprocess.CompletedProcess:
+def launch(ranks: int, command: list[str], timeout_s: float = 600, python_path: str = "") -> subprocess.CompletedProcess:
     """Runs `python command` on `ranks` ranks and waits for it; the output holds both streams."""
     elastic = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [sys.executable, *elastic, *command],
-        env=environment(),
+        env=environment() | ({"PYTHONPATH": python_path} if python_path else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -139,6 +139,45 @@ def test_a_second_backward_pass_replays_the_ring(ring):
         torch.testing.assert_close(parameter.grad, 2 * once[name])
 
 
+def attention():
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_ring.megatron.core_attention import RingDotProductAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, attention_dropout=0.0)
+    return RingDotProductAttention(config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+
+
+@no_cuda
+@pytest.mark.parametrize(("reentrant", "hops", "kept"), [(True, 2, ROWS * TOKENS * (HIDDEN * 2 + HEADS * 4)), (False, 3, 0)])
+def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
+    """TransformerEngine's checkpoint is reentrant too; another kind is right, but replays the ring."""
+    checkpoint = recompute.keeping(lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=reentrant))
+    layer, q = attention(), torch.randn(TOKENS, ROWS, HEADS, HIDDEN // HEADS, dtype=torch.bfloat16, requires_grad=True)
+    (wanted,) = torch.autograd.grad(layer(q, q, q).square().sum(), q)
+    with record() as ledger:
+        out = checkpoint(lambda q: layer(q, q, q), q)
+        assert recompute.kept_bytes() == kept
+        out.square().sum().backward()
+    assert ledger.hops == hops and recompute.kept_bytes() == 0
+    assert torch.equal(q.grad, wanted)
+
+
+def test_the_patch_finds_every_checkpoint(applied, monkeypatch):
+    from megatron.core import tensor_parallel
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_layer
+
+    monkeypatch.setattr(moe_layer, "te_checkpoint", transformer_engine.te_checkpoint)  # as it is with TransformerEngine
+    stock, stock_te = random.checkpoint, transformer_engine.te_checkpoint
+    applied("recompute")
+    assert random.checkpoint is tensor_parallel.checkpoint is not stock
+    assert transformer_engine.te_checkpoint is moe_layer.te_checkpoint is not stock_te
+    assert random.checkpoint.__wrapped__ is stock and moe_layer.te_checkpoint.__wrapped__ is stock_te
+
+
 RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "3", "--pipeline-model-parallel-size", "2"]
 EVALUATED = ["--eval-interval", "1", "--eval-iters", "1", "--num-layers", "4", "--softmax-type", "learnable"]
 FULLY = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
