@@ -48,6 +48,12 @@ class ContextParallelConfig(BaseModel):
     )
     run_dir: str = Field("", description="Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.")
 
+    keep_checkpoints: int = Field(0, ge=0, description="How many checkpoints are kept, the newest ones; 0 keeps all.")
+    trust_checkpoint: bool = Field(
+        False,
+        description="Load whatever is pickled in a checkpoint, which lets it run code: only for files of known origin.",
+    )
+
     @classmethod
     def flag(cls, field: str) -> str:
         """The command-line flag of a field: `enabled` is `--cp-ring`, `num_slots` is `--cp-ring-num-slots`."""

@@ -26,12 +26,14 @@ def main() -> None:
             _refuse_scripts_flags(sys.argv)
         from cp_ring import patches
         from cp_ring.megatron import compat, gpt
+        from cp_ring.megatron.checkpoints.saving import ending
 
         step_line = patches.get("step_line")
         if not step_line.refusal():
             step_line.apply()
         sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
-        compat.pretrain(gpt.datasets_provider, gpt.forward_step)
+        with ending():
+            compat.pretrain(gpt.datasets_provider, gpt.forward_step)
         if config.run_dir and int(os.environ.get("RANK", "0")) == 0:
             _finish(config.run_dir)
 

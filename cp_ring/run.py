@@ -43,7 +43,13 @@ def main() -> None:
             )
         if config.enabled and "--calculate-per-token-loss" not in sys.argv:
             note("without --calculate-per-token-loss the loss is biased under context parallelism where loss masks are uneven")
-        runpy.run_path(str(script), run_name="__main__")
+        if not (config.enabled or config.cpu):
+            runpy.run_path(str(script), run_name="__main__")
+            return
+        from cp_ring.megatron.checkpoints.saving import ending
+
+        with ending():
+            runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ NAMES = (
     "mtp_roll",
     "optimizer_step",
     "exit_signal",
+    "safe_checkpoints",
+    "restricted_unpickling",
     "step_line",
 )
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
-import re
 from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.checkpoints import folders, manifest, unpickle
 from cp_ring.megatron.refuse import note
-
-_TRACKER = "latest_checkpointed_iteration.txt"
-_FOLDER = re.compile(r"iter_(\d{7})")
 
 # Attribute of Megatron's arguments, and the flag that sets it.
 _SHAPE = (
@@ -39,13 +35,19 @@ _SHAPE = (
 
 def tracked_iteration(load: Path) -> int | None:
     """The iteration that Megatron would load from the folder `load`, or None if there is none (or only a release)."""
-    tracker = load / _TRACKER
-    word = tracker.read_text().strip() if tracker.is_file() else ""
-    return int(word) if word.isdigit() else None
+    return folders.tracked(load)
 
 
 def defect(folder: Path) -> str:
-    """Why the checkpoint `folder` (iter_N) is not whole, or "". Only Megatron's torch_dist format is looked into."""
+    """Why the checkpoint `folder` (iter_N) is not whole, or "", without computing checksums."""
+    return manifest.defect(folder, checksums=False) or structure_defect(folder)
+
+
+def structure_defect(folder: Path) -> str:
+    """As `defect`, by the checkpoint's own index alone. Only Megatron's torch_dist format is looked into.
+
+    Raises `ConfigError` if the index is a pickle that could run code.
+    """
     if not folder.is_dir():
         return f"{folder} does not exist"
     about = folder / "metadata.json"
@@ -54,7 +56,7 @@ def defect(folder: Path) -> str:
         return "" if legacy else f"{about} is missing"
     try:
         backend = json.loads(about.read_text()).get("sharded_backend")
-    except ValueError:
+    except (OSError, ValueError, AttributeError):
         return f"{about} is not readable"
     return _torch_dist_defect(folder) if backend == "torch_dist" else ""
 
@@ -65,7 +67,9 @@ def _torch_dist_defect(folder: Path) -> str:
         return f"{index} is missing"
     try:
         with index.open("rb") as file:
-            stored = pickle.load(file).storage_data
+            stored = unpickle.PickleOfMetadata().load(file).storage_data
+    except ConfigError:
+        raise
     except Exception as error:  # a truncated pickle raises nearly anything
         return f"{index} is not readable ({type(error).__name__})"
     needed: dict[str, int] = {}
@@ -80,32 +84,81 @@ def _torch_dist_defect(folder: Path) -> str:
     return ""
 
 
+def asked(args: argparse.Namespace) -> int | None:
+    """The iteration that --ckpt-step asks for; None where `take` has chosen it."""
+    return None if getattr(args, "cp_ring_fell_back", False) else getattr(args, "ckpt_step", None)
+
+
+def candidates(load: Path, wanted: int | None) -> tuple[list[int], int | None]:
+    """Iterations to try in this order, and the one that Megatron would load by itself.
+
+    That one comes first, then those before it, the newest first. Where the tracker is gone or broken, they are all that are
+    there; where it is gone, only those with a manifest, so that nothing unfinished is taken.
+    """
+    if wanted:
+        return [wanted], wanted
+    latest, there = tracked_iteration(load), folders.saved(load)
+    if latest is not None:
+        return [latest, *(number for number in reversed(there) if number < latest)], latest
+    if folders.tracker_is_broken(load):
+        return there[::-1], None
+    if (load / folders.TRACKER).is_file():  # that of a release
+        return [], None
+    return [number for number in reversed(there) if (folders.folder_of(load, number) / manifest.NAME).is_file()], None
+
+
+_chosen: dict[str, int] = {}
+
+
+def chosen(load: Path) -> int | None:
+    """The iteration that `take` has chosen for this folder, or None."""
+    return _chosen.get(str(load))
+
+
+def take(args: argparse.Namespace, load: Path, number: int, latest: int | None, problem: str) -> None:
+    """Makes Megatron load iteration `number`, and says so where it would load another by itself."""
+    if asked(args):
+        return
+    if number == latest:
+        if getattr(args, "cp_ring_fell_back", False):
+            args.ckpt_step = None
+        return
+    if problem:
+        first = f"the checkpoint of iteration {latest}" if latest is not None else "the newest checkpoint"
+        note(f"{first} is half written or damaged ({problem}); resuming from iteration {number}")
+    else:
+        state = "names no iteration" if folders.tracker_is_broken(load) else "is missing"
+        note(f"{load / folders.TRACKER} {state}; resuming from iteration {number}, the last good one")
+    args.ckpt_step, args.cp_ring_fell_back = number, True
+    _chosen[str(load)] = number
+
+
+def nothing_whole(args: argparse.Namespace, load: Path, problem: str) -> str:
+    """The line that refuses a folder without a whole checkpoint, or the one that --ckpt-step asks for."""
+    if asked(args):
+        return f"--ckpt-step {asked(args)}: the checkpoint is half written or damaged: {problem}"
+    return f"--load {load}: no checkpoint in it is whole ({problem}): give another folder"
+
+
 def choose(args: argparse.Namespace) -> None:
     """Makes Megatron load the newest whole checkpoint of --load where the latest one is half written, and says so.
 
-    Sets `args.ckpt_step`; deletes nothing.
+    Sets `args.ckpt_step`; deletes nothing. It looks at sizes; `cp_ring.megatron.checkpoints` computes checksums when it loads.
 
     Raises `ConfigError` if there are checkpoints but none is whole, or if the one that --ckpt-step asks for is not.
     """
-    if not getattr(args, "load", None):
+    if not getattr(args, "load", None) or "://" in str(args.load):
         return
-    load = Path(args.load)
-    asked = getattr(args, "ckpt_step", None)
-    latest = asked or tracked_iteration(load)
-    if latest is None:
-        return
-    problem = defect(_folder(load, latest))
-    if not problem:
-        return
-    if asked:
-        raise ConfigError(f"--ckpt-step {asked}: the checkpoint is half written: {problem}")
-    older = sorted((number for number in _saved(load) if number < latest), reverse=True)
-    for number in older:
-        if not defect(_folder(load, number)):
-            note(f"the checkpoint of iteration {latest} is half written ({problem}); resuming from iteration {number}")
-            args.ckpt_step = number
+    load, problem = Path(args.load), ""
+    numbers, latest = candidates(load, asked(args))
+    for number in numbers:
+        found = defect(folders.folder_of(load, number))
+        if not found:
+            take(args, load, number, latest, problem)
             return
-    raise ConfigError(f"--load {load}: no checkpoint in it is whole ({problem}): give another folder")
+        problem = problem or found
+    if numbers:
+        raise ConfigError(nothing_whole(args, load, problem))
 
 
 def check_model(args: argparse.Namespace) -> None:
@@ -113,7 +166,7 @@ def check_model(args: argparse.Namespace) -> None:
     if not getattr(args, "load", None):
         return
     iteration = getattr(args, "ckpt_step", None) or tracked_iteration(Path(args.load))
-    saved = _saved_args(_folder(Path(args.load), iteration)) if iteration is not None else None
+    saved = _saved_args(folders.folder_of(Path(args.load), iteration)) if iteration is not None else None
     if saved is None:
         return
     for name, flag in _SHAPE:
@@ -133,16 +186,12 @@ def _value(args: Any, name: str) -> Any:
 
 def _saved_args(folder: Path) -> Any:
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint import CheckpointException
 
     if not (folder / "metadata.json").is_file():
         return None  # a format of old: Megatron reports on it itself
-    return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
-
-
-def _folder(load: Path, iteration: int) -> Path:
-    return load / f"iter_{iteration:07d}"
-
-
-def _saved(load: Path) -> list[int]:
-    matches = (_FOLDER.fullmatch(path.name) for path in load.iterdir())
-    return [int(match.group(1)) for match in matches if match]
+    with unpickle.restricted():
+        try:
+            return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
+        except CheckpointException as error:
+            raise unpickle.refusal_within(error) or error from None

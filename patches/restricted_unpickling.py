@@ -1,0 +1,30 @@
+"""Loading a checkpoint runs no code that is pickled in it: see `cp_ring.megatron.checkpoints.unpickle`.
+
+Torch reads `.metadata` with `pickle.load` and byte entries with `weights_only=False`; Megatron reads common.pt by `torch.load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cp_ring.patches.patch import Patch, Replacement
+
+
+def _replacements() -> Iterator[Replacement]:
+    import torch
+    import torch.distributed.checkpoint.filesystem as filesystem
+
+    from cp_ring.megatron.checkpoints import unpickle
+
+    yield filesystem, "pickle", unpickle.PickleOfMetadata()
+    yield torch, "load", unpickle.loading_of_checkpoints(torch.load)
+
+
+PATCH = Patch(
+    name="restricted_unpickling",
+    what="lets the pickles of a checkpoint build plain values and known types only, unless --cp-ring-trust-checkpoint",
+    why="whoever can write to a checkpoint could otherwise run code in every job that loads it",
+    package="torch",
+    versions=">=2.9",
+    replacements=_replacements,
+)

@@ -1,0 +1,380 @@
+"""Checkpoints: published whole or not at all, verified before they are loaded, kept as many as asked, loaded without running code."""
+
+import argparse
+import enum
+import errno
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from cp_ring import patches
+from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import saved, settings
+from cp_ring.megatron.checkpoints import folders, last_good, manifest, saving, unpickle
+from tests.megatron.launch import trace, train
+
+RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "12"]
+SAVE = ["--save-interval", "2", "--exit-interval", "8"]
+ASYNC = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """One launch: an undisturbed job, jobs that save at once and in the background, and one that resumes from the latter."""
+    folder = tmp_path_factory.mktemp("jobs")
+    plain, late = str(folder / "plain"), str(folder / "late")
+    train(
+        2,
+        {
+            "straight": RING,
+            "saved": [*RING, *SAVE, "--save", plain, "--cp-ring-keep-checkpoints", "3"],
+            "saved_late": [*RING, *SAVE, *ASYNC, "--save", late],
+            "resumed": [*RING, "--load", late],
+            "unwritable": [*RING, *SAVE, "--save", "/proc/cp_ring"],
+        },
+        folder,
+        codes={"unwritable": 1},
+    )
+    return folder
+
+
+@pytest.fixture
+def checkpoint(jobs, tmp_path):
+    """A copy of what the job `saved` has left: iterations 4, 6 and 8."""
+    return Path(shutil.copytree(jobs / "plain", tmp_path / "saves"))
+
+
+def test_keeps_as_many_as_asked_each_with_its_manifest(jobs):
+    assert sorted(os.listdir(jobs / "plain")) == ["iter_0000004", "iter_0000006", "iter_0000008", folders.TRACKER]
+    assert (jobs / "plain" / folders.TRACKER).read_text() == "8"
+    for number in (4, 6, 8):
+        folder = folders.folder_of(jobs / "plain", number)
+        assert set(manifest.read(folder)) == {path.name for path in folder.iterdir()} - {manifest.NAME}
+        assert manifest.defect(folder) == "" and saved.structure_defect(folder) == ""
+
+
+def test_what_is_saved_in_the_background_is_the_state_at_the_save(jobs):
+    assert folders.saved(jobs / "late") == [2, 4, 6, 8]
+    assert manifest.defect(folders.folder_of(jobs / "late", 8)) == ""
+    straight, resumed = trace(jobs, "straight"), trace(jobs, "resumed")
+    assert list(resumed) == [9, 10, 11, 12]
+    for step, line in resumed.items():
+        assert line["loss"] == pytest.approx(straight[step]["loss"], rel=1e-6), step
+
+
+def test_where_nothing_can_be_saved_training_goes_on_and_says_so(jobs):
+    assert [line["loss"] for line in trace(jobs, "unwritable").values()] == [
+        line["loss"] for step, line in trace(jobs, "straight").items() if step <= 8
+    ]
+    log = (jobs / "log2.txt").read_text().partition("=== unwritable")[2]
+    warnings = [line for line in log.splitlines() if line.startswith("cp_ring: warning: the checkpoint of iteration ")]
+    assert [line.split()[6] for line in warnings] == ["2", "4", "6", "8"] and all("/proc/cp_ring" in line for line in warnings)
+    assert "cp_ring: error: the last checkpoint of this run was not saved" in log
+
+
+# What is loaded.
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def swap_manifests(load):
+    (load / "iter_0000008" / manifest.NAME).write_bytes((load / "iter_0000006" / manifest.NAME).read_bytes())
+
+
+DAMAGES = {
+    "flipped bit in a shard": lambda load: flip(load / "iter_0000008" / "__1_0.distcp"),
+    "flipped bit in the index": lambda load: flip(load / "iter_0000008" / ".metadata"),
+    "cut shard": lambda load: cut(load / "iter_0000008" / "__0_0.distcp"),
+    "cut index": lambda load: cut(load / "iter_0000008" / ".metadata"),
+    "no shard": lambda load: (load / "iter_0000008" / "__1_0.distcp").unlink(),
+    "no metadata.json": lambda load: (load / "iter_0000008" / "metadata.json").unlink(),
+    "empty manifest": lambda load: (load / "iter_0000008" / manifest.NAME).write_text(""),
+    "cut manifest": lambda load: cut(load / "iter_0000008" / manifest.NAME),
+    "another's manifest": swap_manifests,
+    "no folder": lambda load: shutil.rmtree(load / "iter_0000008"),
+    "empty folder": lambda load: (shutil.rmtree(load / "iter_0000008"), (load / "iter_0000008").mkdir()),
+    "tracker ahead of any folder": lambda load: (load / folders.TRACKER).write_text("99"),
+    "empty tracker": lambda load: (load / folders.TRACKER).write_text(""),
+    "binary tracker": lambda load: (load / folders.TRACKER).write_bytes(b"\xff\x00"),
+    "no tracker": lambda load: (load / folders.TRACKER).unlink(),
+}
+STILL_8 = ("tracker ahead of any folder", "empty tracker", "binary tracker", "no tracker")
+
+
+def decide(group, load, **values):
+    """The iteration that this rank would load, or the refusal."""
+    from cp_ring.megatron.checkpoints import loading
+
+    args = argparse.Namespace(load=str(load), save=None, **({"ckpt_step": None} | values))
+    try:
+        loading.agree_on_iteration(args)
+    except ConfigError as error:
+        return str(error)
+    return args.ckpt_step or saved.tracked_iteration(Path(load))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_all_ranks_fall_back_to_the_last_good_checkpoint(pool, checkpoint, damage):
+    assert pool.run(decide, 4, checkpoint) == [8] * 4
+    DAMAGES[damage](checkpoint)
+    wanted = 8 if damage in STILL_8 else 6
+    assert pool.run(decide, 4, checkpoint) == [wanted] * 4
+    assert damage.startswith("flipped") or last_good(checkpoint) == wanted
+
+
+def test_falls_back_more_than_once_but_never_for_a_step_that_was_asked_for(pool, checkpoint):
+    flip(checkpoint / "iter_0000008" / "__1_0.distcp")
+    flip(checkpoint / "iter_0000006" / "__0_0.distcp")
+    assert pool.run(decide, 4, checkpoint) == [4] * 4
+    (refusal,) = set(pool.run(decide, 4, checkpoint, ckpt_step=8))
+    assert refusal.startswith("--ckpt-step 8: the checkpoint is half written or damaged: ") and "__1_0.distcp" in refusal
+    flip(checkpoint / "iter_0000004" / "__1_0.distcp")
+    (refusal,) = set(pool.run(decide, 4, checkpoint))
+    assert refusal.startswith(f"--load {checkpoint}: no checkpoint in it is whole (")
+
+
+def test_a_checkpoint_without_a_manifest_is_loaded_unverified(pool, checkpoint, monkeypatch):
+    for number in (6, 8):
+        (folders.folder_of(checkpoint, number) / manifest.NAME).unlink()
+    assert pool.run(decide, 4, checkpoint) == [8] * 4
+    assert last_good(checkpoint) == 8
+    (checkpoint / folders.TRACKER).unlink()  # unverified and named by nothing: it may be half written
+    assert pool.run(decide, 4, checkpoint) == [4] * 4
+
+
+def test_a_broken_tracker_does_not_end_the_process(checkpoint):
+    from cp_ring.megatron.checkpoints.loading import tracker_reader
+
+    args = argparse.Namespace(load=str(checkpoint), ckpt_step=None)
+    (checkpoint / folders.TRACKER).write_text("")
+    saved.choose(args)
+    assert tracker_reader(None)(str(checkpoint / folders.TRACKER)) == (8, False)
+
+
+# What is published.
+
+
+def test_an_interrupted_replacement_is_undone_and_leftovers_go(checkpoint):
+    eight = folders.folder_of(checkpoint, 8)
+    eight.rename(eight.with_name(".old.iter_0000008"))
+    (checkpoint / ".saving.iter_0000008.abc").mkdir()
+    folders.sweep(checkpoint)
+    assert folders.saved(checkpoint) == [4, 6, 8] and not list(checkpoint.glob(".*"))
+
+
+def test_the_tracker_is_replaced_at_once_or_not_at_all(tmp_path, monkeypatch):
+    tracker = tmp_path / folders.TRACKER
+    tracker.write_text("10")
+    opener, seen = saving.Opener(open), []
+
+    def killed(*args):
+        seen.append(tracker.read_text())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(saving, "_report", lambda iteration, why: seen.append(why))
+    with opener(str(tracker), "w") as file:
+        file.write("20")
+    assert seen == ["10", "the tracker was not replaced: [Errno 28] No space left on device"] and tracker.read_text() == "10"
+    monkeypatch.undo()
+    with opener(str(tracker), "w") as file:
+        file.write("20")
+    assert tracker.read_text() == "20"
+
+
+def test_only_older_checkpoints_with_a_manifest_are_removed(tmp_path):
+    for number in (1, 2, 3, 4, 9):
+        folders.folder_of(tmp_path, number).mkdir()
+        if number != 2:
+            manifest.write(folders.folder_of(tmp_path, number), {"a": {"size": 0, "crc32": "0"}})
+    folders.prune(tmp_path, 4, 0)
+    assert folders.saved(tmp_path) == [1, 2, 3, 4, 9]
+    folders.prune(tmp_path, 4, 2)
+    assert folders.saved(tmp_path) == [2, 3, 4, 9]
+    folders.prune(tmp_path, 4, 1)
+    assert folders.saved(tmp_path) == [2, 4, 9]
+
+
+def test_too_little_space_is_seen_before_anything_is_written(checkpoint, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=1000))
+    with pytest.raises(OSError, match="0.0 MiB free, and the last checkpoint took"):
+        folders.prepare(checkpoint / ".saving.x", folders.folder_of(checkpoint, 10))
+
+
+# No code of a checkpoint is run.
+
+
+class Evil:
+    """A pickle of it writes a file when it is loaded."""
+
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.target}",)
+
+
+@pytest.fixture
+def restricting():
+    for name in ("cpu_runtime", "restricted_unpickling"):
+        patches.get(name).apply()
+    yield
+    for name in ("restricted_unpickling", "cpu_runtime"):
+        patches.get(name).revert()
+    settings.configure(ContextParallelConfig.make(enabled=True))
+
+
+def plant(folder, key, value):
+    """Replaces the byte entry whose name begins with `key` by a torch.save of `value`."""
+    index = unpickle.load((folder / ".metadata").open("rb"))
+    entry = next(entry for entry in index.storage_data if entry.fqn.startswith(key))
+    info, data = index.storage_data[entry], io.BytesIO()
+    torch.save(value, data)
+    shard = folder / info.relative_path
+    info.offset, info.length = shard.stat().st_size, len(data.getvalue())
+    shard.write_bytes(shard.read_bytes() + data.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def load_entry(folder, key):
+    """Reads a byte entry as Megatron's load does."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+
+    reader = FileSystemReader(folder)
+    name = next(name for name in reader.read_metadata().state_dict_metadata if name.startswith(key))
+    state = {name: io.BytesIO()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with unpickle.one_line_refusal(), unpickle.restricted():
+        torch.distributed.checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state[name]
+
+
+def refused(capsys, load):
+    """Runs `load`, which must end the process or raise with one line that names what was found."""
+    with pytest.raises((SystemExit, ConfigError)) as stop:
+        load()
+    line = capsys.readouterr().err if isinstance(stop.value, SystemExit) else str(stop.value)
+    assert not isinstance(stop.value, SystemExit) or stop.value.code == 2
+    assert "posix.system" in line and "--cp-ring-trust-checkpoint" in line and len(line.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("place", ["index", "common entry", "random states", "common.pt", "legacy common.pt", "nested storage"])
+def test_a_planted_pickle_is_refused_and_never_run(restricting, checkpoint, tmp_path, capsys, place):
+    folder, written, value = folders.folder_of(checkpoint, 8), tmp_path / "written", Evil(tmp_path / "written")
+    entry = {"common entry": "common_state", "random states": "rng_state", "nested storage": "rng_state"}.get(place)
+    if place == "index":
+        (folder / ".metadata").write_bytes(pickle.dumps(value))
+    elif place == "nested storage":
+        inner = io.BytesIO()
+        torch.save(value, inner)
+        plant(folder, entry, Storage(inner.getvalue()))
+    elif entry:
+        plant(folder, entry, [{"args": value}])
+    else:
+        torch.save({"args": value}, folder / "common.pt", _use_new_zipfile_serialization=place == "common.pt")
+    for path in (folder / manifest.NAME,):
+        path.unlink()
+    steps = {
+        "index": lambda: saved.defect(folder),
+        "random states": lambda: load_entry(folder, "rng_state"),
+        "nested storage": lambda: load_entry(folder, "rng_state"),
+    }
+    refused(capsys, steps.get(place, lambda: saved._saved_args(folder)))
+    assert not written.exists()
+
+
+class Storage:
+    """Pickles to a call of torch's own loader of nested storages, which would load anything."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __reduce__(self):
+        return torch.storage._load_from_bytes, (self.data,)
+
+
+def test_what_is_trusted_is_loaded_as_torch_does(restricting, checkpoint, tmp_path):
+    folder, written = folders.folder_of(checkpoint, 8), tmp_path / "written"
+    plant(folder, "rng_state", [Evil(written)])
+    settings.configure(ContextParallelConfig.make(enabled=True, trust_checkpoint=True))
+    load_entry(folder, "rng_state")
+    assert written.exists()
+
+
+def test_outside_of_loading_torch_load_is_as_it_was(restricting, tmp_path):
+    path, written = tmp_path / "file.pt", tmp_path / "written"
+    torch.save(Evil(written), path)
+    torch.load(path, weights_only=False)
+    assert written.exists()
+
+
+def test_a_real_checkpoint_passes(restricting, jobs):
+    folder = folders.folder_of(jobs / "plain", 8)
+    args = saved._saved_args(folder)
+    assert (args.num_layers, args.params_dtype, args.context_parallel_size) == (2, torch.float32, 2)
+    assert isinstance(args.attention_backend, enum.Enum)
+    (state,) = load_entry(folder, "rng_state")
+    assert state["np_rng_state"][0] == "MT19937" and state["torch_rng_state"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("builtins", "__import__"),
+        ("os", "system"),
+        ("argparse", "Namespace.__init__.__globals__"),
+        ("torch", "hub.load"),
+        ("torch", "load"),
+        ("torch", "ops"),
+        ("functools", "partial"),
+        ("megatron.core.enums", "enum"),
+        ("megatron.core.safe_globals", "numpy"),
+        ("cp_ring.run", "main"),
+    ],
+)
+def test_names_outside_the_list_are_refused(module, name):
+    def short(text):
+        return b"\x8c" + struct.pack("B", len(text)) + text.encode()
+
+    with pytest.raises(unpickle.Refused, match=f"a pickle of {module}.{name}"):
+        unpickle.load(io.BytesIO(b"\x80\x04" + short(module) + short(name) + b"\x93."))
+
+
+def test_a_users_own_type_passes_once_it_is_declared_safe():
+    data = pickle.dumps(Colour.RED)
+    with pytest.raises(unpickle.Refused, match="Colour"):
+        unpickle.load(io.BytesIO(data))
+    with torch.serialization.safe_globals([Colour]):
+        assert unpickle.load(io.BytesIO(data)) is Colour.RED
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_the_manifest_names_what_is_wrong(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    manifest.write(tmp_path, {"a": manifest.describe(tmp_path / "a")})
+    assert json.loads((tmp_path / manifest.NAME).read_text())["files"]["a"] == {"size": 3, "crc32": "352441c2"}
+    assert manifest.defect(tmp_path) == ""
+    (tmp_path / "a").write_bytes(b"abd")
+    assert manifest.defect(tmp_path) == f"{tmp_path / 'a'} is not what was written: its checksum is another"
+    assert manifest.defect(tmp_path, checksums=False) == "" and manifest.defect(tmp_path, (1, 2)) == ""
