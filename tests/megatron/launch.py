@@ -55,13 +55,16 @@ def train(
     common: list[str] = TINY,
     faults: dict[str, str] | None = None,
     data: dict[str, str] | None = None,
+    codes: dict[str, int] | None = None,
 ) -> None:
     """Runs the jobs (name: flags beside `common`) one after another in one launch of `ranks` ranks; traces go to `folder`.
 
     A job whose first word is no flag runs that script by cp_ring.run; `faults` and `data` (job: name) are
-    those of tests.parity.faults and deliveries.
+    those of tests.parity.faults and deliveries, `codes` (job: exit code) those that end with another code than 0.
     """
-    named = [_job(name, flags, common, faults or {}, data or {}) for name, flags in jobs.items()]
+    named = [
+        _job(name, flags, common, faults or {}, data or {}) | {"code": (codes or {}).get(name, 0)} for name, flags in jobs.items()
+    ]
     log = folder / f"log{ranks}.txt"
     assert _fork(ranks, (named, folder, log)) == 0, log.read_text()[-6000:]
 

@@ -1,4 +1,4 @@
-"""Checkpoints: published whole or not at all, verified before they are loaded, kept as many as asked, loaded without running code."""
+"""Checkpoints: published whole or not at all, verified before they are loaded, as many as asked for, and none runs code."""
 
 import argparse
 import enum
@@ -135,7 +135,8 @@ def test_all_ranks_fall_back_to_the_last_good_checkpoint(pool, checkpoint, damag
     DAMAGES[damage](checkpoint)
     wanted = 8 if damage in STILL_8 else 6
     assert pool.run(decide, 4, checkpoint) == [wanted] * 4
-    assert damage.startswith("flipped") or last_good(checkpoint) == wanted
+    if "flipped" not in damage and "manifest" not in damage:  # the status command looks at sizes only
+        assert last_good(checkpoint) == wanted
 
 
 def test_falls_back_more_than_once_but_never_for_a_step_that_was_asked_for(pool, checkpoint):
@@ -213,7 +214,7 @@ def test_only_older_checkpoints_with_a_manifest_are_removed(tmp_path):
 
 def test_too_little_space_is_seen_before_anything_is_written(checkpoint, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=1000))
-    with pytest.raises(OSError, match="0.0 MiB free, and the last checkpoint took"):
+    with pytest.raises(OSError, match=r"0\.0 MiB free, and the last checkpoint took"):
         folders.prepare(checkpoint / ".saving.x", folders.folder_of(checkpoint, 10))
 
 
@@ -329,7 +330,7 @@ def test_a_real_checkpoint_passes(restricting, jobs):
     args = saved._saved_args(folder)
     assert (args.num_layers, args.params_dtype, args.context_parallel_size) == (2, torch.float32, 2)
     assert isinstance(args.attention_backend, enum.Enum)
-    (state,) = load_entry(folder, "rng_state")
+    ((state,),) = load_entry(folder, "rng_state")
     assert state["np_rng_state"][0] == "MT19937" and state["torch_rng_state"].dtype == torch.uint8
 
 

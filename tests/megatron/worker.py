@@ -61,7 +61,7 @@ def run(job: dict, folder: Path) -> None:
             observe(folder / f"{job['name']}.{os.environ['RANK']}.jsonl", ledger)
             scripts.main() if by_script else pretrain_gpt.main()
     except SystemExit as stop:
-        if stop.code:
+        if (stop.code or 0) != job.get("code", 0):
             raise
     import megatron.training.training as training
 

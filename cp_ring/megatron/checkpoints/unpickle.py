@@ -67,6 +67,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 # Values of torch that pickle by name: torch.bfloat16, torch.strided, torch.contiguous_format.
 _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
+# How a storage within a pickle is loaded, by torch and since megatron.core has replaced that.
+_NESTED = (("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes"))
 _ENUMS = ("megatron.core.", "transformer_engine.common.")
 
 
@@ -79,7 +81,7 @@ class Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The object of that name; raises `Refused` unless it is allowed."""
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) in _NESTED:
             return _load_nested
         if name in ALLOWED.get(module, ()) or f"{module}.{name}" in _users():
             return super().find_class(module, name)
