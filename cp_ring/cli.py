@@ -9,6 +9,7 @@ import typer
 
 from cp_ring.bench.accuracy_command import bench_accuracy
 from cp_ring.bench.attention_command import bench_attention
+from cp_ring.bench.overlap_command import bench_overlap
 from cp_ring.bench.plan import bench_plan
 from cp_ring.bench.replay_command import bench_replay
 from cp_ring.errors import ConfigError, KernelError, PlanError
@@ -23,6 +24,7 @@ bench.command("plan")(bench_plan)
 bench.command("attention")(bench_attention)
 bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
+bench.command("overlap")(bench_overlap)
 app.add_typer(bench, name="bench")
 app.command("submit")(submit_command)
 app.command("status")(status_command)

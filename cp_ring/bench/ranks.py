@@ -6,9 +6,11 @@ import datetime
 import multiprocessing as mp
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from cp_ring.bench.link import Network, enter
 
 
 class RankError(AssertionError):
@@ -19,17 +21,19 @@ class Ranks:
     """`size` processes of one thread each.
 
     `run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in rank order.
-    `case` is a function of a module; `group` is the process group of those ranks, None for cp 1.
+    `case` is a function of a module; `group` is the process group of those ranks, None for cp 1. With `networks`, one a
+    rank, they talk over these instead of loopback.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, networks: Sequence[Network] | None = None):
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, f"file://{self._folder.name}/store", theirs), daemon=True)
+            network, store = networks[rank] if networks else None, f"file://{self._folder.name}/store"
+            process = context.Process(target=_serve, args=(rank, size, store, theirs, network), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -65,9 +69,12 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, pipe: Connection, network: Network | None) -> None:
     import os
 
+    if network:
+        enter(network)
+        os.environ["GLOO_SOCKET_IFNAME"] = network.interface
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist

@@ -17,7 +17,7 @@ class KeyStream:
     """A rank's hops with their keys and values, which travel ahead of the compute as far as free buffers allow."""
 
     def __init__(self, row: RankPlan, transport: Transport | None, k: Tensor, v: Tensor, num_slots: int, backward: bool = False):
-        self._hops, self._transport, self._backward = row.hops, transport, backward
+        self._hops, self._transport, self._backward = row.backward if backward else row.hops, transport, backward
         self._slots = Slots(num_slots, row.max_keys, k, v)
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {0: (k, v)}
         self._pending: list[Pending] = []

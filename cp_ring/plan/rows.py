@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, overload
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from cp_ring.plan.ranges import Ints, order
 from cp_ring.plan.routes import Transfers
-from cp_ring.plan.tiles import Tiles
+from cp_ring.plan.tiles import Tiles, halfway
 
 if TYPE_CHECKING:
     from cp_ring.plan.ring_plan import RingPlan
@@ -103,6 +104,18 @@ class RankPlan:
     num_rows: int
     hops: Sequence[Hop]
     batch: int = 1
+
+    @cached_property
+    def backward(self) -> Sequence[Hop]:
+        """The hops in the order of the backward pass: half the work on the rank's own keys is left for the end.
+
+        The last hop's gradients travel while it is done, as the first hop's keys do during the other half.
+        """
+        if len(self.hops) < 2 or self.hops[0].index:
+            return self.hops
+        first, *others = self.hops
+        start, rest = (replace(first, tiles=t, grad_shift=first.grad_shift[which]) for t, which in halfway(first.tiles))
+        return (start, *others, rest) if len(start.tiles) and len(rest.tiles) else self.hops
 
     @property
     def packed(self) -> bool:

@@ -8,6 +8,7 @@ Many tiles are one `[6, count]` array, because a plan for packed documents on ma
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -186,6 +187,22 @@ def cut(
     tiles = strips[strip].within(-open_, open_, columns[column_cell], columns[column_cell + 1])
     live = tiles.live()
     return tiles[live], row_cell[strip[live]], column_cell[live]
+
+
+def halfway(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
+    """The tiles cut at a row that leaves about half of the pairs above it and half below.
+
+    Each half comes with the index of the tile that each of its tiles is part of. The row is a multiple of 128 where
+    there are many, because kernels work in blocks of it.
+    """
+    open_ = np.full(1, OPEN)
+    low, high = int(tiles.q0.min(initial=OPEN)), int(tiles.q1.max(initial=0))
+    block, total = min(128, max((high - low) // 8, 1)), tiles.area().sum()
+    blocks = range(low // block + 1, -(-high // block))
+    place = bisect_left(blocks, total, key=lambda i: 2 * tiles.within(-open_, np.full(1, i * block), -open_, open_).area().sum())
+    row = np.full(1, blocks[min(place, len(blocks) - 1)] * block if blocks else high)
+    parts = [tiles.within(-open_, row, -open_, open_), tiles.within(row, open_, -open_, open_)]
+    return [(part[live], live) for part in parts for live in [np.flatnonzero(part.q0 < part.q1)]]
 
 
 def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:

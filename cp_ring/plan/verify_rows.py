@@ -52,10 +52,11 @@ def verify_rows(plan: RingPlan, rows: Sequence[RankPlan], num_slots: int = 2) ->
     keys = simulate([forward_batches(row) for row in rows])
     simulate([backward_batches(row) for row in rows])
     grads = simulate([[batch for hop in row.hops if (batch := gradient_batch(hop, row.rank))] for row in rows])
-    rebuilt = _rebuild(plan, rows, keys, grads)
-    for check in (verify.check_tables, verify.check_sources, verify.check_cover, verify.check_keys, verify.check_gradients):
-        check(rebuilt)
-    verify.check_slots(rebuilt, num_slots)
+    for hops in ([row.hops for row in rows], [row.backward for row in rows]):
+        rebuilt = _rebuild(plan, rows, hops, keys, grads)
+        for check in (verify.check_tables, verify.check_sources, verify.check_cover, verify.check_keys, verify.check_gradients):
+            check(rebuilt)
+        verify.check_slots(rebuilt, num_slots)
 
 
 def key_batch(hop: Hop, rank: int) -> Batch:
@@ -173,8 +174,8 @@ def _check_row(row: RankPlan, num_rows: int) -> None:
             raise PlanError(f"rank {row.rank}, hop 0: messages at the hop of the rank's own keys")
 
 
-def _rebuild(plan: RingPlan, rows: Sequence[RankPlan], keys: Pairs, grads: Pairs) -> RingPlan:
-    """The plan's tables, from the rows and the matched messages of their keys and of their gradients."""
+def _rebuild(plan: RingPlan, rows: Sequence[RankPlan], hops: list[Sequence[Hop]], keys: Pairs, grads: Pairs) -> RingPlan:
+    """The plan's tables, from the tiles of every rank's hops and the matched messages of their keys and of their gradients."""
     key_buffers = {(row.rank, 0): _own(row) for row in rows}
     grad_buffers = {(row.rank, 0): _own(row) for row in rows}
     transfers = _follow(keys, key_buffers, "key")
@@ -183,8 +184,8 @@ def _rebuild(plan: RingPlan, rows: Sequence[RankPlan], keys: Pairs, grads: Pairs
     gradients = [(hop, r, s, owner, start, end, buffer) for hop, s, r, owner, start, end, buffer in
                  _follow(backward, grad_buffers, "gradient")]  # fmt: skip
     tiles, where = [], []
-    for row in rows:
-        for hop in row.hops:
+    for row, its_hops in zip(rows, hops, strict=True):
+        for hop in sorted(its_hops, key=lambda hop: hop.index):
             place = (row.rank, hop.index)
             held = key_buffers.get(place, _Contents(f"rank {row.rank}, hop {hop.index}: key buffer"))
             summed = grad_buffers.get(place, _Contents(f"rank {row.rank}, hop {hop.index}: gradient buffer"))

@@ -120,3 +120,33 @@ def test_bad_input_is_one_line(make, message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_half_of_the_own_keys_work_comes_last_in_backward():
+    """While it is done, the last gradients travel; where nothing travels, nothing is cut."""
+    plan = RingPlan.build(Mask.causal(8192), Layout.zigzag(8192, 4))
+    for rank in range(4):
+        row = plan.row(rank)
+        first, *others, last = row.backward
+        assert [hop.index for hop in row.backward] == [0, 1, 2, 3, 0]
+        assert others == list(row.hops[1:])
+        areas = [int(hop.tiles.area().sum()) for hop in (first, last)]
+        assert sum(areas) == row.hops[0].tiles.area().sum()
+        assert max(areas) < 0.6 * sum(areas)
+        assert first.tiles.q1.max() == last.tiles.q0.min() == 1536  # of 2048: about half the area, a multiple of 128
+    alone = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 1)).row(0)
+    assert alone.backward is alone.hops
+    one_row_each = RingPlan.build(Mask.causal(2), Layout.contiguous(2, 2)).row(1)
+    assert one_row_each.backward is one_row_each.hops
+
+
+def test_the_order_of_the_backward_pass_is_proven_too():
+    plan = RingPlan.build(Mask.documents([0, 100, 200, 777, 1000, 1024]), Layout.zigzag(1024, 4))
+    plan.verify(rows=True)
+    row = plan.row(1)
+    row.__dict__["backward"] = row.backward[:-1]
+    with pytest.raises(PlanError, match="see keys"):
+        plan.verify(rows=True)
+    row.__dict__["backward"] = (*row.hops, row.hops[0])
+    with pytest.raises(PlanError, match="but mask and neighbors leave it"):
+        plan.verify(rows=True)

@@ -1,0 +1,82 @@
+"""Two network namespaces on this machine with a wire between them whose speed can be set."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from cp_ring.errors import ConfigError
+
+_TOOLS = ("ip", "tc", "nsenter")
+
+
+class Network(NamedTuple):
+    """Where a rank has its network: a namespace, as a path under /proc, and the interface to the other ranks."""
+
+    namespace: str
+    interface: str
+
+
+class Link:
+    """Two network namespaces joined by a veth pair; `ends` are the two.
+
+    The namespaces have no names: they end with this object, or with the process however it ends. Raises `ConfigError`
+    with the reason where this machine or user cannot make them.
+    """
+
+    def __init__(self) -> None:
+        missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+        if missing:
+            raise ConfigError(f"a throttled link needs {', '.join(missing)}, not found (packages iproute2, util-linux)")
+        if os.geteuid() != 0:
+            raise ConfigError("a throttled link needs root, to make network namespaces")
+        self._files: list[int] = []
+        try:
+            # A thread alone enters a new namespace; the open file keeps it alive.
+            for _ in range(2):
+                with ThreadPoolExecutor(1) as thread:
+                    self._files.append(thread.submit(_new_namespace).result())
+            first, second = (f"/proc/{os.getpid()}/fd/{file}" for file in self._files)
+            self.ends = Network(first, "cp0"), Network(second, "cp1")
+            _inside(self.ends[0], "ip link add cp0 type veth peer name cp1 netns", second)
+            for number, end in enumerate(self.ends, 1):
+                _inside(end, f"ip address add 10.0.0.{number}/24 dev {end.interface}")
+                _inside(end, f"ip link set {end.interface} up")
+        except (OSError, ConfigError) as error:
+            self.close()
+            raise ConfigError(f"a throttled link needs network namespaces: {' '.join(str(error).split())}") from None
+
+    def throttle(self, bytes_per_second: float | None) -> None:
+        """Limits each direction by a token bucket (tbf); None takes the limit away."""
+        for end in self.ends:
+            _inside(end, f"tc qdisc del dev {end.interface} root", check=False)
+            if bytes_per_second:
+                # A queue long enough to drop nothing: TCP is not what is measured.
+                bucket = f"tbf rate {int(8 * bytes_per_second)}bit burst 128k limit 256m"
+                _inside(end, f"tc qdisc add dev {end.interface} root {bucket}")
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+
+def _new_namespace() -> int:
+    os.unshare(os.CLONE_NEWNET)
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+
+def enter(network: Network) -> None:
+    """Moves this process into the namespace; before it has threads, because each has a namespace of its own."""
+    file = os.open(network.namespace, os.O_RDONLY)
+    os.setns(file, os.CLONE_NEWNET)
+    os.close(file)
+
+
+def _inside(end: Network, command: str, *more: str, check: bool = True) -> None:
+    done = subprocess.run(["nsenter", f"--net={end.namespace}", *command.split(), *more], capture_output=True, text=True)
+    if check and done.returncode:
+        raise ConfigError(f"{command}: {done.stderr}")

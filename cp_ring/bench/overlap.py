@@ -1,0 +1,90 @@
+"""`cp-ring bench overlap`: how much of the communication shows in the time of a step, on a link of a set speed.
+
+Two ranks, each in a network namespace of its own, joined by a wire that is throttled so that a full shard of keys and
+values takes a given share of the time that a hop's compute takes in forward. What a step of forward and backward takes
+longer than on the unthrottled wire, over the latter, is exposed communication.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_ring import Layout, Mask, RingPlan
+from cp_ring.bench.attention import Setting, _prepare, _timed
+from cp_ring.bench.link import Link
+from cp_ring.bench.ranks import Ranks
+from cp_ring.errors import ConfigError
+from cp_ring.kernels import choose
+from cp_ring.kernels.steps import program
+
+
+def hop_seconds(group: Any, setting: Setting, repeats: int) -> float:
+    """On a rank: compute of its hop 1 in forward, median."""
+    plan = RingPlan.build(Mask.causal(setting.n), Layout.zigzag(setting.n, setting.cp))
+    hop = plan.row(group.rank()).hops[1]
+    rows = setting.n // setting.cp
+    q, k, v, out = (torch.randn(rows, 1, setting.heads, setting.head_dim) for _ in range(4))
+    lse = torch.zeros(1, setting.heads, rows)
+    kernel = choose("auto", device=q.device, dtype=q.dtype, d=setting.head_dim, e=setting.head_dim)
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier(group)
+        start = time.perf_counter()
+        for step in program(hop, kernel.capabilities):
+            step.forward_(kernel, q, k, v, out, lse, setting.head_dim**-0.5)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def transfer_seconds(group: Any, size: int) -> float:
+    """On a rank: `size` bytes to the other rank and as many from it, with nothing else to do."""
+    out, back = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    dist.barrier(group)
+    start = time.perf_counter()
+    ops = [dist.P2POp(dist.irecv, back, group=group, group_peer=1 - group.rank())]
+    ops.append(dist.P2POp(dist.isend, out, group=group, group_peer=1 - group.rank()))
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return time.perf_counter() - start
+
+
+def run(setting: Setting, ratios: list[float], repeats: int) -> list[dict[str, Any]]:
+    """Rows {name, ratio, median_s, min_s, max_s, exposed, hop_s, transfer_s, bytes_per_s}, the first of the free wire.
+
+    Wires take turns, a step of each a round; a time is the slower rank's. Where this machine or user cannot make such
+    a link, one row with the reason in `skipped`.
+    """
+    try:
+        link = Link()
+    except ConfigError as error:
+        return [{"name": "cp_ring", "skipped": str(error)}]
+    ranks = Ranks(2, link.ends)
+    try:
+        return _measure(link, ranks, setting, ratios, repeats)
+    finally:
+        ranks.close()
+        link.close()
+
+
+def _measure(link: Link, ranks: Ranks, setting: Setting, ratios: list[float], repeats: int) -> list[dict[str, Any]]:
+    size = 2 * setting.n // 2 * setting.heads * setting.head_dim * 4
+    hop = statistics.mean(ranks.run(hop_seconds, 2, setting, 3, timeout=600))
+    ranks.run(_prepare, 2, "cp_ring", setting, timeout=600)
+    rows: list[dict[str, Any]] = [{"name": "cp_ring_free_wire", "ratio": 0.0, "times": []}]
+    rows += [{"name": "cp_ring", "ratio": ratio, "times": [], "bytes_per_s": size / (ratio * hop)} for ratio in ratios]
+    for row in rows:
+        link.throttle(row.get("bytes_per_s"))
+        row |= {"hop_s": hop, "transfer_s": max(ranks.run(transfer_seconds, 2, size, timeout=600))}
+    for _ in range(repeats):
+        for row in rows:
+            link.throttle(row.get("bytes_per_s"))
+            row["times"].append(max(ranks.run(_timed, 2, "cp_ring", timeout=600)))
+    for row in rows:
+        row |= {"median_s": statistics.median(row["times"]), "min_s": min(row["times"]), "max_s": max(row["times"])}
+        row["exposed"] = row["median_s"] / rows[0]["median_s"] - 1
+    return rows
