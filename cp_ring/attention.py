@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 
 from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import PlanError
-from cp_ring.kernels import AttentionKernel, choose
-from cp_ring.kernels.steps import program
+from cp_ring.kernels import AttentionKernel, choose, determinism
+from cp_ring.kernels.steps import Statistics, prepare, program
 from cp_ring.plan.ring_plan import RankPlan, RingPlan
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,6 +40,7 @@ def ring_attention(
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
     results: Results | None = None,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Attention of a sequence that is sharded over `group` as `plan` says; differentiable.
 
@@ -50,6 +52,8 @@ def ring_attention(
     to d ** -0.5. `sink` [h] adds exp(sink) to each row's softmax denominator (a learned softmax offset; zeros give the
     off-by-one softmax); its gradient is this rank's share, to be summed over `group` as that of any replicated parameter.
     `wire_dtype` is the dtype in which partial gradients travel: "input" or "float32".
+    `deterministic` wants the same bits in every run, which takes a kernel that promises them; None does as
+    `torch.use_deterministic_algorithms` says.
 
     `group` may be None where the plan has one rank, or a transport such as a rank of `cp_ring.comm.local.LocalRing`.
     Where batch rows have different masks, the plan is for the stream of b * n tokens in which row follows row
@@ -75,15 +79,18 @@ def ring_attention(
     if row.batch == batch > 1:
         q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
     _check_rows(q, k, v, row)
+    with determinism(deterministic) as exact:
+        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=row.packed)
     run = _Run(
         row=row,
         transport=transport if plan.cp > 1 else None,
-        kernel=choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=row.packed),
+        kernel=chosen,
         scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
         wire_dtype=q.dtype if wire_dtype == "input" else torch.promote_types(q.dtype, torch.float32),
         sums=torch.promote_types(q.dtype, torch.float32),
         results=results,
+        exact=exact,
     )
     out: Tensor = _RingAttention.apply(q, k, v, sink, run)
     if out.shape[1] != batch:
@@ -113,7 +120,7 @@ class Results:
 
 @dataclass(frozen=True)
 class _Run:
-    """What one call is made with. `sums` is the dtype of everything that is accumulated."""
+    """What one call is made with. `sums` is the dtype of everything that is accumulated; `exact` wants determinism."""
 
     row: RankPlan
     transport: Transport | None
@@ -123,6 +130,7 @@ class _Run:
     wire_dtype: torch.dtype
     sums: torch.dtype
     results: Results | None = None
+    exact: bool = False
 
 
 class _RingAttention(torch.autograd.Function):
@@ -139,14 +147,16 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         q, k, v, sink, out, lse = ctx.saved_tensors
-        dq, dk, dv = _backward(ctx.run, dout.contiguous(), q, k, v, out, lse)
+        with determinism(ctx.run.exact), torch.cuda.device_of(q):
+            dq, dk, dv = _backward(ctx.run, dout.contiguous(), q, k, v, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None
 
 
 def _results(run: _Run, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Out [s, b, h, e] in the dtype of q, and lse [b, h, s] with the sink in it."""
-    out, lse = _forward(run, q, k, v)
+    with determinism(run.exact), torch.cuda.device_of(q):
+        out, lse = _forward(run, q, k, v)
     if sink is not None:
         lse = _add_sink(out, lse, sink)
     out = out.to(q.dtype)
@@ -159,9 +169,11 @@ def _forward(run: _Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     """The hop loop: while a hop's tiles are computed, the next hop's keys travel. Out [s, b, h, e], lse [b, h, s]."""
     out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=run.sums)
     lse = q.new_full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=run.sums)
+    prepare(run.row.hops, run.kernel.capabilities, q.device)
     for hop, k_hop, v_hop in KeyStream(run.row, run.transport, k, v, run.num_slots):
-        for step in program(hop, run.kernel.capabilities):
-            step.forward_(run.kernel, q, k_hop, v_hop, out, lse, run.scale)
+        with record_function(f"cp_ring: forward, hop {hop.index}"):
+            for step in program(hop, run.kernel.capabilities):
+                step.forward_(run.kernel, q, k_hop, v_hop, out, lse, run.scale)
     return out, lse
 
 
@@ -169,11 +181,14 @@ def _backward(run: _Run, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Ten
     """As forward; besides the next keys, the last hop's partial gradients travel to the owners of their keys."""
     dq = torch.zeros_like(q, dtype=run.sums, memory_format=torch.contiguous_format)
     keys = KeyStream(run.row, run.transport, k, v, run.num_slots, backward=True)
+    prepare(run.row.backward, run.kernel.capabilities, q.device)
+    statistics = Statistics(lse)
     grads = GradStream(run.row, run.transport, k, v, run.sums, run.wire_dtype)
     for hop, k_hop, v_hop in keys:
         dk, dv = grads.start(hop)
-        for step in program(hop, run.kernel.capabilities):
-            step.backward_(run.kernel, dout, q, k_hop, v_hop, out, lse, dq, dk, dv, run.scale)
+        with record_function(f"cp_ring: backward, hop {hop.index}"):
+            for step in program(hop, run.kernel.capabilities):
+                step.backward_(run.kernel, dout, q, k_hop, v_hop, out, statistics, dq, dk, dv, run.scale)
         grads.send(hop)
     return dq, *grads.finish()
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from cp_ring import Mask
 from cp_ring.bench import accuracy
 from cp_ring.cli import app
+from cp_ring.errors import ConfigError
 
 LIMITS = {"float32": (1.15, 1.05), "bfloat16": (1.15, 1.10)}
 
@@ -58,3 +59,19 @@ def test_command_gives_json_and_says_what_is_refused():
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {row["kernel"] for row in found["rows"] if "refused" in row} == {"cudnn"}
     assert all(row["cp"] == 2 for row in found["rows"] if row["kernel"] == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (["--kernel", "warp"], "--kernel warp: unknown; known are auto, transformer_engine"),
+        (["--dtype", "int"], "--dtype int: unknown; known are float16, bfloat16, float32, float64"),
+        (["--device", "tpu"], "--device tpu: unknown; known are cpu, cuda"),
+        (["--device", "cuda"], "--device cuda: there is no CUDA device"),
+    ],
+)
+def test_bad_options(option, says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    error = CliRunner().invoke(app, ["bench", "accuracy", *option]).exception
+    assert isinstance(error, ConfigError)
+    assert says in str(error)

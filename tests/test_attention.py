@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.kernels import choose, determinism, deterministic
+from cp_ring.kernels.cpu import KERNEL
 from tests.oracle import Case, Grads, brute_force, error, on_rank, whole
 
 MASKS = {"causal": Mask.causal, "full": Mask.full}
@@ -121,15 +124,51 @@ def test_transport_moves_the_plans_bytes(pool):
         assert ledger.bytes_received == (arriving + sum(t.tokens for hop in hops for t in hop.grad_receives)) * token
 
 
-def _repeat(group, case, plan):
-    return [on_rank(group, case, plan)[0] for _ in range(3)]
+def _repeat(group, case, plan, **options):
+    return [on_rank(group, case, plan, **options)[0] for _ in range(3)]
 
 
-def test_repeats_bit_for_bit(pool):
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
-    for runs in pool.run(_repeat, 4, Case.draw(64), plan):
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("route", ["direct", "ring"])
+def test_deterministic_repeats_bit_for_bit(pool, kernel, route):
+    """The order in which gradients of many ranks are added is fixed."""
+    plan = RingPlan.build(Mask.documents([0, 5, 61, 128]), Layout.zigzag(128, 4), route)
+    for runs in pool.run(_repeat, 4, Case.draw(128), plan, kernel=kernel, deterministic=True):
         for other in runs[1:]:
             assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
+
+
+def test_deterministic_reaches_the_kernel_in_forward_and_backward(monkeypatch):
+    """As an argument, or by torch's own switch, as it was when forward ran; nothing is left behind."""
+    seen = []
+    for name in ("forward", "backward"):
+        plain = getattr(KERNEL, name)
+        monkeypatch.setattr(KERNEL, name, lambda *a, plain=plain, **b: seen.append(deterministic()) or plain(*a, **b))
+    plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    case = Case.draw(16)
+    for asked, switch, result in ((None, False, False), (None, True, True), (True, False, True), (False, True, False)):
+        q, k, v = (x.clone().requires_grad_() for x in case[:3])
+        torch.use_deterministic_algorithms(switch)
+        try:
+            out = ring_attention(q, k, v, plan, kernel="cpu", deterministic=asked)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        out.sum().backward()
+        assert seen == [result, result]
+        assert not deterministic()
+        seen.clear()
+
+
+def test_deterministic_is_refused_by_kernels_that_do_not_promise_it(monkeypatch):
+    plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    q, k, v, _ = Case.draw(16, d=11)
+    monkeypatch.setattr(KERNEL, "capabilities", replace(KERNEL.capabilities, deterministic=False))
+    ring_attention(q, k, v, plan, kernel="cpu")
+    with pytest.raises(KernelError, match=r"--cp-ring-kernel cpu: cpu does not give the same bits in every run"):
+        ring_attention(q, k, v, plan, kernel="cpu", deterministic=True)
+    assert choose("auto", device=q.device, dtype=q.dtype, d=11, e=11).name == "cpu"
+    with determinism(True):
+        assert choose("auto", device=q.device, dtype=q.dtype, d=11, e=11).name == "reference"
 
 
 def _raises(group, case, plan, options):

@@ -36,5 +36,6 @@ def _refusal(group, **sizes):
 
 
 def test_sizes_that_do_not_multiply_to_the_world(pool):
-    assert pool.run(_refusal, 4, cp=3) == ["cp 3 x tp 1 x pp 1 x dp 1 is 3, but the world has 4 ranks"] * 4
+    assert pool.run(_refusal, 4, cp=3) == ["cp 3 x tp 1 x pp 1 is 3, which does not divide the world of 4 ranks"] * 4
+    assert pool.run(_refusal, 4, cp=2, dp=3) == ["cp 2 x tp 1 x pp 1 x dp 3 is 6, but the world has 4 ranks"] * 4
     assert pool.run(_refusal, 4, cp=0) == ["cp size 0 must be at least 1"] * 4

@@ -21,10 +21,24 @@ def bench_accuracy(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Error of ring attention against float64, over the error of one call of the same kernel on the whole sequence."""
+    import torch
+
     from cp_ring.bench.accuracy import PARTS, run
     from cp_ring.bench.machine import facts
+    from cp_ring.errors import ConfigError
+    from cp_ring.kernels import REGISTRY
 
     kernels, dtypes, sizes = kernel or ["cpu"], dtype or ["float32", "bfloat16"], cp or [1, 2, 4, 8]
+    for flag, given, known in (
+        ("--kernel", kernels, ["auto", *REGISTRY]),
+        ("--dtype", dtypes, ["float16", "bfloat16", "float32", "float64"]),
+        ("--device", [device], ["cpu", "cuda"]),
+    ):
+        for value in given:
+            if value not in known:
+                raise ConfigError(f"{flag} {value}: unknown; known are {', '.join(known)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no CUDA device; --device cpu measures the kernels for the CPU")
     rows = run(seq_length, heads, kv_heads, head_dim, kernels, dtypes, sizes, seeds, device)
     if as_json:
         typer.echo(json.dumps({**facts(), "rows": rows}))

@@ -7,6 +7,7 @@ network in it, so this is not the speed-up of a cluster.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from cp_ring.attention import _RingAttention, _Run
 from cp_ring.comm.loopback import LoopbackTransport
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, AttentionKernel, choose
-from cp_ring.kernels.steps import Step, program
+from cp_ring.kernels.steps import Statistics, Step, program
 from cp_ring.plan import Layout, Mask, RingPlan
 
 
@@ -99,17 +100,23 @@ def _timed(work: Callable[[], Any], device: torch.device) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def _peak(work: Callable[[], Any], device: torch.device) -> int | None:
-    """Bytes that the allocator had live beyond what it had before, at most; None off CUDA."""
+def _peak(work: Callable[[], Any], device: torch.device) -> int:
+    """Bytes that the allocator had live beyond what it had before, at most."""
     if device.type != "cuda":
-        work()
-        return None
+        return _cpu_peak(work)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _cpu_peak(work: Callable[[], Any]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(changes, initial=0))
 
 
 def single_call(mask: Mask, sizes: Sizes, *, repeats: int = 5) -> dict[str, Any]:
@@ -144,7 +151,7 @@ def _bare(step: Step, kernel: AttentionKernel, inputs: tuple[Tensor, ...], scale
         out, lse = step.attend(kernel, q, k, v, scale)
         # The running out and lse are tokens first and [b, h, s]; a packed call gives [t, b * h, e] and [b * h, t].
         out, lse = (out.transpose(0, 1), lse) if out.dim() == 4 else (out[:, None], lse[None])
-        step.gradients(kernel, dout, q, k, v, out, lse, scale)
+        step.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
 
     works = {"forward_s": lambda: step.attend(kernel, q, k, v, scale), "both_s": both}
     return {name: statistics.median([_timed(work, q.device) for _ in range(repeats + 2)][2:]) for name, work in works.items()}
@@ -168,6 +175,6 @@ def efficiency(cp: int, mask: Mask, sizes: Sizes, *, kernel: str = "auto", repea
         **{f"slowest_{name}": x for name, x in slowest.items()},
         **{f"single_{name}": whole[name] for name in slowest},
         **{f"efficiency_{name[:-2]}": whole[name] / (cp * slowest[name]) for name in slowest},
-        "peak_extra_bytes": max((x["peak_extra_bytes"] or 0) for x in ranks) or None,
+        "peak_extra_bytes": max(x["peak_extra_bytes"] for x in ranks),
         "bytes_received": max(x["bytes_received"] for x in ranks),
     }

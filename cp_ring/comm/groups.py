@@ -19,6 +19,8 @@ def build_mesh(*, cp: int, tp: int = 1, pp: int = 1, dp: int | None = None, devi
     for name, size in (("cp", cp), ("tp", tp), ("pp", pp), ("dp", dp)):
         if size is not None and size < 1:
             raise ConfigError(f"{name} size {size} must be at least 1")
+    if dp is None and world % (cp * tp * pp):
+        raise ConfigError(f"cp {cp} x tp {tp} x pp {pp} is {cp * tp * pp}, which does not divide the world of {world} ranks")
     dp = world // (cp * tp * pp) if dp is None else dp
     if cp * tp * pp * dp != world:
         raise ConfigError(f"cp {cp} x tp {tp} x pp {pp} x dp {dp} is {cp * tp * pp * dp}, but the world has {world} ranks")

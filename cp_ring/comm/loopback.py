@@ -44,7 +44,7 @@ class LoopbackTransport:
                 torch.cuda._sleep(int(moved / self._bandwidth * _cycles_per_second(device)))
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _Arrived(event)
+        return _Arrived(event, device)
 
     def _copy(self, receives: Sequence[tuple[Transfer, Buffers]]) -> int:
         moved = 0
@@ -65,11 +65,11 @@ class LoopbackTransport:
 
 
 class _Arrived:
-    def __init__(self, event: torch.cuda.Event):
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, device: torch.device):
+        self._event, self._device = event, device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 _measured: dict[int, float] = {}

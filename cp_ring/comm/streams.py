@@ -11,6 +11,7 @@ from cp_ring.comm.slots import Slots
 from cp_ring.comm.transport import Batch, Done, Pending, Transport
 from cp_ring.observe.ledger import ledgers
 from cp_ring.plan.ring_plan import Hop, RankPlan, Transfer
+from cp_ring.sums import add_, move_
 
 
 class KeyStream:
@@ -75,13 +76,15 @@ class GradStream:
                 (row.max_grad_receives, wire_dtype),
             )
         )
+        for x in self._sum:
+            x.zero_()
         self._pending: Pending = Done()
         self._arriving: list[tuple[Transfer, Transfer]] = []
         self._now: tuple[int, tuple[Tensor, ...]] = (0, self._home)
 
     def start(self, hop: Hop) -> tuple[Tensor, ...]:
-        """The hop's gradient buffers, zeroed: [num_grads, b, g, d] and [num_grads, b, g, e]; hop 0 sums at home."""
-        sums = tuple(x[: hop.num_grads].zero_() for x in self._sum) if hop.index else self._home
+        """The hop's gradient buffers, zeros: [num_grads, b, g, d] and [num_grads, b, g, e]; hop 0 sums at home."""
+        sums = tuple(x[: hop.num_grads] for x in self._sum) if hop.index else self._home
         self._now = (hop.index, sums)
         return sums
 
@@ -92,8 +95,7 @@ class GradStream:
             return
         leaving = tuple(x[: hop.num_grads] for x in self._out)
         if hop.grad_sends:
-            for source, target in zip(self._now[1], leaving, strict=True):
-                target.copy_(source)
+            move_(*zip(leaving, self._now[1], strict=True))
         start = 0
         for transfer in hop.grad_receives:
             self._arriving.append((transfer, transfer.packed(start)))
@@ -110,7 +112,7 @@ class GradStream:
         self._pending.wait()
         for transfer, packed in self._arriving:
             assert transfer.buffer in (0, self._now[0]), "gradients arrived for a hop that is not the present one"
-            for target, arrived in zip(self._now[1] if transfer.buffer else self._home, self._in, strict=True):
-                for (first, last), (start, end) in zip(transfer.ranges, packed.ranges, strict=True):
-                    target[first:last] += arrived[start:end]
+            targets = self._now[1] if transfer.buffer else self._home
+            for (first, last), (start, end) in zip(transfer.ranges, packed.ranges, strict=True):
+                add_(*((target[first:last], arrived[start:end]) for target, arrived in zip(targets, self._in, strict=True)))
         self._arriving = []

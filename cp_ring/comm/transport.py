@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe.ledger import ledgers
@@ -73,18 +74,22 @@ class GroupTransport:
         for peer, rows in messages(batch.sends):
             ops.append(dist.P2POp(dist.isend, rows, group=self.group, group_peer=peer))
         count(batch)
-        return _Works(dist.batch_isend_irecv(ops), batch)
+        with record_function(f"cp_ring: send {batch.kind}"):
+            return _Works(dist.batch_isend_irecv(ops), batch)
 
 
 class StagedTransport(GroupTransport):
     """For CUDA tensors on a gloo group: messages pass through pinned host memory. Right, not fast."""
 
     def post(self, batch: Batch) -> Pending:
-        sends = [(transfer, [_to_host(x) for x in buffers]) for transfer, buffers in batch.sends]
-        receives = [(transfer, [_on_host(x) for x in buffers]) for transfer, buffers in batch.receives]
-        staged = Batch(sends, receives, batch.kind)
-        torch.cuda.current_stream().synchronize()
-        return _Staged(super().post(staged), staged.receives, batch.receives)
+        """Follows `Transport.post`, but waits for the device to have made what is sent."""
+        if not batch:
+            return Done()
+        sends = [(t.packed(), [_to_host(x, t) for x in buffers]) for t, buffers in batch.sends]
+        receives = [(t.packed(), [_on_host(x, t) for x in buffers]) for t, buffers in batch.receives]
+        for device in {x.device for _, buffers in batch.sends for x in buffers}:
+            torch.cuda.current_stream(device).synchronize()
+        return _Staged(super().post(Batch(sends, receives, batch.kind)), receives, batch.receives)
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
@@ -125,18 +130,22 @@ class _Staged:
 
     def wait(self) -> None:
         self._pending.wait()
-        for (transfer, sources), (_, targets) in zip(self._staged, self._wanted, strict=True):
+        for (packed, sources), (transfer, targets) in zip(self._staged, self._wanted, strict=True):
             for source, target in zip(sources, targets, strict=True):
-                for start, end in transfer.ranges:
-                    target[start:end].copy_(source[start:end])
+                for (first, last), (start, end) in zip(packed.ranges, transfer.ranges, strict=True):
+                    target[start:end].copy_(source[first:last])
 
 
-def _on_host(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+def _on_host(x: Tensor, transfer: Transfer) -> Tensor:
+    """Pinned memory for the rows of x that are moved, end to end."""
+    return torch.empty((transfer.tokens, *x.shape[1:]), dtype=x.dtype, pin_memory=True)
 
 
-def _to_host(x: Tensor) -> Tensor:
-    return _on_host(x).copy_(x, non_blocking=True)
+def _to_host(x: Tensor, transfer: Transfer) -> Tensor:
+    host = _on_host(x, transfer)
+    for (first, last), (start, end) in zip(transfer.packed().ranges, transfer.ranges, strict=True):
+        host[first:last].copy_(x[start:end], non_blocking=True)
+    return host
 
 
 def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, Tensor]]:

@@ -9,10 +9,10 @@ from functools import lru_cache
 import torch
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels.base import AttentionKernel, Capabilities, deterministic
+from cp_ring.kernels.base import AttentionKernel, Capabilities, determinism, deterministic
 from cp_ring.kernels.merge import merge_
 
-__all__ = ["REGISTRY", "AttentionKernel", "Capabilities", "choose", "merge_"]
+__all__ = ["REGISTRY", "AttentionKernel", "Capabilities", "choose", "determinism", "deterministic", "merge_"]
 
 REGISTRY = {
     "transformer_engine": "cp_ring.kernels.transformer_engine",
@@ -48,13 +48,15 @@ def _chosen(
     name: str, candidates: tuple[tuple[str, str], ...], device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
     exact: bool,
 ) -> AttentionKernel:  # fmt: skip
-    """Made once for each kind of tensors: it is asked for at every call of attention. `exact` is there as a key."""
+    """Made once for each kind of tensors: it is asked for at every call of attention. `exact` wants determinism."""
     kernels: list[AttentionKernel] = [importlib.import_module(home).KERNEL for _, home in candidates]
     if packed:
         kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.name == "reference")
     reasons = []
     for kernel in kernels:
         reason = kernel.refusal(device, dtype, d, e)
+        if reason is None and exact and not kernel.capabilities.deterministic:
+            reason = "does not give the same bits in every run, which deterministic algorithms want"
         if reason is None:
             _log.info("attention kernel: %s (%s; %s on %s, head sizes %d and %d)", kernel.name, name, dtype, device.type, d, e)
             return kernel

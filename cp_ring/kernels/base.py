@@ -6,13 +6,18 @@ varlen), one line in `cp_ring.kernels.REGISTRY`, and one line in its tests: `con
 Shapes: b batch, q query rows of the tile, k key columns of the tile, h query heads, g key/value heads (g divides h),
 d head size of queries and keys, e head size of values, t and u packed query and key rows of many tiles.
 
-Determinism is torch's own switch: under `torch.use_deterministic_algorithms(True)` a kernel gives the same bits in
-every run, or its `refusal` says that it does not (`warn_only` changes nothing, as in torch).
+Determinism is asked for by `ring_attention(deterministic=True)`, or by torch's own switch,
+`torch.use_deterministic_algorithms(True)` (`warn_only` changes nothing, as in torch): then a kernel whose
+`capabilities.deterministic` is true gives the same bits in every run, and the others are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,12 +26,42 @@ from torch import Tensor
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.tiles import OPEN
 
-__all__ = ["OPEN", "AttentionKernel", "Capabilities", "Packing", "VarlenKernel", "deterministic"]
+__all__ = [
+    "OPEN",
+    "AttentionKernel",
+    "Capabilities",
+    "Packing",
+    "VarlenKernel",
+    "determinism",
+    "deterministic",
+    "no_random_state",
+]
+
+_asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
+
+
+@contextmanager
+def determinism(asked: bool | None) -> Iterator[bool]:
+    """What `deterministic` says in the block, which it yields too; None leaves it to torch's switch."""
+    token = _asked.set(asked)
+    try:
+        yield deterministic()
+    finally:
+        _asked.reset(token)
 
 
 def deterministic() -> bool:
     """Whether kernels must give the same bits in every run."""
+    asked = _asked.get()
+    if asked is not None:
+        return asked
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@lru_cache(maxsize=64)
+def no_random_state(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """What operators want as the random state of dropout, which is off: nothing reads it. int64 zeros, made once."""
+    return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
 class AttentionKernel(Protocol):

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel
+from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel, determinism
 
 HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 64, 64))
 """(query heads, key/value heads, d, e); those that a kernel refuses are left out."""
@@ -163,11 +163,10 @@ def _varlen(setting: Setting) -> None:
 
 
 def _repeats(setting: Setting) -> None:
-    """The same bits twice, where the kernel does not refuse torch's deterministic mode."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        if setting.kernel.refusal(setting.device, setting.dtype, *setting.heads[2:]) is not None:
+    """The same bits twice, where the kernel promises that and does not refuse."""
+    with determinism(True):
+        refused = setting.kernel.refusal(setting.device, setting.dtype, *setting.heads[2:]) is not None
+        if refused or not setting.kernel.capabilities.deterministic:
             return
         q, k, v, dout = setting.draw(130, 130)
         runs = []
@@ -175,8 +174,6 @@ def _repeats(setting: Setting) -> None:
             out, lse = setting.kernel.forward(q, k, v, lo=-OPEN, hi=0, scale=setting.scale)
             runs.append((out, lse, *setting.kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=setting.scale)))
         assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True)), "two runs differ in their bits"
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 PROPERTIES: dict[str, Callable[[Setting], None]] = {

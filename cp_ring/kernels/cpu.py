@@ -22,7 +22,7 @@ class CpuKernel:
     """Follows `AttentionKernel`; computes and returns float32 (float64 for float64)."""
 
     name = "cpu"
-    capabilities = Capabilities()
+    capabilities = Capabilities(deterministic=True)
 
     def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type != "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_ring.kernels.base import deterministic
+from cp_ring.kernels.base import no_random_state
 from cp_ring.kernels.reference import KERNEL as SMALL
 from cp_ring.kernels.window import pad
 from cp_ring.plan.lower import Capabilities
@@ -17,7 +17,8 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 class CudnnKernel:
     """Follows `AttentionKernel`; out and gradients come in the input's dtype, lse in float32.
 
-    Tiles of one row or one column, which cuDNN does not know, are plain matrix products in float64.
+    Its backward is not deterministic. Tiles of one row or one column, which cuDNN does not know, are plain matrix products
+    in float64.
     """
 
     name = "cudnn"
@@ -30,8 +31,6 @@ class CudnnKernel:
             return f"runs on CUDA, the tensors are on {device}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
-        if deterministic():
-            return "has a backward that is not deterministic"
         if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
             return "needs a torch built with cuDNN"
         # Backward is the narrow part: up to 256 on Hopper alone, and (192, 128) since Hopper.
@@ -61,10 +60,9 @@ class CudnnKernel:
         dout, q, k, v, out = (_heads_first(x) for x in (dout, q, k, v, out))
         stats = lse.float().contiguous()
         stats = stats[..., None] if self._stats_dims == 4 else stats
-        # The random state of dropout, which is off: nothing reads it.
-        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+        state = no_random_state((), q.device)
         grads = _backward(
-            dout, q, k, v, out, stats, seed, offset, None, None, None, rows, columns, 0.0, hi == 0, scale=scale
+            dout, q, k, v, out, stats, state, state, None, None, None, rows, columns, 0.0, hi == 0, scale=scale
         )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq[..., :d], dk[..., :d], dv[..., :e]

@@ -124,6 +124,9 @@ class FlashKernel(WindowKernel):
             return "needs flash-attn, which is not installed"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
+        backwards = (self.functions.backward, self.functions.varlen_backward)
+        if deterministic() and any("deterministic" not in inspect.signature(x).parameters for x in backwards):
+            return f"{self.functions.version} as installed has no deterministic backward"
         limit = {"4": 128, "3": 256, "2": 256}[self.functions.version]
         if max(d, e) <= limit or (self.functions.version == "4" and (d, e) == (192, 128)):
             return None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from torch import Tensor
 
-from cp_ring.kernels.base import Packing
+from cp_ring.kernels.base import Packing, deterministic, no_random_state
 from cp_ring.kernels.window import WindowKernel
 
 _forward = torch.ops.aten._flash_attention_forward
@@ -37,11 +41,26 @@ class FlashAtenKernel(WindowKernel):
         left: int, right: int, packing: Packing | None, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         window = {"window_size_left": left, "window_size_right": right}
-        # The random state of dropout, which is off: nothing reads it.
-        state = (torch.zeros(shape, dtype=torch.int64, device=q.device).view(torch.uint64) for shape in ((2,), ()))
+        state = (no_random_state(shape, q.device).view(torch.uint64) for shape in ((2,), ()))
         lengths = _lengths(q, k, packing)
-        dq, dk, dv = _backward(dout, q, k, v, out, lse, *lengths, 0.0, False, *state, scale=scale, **window)
+        with _exact() if deterministic() else nullcontext():
+            dq, dk, dv = _backward(dout, q, k, v, out, lse, *lengths, 0.0, False, *state, scale=scale, **window)
         return dq, dk, dv
+
+
+_switch = threading.Lock()
+
+
+@contextmanager
+def _exact() -> Iterator[None]:
+    """The operator obeys torch's switch alone: turned on for the block, by one thread at a time."""
+    with _switch:
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _lengths(q: Tensor, k: Tensor, packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int, int]:

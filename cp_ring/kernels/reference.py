@@ -17,7 +17,7 @@ class ReferenceKernel:
     """Follows `AttentionKernel`; everything is computed and returned in float64."""
 
     name = "reference"
-    capabilities = Capabilities(bands=True, varlen=True)
+    capabilities = Capabilities(bands=True, varlen=True, deterministic=True)
 
     def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         return None if dtype.is_floating_point else f"reads floating point, not {dtype}"

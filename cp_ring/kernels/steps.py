@@ -7,7 +7,7 @@ buffer; out [s, b, h, e] and lse [b, h, s] are the running ones, merged in place
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, cast
@@ -22,15 +22,34 @@ from cp_ring.plan.lower import REVERSED, Lowered, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rows import Hop
 from cp_ring.plan.tiles import Tile
+from cp_ring.sums import add_
+
+
+class Statistics:
+    """The lse [b, h, s] of all rows in backward. A part is copied once for the hops that follow with the same rows."""
+
+    def __init__(self, lse: Tensor):
+        self.whole = lse
+        self._part: tuple[slice, Tensor] | None = None
+
+    def of(self, rows: slice) -> Tensor:
+        """[b, h, rows], contiguous."""
+        if self._part is None or self._part[0] != rows:
+            self._part = rows, self.whole[..., rows].contiguous()
+        return self._part[1]
 
 
 class Step(Protocol):
     """One kernel call of a hop. `attend` and `gradients` are the bare call, in the step's own order of rows and shapes."""
 
+    def place(self, device: torch.device) -> None:
+        """Makes the tensors that the step's calls need on `device`, so that the hops themselves make none."""
+        ...
+
     def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]: ...
 
     def gradients(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def forward_(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
@@ -38,7 +57,7 @@ class Step(Protocol):
         ...
 
     def backward_(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics,
         dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
     ) -> None:  # fmt: skip
         """Adds the step's share to dq [s, b, h, d], and to dk and dv, rows of the hop's gradient buffer."""
@@ -54,6 +73,13 @@ def program(hop: Hop, capabilities: Capabilities) -> tuple[Step, ...]:
     if capabilities not in made:
         made[capabilities] = tuple(_steps(lower(hop.tiles, capabilities), hop.grad_shift, capabilities.varlen))
     return made[capabilities]
+
+
+def prepare(hops: Sequence[Hop], capabilities: Capabilities, device: torch.device) -> None:
+    """Works out the kernel calls of all hops and copies what they need to `device`, ahead of the first hop."""
+    for hop in hops:
+        for step in program(hop, capabilities):
+            step.place(device)
 
 
 def _steps(lowered: Lowered, grad_shift: Ints, varlen: bool) -> Iterator[Step]:
@@ -119,17 +145,20 @@ class _Single:
     hi: int
     reverse: bool
 
+    def place(self, device: torch.device) -> None:
+        return
+
     def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = (self._view(x, rows) for x, rows in ((q, self.q), (k, self.k), (v, self.k)))
         return kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
 
     def gradients(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, out = (self._view(x, self.q) for x in (dout, q, out))
-        k, v, lse = self._view(k, self.k), self._view(v, self.k), lse[..., self.q]
-        lse = lse.flip(2) if self.reverse else lse
-        return kernel.backward(dout, q, k, v, out, lse, lo=self.lo, hi=self.hi, scale=scale)
+        k, v, lse_tile = self._view(k, self.k), self._view(v, self.k), lse.of(self.q)
+        lse_tile = lse_tile.flip(2) if self.reverse else lse_tile
+        return kernel.backward(dout, q, k, v, out, lse_tile, lo=self.lo, hi=self.hi, scale=scale)
 
     def forward_(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
         out_tile, lse_tile = self.attend(kernel, q, k, v, scale)
@@ -138,12 +167,12 @@ class _Single:
         merge_(out[self.q].transpose(0, 1), lse[..., self.q], out_tile, lse_tile)
 
     def backward_(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics,
         dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
     ) -> None:  # fmt: skip
         grads = self.gradients(kernel, dout, q, k, v, out, lse, scale)
-        for total, rows, x in zip((dq, dk, dv), (self.q, self.grad, self.grad), grads, strict=True):
-            total[rows] += (x.flip(1) if self.reverse else x).transpose(0, 1)
+        parts = [(x.flip(1) if self.reverse else x).transpose(0, 1) for x in grads]
+        add_(*zip((dq[self.q], dk[self.grad], dv[self.grad]), parts, strict=True))
 
     def _view(self, x: Tensor, rows: slice) -> Tensor:
         """[s, b, ...] to the tile's [b, rows, ...]."""
@@ -178,10 +207,9 @@ class _Rows:
         parts = [np.arange(start, end)[:: -1 if reverse else 1] for start, end in spans]
         return cls(slice(0, 0), np.concatenate(parts))
 
-    def _on(self, device: torch.device) -> Tensor:
-        if device not in self._tensors:
-            self._tensors[device] = torch.from_numpy(self.index).to(device)
-        return self._tensors[device]
+    def place(self, device: torch.device) -> None:
+        if self.index is not None and device not in self._tensors:
+            self._tensors[device] = _copied(self.index, device)
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         """The rows: a view where they are a slice, a copy else."""
@@ -194,12 +222,13 @@ class _Rows:
         if self.index is not None:
             x.index_copy_(dim, self._on(x.device), rows)
 
+    def _on(self, device: torch.device) -> Tensor:
+        self.place(device)
+        return self._tensors[device]
+
     def add_(self, x: Tensor, rows: Tensor) -> None:
-        """Adds to x; no row comes twice, so the result does not depend on the order."""
-        if self.index is None:
-            x[self.span] += rows
-        else:
-            x.index_add_(0, self._on(x.device), rows.to(x.dtype))
+        """Adds to x where the rows are gathered; none comes twice, so the result does not depend on the order."""
+        x.index_add_(0, self._on(x.device), rows.to(x.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,17 +244,26 @@ class _Packed:
     ends_k: Ints
     _packings: dict[torch.device, Packing] = field(default_factory=dict, repr=False)
 
+    def place(self, device: torch.device) -> None:
+        for rows in (self.q, self.k, self.grad):
+            rows.place(device)
+        if device not in self._packings:
+            cu_q, cu_k = (_copied(ends.astype(np.int32), device) for ends in (self.ends_q, self.ends_k))
+            max_q, max_k = (int(np.diff(ends).max()) for ends in (self.ends_q, self.ends_k))
+            self._packings[device] = Packing(cu_q, cu_k, max_q, max_k, self.left, self.right)
+
     def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = (part.take(x).flatten(1, 2) for part, x in ((self.q, q), (self.k, k), (self.k, v)))
         return cast(VarlenKernel, kernel).forward_varlen(q, k, v, self._packing(q.device), scale)
 
     def gradients(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, out = (self.q.take(x).flatten(1, 2) for x in (dout, q, out))
         k, v = (self.k.take(x).flatten(1, 2) for x in (k, v))
-        lse, packing = self.q.take(lse, 2).flatten(0, 1), self._packing(q.device)
-        return cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse, packing, scale)
+        lse_rows = lse.of(self.q.span) if self.q.index is None else self.q.take(lse.whole, 2)
+        packing = self._packing(q.device)
+        return cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse_rows.flatten(0, 1), packing, scale)
 
     def forward_(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
         out_tile, lse_tile = self.attend(kernel, q, k, v, scale)
@@ -237,16 +275,25 @@ class _Packed:
         self.q.put_(lse, lse_rows, 2)
 
     def backward_(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics,
         dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
     ) -> None:  # fmt: skip
         grads = self.gradients(kernel, dout, q, k, v, out, lse, scale)
+        pairs = []
         for total, rows, x in zip((dq, dk, dv), (self.q, self.grad, self.grad), grads, strict=True):
-            rows.add_(total, x.unflatten(1, total.shape[1:3]))
+            part = x.unflatten(1, total.shape[1:3])
+            if rows.index is None:
+                pairs.append((total[rows.span], part))
+            else:
+                rows.add_(total, part)
+        add_(*pairs)
 
     def _packing(self, device: torch.device) -> Packing:
-        if device not in self._packings:
-            cu_q, cu_k = (torch.from_numpy(ends.astype(np.int32)).to(device) for ends in (self.ends_q, self.ends_k))
-            max_q, max_k = (int(np.diff(ends).max()) for ends in (self.ends_q, self.ends_k))
-            self._packings[device] = Packing(cu_q, cu_k, max_q, max_k, self.left, self.right)
+        self.place(device)
         return self._packings[device]
+
+
+def _copied(values: np.ndarray, device: torch.device) -> Tensor:
+    """On `device`; nobody waits for the copy but the device itself."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels.base import Packing, deterministic
+from cp_ring.kernels.base import Packing, deterministic, no_random_state
 from cp_ring.kernels.reference import KERNEL as SMALL
 from cp_ring.kernels.window import pad
 from cp_ring.plan.lower import Capabilities
@@ -112,7 +112,7 @@ class TransformerEngineKernel:
     """Follows `AttentionKernel` and `VarlenKernel`; out and gradients come in the input's dtype, lse in float32."""
 
     name = "transformer_engine"
-    capabilities = Capabilities(varlen=True)
+    capabilities = Capabilities(varlen=True, deterministic=True)
     devices: tuple[str, ...] = ("cuda",)
 
     def __init__(self) -> None:
@@ -200,8 +200,7 @@ class TransformerEngineKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         library = _loaded()
         tensors = {"q": pad(q, call.d), "k": pad(k, call.d), "v": pad(v, call.e), "o": pad(out, call.e), "d_o": pad(dout, call.e)}
-        # The random state of dropout, which is off: nothing reads it.
-        aux = [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
+        aux = [stats, no_random_state((2,), q.device)]
         values = self._values(call, tensors, cu_q, cu_k, scale) | {
             "aux_ctx_tensors": aux, "dqkv_dtype": library.dtypes[q.dtype], "deterministic": call.deterministic,
         }  # fmt: skip

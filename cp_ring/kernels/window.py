@@ -41,7 +41,7 @@ class WindowKernel:
     These two get tensors [b, s, h, d], or with a packing [t, h, d], of the head sizes that `sizes` gives.
     """
 
-    capabilities = Capabilities(bands=True, varlen=True)
+    capabilities = Capabilities(bands=True, varlen=True, deterministic=True)
 
     def sizes(self, d: int, e: int) -> tuple[int, int]:
         """The head sizes that the kernel is called with: one for all, a multiple of 8, with zeros behind."""

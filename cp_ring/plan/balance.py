@@ -11,7 +11,7 @@ import numpy as np
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, union
+from cp_ring.plan.ranges import Ints, integer, union
 from cp_ring.plan.tiles import cut
 
 GOOD_BALANCE = 1.05
@@ -25,7 +25,7 @@ PAIRS, ROUNDS, MAX_CHUNKS = 1 << 13, 64, 1024
 
 def balanced_layout(mask: Mask, cp: int, chunks_per_rank: int | None = None) -> Layout:
     """The layout for `mask`; see `Layout.balanced`."""
-    if cp < 1:
+    if integer(cp, "context parallel size") < 1:
         raise PlanError(f"context parallel size {cp} must be at least 1")
     if chunks_per_rank is not None and chunks_per_rank < 1:
         raise PlanError(f"chunks_per_rank {chunks_per_rank} must be at least 1")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import Ints
+from cp_ring.plan.ranges import Ints, integer, integers
 
 if TYPE_CHECKING:
     import torch
@@ -36,13 +36,13 @@ class Layout:
     @classmethod
     def zigzag(cls, n: int, cp: int) -> Layout:
         """2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r, so that causal work is equal (Megatron's split)."""
-        ranks = np.arange(cp)
+        ranks = np.arange(_size(cp))
         return cls._even(n, cp, np.concatenate([ranks, ranks[::-1]]), "zigzag")
 
     @classmethod
     def contiguous(cls, n: int, cp: int) -> Layout:
         """One chunk a rank, in order."""
-        return cls._even(n, cp, np.arange(cp), "contiguous")
+        return cls._even(n, cp, np.arange(_size(cp)), "contiguous")
 
     @classmethod
     def batch(cls, rows: Sequence[Layout]) -> Layout:
@@ -64,9 +64,7 @@ class Layout:
 
         Raises `PlanError` where a document is not a multiple of 2 * cp tokens.
         """
-        if cp < 1:
-            raise PlanError(f"context parallel size {cp} must be at least 1")
-        offsets = np.asarray(cu_seqlens_padded, dtype=np.int64)
+        cp, offsets = _size(cp), integers(cu_seqlens_padded, "cu_seqlens_padded")
         length = np.diff(offsets)
         if offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or (length < 0).any() or not length.any():
             raise PlanError("cu_seqlens_padded must start at 0, not decrease, and hold a token")
@@ -93,8 +91,7 @@ class Layout:
 
     @classmethod
     def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:
-        if cp < 1:
-            raise PlanError(f"context parallel size {cp} must be at least 1")
+        n, cp = integer(n, "n"), _size(cp)
         if n < len(owner):
             raise PlanError(f"{name} layout cuts the sequence into {len(owner)} chunks for cp {cp}, but it has {n} tokens")
         return cls(n, cp, np.arange(len(owner) + 1) * n // len(owner), owner.astype(np.int64), name)
@@ -116,7 +113,8 @@ class Layout:
         return np.bincount(self.owner, np.diff(self.edges), self.cp).astype(np.int64)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """The rank's token ranges, ascending, neighbors joined."""
+        """The rank's token ranges, ascending, neighbors joined. Raises `PlanError` where there is no such rank."""
+        check_rank(rank, self.cp)
         joined: list[tuple[int, int]] = []
         for chunk in np.flatnonzero(self.owner == rank).tolist():
             start, end = int(self.edges[chunk]), int(self.edges[chunk + 1])
@@ -151,3 +149,15 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout.{self.name}(n={self.n}, cp={self.cp}, chunks={len(self.owner)})"
+
+
+def _size(cp: int) -> int:
+    if integer(cp, "context parallel size") < 1:
+        raise PlanError(f"context parallel size {cp} must be at least 1")
+    return int(cp)
+
+
+def check_rank(rank: int, cp: int) -> None:
+    """Raises `PlanError` where `rank` is not one of `cp`: Python would count -1 from the end."""
+    if not 0 <= integer(rank, "rank") < cp:
+        raise PlanError(f"there is no rank {rank} among the {cp} of the layout, 0 to {cp - 1}")

@@ -28,11 +28,13 @@ class Capabilities:
     bands: any band on any rectangle whose rows all see a key, as flash-attn's bottom-right aligned windows do.
     narrow_bands: bands of up to this many diagonals on a rectangle small enough for a dense mask; 0 for none.
     varlen: many tiles of one kind in one call, so long as no two of them share a query row.
+    deterministic: the same bits in every run where that is asked for. It changes no tile.
     """
 
     bands: bool = False
     narrow_bands: int = 0
     varlen: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, eq=False)

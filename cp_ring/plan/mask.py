@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import Ints, order
+from cp_ring.plan.ranges import Ints, integer, integers, order
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
 
 
@@ -23,12 +23,12 @@ class Mask:
     @classmethod
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
         """Every query sees every key, or the keys from i - left to i + right; -1 leaves a side open (as flash-attn does)."""
-        return cls.documents([0, n], causal=False, window=window, name="full")
+        return cls.documents([0, integer(n, "n")], causal=False, window=window, name="full")
 
     @classmethod
     def causal(cls, n: int, window: tuple[int, int] = (-1, 0)) -> Mask:
         """Query i sees keys up to i, and with a window no further back than i - left."""
-        return cls.documents([0, n], causal=True, window=window, name="causal")
+        return cls.documents([0, integer(n, "n")], causal=True, window=window, name="causal")
 
     @classmethod
     def documents(
@@ -64,9 +64,9 @@ class Mask:
         documents, one each or one for all; `cu_seqlens` is by default one document of `n` tokens. Raises `PlanError` as
         `documents` does, and where a prefix is below 0 or longer than its document.
         """
-        start, end, n = _spans([0, n] if cu_seqlens is None else cu_seqlens, n)
+        start, end, n = _spans([0, integer(n, "n")] if cu_seqlens is None else cu_seqlens, n)
         bounds = (*_band(window), OPEN)
-        given = np.asarray(lengths, dtype=np.int64)
+        given = integers(lengths, "prefix lengths")
         if given.ndim and given.shape != start.shape:
             raise PlanError(f"{given.size} prefix lengths for {len(start)} documents")
         bad = np.flatnonzero((given < 0) | (given > end - start))
@@ -120,10 +120,10 @@ def paint(tiles: Tiles | Sequence[Tile], rows: int, columns: int) -> np.ndarray:
 
 def _spans(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints, Ints, int]:
     """Checked starts and ends of documents, and the length of the stream."""
-    edges = np.asarray(cu_seqlens, dtype=np.int64)
+    edges = integers(cu_seqlens, "cu_seqlens")
     if edges.ndim != 1 or len(edges) < 1 or edges[0] != 0 or (np.diff(edges) < 0).any():
         raise PlanError(f"cu_seqlens must start at 0 and not decrease, not {_short(edges)}")
-    n = int(edges[-1]) if n is None else int(n)
+    n = int(edges[-1]) if n is None else integer(n, "a stream of n =")
     if n < 1:
         raise PlanError(f"a stream of {n} tokens: it must hold at least 1")
     if edges[-1] > n:
@@ -133,7 +133,10 @@ def _spans(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints,
 
 def _band(window: tuple[int, int]) -> tuple[int, int]:
     """A window (left, right) as bounds on key - query."""
-    left, right = window
+    try:
+        left, right = (integer(side, "window side") for side in window)
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, PlanError) else PlanError(f"window {window!r}: it is a pair (left, right)") from None
     if left < -1 or right < -1:
         raise PlanError(f"window ({left}, {right}): each side must be -1 (open) or at least 0")
     return -OPEN if left < 0 else -left, OPEN if right < 0 else right

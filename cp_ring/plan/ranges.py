@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_ring.errors import PlanError
+
 Ints = NDArray[np.int64]
+
+
+def integer(value: object, what: str) -> int:
+    """`value` as an int. Raises `PlanError` where it is none: nothing is rounded."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise PlanError(f"{what} {value!r} is not a whole number") from None
+
+
+def integers(values: object, what: str) -> Ints:
+    """`values` as an int64 array. Raises `PlanError` where they are no integers: nothing is rounded."""
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise PlanError(
+            f"{what} must be whole numbers, not {array.dtype} as in {np.array2string(array, threshold=8, edgeitems=3)}"
+        )
+    return array.astype(np.int64)
 
 
 def order(*keys: Ints) -> Ints | slice:

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.layout import Layout
+from cp_ring.plan.layout import Layout, check_rank
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, union
 from cp_ring.plan.routes import LOCAL, ROUTES, Need, Transfers
@@ -55,6 +55,7 @@ class RingPlan:
     def build_row(cls, mask: Mask, layout: Layout, rank: int, route: str = "direct") -> RankPlan:
         """One rank's row, without planning for the others where the route allows that. Raises as `build` does."""
         _check(mask, layout, route)
+        check_rank(rank, layout.cp)
         if route not in LOCAL:
             return cls.build(mask, layout, route).row(rank)
         mine = layout.owner == rank
@@ -94,7 +95,11 @@ class RingPlan:
         return self.gradients.sorted_by("receiver")
 
     def row(self, rank: int) -> RankPlan:
-        """The part of one rank, with tile columns counted in the packed key buffer of their hop."""
+        """The part of one rank, with tile columns counted in the packed key buffer of their hop.
+
+        Raises `PlanError` where there is no such rank.
+        """
+        check_rank(rank, self.cp)
         if rank not in self._rows:
             self._rows[rank] = rank_plan(self, rank)
         return self._rows[rank]

@@ -9,10 +9,36 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cp_ring.kernels import choose
-from cp_ring.kernels.base import OPEN, Packing
+from cp_ring.errors import KernelError
+from cp_ring.kernels import choose, determinism, flash_aten
+from cp_ring.kernels.base import OPEN, Packing, no_random_state
 
 HEADS = [(4, 4, 64, 64), (8, 2, 60, 36), (8, 2, 192, 128), (4, 1, 128, 128)]
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_fakes():
+    """A fake tensor must not outlive its mode."""
+    no_random_state.cache_clear()
+    yield
+    no_random_state.cache_clear()
+
+
+def test_flash_aten_turns_torchs_switch_on_for_its_backward_alone(monkeypatch):
+    """The operator obeys nothing else."""
+    seen = []
+    plain = flash_aten._backward
+    monkeypatch.setattr(
+        flash_aten, "_backward", lambda *a, **b: seen.append(torch.are_deterministic_algorithms_enabled()) or plain(*a, **b)
+    )
+    with FakeTensorMode():
+        q, k, v, dout = tensors(4, 4, 64, 64, 32, 32)
+        for asked in (True, False):
+            with determinism(asked):
+                out, lse = flash_aten.KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.1)
+                flash_aten.KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=0.1)
+            assert not torch.are_deterministic_algorithms_enabled()
+    assert seen == [True, False]
 
 
 def tensors(h, g, d, e, rows, columns, dtype=torch.bfloat16):
@@ -68,11 +94,10 @@ def test_cudnn_leaves_single_rows_and_columns_to_plain_products():
 def test_order_on_cuda_and_refusals():
     cuda = torch.device("cuda")
     assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64).name == "cudnn"
-    torch.use_deterministic_algorithms(True)
-    try:
+    with determinism(True):
         assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64).name == "flash_aten"
-    finally:
-        torch.use_deterministic_algorithms(False)
+        with pytest.raises(KernelError, match="cudnn does not give the same bits in every run"):
+            choose("cudnn", device=cuda, dtype=torch.bfloat16, d=64, e=64)
     assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64, packed=True).name == "flash_aten"
     assert choose("auto", device=cuda, dtype=torch.float32, d=64, e=64).name == "reference"
     assert choose("auto", device=cuda, dtype=torch.bfloat16, d=256, e=192).name == "flash_aten"

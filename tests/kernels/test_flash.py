@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from cp_ring.errors import KernelError
 from cp_ring.kernels import choose, conformance
-from cp_ring.kernels.base import OPEN, Packing
+from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
 from cp_ring.kernels.flash import FlashKernel, Functions, arguments
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.window import cut
@@ -84,10 +85,7 @@ def backward(label: str, a: dict):
     assert lse.shape == ((a["q"].shape[0], a["q"].shape[2], a["q"].shape[1]) if dense else (q.shape[1], len(q)))
     lse = lse.transpose(0, 1).flatten(1, 2) if dense else lse
     grads = REFERENCE.backward_varlen(dout, q, k, v, out, lse, packing, a["softmax_scale"])
-    assert (
-        a["deterministic"] is torch.are_deterministic_algorithms_enabled()
-        or torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    assert a["deterministic"] is deterministic()
     for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
         a[name].copy_(x.reshape(a[name].shape))
 
@@ -97,6 +95,18 @@ def test_conformance(label):
     kernel = stand_in(label)
     for prop in ("full rectangles", "bands", "empty rows", "merged backward", "varlen", "deterministic"):
         conformance.check(kernel, CPU, torch.float16, only=prop, heads=[(4, 2, 16, 24)])
+
+
+def test_no_deterministic_backward_no_determinism():
+    """A version without the parameter is refused where the same bits are wanted, and not otherwise."""
+    kernel = stand_in("2: flash-attn 2.8.3")
+    with determinism(True):
+        assert kernel.refusal(CPU, torch.float16, 64, 64) is None
+    bare = kernel.functions
+    kernel.__class__.functions = replace(bare, backward=lambda dout, q, k, v: None)
+    assert kernel.refusal(CPU, torch.float16, 64, 64) is None
+    with determinism(True):
+        assert "no deterministic backward" in kernel.refusal(CPU, torch.float16, 64, 64)
 
 
 def test_whole_conformance():

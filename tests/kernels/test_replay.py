@@ -8,6 +8,8 @@ import torch
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.bench.replay import Sizes, efficiency, replay, single_call
 from cp_ring.errors import KernelError
+from cp_ring.plan.cost import Sizes as PlanSizes
+from cp_ring.plan.cost import cost
 
 SIZES = Sizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")
 
@@ -37,3 +39,28 @@ def test_single_call_is_one_kernel_call():
     assert found["forward_s"] > 0
     with pytest.raises(KernelError, match="no kernel attends to 96 tokens with this mask in one call on cpu"):
         single_call(Mask.causal(96, window=(40, 0)), SIZES, repeats=1)
+
+
+def test_memory_does_not_grow_with_ranks():
+    """The allocator's peak over q, k, v, out and lse: the same to the byte from 4 ranks to 64; 2 ranks use one slot alone."""
+    n = SIZES.tokens
+
+    def peaks(cp):
+        plan = RingPlan.build(Mask.causal(cp * n), Layout.zigzag(cp * n, cp))
+        return [replay(plan, rank, SIZES, repeats=1)["peak_extra_bytes"] for rank in (0, cp // 2, cp - 1)]
+
+    few, many = peaks(4), peaks(64)
+    assert few == many
+    slot = n * SIZES.g * (SIZES.d + SIZES.e) * 4
+    assert 0 <= max(many) - max(peaks(2)) < 2 * slot
+    assert max(many) > 4 * slot  # it measures something
+
+
+def test_planned_memory_is_flat():
+    """What `cp-ring plan` says of every buffer."""
+    tables = []
+    for cp in (4, 16, 64):
+        plan = RingPlan.build(Mask.causal(cp * 128), Layout.zigzag(cp * 128, cp))
+        tables.append(cost(plan.verify(), PlanSizes()).memory)
+    assert tables[0] == tables[1] == tables[2]
+    assert all(tables[0].values())

@@ -12,7 +12,7 @@ import torch
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.kernels.base import Capabilities
 from cp_ring.kernels.reference import KERNEL
-from cp_ring.kernels.steps import _Packed, program
+from cp_ring.kernels.steps import Statistics, _Packed, program
 from cp_ring.plan import OPEN, Tile
 from cp_ring.plan.mask import paint
 from cp_ring.plan.rows import Hop
@@ -35,7 +35,7 @@ def run(hop: Hop, case: Case, capabilities: Capabilities, shift: int = 0) -> Gra
         step.forward_(KERNEL, q, k, v, out, lse, 0.25)
     dq, (dk, dv) = torch.zeros_like(q), (torch.zeros(x.shape[0] + 8, *x.shape[1:], dtype=x.dtype) for x in (k, v))
     for step in steps:
-        step.backward_(KERNEL, dout, q, k, v, out, lse, dq, dk, dv, 0.25)
+        step.backward_(KERNEL, dout, q, k, v, out, Statistics(lse), dq, dk, dv, 0.25)
     rows = slice(shift, shift + k.shape[0])
     assert not dk[: rows.start].any()
     assert not dk[rows.stop :].any()

@@ -123,6 +123,28 @@ def _pick_mutation(table: str, doubled: bool) -> Callable[[RingPlan, Rng], RingP
     return mutate
 
 
+def keys_two_hops_old(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    """A route that sends keys on from the buffer of two hops before, which the executor has given away by then."""
+    keys = plan.transfers
+    late = keys.hop >= 3
+    if not late.any():
+        return None
+    sender = np.where(late, (keys.owner + keys.hop - 2) % plan.cp, keys.sender)
+    buffer = np.where(late, keys.hop - 2, keys.buffer)
+    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer)), _rows={})
+
+
+def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    """A route that sends gradients to the buffer of two hops later, which the executor does not have yet."""
+    grads = plan.gradients
+    early = grads.hop + 2 < plan.cp
+    if not early.any():
+        return None
+    receiver = np.where(early, (grads.owner + grads.hop + 2) % plan.cp, grads.receiver)
+    buffer = np.where(early, grads.hop + 2, grads.buffer)
+    return replace(plan, gradients=_sorted("gradients", replace(grads, receiver=receiver, buffer=buffer)), _rows={})
+
+
 def _sorted(table: str, rows: Transfers) -> Transfers:
     return rows.sorted_by("receiver" if table == "transfers" else "sender", "hop", "start")
 
@@ -136,6 +158,7 @@ PLAN_MUTATIONS: dict[str, Callable[[RingPlan, Rng], RingPlan | None]] = {
     for f in (
         tile_dropped, tile_doubled, tile_shifted_in_keys, tile_shifted_in_queries, tile_with_fewer_queries, tile_with_more_keys,
         tile_without_its_corner, tile_on_the_wrong_rank, tile_at_the_wrong_hop, tile_on_the_wrong_keys,
+        keys_two_hops_old, gradients_two_hops_on,
     )
 }  # fmt: skip
 for _table in ("transfers", "gradients"):

@@ -1,0 +1,187 @@
+"""What a hop costs beyond the attention kernel and the messages: launches, allocations, and waits of the host.
+
+The ring runs on the CPU as it would on CUDA: through the TransformerEngine adapter, or as fake CUDA tensors through those
+of PyTorch's operators, with the fused merge and sums counted as the one kernel that each is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cp_ring.kernels.transformer_engine as adapter
+from cp_ring import Layout, Mask, RingPlan, attention
+from cp_ring.comm import streams
+from cp_ring.comm.loopback import LoopbackTransport
+from cp_ring.comm.streams import KeyStream
+from cp_ring.kernels import choose, steps
+from cp_ring.kernels.base import OPEN, no_random_state
+from cp_ring.observe.ledger import record
+from tests.kernels.emulated_te import KERNEL, installed
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that would launch a CUDA kernel, and fresh memory; `marks` are the counts when each hop began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.marks: list[Counter[str]] = []
+        self._quiet = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not self._quiet and func.namespace == "aten" and not view:
+            self.counts["memory" if "empty" in name else name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def counted_as(self, name: str, work, one_for: int = 1 << 30):
+        """`work` as one launch, or as one for so many of its arguments."""
+
+        @wraps(work)
+        def run(*args, **kwargs):
+            self.counts[name] += math.ceil(len(args) / one_for) if one_for < 1 << 30 else 1
+            with self.quiet():
+                return work(*args, **kwargs)
+
+        return run
+
+    def hops(self) -> list[Counter[str]]:
+        """What each hop added; the last one has all that came after it."""
+        return [after - before for before, after in zip(self.marks, [*self.marks[1:], self.counts], strict=True)]
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Iterator[Launches]:
+    mode = Launches()
+    monkeypatch.setattr(steps, "merge_", mode.counted_as("merge", steps.merge_))
+    for home in (steps, streams):
+        monkeypatch.setattr(home, "add_", mode.counted_as("add", home.add_, 3))
+    monkeypatch.setattr(streams, "move_", mode.counted_as("move", streams.move_, 3))
+    monkeypatch.setattr(steps, "_copied", mode.counted_as("upload", steps._copied))
+    monkeypatch.setattr(LoopbackTransport, "post", mode.counted_as("messages", LoopbackTransport.post))
+
+    class Marked(KeyStream):
+        def __iter__(self):
+            for item in super().__iter__():
+                mode.marks.append(mode.counts.copy())
+                yield item
+
+    monkeypatch.setattr(attention, "KeyStream", Marked)
+    with installed("2.20.2"):
+        library = adapter._library()
+        calls = [mode.counted_as("attention", f) for f in (library.forward, library.backward)]
+        library = library._replace(forward=calls[0], backward=calls[1])
+        monkeypatch.setattr(adapter, "_library", cache(lambda: library))
+        yield mode
+
+
+def run_of(plan: RingPlan, rank: int) -> attention._Run:
+    transport = LoopbackTransport(rank, plan.cp)
+    return attention._Run(plan.row(rank), transport, KERNEL, 0.25, 2, torch.bfloat16, torch.float32)
+
+
+def draw(tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(tokens, 1, h, 16, generator=generator).bfloat16() for h in (4, 2, 2, 4)]
+
+
+def both(plan: RingPlan, rank: int, launches: Launches) -> tuple[list[Counter[str]], list[Counter[str]]]:
+    """Launches of each hop, forward and backward."""
+    run, (q, k, v, dout) = run_of(plan, rank), draw(plan.n // plan.cp)
+    with launches:
+        out, lse = attention._forward(run, q, k, v)
+        forward = launches.hops()
+        out = out.bfloat16()
+        launches.marks.clear()
+        attention._backward(run, dout, q, k, v, out, lse)
+    return forward, launches.hops()
+
+
+OURS = ("attention", "messages", "memory")
+
+
+def beyond(hop: Counter[str]) -> int:
+    """Launches of a hop beyond the attention kernel and the messages."""
+    return sum(count for name, count in hop.items() if name not in OURS)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_launches_per_hop(launches, rank):
+    """At most 2 in forward and 3 in backward; besides, the lse of a hop's rows is copied where it has others than the last."""
+    plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4))
+    both(plan, rank, launches)  # tensors that are made once
+    launches.marks.clear()
+    forward, backward = both(plan, rank, launches)
+    assert [beyond(hop) for hop in forward] == [1, 1, 1, 1], forward
+    copies = [hop.pop("clone", 0) for hop in backward]
+    assert sum(copies) <= 4, backward
+    assert len(backward) == 5
+    assert max(beyond(hop) for hop in backward) <= 3, backward
+    assert [hop["attention"] for hop in backward] == [1, 1, 1, 1, 2]
+    assert not any("_local_scalar_dense" in hop for hop in forward + backward)
+
+
+def test_packed_documents_upload_nothing_in_the_hops(launches):
+    """Row numbers and lengths of packed tiles go to the device before the first hop, once for each plan."""
+    ends = np.cumsum([0, *np.random.default_rng(0).integers(20, 200, 20).tolist()])
+    n = int(ends[-1]) // 8 * 8
+    plan = RingPlan.build(Mask.documents(np.minimum(ends, n)), Layout.zigzag(n, 4))
+    for repeat in range(2):
+        launches.counts.clear()
+        launches.marks.clear()
+        forward, backward = both(plan, 1, launches)
+        assert not any(hop["upload"] or "_local_scalar_dense" in hop for hop in forward + backward)
+        assert bool(launches.counts["upload"]) == (repeat == 0)
+
+
+def test_no_buffer_is_made_per_hop(launches):
+    """From hop 3 on everything is there; slots do not grow with the ranks."""
+    cp = 16
+    plan = RingPlan.build(Mask.causal(cp * 512), Layout.zigzag(cp * 512, cp))
+    with record() as ledger:
+        forward, backward = both(plan, cp // 2, launches)
+    assert ledger.slots_peak == 2
+    assert ledger.slots_alive == 0
+    assert len(forward) == cp
+    for hop in forward[3:] + backward[3:-1]:
+        # The copy of the lse of half the rows is the one thing that is made: where ranks' rows change.
+        assert hop["memory"] == 0, hop
+    assert sum(hop["clone"] for hop in backward) <= 4, backward
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash_aten"])
+def test_adapters_of_torch_operators_launch_nothing_else(name):
+    no_random_state.cache_clear()
+    with FakeTensorMode():
+        q, dout = (torch.empty(256, 1, 8, 64, dtype=torch.bfloat16, device="cuda").transpose(0, 1) for _ in range(2))
+        k, v = (torch.empty(128, 1, 2, 64, dtype=torch.bfloat16, device="cuda").transpose(0, 1) for _ in range(2))
+        kernel = choose(name, device=q.device, dtype=q.dtype, d=64, e=64)
+        options = {"lo": -OPEN, "hi": OPEN, "scale": 0.1}
+        out, lse = kernel.forward(q, k, v, **options)
+        kernel.backward(dout, q, k, v, out, lse, **options)
+        with Launches() as launches:
+            kernel.forward(q, k, v, **options)
+            kernel.backward(dout, q, k, v, out, lse, **options)
+        del launches.counts["memory"]
+        assert all("attention" in operator for operator in launches.counts), launches.counts
+        assert sum(launches.counts.values()) == 2
+    no_random_state.cache_clear()
