@@ -164,13 +164,54 @@ def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
     assert torch.equal(q.grad, wanted)
 
 
+@no_cuda
+def test_packed_documents_and_windows(one_rank):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    layer, q = attention(), torch.randn(TOKENS, HEADS, HIDDEN // HEADS, requires_grad=True)
+    layer.window = (3, 0)
+    edges = torch.tensor([0, 5, TOKENS], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=11, max_seqlen_kv=11)
+
+    def call(q):
+        return layer(q, q, q, packed_seq_params=packed)
+
+    (wanted,) = torch.autograd.grad(call(q).square().sum(), q)
+    checkpoint = recompute.keeping(lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=True))
+    with record() as ledger:
+        checkpoint(call, q).square().sum().backward()
+    assert ledger.hops == 2 and torch.equal(q.grad, wanted)
+
+
+@no_cuda
+def test_recomputed_up_projections_of_latent_attention(ring):
+    """Megatron frees the storage of queries, keys and values after forward, and fills it again before backward."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    def model(**values):
+        sizes = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "kv_lora_rank": 8, "q_lora_rank": 16}
+        sizes |= {"qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 12}
+        plain = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "use_cpu_initialization": True, "apply_rope_fusion": False}
+        config = MLATransformerConfig(**sizes, **plain, multi_latent_attention=True, **values)
+        torch.manual_seed(3)
+        spec = get_gpt_layer_local_spec(multi_latent_attention=True)
+        return GPTModel(config, spec, vocab_size=64, max_sequence_length=TOKENS, position_embedding_type="rope")
+
+    losses, grads, hops, _ = step(model())
+    found = step(model(recompute_granularity="selective", recompute_modules=["mla_up_proj"]))
+    assert found[2:] == (hops, 0) and torch.equal(found[0], losses)
+    assert all(torch.equal(found[1][name], grad) for name, grad in grads.items())
+
+
 def test_the_patch_finds_every_checkpoint(applied, monkeypatch):
     from megatron.core import tensor_parallel
     from megatron.core.extensions import transformer_engine
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_layer
 
-    monkeypatch.setattr(moe_layer, "te_checkpoint", transformer_engine.te_checkpoint)  # as it is with TransformerEngine
+    monkeypatch.setattr(moe_layer, "te_checkpoint", transformer_engine.te_checkpoint, raising=False)
     stock, stock_te = random.checkpoint, transformer_engine.te_checkpoint
     applied("recompute")
     assert random.checkpoint is tensor_parallel.checkpoint is not stock
