@@ -156,13 +156,18 @@ class RingDotProductAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As Megatron's own core attention: `softmax_offset`, split over tensor-parallel ranks, where it is learned."""
+        """As the core attention it stands for: `softmax_offset`, split over tensor-parallel ranks, where it is learned.
+
+        TransformerEngine's then has an extra state too, which is empty without fp8.
+        """
         state = self.state_dict(prefix="", keep_vars=True)
+        if state and getattr(self.config, "transformer_impl", "") == "transformer_engine":
+            state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
         return compat.sharded_tensors(state, prefix, {"softmax_offset": 0}, sharded_offsets, self.tp_group, metadata)
 
 
 def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Passes over what TransformerEngine's attention keeps for fp8 in checkpoints that are not distributed."""
+    """Passes over what TransformerEngine's attention keeps for fp8."""
     state.pop(prefix + "_extra_state", None)
 
 

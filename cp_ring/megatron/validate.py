@@ -124,6 +124,9 @@ def check_attention(args: argparse.Namespace) -> None:
     if other:
         raise ConfigError(f"--cp-ring serves --cp-comm-type p2p, not {other[0]}")
     check_windows(args)
+    backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
+    if backend != "auto":
+        note(f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel chooses its kernel")
     for name, served, flag, what in _REFUSED:
         value = getattr(args, name, None)
         if value and value != served:

@@ -39,12 +39,13 @@ def test_continues_with_the_loss_it_would_have_had(traces, job, straight):
         assert here["grad_norm"] == pytest.approx(wanted[step]["grad_norm"], rel=1e-5)
 
 
-def layer(kind, softmax_type="learnable"):
+def layer(kind, softmax_type="learnable", implementation="local"):
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
     config = TransformerConfig(**sizes, softmax_type=softmax_type, use_cpu_initialization=True)
+    config.transformer_impl = implementation
     return kind(config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
 
 
@@ -61,13 +62,24 @@ class LikeTransformerEngine(torch.nn.Module):
     def set_extra_state(self, state):
         assert state.numel() == 0
 
+    def sharded_state_dict(self, prefix, metadata):
+        from cp_ring.megatron import compat
 
-def keys(layer):
+        split = {"softmax_offset": 0}
+        return compat.sharded_tensors(self.state_dict(keep_vars=True), prefix, split, (), None, metadata)
+
+
+def sharded(layer):
     from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    state = layer.sharded_state_dict(prefix="core_attention.", metadata={"dp_cp_group": group})
+    return layer.sharded_state_dict(prefix="core_attention.", metadata={"dp_cp_group": group})
+
+
+def keys(layer):
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    state = sharded(layer)
     tensors = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
     return {name: (part.key, part.global_shape, part.global_offset, part.dtype) for name, part in tensors.items()}
 
@@ -93,3 +105,17 @@ def test_transformer_engine_and_back(one_rank):
     loaded = theirs.load_state_dict(ours.state_dict(), strict=False)
     assert loaded.missing_keys == ["_extra_state"] and not loaded.unexpected_keys  # which TransformerEngine does without
     assert torch.equal(ours.softmax_offset, theirs.softmax_offset)
+
+
+@no_cuda
+@pytest.mark.parametrize("saved_by_us", [True, False])
+def test_distributed_checkpoints_of_transformer_engine_and_back(one_rank, tmp_path, saved_by_us):
+    from megatron.core import dist_checkpointing
+
+    pair = layer(RingDotProductAttention, implementation="transformer_engine"), layer(LikeTransformerEngine)
+    source, target = pair if saved_by_us else reversed(pair)
+    torch.nn.init.normal_(source.softmax_offset)
+    dist_checkpointing.save(sharded(source), str(tmp_path))
+    loaded = dist_checkpointing.load(sharded(target), str(tmp_path))
+    target.load_state_dict({name.removeprefix("core_attention."): value for name, value in loaded.items()}, strict=True)
+    assert torch.equal(target.softmax_offset, source.softmax_offset)

@@ -253,6 +253,14 @@ def test_an_empty_data_set(parse, capsys, tmp_path):
     assert f"--data-path {tmp_path}/corpus: {tmp_path}/corpus.idx is empty" in capsys.readouterr().err
 
 
+def test_another_choice_of_kernel_is_not_dropped_in_silence(parse, capsys, monkeypatch):
+    monkeypatch.setattr(refuse, "_noted", set())
+    parse(*BASE, "--attention-backend", "auto")
+    assert "--attention-backend" not in capsys.readouterr().out
+    parse(*BASE, "--attention-backend", "flash")
+    assert "cp_ring: --attention-backend flash has no effect on ring attention: --cp-ring-kernel" in capsys.readouterr().out
+
+
 def test_good_flags_pass_and_come_into_force(parse):
     args = parse(*BASE, "--context-parallel-size", "4", "--cp-ring-num-slots", "3")
     assert args.cp_ring_num_slots == "3" and settings.current().num_slots == 3
