@@ -57,20 +57,22 @@ def train(
     data: dict[str, str] | None = None,
     codes: dict[str, int] | None = None,
 ) -> None:
-    """Runs the jobs (name: flags beside `common`) one after another in one launch of `ranks` ranks; traces go to `folder`.
+    """Runs the jobs (name: flags beside `common`) one after another on `ranks` ranks; traces go to `folder`.
 
     A job whose first word is no flag runs that script by cp_ring.run; `faults` and `data` (job: name) are
     those of tests.parity.faults and deliveries, `codes` (job: exit code) those that end with another code than 0.
     """
-    named = [
-        _job(name, flags, common, faults or {}, data or {}) | {"code": (codes or {}).get(name, 0)} for name, flags in jobs.items()
-    ]
-    log = folder / f"log{ranks}.txt"
-    assert _fork(ranks, (named, folder, log)) == 0, log.read_text()[-6000:]
+    for name, flags in jobs.items():
+        log = folder / f"{name}.log"
+        job = _job(name, flags, common, faults or {}, data or {})
+        assert _fork(ranks, (job, folder, log)) == (codes or {}).get(name, 0), f"{name}:\n{log.read_text()[-6000:]}"
 
 
-def _fork(ranks: int, job: tuple, timeout_s: float = 600) -> int:
-    """Runs `worker.rank` in processes forked from one that has imported Megatron, else seconds of CPU for each rank."""
+def _fork(ranks: int, job: tuple, timeout_s: float = 300) -> int:
+    """Runs `worker.rank` in processes forked from one that has imported Megatron, else seconds of CPU for each rank.
+
+    Returns 0, or the code of the first rank that failed; the others are killed then.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.megatron.imported"])
     with socket.socket() as free:
@@ -80,16 +82,16 @@ def _fork(ranks: int, job: tuple, timeout_s: float = 600) -> int:
     for process in processes:
         process.start()
     end = time.monotonic() + timeout_s
+    failed = 0
     try:
-        while any(p.exitcode is None for p in processes) and not any(p.exitcode for p in processes):
+        while not failed and any(p.exitcode is None for p in processes):
             mp.connection.wait([p.sentinel for p in processes if p.exitcode is None], timeout=1)
-            if time.monotonic() > end:
-                return 124
+            failed = 124 if time.monotonic() > end else next((p.exitcode for p in processes if p.exitcode), 0)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return max(abs(p.exitcode) for p in processes)
+    return failed or next((p.exitcode for p in processes if p.exitcode), 0)
 
 
 def _job(name: str, flags: list[str], common: list[str], faults: dict[str, str], data: dict[str, str]) -> dict:

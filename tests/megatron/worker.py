@@ -1,4 +1,4 @@
-"""One rank of a test job: runs several training jobs one after another in this process and writes what each step did.
+"""One rank of a test job: runs a training job and writes what each step did.
 
 A job is {"name", "argv"}, where a first word that is no flag is a script for cp_ring.run; "fault" and "data" may name one of
 tests.parity.faults and deliveries. The trace of a job goes to FOLDER/name.RANK.jsonl, one line a step: step, loss and gradient
@@ -6,7 +6,6 @@ norm at full precision, a checksum of each sequence that this rank read, how man
 how many bytes it keeps for recomputations.
 """
 
-import gc
 import hashlib
 import json
 import os
@@ -43,12 +42,11 @@ def observe(path: Path, ledger) -> None:
         return batch
 
     training.training_log, gpt._next_batch = log, read
-    observe.undo = lambda: (setattr(training, "training_log", training_log), setattr(gpt, "_next_batch", next_batch))
 
 
 def run(job: dict, folder: Path) -> None:
-    """Trains as the job's flags say, then takes down what Megatron keeps in globals, and every patch."""
-    from cp_ring import patches, pretrain_gpt
+    """Trains as the job's flags say."""
+    from cp_ring import pretrain_gpt
     from cp_ring import run as scripts
     from cp_ring.megatron import settings
     from cp_ring.observe.ledger import record
@@ -56,29 +54,16 @@ def run(job: dict, folder: Path) -> None:
     by_script = not job["argv"][0].startswith("-")
     sys.argv = ["cp_ring.run" if by_script else "pretrain_gpt", *job["argv"]]
     settings.install(sys.argv[1:])
-    try:
-        with record() as ledger, delivered(job.get("data", "")), planted(job.get("fault", "")):
-            observe(folder / f"{job['name']}.{os.environ['RANK']}.jsonl", ledger)
-            scripts.main() if by_script else pretrain_gpt.main()
-    except SystemExit as stop:
-        if (stop.code or 0) != job.get("code", 0):
-            raise
-    import megatron.training.training as training
-
-    for name in reversed(patches.applied()):
-        patches.get(name).revert()
-    observe.undo()
-    training.destroy_global_state()
-    gc.collect()
+    with record() as ledger, delivered(job["data"]), planted(job["fault"]):
+        observe(folder / f"{job['name']}.{os.environ['RANK']}.jsonl", ledger)
+        scripts.main() if by_script else pretrain_gpt.main()
 
 
-def rank(rank: int, ranks: int, port: int, jobs: list[dict], folder: Path, log: Path) -> None:
+def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path) -> None:
     """Is rank `rank` of `ranks`; both output streams go to `log`."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    for job in jobs:
-        print(f"=== {job['name']}", flush=True)
-        run(job, folder)
+    run(job, folder)
