@@ -13,12 +13,14 @@ from cp_ring.bench.overlap_command import bench_overlap
 from cp_ring.bench.plan import bench_plan
 from cp_ring.bench.replay_command import bench_replay
 from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.job.certify import certify_command
 from cp_ring.job.slurm_command import status_command, submit_command
 from cp_ring.plan.command import plan_command
 
 app = typer.Typer(name="cp-ring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 app.command("plan")(plan_command)
+app.command("certify")(certify_command)
 bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
 bench.command("plan")(bench_plan)
 bench.command("attention")(bench_attention)

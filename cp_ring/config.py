@@ -53,6 +53,11 @@ class ContextParallelConfig(BaseModel):
         False,
         description="Load whatever is pickled in a checkpoint, which lets it run code: only for files of known origin.",
     )
+    certify: bool = Field(
+        True,
+        description="Probe masks, attention, loss and gradients on this job's own ranks before it trains, and stop it if they "
+        "are not what its flags declare; leaves a certificate beside the checkpoints.",
+    )
 
     @classmethod
     def flag(cls, field: str) -> str:
@@ -67,7 +72,8 @@ class ContextParallelConfig(BaseModel):
             shown = f"{field.description} (default: {field.default}{_choices(field.annotation)})".replace("%", "%%")
             options: dict[str, Any] = {"dest": _dest(name), "default": field.default, "help": shown}
             if field.annotation is bool:
-                group.add_argument(cls.flag(name), action="store_true", **options)
+                switch = argparse.BooleanOptionalAction if field.default else "store_true"
+                group.add_argument(cls.flag(name), action=switch, **options)
             else:
                 group.add_argument(cls.flag(name), metavar=name.upper(), **options)
         return parser
@@ -95,7 +101,8 @@ class ContextParallelConfig(BaseModel):
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if value != field.default:
-                line += [self.flag(name)] if field.annotation is bool else [self.flag(name), str(value)]
+                switch = self.flag(name) if value is True else "--no-" + self.flag(name)[2:]
+                line += [switch] if field.annotation is bool else [self.flag(name), str(value)]
         return line
 
 

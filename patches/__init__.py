@@ -25,6 +25,7 @@ NAMES = (
     "exit_signal",
     "safe_checkpoints",
     "restricted_unpickling",
+    "certificate",
     "step_line",
 )
 

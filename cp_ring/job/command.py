@@ -22,16 +22,17 @@ OWN_DATA = ("data_path", "train_data_path", "data_args_path", "per_split_data_ar
 
 @dataclass(frozen=True)
 class Command:
-    """What to run: `torchrun` options, then the flags of `cp_ring.pretrain_gpt`, in an environment with these variables set."""
+    """What to run: `torchrun` options, a module with its own arguments, Megatron's flags, with these variables set."""
 
     environment: dict[str, str]
     torchrun: list[str]
     megatron: list[str]
+    entry: tuple[str, ...] = (ENTRY,)
 
     @property
     def arguments(self) -> list[str]:
         """All arguments of torchrun."""
-        return [*self.torchrun, "-m", ENTRY, *self.megatron]
+        return [*self.torchrun, "-m", *self.entry, *self.megatron]
 
     def shown(self) -> str:
         """One line that a shell can run as it is."""

@@ -41,7 +41,7 @@ def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False) -> 
         say(f"all {wanted} steps are done: only validating; for more, --set megatron.train_iters={2 * wanted}")
     elif before:
         say(f"resuming from step {before}" + (f" of {wanted}" if wanted else ""))
-    code = _launch(command)
+    code = launch(command)
     if code == 0:
         say(_closing_line(job, source, overrides))
     return code
@@ -56,7 +56,7 @@ def last_step(job: configs.JobConfig) -> int:
         return 0
 
 
-def _launch(command: commands.Command) -> int:
+def launch(command: commands.Command) -> int:
     """Runs all ranks of this node to their end; returns 0, or the exit code of the first rank that failed."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

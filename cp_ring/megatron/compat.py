@@ -100,3 +100,15 @@ def sharded_tensors(
     if group is None or "dp_cp_group" not in inspect.signature(make).parameters:
         return make(state, prefix, split, offsets)  # with Megatron's global groups
     return make(state, prefix, split, offsets, tp_group=tp_group, dp_cp_group=group)
+
+
+def start() -> argparse.Namespace:
+    """Parses the command line and sets up Megatron's parallel groups, as its training loop does before it builds a model."""
+    import megatron.training as training
+    from megatron.training import arguments
+
+    if "cfg_container" in inspect.signature(training.pretrain).parameters:  # until 0.17 it parses the command line itself
+        arguments.parse_and_validate_args()
+    training.initialize.initialize_megatron()
+    args: argparse.Namespace = training.get_args()
+    return args

@@ -66,6 +66,7 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
         names.append("exit_signal")
     if config.enabled:
         names += _patches_of_models(config, argv)
+        names += ["certificate"] if config.certify else []
     patches = importlib.import_module("cp_ring.patches")
     for name in names:
         patches.get(name).apply()

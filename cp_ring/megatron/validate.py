@@ -11,6 +11,7 @@ from typing import Any
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import parts, saved
+from cp_ring.megatron.certificate import stored
 from cp_ring.megatron.refuse import note, refusing
 from cp_ring.megatron.settings import configure
 
@@ -78,6 +79,8 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
         if config.enabled:
             note(parts.line(args))
             note_recompute(args, config)
+        if config.enabled and config.certify:
+            stored.check(args)
     return args
 
 

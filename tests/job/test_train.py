@@ -25,9 +25,14 @@ TINY = {
 
 
 def train(folder, **settings):
-    overrides = [word for key, value in (TINY | settings).items() for word in ("--set", f"{key}={value}")]
+    return command("train", folder, TINY | settings)
+
+
+def command(name, folder, settings):
+    """`cp-ring name quickstart` in `folder` with these settings."""
+    overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     return subprocess.run(
-        [sys.executable, "-m", "cp_ring.cli", "train", "quickstart", *overrides],
+        [sys.executable, "-m", "cp_ring.cli", name, "quickstart", *overrides],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -65,10 +65,10 @@ def train(
     for name, flags in jobs.items():
         log = folder / f"{name}.log"
         job = _job(name, flags, common, faults or {}, data or {})
-        assert _fork(ranks, (job, folder, log)) == (codes or {}).get(name, 0), f"{name}:\n{log.read_text()[-6000:]}"
+        assert fork(ranks, (job, folder, log)) == (codes or {}).get(name, 0), f"{name}:\n{log.read_text()[-6000:]}"
 
 
-def _fork(ranks: int, job: tuple, timeout_s: float = 300) -> int:
+def fork(ranks: int, job: tuple, timeout_s: float = 300) -> int:
     """Runs `worker.rank` in processes forked from one that has imported Megatron, else seconds of CPU for each rank.
 
     Returns 0, or the code of the first rank that failed; the others are killed then.

@@ -1,0 +1,46 @@
+"""The certificate: made where Megatron has its parallel groups and no model yet, with the job's own forward step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+
+
+def _replacements() -> Iterator[Replacement]:
+    import megatron.training as package
+    from megatron.training import training
+
+    setup, pretrain = training.setup_model_and_optimizer, training.pretrain
+    steps: list[Any] = []
+
+    @functools.wraps(setup)
+    def certify_first(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        from cp_ring.megatron.certificate.run import certify
+
+        certify(get_args(), steps[-1] if steps else None)
+        return setup(*args, **kwargs)
+
+    @functools.wraps(pretrain)
+    def pretrain_with(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(pretrain).bind_partial(*args, **kwargs).arguments
+        steps[:] = [given["forward_step_func"]] if "forward_step_func" in given else []
+        return pretrain(*args, **kwargs)
+
+    yield training, "setup_model_and_optimizer", certify_first
+    yield from replace_everywhere([package, training], "pretrain", pretrain_with)
+
+
+PATCH = Patch(
+    name="certificate",
+    what="probes ring attention and the loss on the job's own ranks before its model is built (--cp-ring-certify)",
+    why="Megatron's training loop has no hook between its parallel groups and the model",
+    package="megatron-core",
+    versions=">=0.16.1,<0.20",
+    replacements=_replacements,
+)

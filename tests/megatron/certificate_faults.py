@@ -1,0 +1,187 @@
+"""Faults that the certificate must refuse, planted one at a time, each with the job in which it is one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.parity import faults as parity
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Puts the fault called `name` (none for "") into cp_ring for as long as the context lasts; its patches must be in force."""
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, faulty in FAULTS[name]() if name else ():
+            stack.enter_context(patch.object(owner, attribute, _instead(getattr(owner, attribute), faulty)))
+        yield
+
+
+def _instead(right: Any, faulty: Any) -> Any:
+    return lambda *args, **kwargs: faulty(right, *args, **kwargs)
+
+
+def _parity(name: str) -> Any:
+    return lambda: [parity.FAULTS[name]()]
+
+
+def _core(attribute: str, faulty: Any) -> Any:
+    def found() -> list[Any]:
+        from cp_ring.megatron import core_attention
+
+        return [(core_attention, attribute, faulty)]
+
+    return found
+
+
+def _gpt(attribute: str, faulty: Any) -> Any:
+    def found() -> list[Any]:
+        from cp_ring.megatron import gpt
+
+        return [(gpt, attribute, faulty)]
+
+    return found
+
+
+def _streams(owner: str, attribute: str, faulty: Any) -> Any:
+    def found() -> list[Any]:
+        from cp_ring.comm import streams
+
+        return [(getattr(streams, owner), attribute, faulty)]
+
+    return found
+
+
+def _ring(attribute: str, faulty: Any) -> Any:
+    def found() -> list[Any]:
+        import importlib
+
+        return [(importlib.import_module("cp_ring.attention"), attribute, faulty)]
+
+    return found
+
+
+def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any = (-1, -1)) -> Any:
+    return make_plan(mask, n, cp, layout, route)
+
+
+def _chunks_swapped(split: Any, batch: Any, rank: int, cp: int) -> Any:
+    return {name: torch.cat(part.chunk(2, 1)[::-1], 1) for name, part in split(batch, rank, cp).items()}
+
+
+def _ranks_reversed(split: Any, batch: Any, rank: int, cp: int) -> Any:
+    return split(batch, cp - 1 - rank, cp)
+
+
+def _rotary() -> list[Any]:
+    name = "get_pos_emb_on_this_cp_rank"
+    loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core.models") and module]
+
+    def contiguous(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
+        return pos_emb.chunk(cp_group.size(), seq_dim)[cp_group.rank()]
+
+    return [(module, name, contiguous) for module in loaded if hasattr(module, name)]
+
+
+def _stale(stream: Any, self: Any) -> Any:
+    """Every hop reads what the slots held at the first: the rank's own keys, as far as they go."""
+    first = None
+    for hop, k, v in stream(self):
+        first = first or (k, v)
+        fits = len(k) <= len(first[0])
+        yield hop, *((first[0][: len(k)], first[1][: len(v)]) if fits else (k, v))
+
+
+def _hop_lost(send: Any, self: Any, hop: Any) -> Any:
+    if hop.index == 1:
+        for part in self._now[1]:
+            part.zero_()
+    return send(self, hop)
+
+
+def _scaled(attention: Any, *args: Any, softmax_scale: float, **kwargs: Any) -> Any:
+    return attention(*args, softmax_scale=softmax_scale * 1.05, **kwargs)
+
+
+class _Rounded:
+    """A step after which what it has added to is rounded to bf16."""
+
+    def __init__(self, step: Any, what: str):
+        self.step, self.what = step, what
+
+    def forward_(self, kernel: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float) -> None:
+        self.step.forward_(kernel, q, k, v, out, lse, scale)
+        for sums in {"out": [out], "lse": [lse]}.get(self.what, []):
+            sums.copy_(sums.bfloat16())
+
+    def backward_(self, *args: Any) -> None:
+        self.step.backward_(*args)
+        if self.what == "gradients":
+            for sums in args[7:10]:
+                sums.copy_(sums.bfloat16())
+
+
+def _out_in_bf16(program: Any, *args: Any) -> Any:
+    return [_Rounded(step, "out") for step in program(*args)]
+
+
+def _lse_in_bf16(program: Any, *args: Any) -> Any:
+    return [_Rounded(step, "lse") for step in program(*args)]
+
+
+def _gradients_in_bf16(program: Any, *args: Any) -> Any:
+    return [_Rounded(step, "gradients") for step in program(*args)]
+
+
+def _loss_divided(loss: Any, mask: Any, losses: Any) -> Any:
+    from megatron.core import parallel_state
+
+    total, count, report = loss(mask, losses)
+    return total / parallel_state.get_context_parallel_world_size(), count, report
+
+
+def _reported_loss_divided(loss: Any, mask: Any, losses: Any) -> Any:
+    total, count, report = loss(mask, losses)
+    return total, count, {name: value * torch.tensor([0.5, 1.0]) for name, value in report.items()}
+
+
+def _padding() -> list[Any]:
+    from cp_ring.megatron.documents import Documents
+
+    def attended(in_thd: Any, packed: Any, *args: Any) -> Any:
+        return in_thd(
+            dataclasses.replace(packed, cu_seqlens_q=packed.cu_seqlens_q_padded, cu_seqlens_kv=packed.cu_seqlens_kv_padded), *args
+        )
+
+    return [(Documents, "in_thd", attended)]
+
+
+# Names of faults: what they replace, and by what.
+FAULTS: dict[str, Any] = {
+    "mask dropped to plain causal": _core("make_plan", _plain_causal),
+    "window off by one": _parity("window widened"),
+    "window on every layer": _parity("window on every layer"),
+    "documents merged": _parity("documents merged"),
+    "boundary shifted by one": _parity("boundary shifted by one"),
+    "chunk order swapped": _gpt("on_this_cp_rank", _chunks_swapped),
+    "rank order reversed": _gpt("on_this_cp_rank", _ranks_reversed),
+    "rotary positions contiguous": _rotary,
+    "stale slot": _streams("KeyStream", "__iter__", _stale),
+    "gradients of one hop lost": _streams("GradStream", "send", _hop_lost),
+    "sink ignored": _parity("sink dropped"),
+    "sink gradient dropped": _parity("sink gradient dropped"),
+    "softmax scale": _core("ring_attention", _scaled),
+    "softmax denominators accumulated in bf16": _ring("program", _lse_in_bf16),
+    "outputs accumulated in bf16": _ring("program", _out_in_bf16),
+    "gradients accumulated in bf16": _ring("program", _gradients_in_bf16),
+    "loss divided by cp twice": _gpt("loss_function", _loss_divided),
+    "reported loss halved": _gpt("loss_function", _reported_loss_divided),
+    "padding attended": _padding,
+    "roll across documents": _parity("roll across documents"),
+}

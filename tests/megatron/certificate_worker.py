@@ -1,0 +1,51 @@
+"""One rank of certificates: a job of flags is examined in each of its cases, and not trained.
+
+A job is {"name", "argv", "cases"}, a case a planted fault ("" for none) and a seed. FOLDER/name.json gets, from rank 0, a list of
+{"fault", "seed", "refusals", "untouched"} with the certificate; "untouched" tells whether all states and arguments are as before.
+"""
+
+import json
+import os
+import sys
+
+import torch
+
+from tests.megatron.certificate_faults import planted
+
+
+def states():
+    """Everything that a certificate must leave as it was."""
+    import random
+
+    import numpy as np
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import get_args
+
+    from cp_ring.megatron import settings
+
+    tracker = {name: state.tolist() for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
+    groups = {name: id(value) for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+    return (
+        torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), tracker, dict(vars(get_args())),
+        id(get_args()), groups, get_num_microbatches(), settings.current(),
+    )  # fmt: skip
+
+
+def run(job, folder):
+    from cp_ring.megatron import compat, settings
+
+    sys.argv = ["certificate", *job["argv"]]
+    settings.install(sys.argv[1:])
+    args = compat.start()
+    from cp_ring.megatron.certificate.run import examine
+
+    found = []
+    for fault, seed in job["cases"]:
+        before = states()
+        with planted(fault):
+            certificate = examine(args, seed)
+        entry = {"fault": fault, "seed": seed, "refusals": [probe.refusal() for probe in certificate.failures]}
+        found.append(entry | certificate.as_dict() | {"untouched": states() == before})
+    if os.environ["RANK"] == "0":
+        (folder / f"{job['name']}.json").write_text(json.dumps(found))
