@@ -21,6 +21,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
 from cp_ring.kernels.steps import Statistics, prepare, program
+from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.plan.ring_plan import RankPlan, RingPlan
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -91,6 +92,7 @@ def ring_attention(
         sums=torch.promote_types(q.dtype, torch.float32),
         results=results,
         exact=exact,
+        place=results.at(WATCH.place) if results is not None else WATCH.place,
     )
     out: Tensor = _RingAttention.apply(q, k, v, sink, run)
     if out.shape[1] != batch:
@@ -104,9 +106,15 @@ class Results:
 
     out: Tensor | None = None
     lse: Tensor | None = None
+    place: Place | None = None
 
     def fill(self, out: Tensor, lse: Tensor) -> None:
         self.out, self.lse = out.detach(), lse
+
+    def at(self, place: Place) -> Place:
+        """The place of the call that fills them, also for the one that takes from them."""
+        self.place = self.place or place
+        return self.place
 
     def take(self) -> tuple[Tensor, Tensor] | None:
         """Out and lse, which are no longer here then; None if there are none."""
@@ -129,6 +137,7 @@ class _Run:
     num_slots: int
     wire_dtype: torch.dtype
     sums: torch.dtype
+    place: Place
     results: Results | None = None
     exact: bool = False
 
@@ -136,6 +145,7 @@ class _Run:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, run: _Run) -> Tensor:  # type: ignore[no-untyped-def]
+        WATCH.place, WATCH.backward = run.place, False
         q = q if q.stride(-1) == 1 else q.contiguous()
         k, v = k.contiguous(), v.contiguous()
         out, lse = (run.results.take() if run.results is not None else None) or _results(run, q, k, v, sink)
@@ -147,6 +157,7 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         q, k, v, sink, out, lse = ctx.saved_tensors
+        WATCH.place, WATCH.backward = ctx.run.place, True
         with determinism(ctx.run.exact), torch.cuda.device_of(q):
             dq, dk, dv = _backward(ctx.run, dout.contiguous(), q, k, v, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)

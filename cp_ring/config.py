@@ -48,6 +48,9 @@ class ContextParallelConfig(BaseModel):
     )
     run_dir: str = Field("", description="Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.")
 
+    hop_timeout: float = Field(
+        600, ge=0, description="Seconds that a hop or a collective may wait before the job is ended with a report; 0 is any time."
+    )
     keep_checkpoints: int = Field(0, ge=0, description="How many checkpoints are kept, the newest ones; 0 keeps all.")
     trust_checkpoint: bool = Field(
         False,

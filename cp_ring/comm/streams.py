@@ -53,7 +53,7 @@ class KeyStream:
             self._buffers[hop.index] = self._slots.take(hop.num_keys)
         receives = [(hop.receive, self._buffers[hop.index])] if hop.receive else []
         sends = [(send, self._buffers[send.buffer]) for send in hop.sends]
-        self._pending.append(self._transport.post(Batch(sends, receives, "keys")))
+        self._pending.append(self._transport.post(Batch(sends, receives, "keys", hop.index)))
 
 
 class GradStream:
@@ -101,7 +101,7 @@ class GradStream:
             self._arriving.append((transfer, transfer.packed(start)))
             start += transfer.tokens
         receives = [(packed, self._in) for _, packed in self._arriving]
-        self._pending = self._transport.post(Batch([(t, leaving) for t in hop.grad_sends], receives, "gradients"))
+        self._pending = self._transport.post(Batch([(t, leaving) for t in hop.grad_sends], receives, "gradients", hop.index))
 
     def finish(self) -> tuple[Tensor, ...]:
         """The gradients of the rank's own keys and values, with everything that came from afar."""

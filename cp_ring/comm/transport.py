@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe.ledger import ledgers
+from cp_ring.observe.watchdog import WATCH
 from cp_ring.plan.ring_plan import Transfer
 
 Buffers = Sequence[Tensor]
@@ -22,11 +23,16 @@ Buffers = Sequence[Tensor]
 
 @dataclass
 class Batch:
-    """Messages that leave and arrive together: each transfer with the buffers whose rows it moves."""
+    """Messages of a hop that leave and arrive together: each transfer with the buffers whose rows it moves.
+
+    `ranks` are those of the job that the transfers' peers stand for, where they differ.
+    """
 
     sends: Sequence[tuple[Transfer, Buffers]]
     receives: Sequence[tuple[Transfer, Buffers]]
     kind: str = "keys"
+    hop: int = 0
+    ranks: Sequence[int] = ()
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.receives)
@@ -65,6 +71,7 @@ class GroupTransport:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
 
     def post(self, batch: Batch) -> Pending:
         """Follows `Transport.post`."""
@@ -74,6 +81,7 @@ class GroupTransport:
         for peer, rows in messages(batch.sends):
             ops.append(dist.P2POp(dist.isend, rows, group=self.group, group_peer=peer))
         count(batch)
+        batch.ranks = self.ranks
         with record_function(f"cp_ring: send {batch.kind}"):
             return _Works(dist.batch_isend_irecv(ops), batch)
 
@@ -89,7 +97,7 @@ class StagedTransport(GroupTransport):
         receives = [(t.packed(), [_on_host(x, t) for x in buffers]) for t, buffers in batch.receives]
         for device in {x.device for _, buffers in batch.sends for x in buffers}:
             torch.cuda.current_stream(device).synchronize()
-        return _Staged(super().post(Batch(sends, receives, batch.kind)), receives, batch.receives)
+        return _Staged(super().post(Batch(sends, receives, batch.kind, batch.hop)), receives, batch.receives)
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
@@ -120,8 +128,10 @@ class _Works:
         self._works, self._batch = works, batch
 
     def wait(self) -> None:
+        WATCH.begin(self._batch, self._works)
         for work in self._works:
             work.wait()
+        WATCH.end()
 
 
 class _Staged:

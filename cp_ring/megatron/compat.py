@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,12 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
     args = arguments.parse_and_validate_args()
     model = [] if "model_provider" in wanted else [argument_utils.gpt_config_from_args(args)]
     training.pretrain(argument_utils.pretrain_cfg_container_from_args(args, *model), datasets, **wanted)
+
+
+def training_step() -> int:
+    """The step that Megatron's training loop is in, from 1; 0 outside of it."""
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    return int(getattr(args, "curr_iteration", -1)) + 1
 
 
 def has_window(config: Any, layer_number: int) -> bool:

@@ -18,6 +18,7 @@ from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, group_of, make_plan, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
+from cp_ring.observe import watchdog
 from cp_ring.plan.ring_plan import RankPlan, RingPlan
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -59,6 +60,7 @@ class RingDotProductAttention(MegatronModule):
         self.softmax_scale = 1.0 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.current_max_attn_logits = None
         self.settings = current()
+        watchdog.start(self.settings.hop_timeout)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_layer(config, layer_number, attention_type, dropout, cp_comm_type)
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
@@ -106,6 +108,9 @@ class RingDotProductAttention(MegatronModule):
         packed = query.dim() == 3  # thd: Megatron has dropped the batch dimension
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        results = results_for(self)
+        if results is None or results.place is None:
+            watchdog.enter(self.layer_number, compat.training_step())
         out = ring_attention(
             query,
             key,
@@ -118,7 +123,7 @@ class RingDotProductAttention(MegatronModule):
             num_slots=self.settings.num_slots,
             wire_dtype=self.settings.wire_dtype,
             qkv_format="sbhd",
-            results=results_for(self),
+            results=results,
         )
         out = out.reshape(*out.shape[:2], -1)
         return out.squeeze(1) if packed else out

@@ -1,0 +1,259 @@
+"""Tells which rank stands still, and where, when a hop or a collective waits for too long; then ends the process.
+
+The hot path leaves only notes in `WATCH`: the layer that runs, and the batch of messages that is being waited for. A thread of
+each rank looks at them. The first that finds its rank waiting for too long tells all others through the process group's store;
+every rank prints where it is, the lowest of them says who is the first stuck, and all exit, so that a launcher can start them
+again. Collectives outside of the ring are seen in the main thread's stack: they cost nothing at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+EXIT_CODE = 3
+_KEY = "cp_ring/watchdog/"
+_GRACE_S = 3.0  # within which all ranks of a job can write to the store and read from it
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a training step a layer's attention runs. Microbatches count from 0 in each step, as this rank runs them."""
+
+    step: int = 0
+    layer: int | str = 0
+    microbatch: int = 0
+
+
+@dataclass
+class Watch:
+    """Notes of the hot path. `since` is when the present wait began, 0 while nothing is waited for."""
+
+    place: Place = Place()
+    backward: bool = False
+    batch: Any = None
+    since: float = 0.0
+    last: tuple[Any, ...] | None = None
+    beats: int = 0
+    sampled: tuple[Any, ...] | None = None
+
+    def begin(self, batch: Any, works: Sequence[Any]) -> None:
+        """A batch of messages is waited for from now on."""
+        self.beats += 1
+        self.batch, self.since = batch, time.monotonic()
+        if self.sampled is None and (batch.receives or batch.sends)[0][1][0].is_cuda:
+            self.sampled = (_describe(self, batch), self.since, works)  # on CUDA `wait` returns at once, and the device waits
+
+    def end(self) -> None:
+        """It has arrived."""
+        self.last = (self.place, self.backward, self.batch.kind, self.batch.hop)
+        self.batch, self.since = None, 0.0
+
+
+WATCH = Watch()
+_calls: Counter[int | str] = Counter()
+
+
+def enter(layer: int | str, step: int = 0) -> Place:
+    """Notes that a layer's attention begins, and returns its place, which its backward has to be given too."""
+    if step != WATCH.place.step:
+        _calls.clear()
+    WATCH.place = Place(step, layer, _calls[layer])
+    WATCH.beats += 1
+    _calls[layer] += 1
+    return WATCH.place
+
+
+def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
+    """What a rank waits for, as data without tensors."""
+    rows = {
+        "from": [[transfer.peer, transfer.ranges] for transfer, _ in batch.receives],
+        "to": [[transfer.peer, transfer.ranges] for transfer, _ in batch.sends],
+    }
+    return {**_at(watch.place, watch.backward, batch.kind, batch.hop), **rows, "ranks": batch.ranks}
+
+
+def _at(place: Place, backward: bool, kind: str, hop: int) -> dict[str, Any]:
+    return {
+        "step": place.step,
+        "layer": place.layer,
+        "microbatch": place.microbatch,
+        "direction": "backward" if backward else "forward",
+        "kind": kind,
+        "hop": hop,
+    }
+
+
+class Watchdog:
+    """The thread of one rank.
+
+    timeout: seconds that a wait may last. store: of the process group, for this thread alone. end: called with the exit code.
+    """
+
+    def __init__(self, timeout: float, rank: int, size: int, store: Any, end: Callable[[int], Any] = os._exit):
+        self.timeout, self.rank, self.size, self.store, self.end = timeout, rank, size, store, end
+        self.tick = min(max(timeout / 20, 0.2), 5.0)
+        self._stack: tuple[Any, ...] = ()
+        self._stack_since = time.monotonic()
+        self._main = threading.main_thread().ident or 0
+
+    def run(self, alive: Callable[[], bool]) -> None:
+        """Looks at every tick, until the process group is gone."""
+        while alive():
+            time.sleep(self.tick)
+            waiting = self.waited()
+            if waiting > self.timeout or self._someone_fired():
+                self.report()
+                return
+
+    def waited(self) -> float:
+        """For how many seconds this rank has been in one and the same wait."""
+        now, since, sampled = time.monotonic(), WATCH.since, WATCH.sampled
+        if sampled is not None and all(work.is_completed() for work in sampled[2]):
+            WATCH.sampled = sampled = None
+        seconds = [now - start for start in (since, sampled[1] if sampled else 0.0) if start]
+        frame = _collective(sys._current_frames().get(self._main))
+        stack = (WATCH.beats, id(frame), frame.f_lasti) if frame is not None and WATCH.beats else ()
+        if stack != self._stack:
+            self._stack, self._stack_since = stack, now
+        return max([*seconds, now - self._stack_since if stack else 0.0])
+
+    def _someone_fired(self) -> bool:
+        try:
+            return bool(self.store.check([_KEY + "fired"]))
+        except RuntimeError:  # the store is gone, and with it whoever held it
+            return False
+
+    def report(self) -> None:
+        """Says where this rank is, learns it of the others, lets one rank name the first stuck, and ends the process."""
+        try:
+            mine = self.where()
+            print(f"cp_ring: watchdog: rank {self.rank} {sentence(mine)}", file=sys.stderr, flush=True)
+            self.store.set(_KEY + str(self.rank), json.dumps(mine))
+            self.store.set(_KEY + "fired", "1")
+            time.sleep(self.tick + _GRACE_S)
+            told = {rank: self.store.get(_KEY + str(rank)) for rank in range(self.size) if self.store.check([_KEY + str(rank)])}
+            if self.rank == min(told):
+                line = verdict({rank: json.loads(text) for rank, text in told.items()}, self.size)
+                print(f"cp_ring: watchdog: {line}; ending the job", file=sys.stderr, flush=True)
+                self.store.set(_KEY + "said", "1")
+            else:
+                end = time.monotonic() + _GRACE_S
+                while time.monotonic() < end and not self.store.check([_KEY + "said"]):
+                    time.sleep(0.1)
+        except RuntimeError as error:
+            print(f"cp_ring: watchdog: rank {self.rank} cannot reach the others: {error}", file=sys.stderr, flush=True)
+        finally:
+            self.end(EXIT_CODE)
+
+    def where(self) -> dict[str, Any]:
+        """What this rank waits for or does."""
+        batch, sampled, last = WATCH.batch, WATCH.sampled, WATCH.last
+        frame = sys._current_frames().get(self._main)
+        mine: dict[str, Any] = {"waits": "", "at": _line(frame)}
+        if batch is not None:
+            return mine | _describe(WATCH, batch) | {"waits": "hop", "seconds": time.monotonic() - WATCH.since}
+        if sampled is not None:
+            return mine | sampled[0] | {"waits": "hop", "seconds": time.monotonic() - sampled[1]}
+        if last is not None:
+            mine |= _at(*last)
+        if _collective(frame) is not None:
+            mine |= {"waits": "collective", "seconds": time.monotonic() - self._stack_since}
+        return mine
+
+
+def sentence(told: dict[str, Any]) -> str:
+    """A rank's report for a person."""
+    place = ""
+    if "hop" in told:
+        place = "step {step}, microbatch {microbatch}, layer {layer}, {direction}, hop {hop}".format(**told)
+    if told["waits"] == "hop":
+        rows = [
+            f"{word} rank {_peer(told, peer)} rows {', '.join(f'{start}:{end}' for start, end in ranges)}"
+            for word in ("from", "to")
+            for peer, ranges in told[word]
+        ]
+        return f"waits for {told['seconds']:.0f} s: {place}: {told['kind']} {'; '.join(rows)}"
+    last = f"; its last hop was {place}" if place else ""
+    if told["waits"] == "collective":
+        return f"waits in a collective, {told['at']}{last}"
+    return f"does not wait for anyone: it is in {told['at']}{last}"
+
+
+def verdict(told: dict[int, dict[str, Any]], size: int) -> str:
+    """Names the first stuck rank: one that is gone, else one that does not wait, else the one that is furthest behind."""
+    gone = [rank for rank in range(size) if rank not in told]
+    if gone:
+        return f"first stuck: rank {gone[0]}, which does not answer" + (f" (nor do {gone[1:]})" if gone[1:] else "")
+    busy = [rank for rank, its in told.items() if not its["waits"]] or list(told)
+    first = min(busy, key=lambda rank: _progress(told[rank]))
+    waiting = sorted(rank for rank, its in told.items() if _waits_for(its, first))
+    others = f"; waiting for it: {', '.join(f'rank {rank}' for rank in waiting)}" if waiting else ""
+    return f"first stuck: rank {first}, which {sentence(told[first])}{others}"
+
+
+def _waits_for(told: dict[str, Any], rank: int) -> bool:
+    return told["waits"] == "hop" and any(_peer(told, peer) == rank for word in ("from", "to") for peer, _ in told[word])
+
+
+def _peer(told: dict[str, Any], peer: int) -> int:
+    """A rank of the job, from its place in the ring's group."""
+    return int(told["ranks"][peer]) if told.get("ranks") else peer
+
+
+def _progress(told: dict[str, Any]) -> tuple[Any, ...]:
+    """Sorts reports by how far a rank has come; in backward, layers come in descending order."""
+    if "hop" not in told:
+        return (-1,)
+    layer = told["layer"] if isinstance(told["layer"], int) else 0
+    backward = told["direction"] == "backward"
+    return told["step"], backward, -layer if backward else layer, told["microbatch"], told["hop"], -told.get("seconds", 0.0)
+
+
+def _collective(frame: FrameType | None) -> FrameType | None:
+    """The frame of torch.distributed that the stack is in, or None where it is not in one."""
+    for _ in range(4):
+        if frame is None:
+            return None
+        if "/torch/distributed/" in frame.f_code.co_filename:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _line(frame: FrameType | None) -> str:
+    """Where a thread is: its innermost function outside of torch, with file and line."""
+    while frame is not None and "/torch/" in frame.f_code.co_filename and frame.f_back is not None:
+        frame = frame.f_back
+    if frame is None:
+        return "no Python code"
+    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+_watched: Any = None
+
+
+def start(timeout: float) -> None:
+    """Starts the thread for the present default process group, unless it has one, or `timeout` is 0, or there is no group."""
+    global _watched
+    if not timeout or not dist.is_initialized() or dist.distributed_c10d._get_default_group() is _watched:
+        return
+    group = _watched = dist.distributed_c10d._get_default_group()
+    WATCH.__init__()  # type: ignore[misc]
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    dog = Watchdog(timeout, dist.get_rank(), dist.get_world_size(), store)
+
+    def alive() -> bool:
+        return dist.is_initialized() and dist.distributed_c10d._get_default_group() is group
+
+    threading.Thread(target=dog.run, args=(alive,), name="cp_ring watchdog", daemon=True).start()
