@@ -51,6 +51,7 @@ def hanging_rank(rank, port, folder, how):
 def run(folder, how):
     """Exit codes, and each rank's lines, of a run that hangs."""
     context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.megatron.imported"])  # as the training jobs, which share this server
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
