@@ -51,21 +51,29 @@ def replay(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num
     `bandwidth` in bytes a second is that of the link to pretend. Raises `KernelError` when the kernel cannot do the job.
     """
     device = torch.device(sizes.device)
-    row = plan.row(rank)
-    transport = LoopbackTransport(rank, plan.cp, bandwidth)
-    chosen = choose(kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e)
-    sums = torch.promote_types(sizes.dtype, torch.float32)
-    run = _Run(row, transport if plan.cp > 1 else None, chosen, sizes.d**-0.5, num_slots, sizes.dtype, sums)
-    q, k, v, dout = sizes.draw(row.num_rows)
+    run = run_of(plan, rank, sizes, kernel=kernel, num_slots=num_slots, bandwidth=bandwidth)
+    transport = run.transport
+    q, k, v, dout = sizes.draw(run.row.num_rows)
 
     def forward() -> Tensor:
         return _RingAttention.apply(q, k, v, None, run)
 
     inputs = [x.requires_grad_() for x in (q, k, v)]
     times = measure(forward, inputs, dout, repeats)
-    transport.bytes_received = 0
+    if transport:
+        transport.bytes_received = 0
     extra = _peak(lambda: torch.autograd.grad(forward(), inputs, dout), device)
-    return {"rank": rank, "kernel": chosen.name, **times, "peak_extra_bytes": extra, "bytes_received": transport.bytes_received}
+    received = transport.bytes_received if transport else 0
+    return {"rank": rank, "kernel": run.kernel.name, **times, "peak_extra_bytes": extra, "bytes_received": received}
+
+
+def run_of(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num_slots: int = 2,
+           bandwidth: float | None = None) -> _Run:  # fmt: skip
+    """What one rank runs, with a transport that copies within the device."""
+    chosen = choose(kernel, device=torch.device(sizes.device), dtype=sizes.dtype, d=sizes.d, e=sizes.e)
+    transport = LoopbackTransport(rank, plan.cp, bandwidth) if plan.cp > 1 else None
+    sums = torch.promote_types(sizes.dtype, torch.float32)
+    return _Run(plan.row(rank), transport, chosen, sizes.d**-0.5, num_slots, sizes.dtype, sums)
 
 
 def measure(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, repeats: int) -> dict[str, float]:

@@ -10,21 +10,24 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, RingPlan, attention
 from cp_ring.bench.machine import facts
-from cp_ring.bench.replay import Sizes, efficiency, replay, single_call
+from cp_ring.bench.replay import Sizes, efficiency, replay, run_of, single_call
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, choose, conformance
 from cp_ring.kernels.merge import _fused, _merge_
@@ -50,6 +53,15 @@ class Job:
     @property
     def left(self) -> float:
         return self.end - time.monotonic()
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def allocator(self) -> dict[str, int]:
+        """How often memory was allocated, and how often from the driver."""
+        stats = torch.cuda.memory_stats() if self.cuda else {}
+        return {name: stats[name] for name in ("allocation.all.allocated", "segment.all.allocated") if name in stats}
 
     def kernels(self, dtype: torch.dtype, d: int, e: int) -> dict[str, str | None]:
         """Every kernel, with the reason why it cannot serve, or None."""
@@ -199,18 +211,62 @@ def merges(job: Job) -> dict[str, Any]:
     return found
 
 
+ATTENTION = re.compile("sdpa|fmha|flash|cudnn|attention", re.IGNORECASE)
+
+
 def launches(job: Job) -> dict[str, Any]:
-    """CUDA kernels of one rank's forward and backward, by name, and how many hops they served."""
-    if not job.cuda:
-        return {"skipped": "counts CUDA kernels"}
-    cp = 4
+    """CUDA kernels of a rank's hops beyond attention and messages, causal zigzag: at most 2 a hop forward, 3 backward.
+
+    Kernels of one pass by name, those before the first hop counted in; `spans` are the profile's names for what hops do.
+    """
+    cp, rank = 4, 1
     plan = RingPlan.build(Mask.causal(cp * job.sizes.tokens), Layout.zigzag(cp * job.sizes.tokens, cp))
-    replay(plan, 1, job.sizes, repeats=1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        replay(plan, 1, job.sizes, repeats=1)
-    counts = {x.key: x.count for x in profile.key_averages()}
-    # With one repeat: three rounds of forward, three of both, and one more of both for the memory.
-    return {"hops": len(plan.row(1).hops), "forwards": 7, "backwards": 4, "counts": counts}
+    run = run_of(plan, rank, job.sizes)
+    q, k, v, dout = job.sizes.draw(job.sizes.tokens)
+    found: dict[str, Any] = {"kernel": run.kernel.name, "hops": cp}
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        return attention._forward(run, q, k, v)
+
+    out, lse = forward()
+    out = out.to(q.dtype)
+    # What is made before the first hop: out and lse; dq, dk, dv and a hop's sums of dk and dv.
+    for name, limit, before, work in (
+        ("forward", 2, 2, forward),
+        ("backward", 3, 5, lambda: attention._backward(run, dout, q, k, v, out, lse)),
+    ):
+        work()
+        activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * job.cuda
+        with torch.profiler.profile(activities=activities) as profile:
+            work()
+            job.wait()
+        events = profile.events()
+        spans = sorted({x.name for x in events if x.name.startswith("cp_ring: ")})
+        kernels = Counter(x.name for x in events if x.device_type == DeviceType.CUDA and not x.name.startswith("cp_ring: "))
+        ours = {key: count for key, count in kernels.items() if not ATTENTION.search(key) and "Memcpy" not in key}
+        found[name] = {"spans": spans, "kernels": dict(kernels), "beyond_attention": sum(ours.values())}
+        # Half of a rank's own work makes one more hop in backward.
+        allowed = before + limit * (cp + (name == "backward"))
+        if sum(ours.values()) > allowed or not any("hop" in span for span in spans):
+            found[name]["failed"] = f"more than {allowed} launches beyond attention, or no spans: {ours}"
+    return found
+
+
+def allocations(job: Job) -> dict[str, Any]:
+    """After a warm-up no call asks the driver for memory, nor does one with more ranks allocate more often a hop."""
+    found: dict[str, Any] = {}
+    for cp in (4, 8):
+        plan = RingPlan.build(Mask.causal(cp * job.sizes.tokens), Layout.zigzag(cp * job.sizes.tokens, cp))
+        run, (q, k, v, _) = run_of(plan, cp - 1, job.sizes), job.sizes.draw(job.sizes.tokens)
+        for _ in range(2):
+            attention._forward(run, q, k, v)
+        before = job.allocator()
+        attention._forward(run, q, k, v)
+        after = job.allocator()
+        found[f"cp {cp}"] = {name: after[name] - before[name] for name in after}
+        if after.get("segment.all.allocated", 0) > before.get("segment.all.allocated", 0):
+            found["failed"] = f"cp {cp}: a warm call asked the driver for memory"
+    return found
 
 
 SECTIONS: dict[str, Callable[[Job], Any]] = {
@@ -219,6 +275,7 @@ SECTIONS: dict[str, Callable[[Job], Any]] = {
     "rings": rings,
     "merges": merges,
     "launches": launches,
+    "allocations": allocations,
     "memory": memory,
     "replays": replays,
 }

@@ -30,6 +30,9 @@ def test_dry_run(tmp_path):
     assert set(sections) <= set(report)
     assert report["kernels"]["cpu, torch.float32"]["merged backward"] == "holds"
     assert all(max(errors) < 1e-5 for errors in report["accuracy"].values())
+    spans = report["launches"]["backward"]["spans"]
+    assert {"cp_ring: backward, hop 0", "cp_ring: backward, hop 3", "cp_ring: add gradients"} <= set(spans)
+    assert "cp_ring: merge" in report["launches"]["forward"]["spans"]
     assert [row["cp"] for row in report["replays"] if row["mask"] == "causal"] == [1, 2]
 
 
