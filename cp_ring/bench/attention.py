@@ -1,7 +1,8 @@
 """`cp-ring bench attention`: ring attention against one kernel call, its own work on one rank, and peers, in one run.
 
-Every contestant attends to the same tokens, forward and backward, on the CPU with one thread a rank. The rounds go
-round: one call of each contestant, then the next round, so that a slow minute of a shared machine hits all alike.
+Every contestant attends to the same tokens, forward and backward, on the CPU with one thread a rank, or on a GPU a rank.
+The rounds go round: one call of each contestant, then the next round, so that a slow minute of a shared machine hits all
+alike.
 """
 
 from __future__ import annotations
@@ -20,40 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
-from cp_ring.bench.ranks import Ranks
+from cp_ring.bench import cuda_peers
+from cp_ring.bench.contest import Setting, Step, differentiated
+from cp_ring.bench.ranks import RankError, Ranks
 from cp_ring.kernels import choose, merge_
 from cp_ring.plan.tiles import OPEN
-
-Step = Callable[[], Tensor]
-"""One forward and backward; returns this rank's out [b, tokens, h, d]."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Sizes of the attention: causal, batch 1, `heads` query and key/value heads of `head_dim`."""
-
-    n: int
-    cp: int
-    heads: int
-    head_dim: int
-    dtype: str = "float32"
-
-    def draw(self) -> list[Tensor]:
-        """q, k, v, dout of the whole sequence, [1, n, heads, head_dim], the same on every rank."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (1, self.n, self.heads, self.head_dim)
-        return [torch.randn(shape, generator=generator).to(getattr(torch, self.dtype)) for _ in range(4)]
-
-
-def _differentiated(attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list[Tensor]) -> Step:
-    q, k, v = (x.contiguous().requires_grad_() for x in parts[:3])
-
-    def step() -> Tensor:
-        out = attend(q, k, v)
-        torch.autograd.grad(out, (q, k, v), parts[3])
-        return out.detach()
-
-    return step
 
 
 def cp_ring(setting: Setting, group: Any) -> tuple[Step, Layout]:
@@ -61,14 +33,14 @@ def cp_ring(setting: Setting, group: Any) -> tuple[Step, Layout]:
     layout = Layout.zigzag(setting.n, setting.cp)
     plan = RingPlan.build(Mask.causal(setting.n), layout)
     parts = [layout.shard(x, group.rank(), 1) for x in setting.draw()]
-    return _differentiated(lambda q, k, v: ring_attention(q, k, v, plan, group), parts), layout
+    return differentiated(lambda q, k, v: ring_attention(q, k, v, plan, group), parts), layout
 
 
 def one_call(setting: Setting, group: Any) -> tuple[Step, Layout]:
     """One causal kernel call on the whole sequence by one rank: the plan of cp 1."""
     layout = Layout.zigzag(setting.n, 1)
     plan = RingPlan.build(Mask.causal(setting.n), layout)
-    return _differentiated(lambda q, k, v: ring_attention(q, k, v, plan), setting.draw()), layout
+    return differentiated(lambda q, k, v: ring_attention(q, k, v, plan), setting.draw()), layout
 
 
 def same_tiles(setting: Setting, group: Any) -> tuple[Step, Layout]:
@@ -106,7 +78,7 @@ def ring_attention_pytorch(setting: Setting, group: Any) -> tuple[Step, Layout]:
 
     layout = Layout.contiguous(setting.n, setting.cp)
     parts = [layout.shard(x, group.rank(), 1) for x in setting.draw()]
-    return _differentiated(
+    return differentiated(
         lambda q, k, v: ring_flash_attn(q, k, v, causal=True, ring_reduce_col=True, ring_size=setting.cp), parts
     ), layout
 
@@ -145,19 +117,23 @@ def jax_ringattention(setting: Setting, group: Any) -> tuple[Step, Layout]:
 
 @dataclass(frozen=True)
 class Contestant:
-    """How one is made, what it needs installed, and whether it runs on the ring's ranks or in one process of its own."""
+    """How one is made, what it needs installed, where it runs, and whether on the ring's ranks or in one process of its own."""
 
     make: Callable[[Setting, Any], tuple[Step, Layout]]
     module: str = "torch"
     ring: bool = True
+    devices: tuple[str, ...] = ("cpu",)
 
 
 CONTESTANTS = {
-    "cp_ring": Contestant(cp_ring),
+    "cp_ring": Contestant(cp_ring, devices=("cpu", "cuda")),
     "cp_ring_one_rank_same_tiles": Contestant(same_tiles, ring=False),
-    "cp_ring_one_rank_one_call": Contestant(one_call, ring=False),
+    "cp_ring_one_rank_one_call": Contestant(one_call, ring=False, devices=("cpu", "cuda")),
     "ring_attention_pytorch": Contestant(ring_attention_pytorch, "ring_attention_pytorch"),
     "jax_ringattention": Contestant(jax_ringattention, "ringattention", ring=False),
+    "ring_flash_attn_zigzag": Contestant(cuda_peers.ring_flash_attn_zigzag, "ring_flash_attn", devices=("cuda",)),
+    "transformer_engine_p2p": Contestant(cuda_peers.transformer_engine_p2p, "transformer_engine", devices=("cuda",)),
+    "torch_context_parallel": Contestant(cuda_peers.torch_context_parallel, devices=("cuda",)),
 }
 
 _prepared: dict[str, Step] = {}
@@ -167,14 +143,15 @@ def _prepare(group: Any, name: str, setting: Setting) -> tuple[Tensor, Layout]:
     """On a rank: makes a contestant and runs it once; its part of out, and the layout of the parts."""
     step, layout = CONTESTANTS[name].make(setting, group)
     _prepared[name] = step
-    return step(), layout
+    return step().cpu(), layout
 
 
 def _timed(group: Any, name: str) -> float:
     if group is not None:
         dist.barrier(group)
     start = time.perf_counter()
-    _prepared[name]()
+    if _prepared[name]().is_cuda:
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -184,24 +161,31 @@ def run(setting: Setting, names: list[str], repeats: int) -> list[dict[str, Any]
     `error` is the norm of the difference of out to one kernel call, over its norm. A peer that is not installed, or does
     not run, has a `skipped` in place of times.
     """
-    ring = Ranks(setting.cp)
-    pools = {name: ring if CONTESTANTS[name].ring else Ranks(1) for name in names}
+    backend = {"cpu": "gloo", "cuda": "nccl"}[setting.device]
+    # Each contestant has processes of its own, so that one that fails takes no other along.
+    pools = {name: Ranks(setting.cp if CONTESTANTS[name].ring else 1, backend=backend) for name in names}
     sizes = {name: setting.cp if CONTESTANTS[name].ring else 1 for name in names}
-    truth = one_call(setting, None)[0]()
+    truth = one_call(setting, None)[0]().cpu()
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
         rows[name] = {"name": name}
         if importlib.util.find_spec(CONTESTANTS[name].module) is None:
             rows[name]["skipped"] = f"{CONTESTANTS[name].module} is not installed"
             continue
-        parts = pools[name].run(_prepare, sizes[name], name, setting, timeout=600)
+        try:
+            parts = pools[name].run(_prepare, sizes[name], name, setting, timeout=600)
+        except RankError as error:
+            if name == "cp_ring":
+                raise
+            rows[name]["skipped"] = f"failed: {str(error).splitlines()[-1]}"
+            continue
         out = parts[0][1].unshard([part for part, _ in parts], 1)
-        rows[name] |= {"error": float((out - truth).norm() / truth.norm()), "times": []}
+        rows[name] |= {"error": float((out.double() - truth.double()).norm() / truth.double().norm()), "times": []}
     for _ in range(repeats):
         for name, row in rows.items():
             if "skipped" not in row:
                 row["times"].append(max(pools[name].run(_timed, sizes[name], name, timeout=600)))
-    for pool in {id(pool): pool for pool in pools.values()}.values():
+    for pool in pools.values():
         pool.close()
     for row in rows.values():
         if "skipped" not in row:

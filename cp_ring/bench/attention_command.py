@@ -13,25 +13,43 @@ def bench_attention(
     cp: Annotated[int, typer.Option(help="Ranks, of one thread each.")] = 2,
     heads: Annotated[int, typer.Option(help="Heads of queries, keys and values.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32, on CUDA bfloat16.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU a rank.")] = "cpu",
     repeats: Annotated[int, typer.Option(help="Rounds; each contestant runs once a round.")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="A contestant; repeatable. Default: all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Time causal ring attention on the CPU, forward and backward, beside one rank and beside peers that are installed.
+    """Time causal ring attention, forward and backward, beside one rank and beside peers that are installed.
 
-    Peers: pip install ring-attention-pytorch ringattention
+    Peers on the CPU: pip install ring-attention-pytorch ringattention. On CUDA: ring-flash-attn, transformer-engine[pytorch].
     """
+    import os
+
+    import torch
+
     from cp_ring.bench.attention import CONTESTANTS, Setting, run
     from cp_ring.bench.machine import facts
     from cp_ring.errors import ConfigError
 
-    names = only or list(CONTESTANTS)
+    for flag, value, known in (("--device", device, ("cpu", "cuda")), ("--dtype", dtype, ("", "float32", "bfloat16", "float16"))):
+        if value not in known:
+            raise ConfigError(f"{flag} {value}: it is {' or '.join(filter(None, known))}")
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and (not devices or (devices < cp and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1")):
+        raise ConfigError(
+            f"--device cuda: --cp {cp} ranks need a CUDA device each, there are {devices}; bench replay plays them on one"
+        )
+    names = only or [name for name, contestant in CONTESTANTS.items() if device in contestant.devices]
     unknown = sorted(set(names) - set(CONTESTANTS))
     if unknown:
         raise ConfigError(f"--only {unknown[0]}: no such contestant; there are {', '.join(CONTESTANTS)}")
+    elsewhere = [name for name in names if device not in CONTESTANTS[name].devices]
+    if elsewhere:
+        raise ConfigError(f"--only {elsewhere[0]}: it does not run with --device {device}")
     if seq_length % (2 * cp):
         raise ConfigError(f"--seq-length {seq_length} does not divide by 2 * --cp {cp}")
-    rows = run(Setting(seq_length, cp, heads, head_dim), names, repeats)
+    dtype = dtype or {"cpu": "float32", "cuda": "bfloat16"}[device]
+    rows = run(Setting(seq_length, cp, heads, head_dim, dtype, device), names, repeats)
     if as_json:
         typer.echo(json.dumps({**facts(), "rows": rows}))
         return

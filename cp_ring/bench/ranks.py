@@ -22,10 +22,10 @@ class Ranks:
 
     `run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in rank order.
     `case` is a function of a module; `group` is the process group of those ranks, None for cp 1. With `networks`, one a
-    rank, they talk over these instead of loopback.
+    rank, they talk over these instead of loopback; with the backend nccl each rank has a CUDA device.
     """
 
-    def __init__(self, size: int, networks: Sequence[Network] | None = None):
+    def __init__(self, size: int, networks: Sequence[Network] | None = None, backend: str = "gloo"):
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
@@ -33,7 +33,7 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             network, store = networks[rank] if networks else None, f"file://{self._folder.name}/store"
-            process = context.Process(target=_serve, args=(rank, size, store, theirs, network), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store, theirs, network, backend), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -69,7 +69,7 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection, network: Network | None) -> None:
+def _serve(rank: int, size: int, store: str, pipe: Connection, network: Network | None, backend: str) -> None:
     import os
 
     if network:
@@ -80,7 +80,9 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, network: Network 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=90))
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=90))
     groups = {cp: dist.new_group(list(range(cp))) for cp in range(2, size + 1)}
     while True:
         try:

@@ -26,6 +26,8 @@ import torch
 from torch.autograd import DeviceType
 
 from cp_ring import Layout, Mask, RingPlan, attention
+from cp_ring.bench.attention import CONTESTANTS, Setting
+from cp_ring.bench.attention import run as contest
 from cp_ring.bench.machine import facts
 from cp_ring.bench.replay import Sizes, efficiency, replay, run_of, single_call
 from cp_ring.errors import KernelError
@@ -184,6 +186,9 @@ def memory(job: Job) -> list[dict[str, Any]]:
     for cp in (2, 4, 8, 16, 32, 64) if job.cuda else (2, 4):
         plan = RingPlan.build(Mask.causal(cp * job.sizes.tokens), Layout.zigzag(cp * job.sizes.tokens, cp))
         rows.append({"cp": cp, **replay(plan, cp - 1, job.sizes, repeats=1 if cp > 8 else 2)})
+        # Two ranks use one receive buffer, more ranks two: from 4 on the peak stays.
+        if cp > 4 and rows[-1]["peak_extra_bytes"] > 1.01 * rows[1]["peak_extra_bytes"]:
+            rows[-1]["failed"] = "the peak grows with the ranks"
         if job.left < 90:
             break
     return rows
@@ -269,6 +274,17 @@ def allocations(job: Job) -> dict[str, Any]:
     return found
 
 
+def peers(job: Job) -> list[dict[str, Any]] | dict[str, Any]:
+    """`cp-ring bench attention` with every peer that is installed, where each rank has a device."""
+    if not job.cuda:
+        return contest(Setting(512, 2, 2, 16), ["cp_ring"], 1)
+    cp = min(torch.cuda.device_count(), 8)
+    if cp < 2:
+        return {"skipped": "needs a CUDA device for each of two ranks"}
+    names = [name for name, contestant in CONTESTANTS.items() if "cuda" in contestant.devices]
+    return contest(Setting(cp * job.sizes.tokens, cp, job.sizes.h, job.sizes.d, "bfloat16", "cuda"), names, 5)
+
+
 SECTIONS: dict[str, Callable[[Job], Any]] = {
     "kernels": kernels,
     "accuracy": accuracy,
@@ -278,6 +294,7 @@ SECTIONS: dict[str, Callable[[Job], Any]] = {
     "allocations": allocations,
     "memory": memory,
     "replays": replays,
+    "peers": peers,
 }
 
 

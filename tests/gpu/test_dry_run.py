@@ -22,7 +22,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_dry_run(tmp_path):
-    sections = [name for name in SECTIONS if name != "rings"]
+    sections = [name for name in SECTIONS if name not in ("rings", "peers")]
     chosen = [word for name in sections for word in ("--only", name)]
     done = run(str(tmp_path / "out.json"), "--device", "cpu", *chosen)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,8 @@ def test_dry_run(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_on_one_device(tmp_path):
-    done = run(str(tmp_path / "out.json"), "--device", "cpu", "--only", "rings")
+    done = run(str(tmp_path / "out.json"), "--device", "cpu", "--only", "rings", "--only", "peers")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out.json").read_text())
     assert all(max(errors) < 1e-5 for errors in report["rings"]["gloo, cpu"].values())
+    assert report["peers"][0]["name"] == "cp_ring"
