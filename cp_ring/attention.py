@@ -7,7 +7,7 @@ e head size of values. Inside, tokens come first (sbhd): any token range of keys
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,7 @@ class _Run:
     num_slots: int
     wire_dtype: torch.dtype
     sums: torch.dtype
-    place: Place
+    place: Place = field(default_factory=Place)
     results: Results | None = None
     exact: bool = False
 
