@@ -14,6 +14,7 @@ from cp_ring.bench.plan import bench_plan
 from cp_ring.bench.replay_command import bench_replay
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.job.certify import certify_command
+from cp_ring.job.doctor_command import doctor_command
 from cp_ring.job.slurm_command import status_command, submit_command
 from cp_ring.plan.command import plan_command
 
@@ -21,6 +22,7 @@ app = typer.Typer(name="cp-ring", no_args_is_help=True, add_completion=False, pr
 
 app.command("plan")(plan_command)
 app.command("certify")(certify_command)
+app.command("doctor")(doctor_command)
 bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
 bench.command("plan")(bench_plan)
 bench.command("attention")(bench_attention)
@@ -37,13 +39,25 @@ def _about() -> None:
     """Context parallelism for Megatron-core: ring attention planned as data and proven before it runs."""
 
 
+def _list_configurations(wanted: bool) -> None:
+    if wanted:
+        from cp_ring.job.config import summaries
+
+        _print_table(summaries())
+        raise typer.Exit
+
+
 @app.command()
 def train(
-    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one (quickstart).")],
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one (see --list).")],
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key; the value is read as YAML. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Override a key (the value is read as YAML), or preset=NAME. Repeatable."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact command line and stop.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", is_eager=True, callback=_list_configurations, help="List the packaged configurations.")
+    ] = False,
 ) -> None:
     """Train, or resume, the job of a configuration on this machine's GPUs, or on its CPU where there are none."""
     from cp_ring.job.train import train as run_job
@@ -54,12 +68,16 @@ def train(
 @app.command()
 def patches() -> None:
     """List every place where cp_ring changes other code at run time, and its state for the installed versions."""
+    from cp_ring.patches import table
+
+    _print_table(table())
+
+
+def _print_table(rows: list[dict[str, str]]) -> None:
+    """Rows of the same keys, in the order of the first one's."""
     from rich.console import Console
     from rich.table import Table
 
-    from cp_ring.patches import table
-
-    rows = table()
     shown = Table(show_lines=True)
     for column in rows[0]:
         shown.add_column(column, overflow="fold")

@@ -21,6 +21,7 @@ NAMES = (
     "rotary_documents",
     "document_mask",
     "mtp_roll",
+    "moe_aux_loss",
     "optimizer_step",
     "exit_signal",
     "safe_checkpoints",

@@ -60,12 +60,12 @@ def find_corpus(job: JobConfig) -> Corpus | None:
     return corpus.find(data.path, data.cache, vocab_size=data.vocab_size, validation_fraction=data.validation_fraction)
 
 
-def build_command(job: JobConfig, corpus: Corpus | None) -> Command:
-    """The command of `job`, checked by Megatron's own parser.
+def build_command(job: JobConfig, corpus: Corpus | None, elsewhere: bool = False) -> Command:
+    """The command of `job`, checked by Megatron's own parser; `elsewhere`: it is for nodes whose GPUs cannot be seen from here.
 
     Raises `ConfigError` that names the key or flag that Megatron does not have or cannot read.
     """
-    device, visible = choose_device(job)
+    device, visible = choose_device(job, elsewhere)
     return Command(_environment(job, device) | visible, _torchrun(job), megatron_flags(job, corpus, device))
 
 
@@ -92,12 +92,15 @@ def _refuse_early(args: argparse.Namespace, job: JobConfig) -> None:
         validate.check_attention(args)
 
 
-def choose_device(job: JobConfig) -> tuple[str, dict[str, str]]:
+def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[str, str]]:
     """`cuda` or `cpu`, and the variables that hide GPUs which the job is not to use.
 
-    Raises `ConfigError` where launch.device is cuda and the node has fewer GPUs than ranks.
+    Raises `ConfigError` where launch.device is cuda and the node has fewer GPUs than ranks; not if the job runs `elsewhere`.
     """
     import torch
+
+    if elsewhere and job.launch.device == "cuda":
+        return "cuda", {}
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = job.parallel.ranks // job.launch.nnodes

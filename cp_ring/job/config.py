@@ -1,8 +1,13 @@
-"""The job's YAML file: sections `megatron`, `data`, `parallel`, `cp_ring` and `launch`."""
+"""The job's YAML file: sections `megatron`, `data`, `parallel`, `cp_ring` and `launch`.
+
+One more section, `presets`, names variants of the job: `presets.tiny.megatron.num_layers: 2` holds where `preset=tiny` is among
+the overrides. A preset changes the keys that it has (null takes one away) and is no part of the job itself.
+"""
 
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -73,22 +78,23 @@ class JobConfig(Section):
 def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
     """Reads a job from a file, or by name from the configurations that come with cp_ring, and applies `a.b=c` overrides.
 
+    `preset=NAME` among the overrides chooses a variant from the file's section `presets`, whatever its place among them; its
+    output goes to a folder of its own.
+
     Raises `ConfigError` with one line that names the file or key.
     """
     path = find(source)
-    try:
-        settings = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
-    if settings is None:
-        settings = {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{source}: needs the sections {', '.join(JobConfig.model_fields)}")
+    settings = _read(path, source)
+    presets = settings.pop("presets", None) or {}
+    chosen = [override.partition("=")[2] for override in overrides if override.startswith("preset=")]
+    if chosen:
+        settings = _merged(settings, _preset(presets, chosen[-1], source))
     for override in overrides:
-        _override(settings, override)
+        if not override.startswith("preset="):
+            _override(settings, override)
     launch = settings.setdefault("launch", {})
     if isinstance(launch, dict):
-        launch.setdefault("run_dir", f"runs/{path.stem}")
+        launch.setdefault("run_dir", "-".join([f"runs/{path.stem}", *chosen[-1:]]))
     return validate(settings, source)
 
 
@@ -97,12 +103,55 @@ def find(source: str) -> Path:
     path = Path(source)
     if path.is_file():
         return path
+    known = packaged()
+    if source in known:
+        return known[source]
+    raise ConfigError(f"{source}: no such file, nor one of the packaged configurations ({', '.join(known)})")
+
+
+def packaged() -> dict[str, Path]:
+    """The configurations that come with cp_ring, by name."""
     import cp_ring.configs
 
-    packaged = {file.stem: file for folder in cp_ring.configs.__path__ for file in sorted(Path(folder).glob("*.yaml"))}
-    if source in packaged:
-        return packaged[source]
-    raise ConfigError(f"{source}: no such file, nor one of the packaged configurations ({', '.join(packaged)})")
+    return {file.stem: file for folder in cp_ring.configs.__path__ for file in sorted(Path(folder).glob("*.yaml"))}
+
+
+def summaries() -> list[dict[str, str]]:
+    """Of each packaged configuration: its name, presets, and what its first comment says."""
+    rows = []
+    for name, path in packaged().items():
+        lines = path.read_text().splitlines()
+        comment = " ".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+        rows.append({"name": name, "presets": ", ".join(_read(path, name).get("presets", {})), "about": comment.split(":")[0]})
+    return rows
+
+
+def _read(path: Path, source: str) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{source}: needs the sections {', '.join(JobConfig.model_fields)}")
+    return settings
+
+
+def _preset(presets: Any, name: str, source: str) -> dict[str, Any]:
+    if not isinstance(presets, dict) or not isinstance(presets.get(name), dict):
+        known = ", ".join(presets) if isinstance(presets, dict) and presets else "none"
+        raise ConfigError(f"{source}: no preset {name!r} in its section presets; there are: {known}")
+    return dict(presets[name])
+
+
+def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`settings` with the keys of `changes` in place of its own; sections within sections are merged alike."""
+    merged = dict(settings)
+    for key, value in changes.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def validate(settings: dict[str, Any], source: str) -> JobConfig:

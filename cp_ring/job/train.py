@@ -27,7 +27,7 @@ def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False) -> 
     """
     job = configs.load(source, overrides)
     corpus = commands.find_corpus(job)
-    command = commands.build_command(job, corpus)
+    command = commands.build_command(job, corpus, elsewhere=dry_run)
     if dry_run:
         print(command.shown())
         if corpus is not None and not corpus.ready:

@@ -22,10 +22,11 @@ SUPPORTED = ">=0.16.1,<0.20"
 def check_version() -> str:
     """The installed megatron-core version; raises `ConfigError` if it is outside `SUPPORTED`."""
     version = megatron_version()
+    install = f"pip install 'megatron-core[training]{SUPPORTED}'"
     if version is None:
-        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, and there is none: pip install 'megatron-core[training]'")
-    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
-        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed")
+        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, and there is none: {install}")
+    if not _within(version, SUPPORTED):
+        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: {install}")
     if _home("megatron.training") != _home("megatron.core"):  # `megatron` is a namespace: its parts may lie apart
         raise ConfigError(
             f"megatron-core {version} is installed without its megatron.training: use 0.17 or later, or put a checkout of "
@@ -37,6 +38,34 @@ def check_version() -> str:
 def _home(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent.parent if spec and spec.origin else None
+
+
+def apex() -> str:
+    """Which package called apex is installed, without importing it: `nvidia`, `other` (PyPI's is one), or "" for none."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return ""
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
+    return "nvidia" if any((folder / "multi_tensor_apply").is_dir() for folder in folders) else "other"
+
+
+def missing_features(version: str | None = None) -> list[tuple[str, str]]:
+    """What `version` of Megatron (the installed one) has not, or has wrong, and cp_ring serves with later ones; with advice."""
+    version = version or megatron_version()
+    later = (
+        (">=0.19", "--mtp-num-layers in cp_ring.pretrain_gpt", "needs megatron-core 0.19"),
+        (">=0.19", "--moe-z-loss-coeff at its full weight under context parallelism", "needs megatron-core 0.19"),
+    )
+    return [(what, advice) for needed, what, advice in later if version and not _within(version, needed)]
+
+
+def _within(version: str, versions: str) -> bool:
+    return SpecifierSet(versions).contains(version, prereleases=True)
+
+
+def known_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The `values` that this version's `function` has parameters for."""
+    return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}
 
 
 def known_fields(config_class: type, values: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -13,6 +12,7 @@ from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import compat
 
 
 def build(
@@ -43,7 +43,7 @@ def build(
         "vp_stage": vp_stage,
         "pg_collection": pg_collection,
     }
-    return GPTModel(**_known(GPTModel, wanted))
+    return GPTModel(**compat.known_arguments(GPTModel, wanted))
 
 
 def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
@@ -52,8 +52,6 @@ def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
         return spec(config) if inspect.isfunction(spec) else spec
     options = {"normalization": args.normalization, "qk_l2_norm": getattr(args, "qk_l2_norm", False), "vp_stage": vp_stage}
     block = gpt_layer_specs.get_gpt_decoder_block_spec
-    return block(config, use_transformer_engine=args.transformer_impl == "transformer_engine", **_known(block, options))
-
-
-def _known(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}
+    return block(
+        config, use_transformer_engine=args.transformer_impl == "transformer_engine", **compat.known_arguments(block, options)
+    )

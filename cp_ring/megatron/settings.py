@@ -76,13 +76,15 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
 
 def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> list[str]:
     """The patches that the models of a job with ring attention need."""
+    given = {word.split("=")[0] for word in argv}
     wanted = {
         "core_attention": True,
         "recompute": config.recompute == "keep",
         "rotary_layout": config.layout != "zigzag",
         "rotary_documents": INTER_DOCUMENT in argv,
         "document_mask": config.document_mask,
-        "mtp_roll": any(word.split("=")[0] == "--mtp-num-layers" for word in argv),
+        "mtp_roll": "--mtp-num-layers" in given,
+        "moe_aux_loss": "--num-experts" in given,
     }
     return [name for name, needed in wanted.items() if needed]
 

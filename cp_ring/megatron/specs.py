@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import compat
 from cp_ring.megatron.core_attention import RingDotProductAttention
 
 try:
@@ -92,7 +92,7 @@ def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str
     if args.num_experts and frequency != 1:
         raise ConfigError(f"--spec cp_ring.megatron.specs makes all layers alike: --moe-layer-freq {frequency} needs --cp-ring")
     known = ("num_experts", "moe_grouped_gemm", "qk_layernorm", "multi_latent_attention", "qk_l2_norm", "normalization")
-    return {name: getattr(args, name) for name in known if name in inspect.signature(provider).parameters and hasattr(args, name)}
+    return compat.known_arguments(provider, {name: getattr(args, name) for name in known if hasattr(args, name)})
 
 
 gpt_local = LayerOfFlags(gpt_layer_specs.get_gpt_layer_local_spec)

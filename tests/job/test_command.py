@@ -200,6 +200,6 @@ def test_every_packaged_configuration_is_valid(tmp_path, data):
     files = [file for folder in cp_ring.configs.__path__ for file in Path(folder).glob("*.yaml")]
     assert files
     for file in files:
-        assert yaml.safe_load(file.read_text()).keys() <= config.JobConfig.model_fields.keys()
+        assert yaml.safe_load(file.read_text()).keys() <= {*config.JobConfig.model_fields, "presets"}
         job = config.load(str(file), [f"data.path={data}", f"data.cache={tmp_path}", f"launch.run_dir={tmp_path}"])
-        command.build_command(job, command.find_corpus(job))
+        command.build_command(job, command.find_corpus(job), elsewhere=True)

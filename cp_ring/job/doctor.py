@@ -1,0 +1,242 @@
+"""What this installation can do and what is wrong with it: versions, kernels, devices, patches; one line for each finding.
+
+Nothing is trained and no process group is made. Packages that Megatron would import are imported here too, because a broken one
+shows only then; whatever they raise is a finding.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from cp_ring.errors import ConfigError
+
+State = Literal["good", "absent", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        section: versions, machine, kernels, patches or limits.
+        name: what was looked at.
+        state: `good`; `absent`, which is no fault, but something cannot be used; or `problem`.
+        found: what is there.
+        advice: what to do, or what follows; never empty for a problem.
+    """
+
+    section: str
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Every finding, in the order in which they are shown."""
+    parts: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _python, _requirements, _megatron, _torch_libraries, _transformer_engine, _flash_attention, _apex, _others,
+        _devices, _kernels, _patches,
+    )  # fmt: skip
+    found = [finding for part in parts for finding in part()]
+    return found + list(_limits(found))
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("versions", "python", "good", platform.python_version())
+
+
+def _requirements() -> Iterator[Finding]:
+    """The packages that cp_ring cannot do without, against the versions that it was made for."""
+    yield Finding("versions", "cp-ring", "good", _version("cp-ring") or "not installed: run from its source")
+    for text in importlib.metadata.requires("cp-ring") or [] if _version("cp-ring") else []:
+        wanted = Requirement(text)
+        if wanted.name == "megatron-core" or (wanted.marker and not wanted.marker.evaluate()):
+            continue
+        version = _version(wanted.name)
+        if version is None:
+            yield Finding("versions", wanted.name, "problem", "not installed", f"pip install '{wanted}'")
+        elif not wanted.specifier.contains(version, prereleases=True):
+            advice = f"cp_ring needs {wanted.specifier}: pip install '{wanted}'"
+            yield Finding("versions", wanted.name, "problem", version, advice)
+        elif wanted.name == "torch":
+            yield Finding("versions", wanted.name, "good", version)
+
+
+def _megatron() -> Iterator[Finding]:
+    from cp_ring.megatron import compat
+
+    version = compat.megatron_version()
+    version = Version(version).public if version else "not installed"
+    try:
+        compat.check_version()
+    except ConfigError as error:
+        yield Finding("versions", "megatron-core", "problem", version, str(error))
+        return
+    yield Finding("versions", "megatron-core", "good", f"{version} (in range {compat.SUPPORTED})")
+
+
+def _torch_libraries() -> Iterator[Finding]:
+    import torch
+
+    if torch.version.cuda is None:
+        yield Finding("versions", "CUDA", "absent", "this torch is a build for the CPU", "GPUs cannot be used")
+        return
+    yield Finding("versions", "CUDA", "good", torch.version.cuda)
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    found = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "this torch is built without it"
+    yield Finding("versions", "NCCL", "good" if nccl else "absent", found, "" if nccl else "GPUs cannot be used")
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except Exception as error:
+        advice = "torch cannot load it: let only the nvidia-cudnn package that torch asks for be on LD_LIBRARY_PATH"
+        yield Finding("versions", "cuDNN", "problem", _line(error), advice)
+        return
+    yield Finding("versions", "cuDNN", "good" if cudnn else "absent", str(cudnn or "not there"))
+
+
+def _transformer_engine() -> Iterator[Finding]:
+    advice = (
+        "Megatron imports it too: install the build for this torch and CUDA, or pip uninstall transformer-engine and its parts"
+    )
+    yield _imported("TransformerEngine", "transformer_engine", "transformer_engine.pytorch", ("transformer-engine",), advice)
+
+
+def _flash_attention() -> Iterator[Finding]:
+    advice = "install the build for this torch and CUDA, or pip uninstall flash-attn"
+    yield _imported("flash-attn", "flash_attn", "flash_attn", ("flash-attn", "flash-attn-4"), advice)
+    if importlib.util.find_spec("flash_attn_interface"):
+        yield _imported("flash-attn 3", "flash_attn_interface", "flash_attn_interface", ("flash-attn-3",), advice)
+
+
+def _imported(name: str, package: str, module: str, distributions: tuple[str, ...], advice: str) -> Finding:
+    """A finding about an optional package: whether it is there, and whether `module` can be imported."""
+    if importlib.util.find_spec(package) is None:
+        return Finding("versions", name, "absent", "not installed")
+    version = next(filter(None, map(_version, distributions)), "unknown version")
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return Finding("versions", name, "problem", f"{version}, broken: {_line(error)}", advice)
+    return Finding("versions", name, "good", version)
+
+
+def _apex() -> Iterator[Finding]:
+    from cp_ring.megatron import compat
+
+    kind = compat.apex()
+    if kind == "other":
+        found = f"{_version('apex') or 'unknown version'}, not NVIDIA's: a package of the same name"
+        advice = "pip uninstall apex; NVIDIA's Apex is built from its repository and is not on PyPI"
+        yield Finding("versions", "Apex", "problem", found, advice)
+        return
+    if kind == "":
+        yield Finding("versions", "Apex", "absent", "not installed")
+        return
+    advice = "build NVIDIA's Apex for this torch and CUDA, or pip uninstall apex"
+    yield _imported("Apex", "apex", "apex.optimizers", ("apex",), advice)
+
+
+def _others() -> Iterator[Finding]:
+    triton = _version("triton")
+    yield Finding("versions", "Triton", "good" if triton else "absent", triton or "not installed")
+    srun = shutil.which("srun")
+    if srun is None:
+        yield Finding("versions", "Slurm", "absent", "no srun on PATH")
+        return
+    done = subprocess.run([srun, "--version"], capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        yield Finding("versions", "Slurm", "absent", "installed, but without a cluster's configuration")
+    else:
+        yield Finding("versions", "Slurm", "good", done.stdout.strip())
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    present = torch.cuda.is_available()
+    for index in range(torch.cuda.device_count() if present else 0):
+        properties = torch.cuda.get_device_properties(index)
+        about = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, architecture {properties.major}.{properties.minor}"
+        )
+        yield Finding("machine", f"GPU {index}", "good", about)
+    if not present:
+        yield Finding("machine", "GPU", "absent", "none that torch can use")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    yield Finding("machine", "CPU", "good", f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB")
+    yield Finding(
+        "machine", "--cp-ring-cpu", "good", "inert: CUDA is present" if present else "applies: ranks run on the CPU, over gloo"
+    )
+
+
+def _kernels() -> Iterator[Finding]:
+    import torch
+
+    from cp_ring.kernels import REGISTRY
+
+    cuda = torch.cuda.is_available()
+    for name, home in REGISTRY.items():
+        on_cpu = name == "cpu" or (name == "reference" and not cuda)
+        device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
+        try:
+            reason = importlib.import_module(home).KERNEL.refusal(torch.device(device), dtype, 128, 128)
+        except Exception as error:  # a package that it uses is broken: its own line says what to do
+            reason = f"cannot be used: {_line(error)}"
+        if device == "cuda" and not cuda:
+            reason = "; ".join(filter(None, ["no CUDA here", reason]))
+        yield Finding("kernels", name, "absent" if reason else "good", reason or f"usable on {device}")
+
+
+def _patches() -> Iterator[Finding]:
+    from cp_ring import patches
+
+    for row in patches.table():
+        state = row["state"]
+        yield Finding("patches", row["name"], "absent" if state.startswith("refused") else "good", state)
+
+
+def _limits(found: list[Finding]) -> Iterator[Finding]:
+    """What jobs on this machine will be refused, or have to do without, because of the findings."""
+    from cp_ring.megatron import compat
+
+    usable = {finding.name for finding in found if finding.state == "good"}
+    if not any(name.startswith("GPU ") for name in usable):
+        yield Finding(
+            "limits", "launch.device: cuda", "absent", "refused without GPUs", "jobs with launch.device: auto run on the CPU"
+        )
+    if "TransformerEngine" not in usable:
+        yield Finding("limits", "transformer_impl: transformer_engine", "absent", "not available", "give transformer_impl: local")
+        if "Apex" not in usable:
+            yield Finding("limits", "sequence_parallel: true", "absent", "refused with torch's norms", "leave it out")
+    for what, advice in compat.missing_features():
+        yield Finding("limits", what, "absent", "not with this megatron-core", advice)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300].rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def problems(found: list[Finding]) -> list[str]:
+    """One line for each problem: what, and what to do."""
+    return [f"{finding.name} {finding.found}: {finding.advice}" for finding in found if finding.state == "problem"]

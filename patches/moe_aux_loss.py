@@ -1,0 +1,48 @@
+"""The weight of a mixture of experts' load-balancing loss under context parallelism, before Megatron-core 0.19.
+
+With --calculate-per-token-loss all gradients are divided by the tokens of all ranks together, so the router multiplies its loss
+by the number of its tokens. It took those of this rank alone, where its loss is that of all tensor- and context-parallel ranks'
+tokens: the weight fell with the context-parallel size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from cp_ring.patches.patch import Patch, Replacement, megatron_version
+
+
+def _with_all_tokens(attach: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(attach)
+    def call(self: Any, activation: Any, *args: Any, valid_token_count: Any = None, **kwargs: Any) -> Any:
+        here = activation.shape[0] if valid_token_count is None else valid_token_count
+        return attach(self, activation, *args, valid_token_count=here * self.tp_cp_group.size(), **kwargs)
+
+    return call
+
+
+def _replacements() -> Iterator[Replacement]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    name = "attach_and_log_load_balancing_loss"
+    yield TopKRouter, name, _with_all_tokens(getattr(TopKRouter, name))
+
+
+def _unneeded() -> str:
+    later = SpecifierSet(">=0.19").contains(megatron_version() or "0", prereleases=True)
+    return "megatron-core counts the tokens of all ranks since 0.19" if later else ""
+
+
+PATCH = Patch(
+    name="moe_aux_loss",
+    what="weighs the load-balancing loss of experts by the tokens of all tensor- and context-parallel ranks",
+    why="Megatron before 0.19 counts one rank's tokens, so that the loss loses weight as the context-parallel size grows",
+    package="megatron-core",
+    versions=">=0.16.1,<0.20",
+    replacements=_replacements,
+    unneeded=_unneeded,
+)

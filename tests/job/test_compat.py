@@ -1,0 +1,50 @@
+"""The versions of megatron-core that are served, and the one line for all others."""
+
+import subprocess
+import sys
+
+import pytest
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import compat
+from tests.megatron.launch import environment
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.7", "0.19.2+abc"])
+def test_served(monkeypatch, version):
+    monkeypatch.setattr(compat, "megatron_version", lambda: version)
+    assert compat.check_version() == version
+
+
+@pytest.mark.parametrize("version", ["0.12.3", "0.16.0", "0.20.0", "0.20.0rc1", "1.0"])
+def test_refused_in_one_line_that_names_the_range(monkeypatch, version):
+    monkeypatch.setattr(compat, "megatron_version", lambda: version)
+    with pytest.raises(
+        ConfigError, match=f"needs megatron-core>=0.16.1,<0.20, but {version} is installed: pip install"
+    ) as refusal:
+        compat.check_version()
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_job_is_refused_before_anything_of_megatron_is_imported(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (core / "package_info.py").write_text("__version__ = '0.15.3'")
+    command = [sys.executable, "-m", "cp_ring.pretrain_gpt", "--cp-ring"]
+    done = subprocess.run(command, env=environment() | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("cp_ring: error: ")]
+    assert "needs megatron-core>=0.16.1,<0.20, but 0.15.3 is installed" in line and "Traceback" not in done.stderr
+
+
+def test_parts_of_two_versions_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(compat, "megatron_version", lambda: "0.16.1")
+    monkeypatch.setattr(compat, "_home", lambda package: tmp_path / package)
+    with pytest.raises(ConfigError, match=r"0\.16\.1 is installed without its megatron\.training: use 0\.17 or later"):
+        compat.check_version()
+
+
+def test_what_older_versions_lack_is_told():
+    assert compat.missing_features("0.19.2") == []
+    assert any("--mtp-num-layers" in what for what, _ in compat.missing_features("0.18.2"))
