@@ -125,6 +125,20 @@ def test_a_failed_step_leaves_nothing_behind(ring):
 
 
 @no_cuda
+def test_megatron_may_rerun_a_step(ring):
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    machine, model, runs = RerunStateMachine(mode=RerunMode.REPORT_DETERMINISM_STATS), build(**KINDS["uniform"]), []
+    while machine.should_run_forward_backward(None):
+        runs.append(step(model))
+        assert recompute.kept_bytes() == 0
+        machine.validate_result(result=runs[-1][0].sum(), rejection_func=torch.isnan, message="the loss")
+    first, second = runs
+    assert first[2:] == second[2:] and torch.equal(first[0], second[0])
+    assert all(torch.equal(first[1][name], grad) for name, grad in second[1].items())
+
+
+@no_cuda
 def test_a_second_backward_pass_replays_the_ring(ring):
     model = build(**KINDS["uniform"])
     with record() as ledger:
