@@ -12,14 +12,15 @@ import sys
 from cp_ring import stop
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.refuse import refusing
-from cp_ring.megatron.settings import INTER_DOCUMENT, install
+from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, install
 
-_FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader")
+_FLAGS = (PER_TOKEN_LOSS, "--no-create-attention-mask-in-dataloader")
 
 
 def main() -> None:
     """Trains as the command line says; exits with code 2 and one line where it cannot."""
     stop.listen_if_asked(sys.argv)
+    sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
     with refusing():
         config = install(sys.argv[1:])
         if config.enabled:
@@ -31,7 +32,6 @@ def main() -> None:
         step_line = patches.get("step_line")
         if not step_line.refusal():
             step_line.apply()
-        sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
         with ending():
             compat.pretrain(gpt.datasets_provider, gpt.forward_step)
         if config.run_dir and int(os.environ.get("RANK", "0")) == 0:

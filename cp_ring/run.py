@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cp_ring import stop
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.refuse import note, refuse, refusing
+from cp_ring.megatron.refuse import refuse, refusing
 from cp_ring.megatron.settings import install
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
@@ -41,8 +41,6 @@ def main() -> None:
             raise ConfigError(
                 f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag"
             )
-        if config.enabled and "--calculate-per-token-loss" not in sys.argv:
-            note("without --calculate-per-token-loss the loss is biased under context parallelism where loss masks are uneven")
         if not (config.enabled or config.cpu):
             runpy.run_path(str(script), run_name="__main__")
             return

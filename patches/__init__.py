@@ -22,6 +22,7 @@ NAMES = (
     "document_mask",
     "mtp_roll",
     "moe_aux_loss",
+    "loss_bias",
     "optimizer_step",
     "exit_signal",
     "safe_checkpoints",

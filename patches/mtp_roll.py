@@ -1,8 +1,9 @@
 """Multi-token prediction on the tokens that a rank holds: the next token is that of the same document, wherever it lies.
 
 Megatron's own roll knows two layouts, zigzag of a row and of each document, and takes the latter's offsets without padding.
-Besides, it weighs each rank's prediction loss by that rank's own number of tokens; here it is that of all ranks together, so that
-the weight is the same at any context-parallel size.
+Besides, it weighs each rank's prediction loss by that rank's own numbers of tokens, before and after the roll; here they are
+those of all ranks together, so that the weight is the same at any context-parallel size, and a rank whose own tokens count for
+nothing still trains the prediction of the first token behind its chunk.
 """
 
 from __future__ import annotations
@@ -18,13 +19,27 @@ import torch.distributed as dist
 
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
-_SHARE = "cp_ring_share"  # of a loss mask: this rank's part of the tokens that count
+
+class MaskOfAllRanks(torch.Tensor):
+    """A rank's part of a loss mask, whose `sum()` is the mean over ranks: Megatron divides by it what it later averages."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it is a plain tensor
+    mean: torch.Tensor
+
+    @classmethod
+    def of(cls, part: torch.Tensor, mean: torch.Tensor) -> MaskOfAllRanks:
+        mask = part.as_subclass(cls)
+        mask.mean = mean
+        return mask
+
+    def sum(self) -> torch.Tensor:  # type: ignore[override]
+        return self.mean
 
 
 def roll_in_documents(
     tensor: torch.Tensor | None, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """For each token the entry of the next one in its document, or zero if there is none; and the sum of the result.
+    """For each token the entry of the next one in its document, or zero if there is none; and the result's sum.
 
     tensor [batch, n / cp], of any dtype. Takes and returns what Megatron's `roll_tensor` does.
     """
@@ -37,11 +52,9 @@ def roll_in_documents(
     whole = _gather(tensor, documents, cp_group)
     rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), 0)
     mine = documents.shard(rolled, rank).view(tensor.shape)
-    share = getattr(tensor, _SHARE, None)
-    if share is None:
-        return mine, mine.sum()
-    setattr(mine, _SHARE, share)
-    return mine, rolled.sum() * share
+    if isinstance(tensor, MaskOfAllRanks):
+        mine = MaskOfAllRanks.of(mine, rolled.sum() / documents.layout.cp)
+    return mine, mine.sum()
 
 
 def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
@@ -77,13 +90,13 @@ def _with_all_tokens(process: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(process)
     def call(*args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
-        mask = kwargs.get("loss_mask")
-        if mask is not None and cp_group is not None and cp_group.size() > 1:
-            mask = mask.clone()
+        labels = kwargs.get("labels")
+        if labels is not None and cp_group is not None and cp_group.size() > 1:
+            mask = kwargs.get("loss_mask")
+            mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.clone()
             total = mask.sum()
             dist.all_reduce(total, group=cp_group)
-            setattr(mask, _SHARE, mask.sum() / total.clamp(min=1))
-            kwargs["loss_mask"] = mask
+            kwargs["loss_mask"] = MaskOfAllRanks.of(mask, total / cp_group.size())
         return process(*args, cp_group=cp_group, **kwargs)
 
     return call

@@ -102,7 +102,9 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
     from megatron.training import argument_utils, arguments
 
     args = arguments.parse_and_validate_args()
-    model = [] if "model_provider" in wanted else [argument_utils.gpt_config_from_args(args)]
+    hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
+    config_from_args = argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args
+    model = [] if "model_provider" in wanted else [config_from_args(args)]
     training.pretrain(argument_utils.pretrain_cfg_container_from_args(args, *model), datasets, **wanted)
 
 

@@ -72,12 +72,27 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Batch:
     rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     nothing = dict.fromkeys((*_INTEGERS, *_FLOATS, "packed_seq_params"))
     ends = _first_or_last_stage(vp_stage)
+    if not ends and get_args().position_embedding_type == "mrope":
+        raise ConfigError("--position-embedding-type mrope: a middle pipeline stage has no position ids; give at most 2 stages")
     if not current().document_mask:
-        return nothing | on_this_cp_rank(_next_batch(data_iterator), rank, cp) if ends else nothing
+        if not ends:
+            return nothing
+        batch = _next_batch(data_iterator)
+        return nothing | on_this_cp_rank(batch, rank, cp) | _multimodal(batch)
     batch = _next_batch(data_iterator) if ends else _read(data_iterator, ())
     documents = _documents(batch.pop("cu_seqlens"), rank, cp)
-    parts = {name: documents.shard(tensor, rank) for name, tensor in batch.items()}
+    parts = {name: documents.shard(tensor, rank) for name, tensor in batch.items()} | _multimodal(batch)
     return nothing | parts | {"packed_seq_params": DocumentParams.carry(documents)}
+
+
+def _multimodal(batch: Batch) -> Batch:
+    """Position ids as `--position-embedding-type mrope` takes them, int64 [3, b, n] of whole rows, which the model splits itself.
+
+    A text token is at the same position in time, height and width.
+    """
+    if get_args().position_embedding_type != "mrope" or "position_ids" not in batch:
+        return {}
+    return {"position_ids": batch["position_ids"].expand(3, -1, -1)}
 
 
 def _documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:

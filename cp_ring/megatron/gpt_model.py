@@ -26,6 +26,9 @@ def build(
     args = get_args()
     if args.mtp_num_layers is not None:
         raise ConfigError("--mtp-num-layers needs megatron-core 0.19 with cp_ring.pretrain_gpt")
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        if getattr(args, name, None):
+            raise ConfigError(f"--{name.replace('_', '-')} needs megatron-core 0.19 with cp_ring.pretrain_gpt")
     config = config or core_transformer_config_from_args(args)
     wanted = {
         "config": config,

@@ -18,6 +18,7 @@ _LAYOUTS = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}
 _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
 INTER_DOCUMENT = "--dataloader-inter-document-masking"
+PER_TOKEN_LOSS = "--calculate-per-token-loss"
 
 _current = ContextParallelConfig.make(enabled=True)
 _whole_rows = False
@@ -83,6 +84,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "rotary_layout": config.layout != "zigzag",
         "rotary_documents": INTER_DOCUMENT in argv,
         "document_mask": config.document_mask,
+        "loss_bias": PER_TOKEN_LOSS not in argv,
         "mtp_roll": "--mtp-num-layers" in given,
         "moe_aux_loss": "--num-experts" in given,
     }

@@ -38,8 +38,24 @@ def ring_core_attention(core_attention: Any) -> Any:
         return functools.partial(ring_core_attention(core_attention.func), *core_attention.args, **core_attention.keywords)
     if core_attention in _REPLACED and core_attention is not None:
         return RingDotProductAttention
+    if hasattr(core_attention, "refusal"):
+        raise ConfigError(core_attention.refusal)
     name = getattr(core_attention, "__name__", repr(core_attention))
     raise ConfigError(f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}")
+
+
+def _ring_or_refused(core_attention: Any) -> Any:
+    try:
+        return ring_core_attention(core_attention)
+    except ConfigError as error:
+        return _refused(str(error))
+
+
+def _refused(message: str) -> type:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(message)
+
+    return type("RefusedAttention", (), {"__init__": refuse, "refusal": message})
 
 
 def ring_submodules(submodules: Any) -> Any:
@@ -50,7 +66,8 @@ def ring_submodules(submodules: Any) -> Any:
 def with_ring_attention(spec: Any) -> Any:
     """A copy of a layer or block specification in which every attention layer's core attention is ring attention.
 
-    Walks `ModuleSpec`s, dataclasses of submodules, and lists of them; everything else is shared with the argument.
+    Walks `ModuleSpec`s, dataclasses of submodules, and lists of them; everything else is shared with the argument. Another core
+    attention is refused as soon as a layer with it is built: hybrid specifications hold layers that their models may not use.
     """
     if isinstance(spec, list | tuple):
         return type(spec)(with_ring_attention(item) for item in spec)
@@ -60,7 +77,7 @@ def with_ring_attention(spec: Any) -> Any:
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if field.name == "core_attention" and value is not None:
-            changes[field.name] = ring_core_attention(value)
+            changes[field.name] = _ring_or_refused(value)
         elif field.name not in ("params", "module"):
             changes[field.name] = with_ring_attention(value)
     return dataclasses.replace(spec, **changes)

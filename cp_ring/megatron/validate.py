@@ -47,6 +47,8 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("batch_invariant_mode", False, "--batch-invariant-mode", "kernels that are invariant to the batch"),
 )
 
+_RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # symbols of a hybrid layer pattern
+
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
     """Checks `args` as Megatron parsed them, completes them, and puts their cp_ring settings in force.
@@ -96,7 +98,7 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
         if given and getattr(args, name) != value:
             raise ConfigError(f"{flag} {getattr(args, name)} needs CUDA, and --cp-ring-cpu runs without: give {value} or nothing")
         setattr(args, name, value)
-    if args.sequence_parallel:
+    if args.sequence_parallel and not args.spec:
         raise ConfigError("--sequence-parallel needs TransformerEngine's or Apex's norms: leave it out with --cp-ring-cpu")
     note("no CUDA: training on the CPU over gloo, with Megatron's local layers and without fused kernels")
 
@@ -167,6 +169,7 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
     """Masks of documents are asked for in a way that can be served; --cp-ring-document-mask switches on what belongs to it."""
     if config.layout == "balanced":
         _check_balanced(args, config)
+    _check_hybrid(args, config)
     if config.document_mask:
         # Megatron's data set then begins position ids anew behind each end-of-document token, and masks that token's loss.
         args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
@@ -200,12 +203,30 @@ def _check_balanced(args: argparse.Namespace, config: ContextParallelConfig) -> 
             f"--cp-ring-layout balanced with --micro-batch-size {args.micro_batch_size} has other positions in each row, which "
             "the fused rotary embedding cannot take: give --no-rope-fusion"
         )
-    for name, flag in (
-        ("hybrid_layer_pattern", "--hybrid-layer-pattern"),
-        ("hybrid_override_pattern", "--hybrid-override-pattern"),
-    ):
-        if getattr(args, name, None):
-            raise ConfigError(f"--cp-ring-layout balanced serves GPT models alone, not {flag}: give --cp-ring-layout zigzag")
+
+
+def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Layers with a state that runs along the sequence know Megatron's zigzag alone, and nothing of documents."""
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        pattern = getattr(args, name, None)
+        if not pattern:
+            continue
+        shown = f"--{name.replace('_', '-')} {pattern}"
+        recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
+        if config.layout == "balanced":
+            what = f", least of all {recurrent[0]} layers" if recurrent else ""
+            raise ConfigError(
+                f"--cp-ring-layout balanced serves GPT models alone, not {shown}{what}: give --cp-ring-layout zigzag"
+            )
+        if recurrent and config.layout != "zigzag":
+            raise ConfigError(
+                f"--cp-ring-layout {config.layout} does not serve the {recurrent[0]} layers of {shown}: give zigzag"
+            )
+        if recurrent and config.document_mask:
+            raise ConfigError(
+                f"--cp-ring-document-mask does not reach the {recurrent[0]} layers of {shown}, whose state would run across "
+                "documents: leave it out"
+            )
 
 
 def check_windows(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.megatron import worker
@@ -63,9 +64,38 @@ def train(
     those of tests.parity.faults and deliveries, `codes` (job: exit code) those that end with another code than 0.
     """
     for name, flags in jobs.items():
-        log = folder / f"{name}.log"
-        job = _job(name, flags, common, faults or {}, data or {})
-        assert fork(ranks, (job, folder, log)) == (codes or {}).get(name, 0), f"{name}:\n{log.read_text()[-6000:]}"
+        done = attempt(ranks, name, flags, folder, common, (faults or {}).get(name, ""), (data or {}).get(name, ""))
+        assert done.code == (codes or {}).get(name, 0), f"{name}: exit code {done.code} {done.refused}\n{done.output}"
+
+
+@dataclass
+class Outcome:
+    """Of a job: loss and gradient norm of each step, losses of the validation passes; exit code, end of the output, refusal."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    code: int = 0
+    output: str = ""
+    refused: str = ""
+
+
+def attempt(
+    ranks: int, name: str, flags: list[str], folder: Path, common: list[str] = TINY, fault: str = "", data: str = ""
+) -> Outcome:
+    """Runs one job as `train` does, and tells what became of it."""
+    log = folder / f"{name}.log"
+    code = fork(ranks, (_job(name, flags, common, fault, data), folder, log))
+    steps, lines = trace(folder, name).values(), _lines(folder, name)
+    passes = {line["pass"]: line["validation"] for line in lines if line.get("validation") is not None}
+    return Outcome(
+        losses=[step["loss"] for step in steps],
+        grad_norms=[step["grad_norm"] for step in steps],
+        validation=[passes[number] for number in sorted(passes)],
+        code=code,
+        output=log.read_text()[-6000:] if log.exists() else "",
+        refused=next((line["refused"] for line in lines if "refused" in line), ""),
+    )
 
 
 def fork(ranks: int, job: tuple, timeout_s: float = 300) -> int:
@@ -94,22 +124,21 @@ def fork(ranks: int, job: tuple, timeout_s: float = 300) -> int:
     return failed or next((p.exitcode for p in processes if p.exitcode), 0)
 
 
-def _job(name: str, flags: list[str], common: list[str], faults: dict[str, str], data: dict[str, str]) -> dict:
+def _job(name: str, flags: list[str], common: list[str], fault: str, data: str) -> dict:
     script = [] if flags[0].startswith("-") else flags[:1]
-    return {
-        "name": name,
-        "argv": script + common + flags[len(script) :],
-        "fault": faults.get(name, ""),
-        "data": data.get(name, ""),
-    }
+    return {"name": name, "argv": script + common + flags[len(script) :], "fault": fault, "data": data}
 
 
 def trace(folder: Path, name: str) -> dict[int, dict]:
     """Per step of job `name`: loss, grad_norm, and the sorted checksums of all sequences that any rank read."""
     steps: dict[int, dict] = {}
-    for path in sorted(folder.glob(f"{name}.*.jsonl")):
-        for line in map(json.loads, path.read_text().splitlines()):
+    for line in _lines(folder, name):
+        if "step" in line:
             step = steps.setdefault(line["step"], {"loss": None, "grad_norm": line["grad_norm"], "rows": set()})
             step["loss"] = line["loss"] if line["loss"] is not None else step["loss"]
             step["rows"] |= set(line["rows"])
     return steps
+
+
+def _lines(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for path in sorted(folder.glob(f"{name}.*.jsonl")) for line in path.read_text().splitlines()]

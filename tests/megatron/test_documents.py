@@ -3,6 +3,7 @@
 import importlib
 import shlex
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
-from cp_ring.patches import mtp_roll, rotary_documents
+from cp_ring.patches import loss_bias, mtp_roll, rotary_documents
 from tests.megatron import documents as corpora
 from tests.megatron.launch import HERE, MODEL, TRAIN, trace, train
 from tests.parity.deliveries import cut
@@ -115,6 +116,29 @@ def test_boundaries_are_those_that_came_with_the_microbatch():
     assert documents_of(described, 16, 2, False) is documents_of(described, 16, 2, False)
 
 
+def test_a_stage_without_the_microbatch_says_so(monkeypatch):
+    from cp_ring import ContextParallelConfig
+    from cp_ring.megatron import gpt
+
+    names = ("get_context_parallel_rank", "get_tensor_model_parallel_rank")
+    for name in names:
+        monkeypatch.setattr(gpt.parallel_state, name, lambda: 0)
+    monkeypatch.setattr(gpt.parallel_state, "get_context_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(gpt, "_first_or_last_stage", lambda vp_stage: False)
+    arguments = SimpleNamespace(position_embedding_type="rope")
+    monkeypatch.setattr(gpt, "get_args", lambda: arguments)
+    before = settings.current()
+    settings.configure(ContextParallelConfig.make(enabled=True, document_mask=True))
+    try:
+        with pytest.raises(ConfigError, match="--cp-ring-document-mask: this pipeline stage has no data set to take document"):
+            gpt.get_batch(None, None)
+        arguments.position_embedding_type = "mrope"
+        with pytest.raises(ConfigError, match="--position-embedding-type mrope: a middle pipeline stage has no position ids"):
+            gpt.get_batch(None, None)
+    finally:
+        settings.configure(before)
+
+
 # Attention, rotary positions and rolls over ranks
 
 
@@ -213,6 +237,24 @@ def test_the_next_token_is_that_of_the_same_document(pool, cp, how):
         assert torch.equal(torch.cat([part[1] for part in parts])[place], expected.to(dtype))
 
 
+def measure(group):
+    """What a meter says of microbatches whose loss sums and token counts on rank 0 are not those on the other ranks."""
+    said, few = [], group.rank() == 0
+    meter = loss_bias.Meter(group, said.append)
+    for _ in range(loss_bias.MICROBATCHES):
+        meter.read((torch.tensor(2.0 if few else 24.0), torch.tensor(2 if few else 8), {}))
+    meter.read((torch.tensor(100.0), torch.tensor(1), {}))  # one too many
+    loss_bias.Meter(group, said.append).read((torch.tensor(1.0), {}))
+    return said
+
+
+def test_the_measured_bias_is_that_of_a_mean_of_means(pool):
+    for said in pool.run(measure, 2):
+        line, unknown = said
+        assert "by how much is unknown" in unknown
+        assert "is off by up to -23.08% (tokens that count on each rank: 2, 8)" in line  # (1 + 3) / 2 for 26 / 10
+
+
 # Training: the baseline is stock Megatron at cp 1 with dense masks; all jobs start from one checkpoint.
 
 SCRIPT = str(HERE / "packing_script.py")
@@ -246,26 +288,30 @@ SLOW = {
     "tp2cp2_balanced_recomputed": DOCUMENTS + sizes(tp=2, cp=2) + BALANCED + RECOMPUTE,
     "inter_document_dp2cp2": [SCRIPT, *INTER, *sizes(cp=2)],
 }
+BIASED = {"biased": [SCRIPT, *INTER, *sizes(cp=4)]}
 FAULTS = {"shifted": "boundary shifted by one", "merged": "documents merged", "misplaced": "positions of zigzag"}
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
+    return stock_run(tmp_path_factory.mktemp("documents"))
+
+
+def stock_run(folder, model=()):
     """A folder with the stock run's trace, the checkpoint that all jobs start from, and the flags for it."""
-    folder = tmp_path_factory.mktemp("documents")
     prefix = corpora.write(folder / "corpus")
-    common = [*MODEL, *corpora.data(prefix), *TRAIN, "--num-layers", "4", "--train-iters", "3", "--calculate-per-token-loss"]
+    common = [*MODEL, *corpora.data(prefix), *TRAIN, "--num-layers", "4", "--train-iters", "3", *model]
     common += shlex.split(f"--dataloader-type single --num-workers 0 --data-cache-path {folder}/cache --init-method-std 0.1")
-    load = shlex.split(f"--load {folder}/seed --finetune --no-load-optim --no-load-rng")
+    load = shlex.split(f"--load {folder}/seed --finetune --no-load-optim --no-load-rng --calculate-per-token-loss")
     seed = shlex.split(f"--cp-ring-cpu --train-iters 1 --save-interval 1 --save {folder}/seed")
     stock = [SCRIPT, "--cp-ring-cpu", "--reset-attention-mask", *RESETS, *load]
     train(1, {"seed": seed, "stock": stock}, folder, common)
     return folder, common, load
 
 
-def begin(start, jobs, faults=None):
+def begin(start, jobs, faults=None, more=None):
     folder, common, load = start
-    train(4, {name: flags + load for name, flags in jobs.items()}, folder, common, faults)
+    train(4, {name: flags + load for name, flags in jobs.items()} | (more or {}), folder, common, faults)
 
 
 def errors(folder, job):
@@ -276,9 +322,10 @@ def errors(folder, job):
 
 
 def test_documents_train_as_under_stock_megatrons_dense_masks(start):
-    begin(start, FAST)
+    begin(start, FAST, more=BIASED)
     for job in FAST:
         assert max(errors(start[0], job)) < 1e-5, (job, errors(start[0], job))
+    assert (start[0] / "biased.log").read_text().count("cp_ring: without --calculate-per-token-loss") == 1
 
 
 @pytest.mark.slow
@@ -286,6 +333,16 @@ def test_documents_train_as_under_stock_megatrons_dense_masks_in_every_split(sta
     begin(start, SLOW)
     for job in SLOW:
         assert max(errors(start[0], job)) < 1e-5, (job, errors(start[0], job))
+
+
+@pytest.mark.slow
+def test_experts_train_on_several_packed_rows_a_microbatch(tmp_path):
+    experts = shlex.split("--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --micro-batch-size 2")
+    start = stock_run(tmp_path, experts)
+    jobs = {"inter": [SCRIPT, *INTER, *sizes(cp=4)], "balanced": DOCUMENTS + sizes(cp=4) + BALANCED}
+    begin(start, jobs)
+    for job in jobs:
+        assert max(errors(tmp_path, job)) < 1e-5, (job, errors(tmp_path, job))
 
 
 @pytest.mark.slow

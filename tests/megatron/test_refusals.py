@@ -89,7 +89,19 @@ def parse(monkeypatch):
         ),
         (
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--hybrid-override-pattern", "M*M*"],
-            "balanced serves GPT models alone, not --hybrid-override-pattern",
+            "balanced serves GPT models alone, not --hybrid-override-pattern M*M*, least of all Mamba layers: give",
+        ),
+        (
+            ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--hybrid-layer-pattern", "*-*-"],
+            "balanced serves GPT models alone, not --hybrid-layer-pattern *-*-: give",
+        ),
+        (
+            ["--cp-ring-layout", "contiguous", "--hybrid-layer-pattern", "G*-"],
+            "--cp-ring-layout contiguous does not serve the gated delta net layers of --hybrid-layer-pattern G*-: give zigzag",
+        ),
+        (
+            ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-"],
+            "--cp-ring-document-mask does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),
         (["--cp-ring-document-mask", "--dataloader-inter-document-masking"], "give the latter alone"),
         (["--sequence-parallel"], "--sequence-parallel needs TransformerEngine's or Apex's norms"),

@@ -1,12 +1,13 @@
 """One rank of a test job: runs a training job and writes what each step did.
 
 A job is {"name", "argv"}, where a first word that is no flag is a script for cp_ring.run; "fault" and "data" may name one of
-tests.parity.faults and deliveries. The trace of a job goes to FOLDER/name.RANK.jsonl, one line a step: step, loss and gradient
+tests.parity.faults and deliveries. The trace of a job goes to FOLDER/name.RANK.jsonl: for each step its number, loss and gradient
 norm at full precision, a checksum of each sequence that this rank read, how many hops it has executed since the job began, and
-how many bytes it keeps for recomputations.
+how many bytes it keeps for recomputations; for each validation pass its loss; and why it was refused, if it was.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -19,36 +20,58 @@ from tests.parity.faults import planted
 rows: list[str] = []
 
 
+REFUSED = 2
+
+
+class Refused(Exception):
+    """A job ended before it trained, with a message for its user."""
+
+
 def observe(path: Path, ledger) -> None:
-    """Makes Megatron write a line to `path` after each training step."""
+    """Makes Megatron write a line to `path` after each training step and each validation pass."""
     import megatron.training.training as training
 
     from cp_ring.megatron import gpt, recompute
 
-    rows.clear()  # of a last evaluation
-    training_log, next_batch = training.training_log, gpt._next_batch
+    training_log, evaluate, next_batch = training.training_log, training.evaluate, gpt._next_batch
+    passes = itertools.count()
 
     def log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named):
         grad_norm = rest[3]
         line = {"step": iteration, "loss": float(loss_dict["lm loss"]) if loss_dict else None, "grad_norm": float(grad_norm)}
         line |= {"rows": sorted(rows), "hops": ledger.hops, "kept": recompute.kept_bytes()}
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        write(path, line)
         rows.clear()
         return training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named)
+
+    def evaluate_and_tell(*args, **kwargs):
+        answer = evaluate(*args, **kwargs)
+        write(path, {"pass": next(passes), "validation": float(answer[0]["lm loss"]) if answer[0] else None})
+        return answer
 
     def read(data_iterator):
         batch = next_batch(data_iterator)
         rows.extend(hashlib.sha1(row.numpy().tobytes()).hexdigest() for row in batch["tokens"])
         return batch
 
-    training.training_log, gpt._next_batch = log, read
+    training.training_log, training.evaluate, gpt._next_batch = log, evaluate_and_tell, read
+
+
+def write(path: Path, line: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def refuse(message: str) -> None:
+    raise Refused(message)
 
 
 def run(job: dict, folder: Path) -> None:
     """Trains as the job's flags say."""
     from cp_ring import pretrain_gpt
     from cp_ring import run as scripts
+    from cp_ring.errors import ConfigError, KernelError, PlanError
+    from cp_ring.megatron import refuse as refusals
     from cp_ring.megatron import settings
     from cp_ring.observe.ledger import record
 
@@ -56,10 +79,17 @@ def run(job: dict, folder: Path) -> None:
     if "--cp-ring" in job["argv"] and "--cp-ring-certify" not in job["argv"]:
         job["argv"].append("--no-cp-ring-certify")  # which tests of its own have
     sys.argv = ["cp_ring.run" if by_script else "pretrain_gpt", *job["argv"]]
-    settings.install(sys.argv[1:])
-    with record() as ledger, delivered(job["data"]), planted(job["fault"]):
-        observe(folder / f"{job['name']}.{os.environ['RANK']}.jsonl", ledger)
-        scripts.main() if by_script else pretrain_gpt.main()
+    path = folder / f"{job['name']}.{os.environ['RANK']}.jsonl"
+    path.unlink(missing_ok=True)
+    refusals.refuse = refuse
+    try:
+        settings.install(sys.argv[1:])
+        with record() as ledger, delivered(job["data"]), planted(job["fault"]):
+            observe(path, ledger)
+            scripts.main() if by_script else pretrain_gpt.main()
+    except (Refused, ConfigError, KernelError, PlanError) as error:
+        write(path, {"refused": str(error)})
+        sys.exit(REFUSED)
 
 
 def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path) -> None:

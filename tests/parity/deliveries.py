@@ -1,9 +1,10 @@
-"""Microbatches as training scripts may deliver them: rows of short documents, and packed sequences (thd)."""
+"""Microbatches as training scripts may deliver them: rows of short documents, packed sequences (thd), uneven loss masks."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,10 @@ PADDED = 16  # every padded sequence is a multiple of this, so that it splits at
 
 @contextlib.contextmanager
 def delivered(how: str) -> Iterator[None]:
-    """Within the context Megatron's mock data consist of short documents ("documents"), which "thd" packs; "" changes nothing."""
+    """Within the context Megatron's mock data consist of short documents ("documents"), which "thd" packs.
+
+    With "uneven" the loss counts tokens of the middle alone, unevenly; "" changes nothing.
+    """
     if not how:
         yield
         return
@@ -23,9 +27,23 @@ def delivered(how: str) -> Iterator[None]:
 
     from cp_ring.megatron import gpt
 
+    if how == "uneven":
+        with patch.object(gpt, "_next_batch", functools.partial(_uneven, gpt._next_batch)):
+            yield
+        return
+
     batches = _packed_batch if how == "thd" else gpt.get_batch
     with patch.object(MockGPTLowLevelDataset, "max_sequence_length", 24), patch.object(gpt, "get_batch", batches):
         yield
+
+
+def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, torch.Tensor]:
+    """Of the row's first and last eighth, all that the first of 4 ranks holds, no token counts; of the rest two thirds do."""
+    batch = next_batch(data_iterator)
+    n = batch["loss_mask"].shape[1]
+    place = torch.arange(n)
+    batch["loss_mask"][:, (place < n // 8) | (place >= n - n // 8) | (place % 3 == 1)] = 0
+    return batch
 
 
 def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:

@@ -104,6 +104,27 @@ def _roll_across(last: Any, documents: Any) -> Any:
     return torch.arange(documents.layout.n) == documents.layout.n - 2
 
 
+def _loss() -> Any:
+    from cp_ring.megatron import gpt
+
+    return gpt, "loss_function"
+
+
+def _averaged_by_rank(loss_function: Any, loss_mask: Any, losses: Any) -> Any:
+    loss, tokens, report = loss_function(loss_mask, losses)
+    return loss / tokens.clamp(min=1), torch.ones_like(tokens), report
+
+
+def _masks() -> Any:
+    from cp_ring.patches.mtp_roll import MaskOfAllRanks
+
+    return MaskOfAllRanks, "of"
+
+
+def _counted_by_rank(of: Any, part: Any, mean: Any) -> Any:
+    return of(part, torch.Tensor.sum(part))
+
+
 def _windows() -> Any:
     from cp_ring.megatron import compat
 
@@ -111,6 +132,8 @@ def _windows() -> Any:
 
 
 FAULTS = {
+    "loss averaged by rank": lambda: (*_loss(), _averaged_by_rank),
+    "tokens counted by rank": lambda: (*_masks(), _counted_by_rank),
     "boundary shifted by one": lambda: (_documents(), "mask", _shifted),
     "documents merged": lambda: (_documents(), "mask", _merged),
     "positions of zigzag": lambda: (_documents(), "positions", _positions_of_zigzag),

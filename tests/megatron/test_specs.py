@@ -1,0 +1,200 @@
+"""Every kind of model that Megatron builds gets ring attention in each of its attention layers, and nothing else does."""
+
+import functools
+import json
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from cp_ring import patches
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.core_attention import RingDotProductAttention
+from cp_ring.megatron.specs import with_ring_attention
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present")
+
+SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path):
+    """Megatron's process groups for a job of one rank in this process, on the CPU, with ring attention."""
+    names = ("cpu_runtime", "core_attention")
+    for name in names:
+        patches.get(name).apply()
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", world_size=1, rank=0)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    for name in reversed(names):
+        patches.get(name).revert()
+
+
+def config(layers=2, kind=TransformerConfig, **values):
+    return kind(num_layers=layers, **(SIZES | values))
+
+
+def latent():
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
+    return config(kind=MLATransformerConfig, multi_latent_attention=True, rope_type="rope", **sizes)
+
+
+def gpt(settings, spec, **more):
+    return GPTModel(settings, spec, vocab_size=32, max_sequence_length=16, **more)
+
+
+def plain():
+    return gpt(config(), get_gpt_layer_local_spec(normalization="RMSNorm"))
+
+
+def mla():
+    return gpt(latent(), get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm"))
+
+
+def experts():
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
+    return gpt(config(num_moe_experts=4), spec)
+
+
+def predictions():
+    settings, spec = config(mtp_num_layers=2), get_gpt_layer_local_spec(normalization="RMSNorm")
+    return gpt(settings, spec, mtp_block_spec=get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=False))
+
+
+def heterogeneous():
+    """Four layers, of which the second has no attention and the third a linear layer in its place."""
+    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+
+    attention = {"no_op": False, "replace_with_linear": False, "num_query_groups": 2}
+    none = attention | {"num_query_groups": None}
+    others = (none | {"no_op": True}, none | {"replace_with_linear": True})
+    blocks = [attention, *others, attention]
+    mlp = {"no_op": False, "replace_with_linear": False, "ffn_hidden_size": 64}
+    encoded = json.dumps({"block_configs": [{"attention": block, "mlp": mlp} for block in blocks]})
+    settings = config(4, HeterogeneousTransformerConfig, heterogeneous_layers_config_encoded_json=encoded)
+    return gpt(settings, get_gpt_heterogeneous_layer_spec(settings, use_te=False))
+
+
+def hybrid(pattern="*-*E*", **changes):
+    """HybridModel, whose last norm must be TransformerEngine's: there torch's stands for it."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from tests.parity import specs
+
+    settings = config(len(pattern), num_moe_experts=4, moe_grouped_gemm=False, **changes)
+    return HybridModel(settings, specs.hybrid, 32, 16, hybrid_layer_pattern=pattern)
+
+
+def modelopt(monkeypatch, **values):
+    """ModelOpt's norm is TransformerEngine's; torch's stands for it."""
+    from megatron.core.post_training.modelopt.gpt import model_specs
+
+    monkeypatch.setattr(model_specs, "Norm", WrappedTorchNorm)
+    settings = config(**values)
+    return gpt(settings, model_specs.get_gpt_modelopt_spec(settings, local_core_attention=True))
+
+
+def count(model):
+    kinds = [type(module) for module in model.modules()]
+    assert DotProductAttention not in kinds
+    return kinds.count(RingDotProductAttention)
+
+
+@pytest.mark.parametrize(
+    ("build", "layers"), [(plain, 2), (mla, 2), (experts, 2), (predictions, 4), (heterogeneous, 2), (hybrid, 3)]
+)
+def test_every_attention_layer_is_replaced(build, layers):
+    assert count(build()) == layers
+
+
+@pytest.mark.parametrize("values", [{}, {"num_moe_experts": 4, "moe_grouped_gemm": False, "moe_layer_freq": 2}])
+def test_every_attention_layer_of_modelopts_models_is_replaced(monkeypatch, values):
+    assert count(modelopt(monkeypatch, **values)) == 2
+
+
+def test_without_the_patch_they_are_stock(monkeypatch):
+    patches.get("core_attention").revert()
+    kinds = [type(module) for module in plain().modules()]
+    assert kinds.count(DotProductAttention) == 2 and RingDotProductAttention not in kinds
+
+
+def test_a_spec_by_hand_needs_no_patch():
+    patches.get("core_attention").revert()
+    assert count(gpt(config(), with_ring_attention(get_gpt_layer_local_spec(normalization="RMSNorm")))) == 2
+
+
+def test_a_hybrid_spec_by_hand_refuses_only_what_is_built():
+    from tests.parity import specs
+
+    made = with_ring_attention(specs.hybrid).submodules
+    assert made.attention_layer.submodules.self_attention.submodules.core_attention is RingDotProductAttention
+    refused = made.dsa_layer.submodules.self_attention.submodules.core_attention
+    with pytest.raises(ConfigError, match=r"^--cp-ring replaces DotProductAttention and TEDotProductAttention, not DSAttention"):
+        build_module(refused, config=config(), layer_number=1)
+
+
+class OtherAttention(torch.nn.Module):
+    """A core attention that cp_ring does not know."""
+
+
+@pytest.mark.parametrize(
+    "other", [OtherAttention, ModuleSpec(module=OtherAttention), functools.partial(OtherAttention, config=None)]
+)
+def test_another_core_attention_is_refused_by_name(other):
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = other
+    with pytest.raises(
+        ConfigError, match=r"--cp-ring replaces DotProductAttention and TEDotProductAttention, not OtherAttention"
+    ):
+        gpt(config(), spec)
+
+
+def test_sparse_attention_in_a_hybrid_model_is_refused_by_name():
+    with pytest.raises(ConfigError, match="not DSAttention"):
+        hybrid("D-", kind=MLATransformerConfig, multi_latent_attention=True, kv_lora_rank=8)
+
+
+def test_cross_attention_is_refused():
+    from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec
+
+    layer = get_t5_decoder_with_local_block_spec(1).layer_specs[0]
+    with pytest.raises(ConfigError, match="--cp-ring serves self attention; layer 1 is cross attention"):
+        build_module(layer, config=config(1, normalization="LayerNorm"), layer_number=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"softmax_type": "learned-twice"}, "--cp-ring serves --softmax-type vanilla, off-by-one, learnable, not learned-twice"),
+        ({"window_size": (4, 2)}, r"--window-size \(4, 2\): a causal layer sees nothing after its own position"),
+        ({"window_size": (4, 0), "window_attn_skip_freq": [1]}, "--window-attn-skip-freq has 1 entries, but there is a layer 2"),
+        ({"attention_dropout": 0.1}, "--attention-dropout 0, not 0.1"),
+        ({"qk_clip": True}, "leave out --qk-clip"),
+        ({"log_max_attention_logit": True}, "leave out --qk-clip and --log-max-attention-logit"),
+    ],
+)
+def test_what_a_layer_declares_and_no_kernel_can_do_is_refused(changes, message):
+    settings = config()
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        gpt(settings, get_gpt_layer_local_spec(normalization="RMSNorm"))
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,41 @@
+"""Layer specifications for `--spec tests.parity.specs NAME` that need TransformerEngine's or Apex's norms elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.post_training.modelopt.hybrid import model_specs
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+class Norm(torch.nn.RMSNorm):
+    """torch's RMSNorm of a part of the sequence: Megatron sums its weight's gradient over the tensor-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def sequence_parallel(config: Any) -> TransformerBlockSubmodules:
+    """Megatron's local layers with a norm that serves --sequence-parallel."""
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm")
+    layer = dataclasses.replace(
+        spec, submodules=dataclasses.replace(spec.submodules, input_layernorm=Norm, pre_mlp_layernorm=Norm)
+    )
+    return TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=Norm)
+
+
+def _hybrid() -> ModuleSpec:
+    with patch.object(model_specs, "Norm", WrappedTorchNorm):
+        return model_specs.get_hybrid_stack_modelopt_spec(local_core_attention=True)
+
+
+hybrid_block.TENorm = WrappedTorchNorm  # a HybridStack's last norm, whatever its specification says
+hybrid = _hybrid()
