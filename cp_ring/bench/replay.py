@@ -70,10 +70,11 @@ def replay(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num
 def run_of(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num_slots: int = 2,
            bandwidth: float | None = None) -> _Run:  # fmt: skip
     """What one rank runs, with a transport that copies within the device."""
-    chosen = choose(kernel, device=torch.device(sizes.device), dtype=sizes.dtype, d=sizes.d, e=sizes.e)
+    row, device = plan.row(rank), torch.device(sizes.device)
+    chosen = choose(kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=row.packed)
     transport = LoopbackTransport(rank, plan.cp, bandwidth) if plan.cp > 1 else None
     sums = torch.promote_types(sizes.dtype, torch.float32)
-    return _Run(plan.row(rank), transport, chosen, sizes.d**-0.5, num_slots, sizes.dtype, sums)
+    return _Run(row, transport, chosen, sizes.d**-0.5, num_slots, sizes.dtype, sums)
 
 
 def measure(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, repeats: int) -> dict[str, float]:
@@ -166,9 +167,12 @@ def _bare(step: Step, kernel: AttentionKernel, inputs: tuple[Tensor, ...], scale
 
 
 def efficiency(cp: int, mask: Mask, sizes: Sizes, *, kernel: str = "auto", repeats: int = 5, bandwidth: float | None = None,
-               whole: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
-    """Every rank of `cp` in turn; the slowest against `whole`, which `single_call` measures unless given."""
-    plan = RingPlan.build(mask, Layout.zigzag(mask.n, cp))
+               whole: dict[str, Any] | None = None, layout: str = "zigzag") -> dict[str, Any]:  # fmt: skip
+    """Every rank of `cp` in turn; the slowest against `whole`, which `single_call` measures unless given.
+
+    `layout` is zigzag, or balanced for packed documents.
+    """
+    plan = RingPlan.build(mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(mask.n, cp))
     whole = whole or single_call(mask, sizes, repeats=repeats)
     ranks = [replay(plan, rank, sizes, kernel=kernel, repeats=repeats, bandwidth=bandwidth) for rank in range(cp)]
     slowest = {name: max(x[name] for x in ranks) for name in ("forward_s", "both_s")}
@@ -177,6 +181,7 @@ def efficiency(cp: int, mask: Mask, sizes: Sizes, *, kernel: str = "auto", repea
         "what": "single-device replay, no network",
         "cp": cp,
         "tokens": mask.n,
+        "layout": plan.layout.name,
         "kernel": ranks[0]["kernel"],
         "best_single_kernel": whole["kernel"],
         "bandwidth": bandwidth,

@@ -19,6 +19,7 @@ def bench_replay(
     kernel: Annotated[str, typer.Option(help="As --cp-ring-kernel.")] = "auto",
     window: Annotated[int, typer.Option(help="Keys that a query sees before its own; -1 for all.")] = -1,
     document: Annotated[int, typer.Option(help="Average tokens of packed documents; 0 for one sequence.")] = 0,
+    layout: Annotated[str, typer.Option(help="zigzag or balanced. Default: balanced with --document, else zigzag.")] = "",
     bandwidth: Annotated[float, typer.Option(help="GB a second of the link to pretend; 0 for none (CUDA alone).")] = 0.0,
     repeats: Annotated[int, typer.Option(help="Each time is the median of so many.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
@@ -35,6 +36,9 @@ def bench_replay(
         raise ConfigError(f"--dtype {dtype}: it is bfloat16, float16 or float32")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device; --device cpu plays on the CPU")
+    layout = layout or ("balanced" if document else "zigzag")
+    if layout not in ("zigzag", "balanced"):
+        raise ConfigError(f"--layout {layout}: it is zigzag or balanced")
     sizes = Sizes(tokens, heads, kv_heads, head_dim, head_dim, getattr(torch, dtype), device)
     rows = []
     for ranks in cp or [1, 2, 4, 8]:
@@ -42,7 +46,8 @@ def bench_replay(
         mask = (
             Mask.documents(samples.exponential(n, document, 0), window=(window, 0)) if document else Mask.causal(n, (window, 0))
         )
-        rows.append(efficiency(ranks, mask, sizes, kernel=kernel, repeats=repeats, bandwidth=bandwidth * 1e9 or None))
+        options = {"kernel": kernel, "repeats": repeats, "bandwidth": bandwidth * 1e9 or None, "layout": layout}
+        rows.append(efficiency(ranks, mask, sizes, **options))
     if as_json:
         typer.echo(json.dumps({**facts(), "rows": rows}))
         return

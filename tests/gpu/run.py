@@ -175,7 +175,8 @@ def replays(job: Job) -> list[dict[str, Any]]:
 
 def _packed(mask: Mask, cp: int, job: Job, kernel: str) -> dict[str, Any]:
     try:
-        return efficiency(cp, mask, job.sizes, kernel=kernel, repeats=job.repeats)
+        layout = "balanced" if mask.name == "documents" else "zigzag"
+        return efficiency(cp, mask, job.sizes, kernel=kernel, repeats=job.repeats, layout=layout)
     except KernelError as error:
         return {"kernel": kernel, "refused": str(error)}
 

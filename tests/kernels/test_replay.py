@@ -33,6 +33,15 @@ def test_efficiency_row():
     assert row["kernel"] == "cpu"
 
 
+def test_documents_are_balanced():
+    mask = Mask.documents([0, 100, 104, 120, 128])
+    plan = RingPlan.build(mask, Layout.balanced(mask, 2))
+    row = efficiency(2, mask, SIZES, repeats=1, layout="balanced", whole={"kernel": "none", "forward_s": 1.0, "both_s": 1.0})
+    assert row["layout"] == plan.layout.name
+    sent = max(sum(hop.receive.tokens for hop in plan.row(r).hops if hop.receive) for r in range(2))
+    assert row["bytes_received"] >= 2 * sent * SIZES.g * (SIZES.d + SIZES.e) * 4
+
+
 def test_single_call_is_one_kernel_call():
     found = single_call(Mask.causal(96), SIZES, repeats=1)
     assert found["kernel"] == "cpu"
