@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from cp_ring.errors import ConfigError
-from cp_ring.job import attempts, slurm
+from cp_ring.job import attempts, hops, slurm
 from cp_ring.job import command as commands
 from cp_ring.job import config as configs
+from cp_ring.job.placement import Placement
 from cp_ring.job.train import prepare_corpus, record_job, say
 
 
@@ -63,13 +64,15 @@ def submit(
     check(job, resources, source)
     if not dry_run and shutil.which("sbatch") is None:
         raise ConfigError("cp-ring submit: no sbatch here; run it on a login node, or train without Slurm: cp-ring train")
+    _placement(resources, site)
     corpus = commands.find_corpus(job)
     script, line = build(job, resources, site, commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu"))
     text = script.render((_folder() / "train.sbatch").read_text())
     slurm.lint(text)
     if dry_run:
         print(text, end="")
-        print(f"cp_ring: {shlex.join(line)}", file=sys.stderr)
+        for said in [*hops.lines(job, _placement(resources, site)), shlex.join(line)]:
+            print(f"cp_ring: {said}", file=sys.stderr)
         return None
     _refuse_second(script.run_dir)
     if corpus is not None:
@@ -119,6 +122,17 @@ def build(job: configs.JobConfig, resources: slurm.Resources, site: Site, flags:
         srun_options=site.srun_options(run_dir),
     )
     return script, ["sbatch", f"--output={slurm.output_pattern(run_dir / 'logs')}", str(run_dir / "job.sbatch")]
+
+
+def _placement(resources: slurm.Resources, site: Site) -> Placement:
+    """On the first hosts of --rank-order; without one, Slurm has yet to choose them."""
+    hosts = [f"node{index}" for index in range(resources.nodes)]
+    if site.rank_order:
+        named = site.rank_order.read_text().split()
+        if len(named) < resources.nodes:
+            raise ConfigError(f"--rank-order {site.rank_order}: it names {len(named)} hosts for --nodes {resources.nodes}")
+        hosts = named[: resources.nodes]
+    return Placement(tuple(hosts), resources.ranks_per_node)
 
 
 def _folder() -> Path:

@@ -34,7 +34,18 @@ def test_dry_run_prints_the_script_and_touches_nothing(file, tmp_path, capsys):
     assert "#SBATCH --nodes=2\n" in shown.out and f"RUN_DIR={tmp_path}/run\n" in shown.out
     assert "--context-parallel-size 4" in shown.out and "--cp-ring-cpu" in shown.out and "--exit-signal-handler" in shown.out
     assert f"sbatch --output={tmp_path}/run/logs/job-%j.log {tmp_path}/run/job.sbatch" in shown.err
+    assert "cp_ring: the first on node0 node0 node1 node1\ncp_ring: hop 1: " in shown.err
     assert not (tmp_path / "run").exists()
+
+
+def test_rank_order_names_the_hosts_of_the_dry_run(file, tmp_path, capsys):
+    (tmp_path / "order").write_text("n7\nn3\nn1\n")
+    submit(file, CPU, Site(rank_order=tmp_path / "order"), dry_run=True)
+    shown = capsys.readouterr()
+    assert "the first on n7 n7 n3 n3" in shown.err and f"RANK_ORDER={tmp_path}/order\n" in shown.out
+    (tmp_path / "order").write_text("n7\n")
+    with pytest.raises(ConfigError, match="it names 1 hosts for --nodes 2"):
+        submit(file, CPU, Site(rank_order=tmp_path / "order"), dry_run=True)
 
 
 def test_container(file, tmp_path):

@@ -1,0 +1,129 @@
+"""Which rank runs on which node, and what that makes of a ring plan: the hops and bytes that pass between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_ring.errors import ConfigError
+from cp_ring.plan.cost import Sizes
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.ring_plan import RingPlan
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`per_node` ranks on each of `hosts`, in this order: rank r is on hosts[r // per_node]."""
+
+    hosts: tuple[str, ...]
+    per_node: int
+
+    def __post_init__(self) -> None:
+        if not self.hosts or self.per_node < 1:
+            raise ConfigError(f"{len(self.hosts)} hosts of {self.per_node} ranks: there must be one of each at least")
+        twice = {host for host in self.hosts if self.hosts.count(host) > 1}
+        if twice:
+            raise ConfigError(f"the order of hosts names {min(twice)} twice")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.hosts) * self.per_node
+
+    @property
+    def nodes(self) -> Ints:
+        """Of each rank, the index of its host; int64 [ranks]."""
+        return np.arange(self.ranks) // self.per_node
+
+    def host(self, rank: int) -> str:
+        return self.hosts[rank // self.per_node]
+
+
+def order_from_file(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
+    """The job's `hosts` in the order of the lines of `text`, which may name others too. Raises `ConfigError`."""
+    lines = [line.strip() for line in text.splitlines()]
+    missing = [host for host in hosts if host not in lines]
+    if missing:
+        raise ConfigError(f"--rank-order: {missing[0]} is not in the file")
+    return tuple(line for line in lines if line in hosts)
+
+
+def context_groups(tp: int, cp: int, world: int) -> Ints:
+    """The context-parallel groups of Megatron's rank order (tensor ranks next to each other, then context ranks).
+
+    int64 [world / cp, cp]: the ranks of each group by their place in it. Where pipeline and data ranks go does not matter.
+    """
+    if world % (tp * cp):
+        raise ConfigError(f"tensor {tp} x context {cp} parallel size does not divide {world} ranks")
+    ranks = np.arange(world).reshape(-1, cp, tp)
+    return ranks.transpose(0, 2, 1).reshape(-1, cp)
+
+
+@dataclass(frozen=True)
+class HopTraffic:
+    """Keys and values that all groups together move at a hop of one layer's forward pass, in bytes.
+
+    `out` and `into` are those that leave and reach each node from or for another one, int64 [nodes].
+    """
+
+    hop: int
+    inside: int
+    between: int
+    out: Ints
+    into: Ints
+
+    @property
+    def busiest(self) -> int:
+        """Index of the node whose network has most to do."""
+        return int(np.maximum(self.out, self.into).argmax())
+
+
+def traffic(plan: RingPlan, groups: Ints, placement: Placement, token_bytes: int) -> list[HopTraffic]:
+    """What each hop that moves anything moves inside and between nodes; `token_bytes` are those of a token's keys and values."""
+    if groups.shape[1] != plan.cp or groups.max() >= placement.ranks:
+        raise ConfigError(f"groups of {groups.shape[1]} among {groups.max() + 1} ranks; the plan is for {plan.cp}")
+    moves, count = plan.transfers, len(placement.hosts)
+    sender, receiver = (placement.nodes[groups[:, side]] for side in (moves.sender, moves.receiver))  # [groups, moves]
+    size = np.broadcast_to(moves.tokens * token_bytes, sender.shape)
+    found = []
+    for hop in np.unique(moves.hop).tolist():
+        now = moves.hop == hop
+        source, target, amount = sender[:, now].ravel(), receiver[:, now].ravel(), size[:, now].ravel()
+        away = source != target
+        out, into = (np.bincount(nodes[away], amount[away], minlength=count).astype(np.int64) for nodes in (source, target))
+        found.append(HopTraffic(hop, int(amount[~away].sum()), int(amount[away].sum()), out, into))
+    return found
+
+
+def describe(placement: Placement, groups: Ints, hops: Sequence[HopTraffic]) -> list[str]:
+    """Lines for a person: where the first group runs, and which hops pass between nodes."""
+    cp = groups.shape[1]
+    nodes_of_group = [len(set(placement.nodes[group].tolist())) for group in groups]
+    line = f"each of {len(groups)} context-parallel groups of {cp} is on {_range(nodes_of_group)} of {len(placement.hosts)} nodes"
+    lines = [line, "the first on " + " ".join(placement.host(int(rank)) for rank in groups[0][:16]) + (" ..." if cp > 16 else "")]
+    if not any(hop.between for hop in hops):
+        return [*lines, "no hop passes between nodes"]
+    for hop in hops:
+        if hop.between:
+            node = hop.busiest
+            lines.append(
+                f"hop {hop.hop}: {_mib(hop.between)} of {_mib(hop.between + hop.inside)} a layer pass between nodes; "
+                f"{placement.hosts[node]} sends {_mib(int(hop.out[node]))}, receives {_mib(int(hop.into[node]))}"
+            )
+    local = [str(hop.hop) for hop in hops if not hop.between]
+    return [*lines, f"inside nodes: {'hops ' + ', '.join(local) if local else 'no hop'}"]
+
+
+def token_bytes(sizes: Sizes) -> int:
+    """Bytes of a token's keys and values."""
+    return sizes.key_width * sizes.element
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.2f} MiB"

@@ -1,0 +1,85 @@
+"""Training on a real Slurm of two nodes and four ranks, through all that ends a job before its time.
+
+Whatever happens, the losses of all tries together are those of a run that nobody disturbed, no step before the last checkpoint is
+done again, and no process is left.
+"""
+
+import os
+
+import pytest
+
+from tests import needs
+from tests.slurm.cluster import Job, running
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter", "pgrep")
+QUICK = ("--warn-seconds", "10", "--no-preflight")
+CP4 = {"parallel__context_parallel_size": 4}
+CP2_DP2 = {"parallel__context_parallel_size": 2, "parallel__data_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    needs.programs(*PROGRAMS)
+    if os.geteuid():
+        needs.skip_or_fail("only root can make the namespaces of a test cluster")
+    with running() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster):
+    """The losses of a job that nobody disturbs, for each size, run once."""
+    known = {}
+
+    def losses(size, train_iters=6):
+        key = tuple(size.items()), train_iters
+        if key not in known:
+            job = Job(cluster, f"undisturbed-{len(known)}", *QUICK, megatron__train_iters=train_iters, **size)
+            assert job.end() == "COMPLETED", job.logs()
+            assert (job.run_dir / "DONE").read_text() == f"{train_iters}\n" and job.restarts == 0
+            assert job.status()["state"] == "DONE" and job.saved == train_iters
+            known[key] = job.trace()
+            assert sorted(known[key]) == list(range(1, train_iters + 1))
+        return known[key]
+
+    return losses
+
+
+def same(job, expected):
+    """The whole trace is there and is that of the undisturbed run; no try began before the last checkpoint that was there."""
+    found = job.trace()
+    assert sorted(found) == sorted(expected), job.logs()
+    assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-6
+    assert job.starts == sorted(job.starts)
+    return True
+
+
+def kill_a_rank(job, index):
+    """SIGKILL for one rank, as the controller's namespace numbers it."""
+    pids = job.ranks()
+    assert len(pids) == 4, pids
+    job.cluster.run("kill", "-KILL", str(pids[index]))
+
+
+def test_rank_killed_then_warned_then_finished(cluster, undisturbed):
+    expected = undisturbed(CP4)
+    job = Job(cluster, "killed", *QUICK, megatron__save_interval=2, **CP4)
+    job.reach(3)
+    kill_a_rank(job, os.getpid() % 4)
+    cluster.until(lambda: job.restarts == 1)
+    killed_at = job.saved
+    assert killed_at >= 2 and "failed" in job.status()["last_stop"]
+    job.reach(killed_at + 1) if job.saved < 6 else None
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.end() == "COMPLETED", job.logs()
+    assert job.starts[1] == killed_at and same(job, expected)
+    assert job.status()["state"] == "DONE"
+
+
+def test_canceled_stays_canceled(cluster):
+    job = Job(cluster, "canceled", *QUICK, megatron__train_iters=2000, **CP4)
+    job.reach(2)
+    cluster.run("scancel", job.number)
+    assert job.end() == "CANCELLED"
+    assert job.restarts == 0 and not (job.run_dir / "DONE").exists()
+    assert job.saved >= 2 and "canceled" in job.status()["last_stop"]  # ranks save on SIGTERM
