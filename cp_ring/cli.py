@@ -16,6 +16,7 @@ from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.job.certify import certify_command
 from cp_ring.job.doctor_command import doctor_command
 from cp_ring.job.slurm_command import status_command, submit_command
+from cp_ring.job.slurm_command import preflight_command, status_command, submit_command
 from cp_ring.plan.command import plan_command
 
 app = typer.Typer(name="cp-ring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -32,6 +33,7 @@ bench.command("overlap")(bench_overlap)
 app.add_typer(bench, name="bench")
 app.command("submit")(submit_command)
 app.command("status")(status_command)
+app.command("preflight")(preflight_command)
 
 
 @app.callback()

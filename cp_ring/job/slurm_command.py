@@ -1,4 +1,4 @@
-"""The command lines of `cp-ring submit` and `cp-ring status`; what they do is imported when they run."""
+"""The command lines of `cp-ring submit`, `status` and `preflight`; what they do is imported when they run."""
 
 from __future__ import annotations
 
@@ -59,6 +59,18 @@ def submit_command(
     )
     site = Site(launcher, env_file, rank_order, container_image, container_mounts, python, preflight)  # type: ignore[arg-type]
     submit(config, resources, site, set_ or [], dry_run)
+
+
+def preflight_command(
+    config: Annotated[str, typer.Argument(help="A YAML file, the name of a packaged one, or the job.yaml of a run.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key; the value is read as YAML. Repeatable.")
+    ] = None,
+) -> None:
+    """Check hosts, software, run directory, GPUs and links before training: alone, or on all ranks by srun or torchrun."""
+    from cp_ring.job.preflight import main
+
+    raise typer.Exit(main(config, set_ or []))
 
 
 def status_command(

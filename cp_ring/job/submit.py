@@ -117,6 +117,7 @@ def build(job: configs.JobConfig, resources: slurm.Resources, site: Site, flags:
         checkpoints=commands.checkpoints(job),
         env_file=run_dir / "env.sh",
         command=[python, "-m", commands.ENTRY, *flags],
+        preflight=[python, "-m", "cp_ring.cli", "preflight", str(run_dir / "job.yaml")] if site.preflight else [],
         launcher=site.launcher,
         rank_order=site.rank_order.absolute() if site.rank_order else None,
         srun_options=site.srun_options(run_dir),

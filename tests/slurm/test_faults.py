@@ -83,3 +83,94 @@ def test_canceled_stays_canceled(cluster):
     assert job.end() == "CANCELLED"
     assert job.restarts == 0 and not (job.run_dir / "DONE").exists()
     assert job.saved >= 2 and "canceled" in job.status()["last_stop"]  # ranks save on SIGTERM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_data_parallel_ranks_killed(cluster, undisturbed, launcher):
+    expected = undisturbed(CP2_DP2)
+    job = Job(cluster, f"killed-{launcher}", *QUICK, "--launcher", launcher, megatron__save_interval=2, **CP2_DP2)
+    job.reach(3)
+    kill_a_rank(job, 2)
+    assert job.end() == "COMPLETED", job.logs()
+    assert job.restarts == 1 and job.starts[1] >= 2 and same(job, expected)
+
+
+@pytest.mark.slow
+def test_torchrun_saves_when_warned(cluster, undisturbed):
+    job = Job(cluster, "warned-torchrun", *QUICK, "--launcher", "torchrun", megatron__train_iters=60, **CP4)
+    job.reach(2)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.end() == "COMPLETED", job.logs()
+    assert job.restarts == 1 and same(job, undisturbed(CP4, 60))
+
+
+@pytest.mark.slow
+def test_lost_node(cluster, undisturbed):
+    """The node that does not hold the batch script, then the one that does."""
+    expected = undisturbed(CP2_DP2)
+    job = Job(cluster, "node-lost", *QUICK, megatron__save_interval=2, **CP2_DP2)
+    for node, step in (("n2", 3), ("n1", 5)):
+        job.reach(step)
+        cluster.kill_node(node)
+        tries = job.restarts
+        cluster.until(lambda tries=tries: job.restarts > tries, 90)
+        cluster.start_node(node)
+    assert job.end() == "COMPLETED", job.logs()
+    assert job.starts[1] >= 2 and same(job, expected)
+
+
+@pytest.mark.slow
+def test_silently_lost_link(cluster, undisturbed):
+    """Nothing is closed and nothing is refused: the node only does not answer any more, for a while."""
+    job = Job(cluster, "link-lost", *QUICK, megatron__save_interval=2, megatron__train_iters=60, **CP4)
+    job.reach(5)
+    cluster.run("ip", "link", "set", "v2", "down")
+    cluster.until(lambda: job.restarts == 1, 120)
+    cluster.run("ip", "link", "set", "v2", "up")
+    assert job.end() == "COMPLETED", job.logs()
+    assert job.starts[1] >= 4 and same(job, undisturbed(CP4, 60))
+
+
+@pytest.mark.slow
+def test_preempted_then_requeued(cluster, undisturbed):
+    job = Job(cluster, "preempted", *QUICK, megatron__train_iters=60, **CP4)
+    job.reach(2)
+    (cluster.folder / "urgent.sh").write_text("#!/bin/bash\nsleep 3\n")
+    options = ("--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null")
+    urgent = cluster.run("sbatch", *options, f"{cluster.folder}/urgent.sh")
+    assert urgent.returncode == 0, urgent.stderr
+    cluster.until(lambda: job.restarts == 1, 90)
+    assert job.saved >= 2
+    assert job.end() == "COMPLETED", job.logs()
+    assert job.starts[1] >= 2 and same(job, undisturbed(CP4, 60))
+
+
+@pytest.mark.slow
+def test_time_limit(cluster, undisturbed):
+    """Slurm's clock has a resolution of a minute: a limit of one minute warns at once when the lead is 50 s."""
+    options = ("--warn-seconds", "30", "--no-preflight", "--time", "1")
+    job = Job(cluster, "time-limit", *options, megatron__train_iters=2000, **CP4)
+    cluster.until(lambda: job.restarts == 1, 120)
+    assert job.saved == job.step > 0 and job.status()["last_stop"].startswith("warned")
+    cluster.run("scancel", job.number)
+    assert job.end() == "CANCELLED"
+    assert job.starts[1:] in ([], [job.saved]) and job.trace()
+
+
+@pytest.mark.slow
+def test_crash_loop_is_given_up(cluster):
+    """A model that every rank fails to build, in spite of all that can be checked before."""
+    job = Job(cluster, "crash-loop", *QUICK, megatron__make_vocab_size_divisible_by=0, **CP4)
+    assert job.end() == "FAILED"
+    assert job.restarts == 1 and not (job.run_dir / "DONE").exists()
+    stop = job.status()["last_stop"]
+    assert stop.startswith("given up") and "in 2 tries" in stop and "ZeroDivisionError" in stop
+
+
+@pytest.mark.slow
+def test_hostile_names(cluster):
+    job = Job(cluster, "a b'c\"d$(touch hacked)\ne", *QUICK, megatron__train_iters=2, **CP4)
+    assert job.end() == "COMPLETED", job.logs()
+    assert (job.run_dir / "DONE").exists() and job.saved == 2
+    assert not list(cluster.folder.rglob("hacked"))

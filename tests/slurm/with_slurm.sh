@@ -64,7 +64,7 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=5
+KillWait=30
 ${EXTRA_CONF:-}
 $(for name in "${names[@]}"; do echo "NodeName=$name CPUs=8 RealMemory=16000 State=UNKNOWN"; done)
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 State=UP

@@ -1,0 +1,206 @@
+"""What preflight makes of the facts that ranks report: pure functions from facts to findings, a line each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cp_ring.job.config import JobConfig
+
+CLOCK_S = 5.0
+FREE_BYTES = 2 * 2**30
+FREE_GPU_SHARE = 0.9
+SLOW_RANK, SLOW_LINK = 2.0, 4.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, on a line; `fatal` findings keep the job from training."""
+
+    fatal: bool
+    line: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """What rank `receiver` measured of `sender` at a hop: bytes per second at its best, and seconds of an empty message."""
+
+    hop: int
+    sender: int
+    receiver: int
+    rate: float
+    latency: float
+
+
+@dataclass
+class Facts:
+    """What one rank reports. Times are seconds, sizes bytes; `gpu` is {} without one."""
+
+    rank: int
+    host: str
+    address: str
+    interface: str
+    config_hash: str
+    versions: dict[str, str]
+    clock: float
+    writable: str
+    shared: bool
+    free: int
+    flops: float
+    gpu: dict[str, Any] = field(default_factory=dict)
+    links: list[Link] = field(default_factory=list)
+
+
+def judge(job: JobConfig, ranks: Sequence[Facts]) -> list[Finding]:
+    """All findings, fatal ones first."""
+    found = [*sizes(job, len(ranks), len({facts.host for facts in ranks}))]
+    for check in (same_everywhere, names, run_directory, clocks, gpus, slow_ranks, slow_links):
+        found += check(ranks)
+    return sorted(found, key=lambda finding: not finding.fatal)
+
+
+def sizes(job: JobConfig, world: int, hosts: int) -> Iterator[Finding]:
+    """The sizes in section parallel make the ranks that there are, alike on each node."""
+    if world == 1:
+        return  # alone, ahead of the job
+    if job.parallel.ranks != world:
+        yield Finding(True, f"section parallel makes {job.parallel.ranks} ranks, and {world} were started")
+    if world % hosts:
+        yield Finding(True, f"{world} ranks do not divide by {hosts} nodes")
+    elif job.parallel.tensor_model_parallel_size > world // hosts:
+        tp = job.parallel.tensor_model_parallel_size
+        yield Finding(False, f"parallel.tensor_model_parallel_size {tp} is more than the {world // hosts} ranks of a node: slow")
+
+
+def same_everywhere(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """Every rank reads the same job with the same software."""
+    for facts in ranks:
+        if facts.config_hash != ranks[0].config_hash:
+            yield Finding(True, f"rank {facts.rank} on {facts.host} reads another job.yaml than rank 0 on {ranks[0].host}")
+        for name, version in ranks[0].versions.items():
+            other = facts.versions.get(name)
+            if other != version:
+                where = f"rank {facts.rank} on {facts.host} has {name} {other}"
+                yield Finding(True, f"{where}, rank 0 on {ranks[0].host} has {version}")
+
+
+def names(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """Hosts can be reached by other hosts under their names, or the network device is named."""
+    if len({facts.host for facts in ranks}) == 1:
+        return
+    for facts in _one_per_host(ranks):
+        if facts.interface == "lo":
+            yield Finding(True, f"{facts.host}: GLOO_SOCKET_IFNAME is lo, which no other host reaches: name a device in env.sh")
+        elif facts.address.startswith("127.") and not facts.interface:
+            yield Finding(
+                True,
+                f"{facts.host}: its name means {facts.address}, which no other host reaches: set GLOO_SOCKET_IFNAME in env.sh",
+            )
+
+
+def run_directory(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """It is the same directory on all hosts, can be written, and has room."""
+    for facts in _one_per_host(ranks):
+        if facts.writable:
+            yield Finding(True, f"launch.run_dir cannot be written on {facts.host}: {facts.writable}")
+        elif not facts.shared:
+            yield Finding(
+                True, f"launch.run_dir is another directory on {facts.host} than on {ranks[0].host}: use a shared file system"
+            )
+    room = min(ranks, key=lambda facts: facts.free)
+    if room.free < FREE_BYTES:
+        yield Finding(False, f"launch.run_dir has {room.free / 2**30:.1f} GiB free on {room.host}: too little for checkpoints?")
+
+
+def clocks(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """All hosts have the same time, give or take what reading it takes."""
+    middle = statistics.median(facts.clock for facts in ranks)
+    for facts in _one_per_host(ranks):
+        if abs(facts.clock - middle) > CLOCK_S:
+            yield Finding(False, f"the clock of {facts.host} is {facts.clock - middle:+.0f} s off those of the others")
+
+
+def gpus(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """All ranks have a GPU or none has; it is of one kind, healthy, and free."""
+    kinds = {facts.gpu.get("name") for facts in ranks}
+    if len(kinds) > 1:
+        by_kind = {facts.gpu.get("name"): facts for facts in reversed(ranks)}
+        shown = ", ".join(
+            f"{facts.host} has {kind or 'none'}" for kind, facts in sorted(by_kind.items(), key=lambda item: str(item[0]))
+        )
+        yield Finding(None in kinds, f"GPUs differ: {shown}")
+    for facts in ranks:
+        where = f"GPU {facts.gpu.get('index')} of {facts.host}"
+        if facts.gpu.get("uncorrected_errors"):
+            yield Finding(True, f"{where}: {facts.gpu['uncorrected_errors']} uncorrected memory errors: leave out this node")
+        total, free = facts.gpu.get("total", 0), facts.gpu.get("free", 0)
+        if total and free < FREE_GPU_SHARE * total:
+            yield Finding(
+                False, f"{where}: only {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free: does another process use it?"
+            )
+
+
+def slow_ranks(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """No rank multiplies matrices at less than half the speed of the others; all wait for the slowest."""
+    middle = statistics.median(facts.flops for facts in ranks)
+    for facts in ranks:
+        if facts.flops * SLOW_RANK < middle:
+            yield Finding(
+                False,
+                f"slow rank {facts.rank} on {facts.host}: {facts.flops / 1e9:,.1f} GFLOP/s, the median is {middle / 1e9:,.1f}",
+            )
+
+
+def slow_links(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """No link is far slower than the better ones of its kind (inside a node, between nodes)."""
+    hosts = [facts.host for facts in ranks]
+    for away in (False, True):
+        best: dict[tuple[str, str], Link] = {}
+        for link in (link for facts in ranks for link in facts.links):
+            pair = hosts[link.sender], hosts[link.receiver]
+            if (pair[0] != pair[1]) == away and (pair not in best or link.rate > best[pair].rate):
+                best[pair] = link
+        if not best:
+            continue
+        good = (
+            max(link.rate for link in best.values())
+            if len(best) < 4
+            else statistics.quantiles([x.rate for x in best.values()])[2]
+        )
+        for (sender, receiver), link in sorted(best.items()):
+            if link.rate * SLOW_LINK < good:
+                yield Finding(
+                    False,
+                    f"slow link {sender} -> {receiver} (hop {link.hop}, rank {link.sender} to {link.receiver}): "
+                    f"{link.rate / 1e6:,.1f} MB/s, better ones {good / 1e6:,.1f}",
+                )
+
+
+def summary(ranks: Sequence[Facts]) -> Iterator[str]:
+    """Bandwidth and latency per hop, the slowest of its links."""
+    links = [link for facts in ranks for link in facts.links]
+    hosts = [facts.host for facts in ranks]
+    for hop in sorted({link.hop for link in links}):
+        mine = [link for link in links if link.hop == hop]
+        slow = min(mine, key=lambda link: link.rate)
+        latency = statistics.median(link.latency for link in mine)
+        yield (
+            f"hop {hop}: {slow.rate / 1e6:,.1f} to {max(link.rate for link in mine) / 1e6:,.1f} MB/s, {latency * 1e6:,.0f} us; "
+            f"slowest from rank {slow.sender} ({hosts[slow.sender]}) to rank {slow.receiver} ({hosts[slow.receiver]})"
+        )
+
+
+def slowest_rate(ranks: Sequence[Facts]) -> float | None:
+    """Bytes per second of the slowest link; None if none was measured."""
+    return min((link.rate for facts in ranks for link in facts.links), default=None)
+
+
+def from_json(data: Mapping[str, Any]) -> Facts:
+    """Facts that `dataclasses.asdict` and JSON have seen."""
+    return Facts(**{**data, "links": [Link(**link) for link in data["links"]]})
+
+
+def _one_per_host(ranks: Sequence[Facts]) -> list[Facts]:
+    return list({facts.host: facts for facts in reversed(ranks)}.values())[::-1]

@@ -1,0 +1,130 @@
+"""What preflight finds in the facts of the ranks, and what it does alone and on several ranks."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from cp_ring.job import config, hops
+from cp_ring.job.findings import Facts, Link, from_json, judge, summary
+from tests.slurm.job import TINY
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    return config.load(str(path))
+
+
+def healthy(rank, **changes):
+    facts = Facts(
+        rank=rank,
+        host=f"n{1 + rank // 2}",
+        address=f"10.0.0.{1 + rank // 2}",
+        interface="eth0",
+        config_hash="abc",
+        versions={"torch": "2.13.0", "Python": "3.12.1"},
+        clock=1000.0 + rank / 100,
+        writable="",
+        shared=True,
+        free=10**12,
+        flops=1e12,
+        gpu={"index": rank % 2, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "uncorrected_errors": 0},
+        links=[Link(hop, (rank - hop) % 4, rank, 1e9 + rank, 1e-4) for hop in (1, 2, 3)],
+    )
+    return dataclasses.replace(facts, **changes)
+
+
+def lines(job, changes):
+    found = judge(job, [healthy(rank, **changes.get(rank, {})) for rank in range(4)])
+    return [("error " if finding.fatal else "warning ") + finding.line for finding in found]
+
+
+def test_nothing_is_found_where_nothing_is_wrong(job):
+    assert lines(job, {}) == []
+
+
+GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "uncorrected_errors": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({3: {"config_hash": "abd"}}, "error rank 3 on n2 reads another job.yaml than rank 0 on n1"),
+        (
+            {2: {"versions": {"torch": "2.12.0", "Python": "3.12.1"}}},
+            "error rank 2 on n2 has torch 2.12.0, rank 0 on n1",
+        ),
+        ({2: {"interface": "", "address": "127.0.1.1"}}, "error n2: its name means 127.0.1.1, which no other host reaches"),
+        ({0: {"interface": "lo"}}, "error n1: GLOO_SOCKET_IFNAME is lo"),
+        ({2: {"writable": "Read-only file system"}}, "error launch.run_dir cannot be written on n2: Read-only file system"),
+        ({2: {"shared": False}}, "error launch.run_dir is another directory on n2 than on n1"),
+        ({2: {"free": 10**8}}, "warning launch.run_dir has 0.1 GiB free on n2"),
+        ({2: {"clock": 1090.0}, 3: {"clock": 1000.0}}, "warning the clock of n2 is +90 s off"),
+        ({1: {"gpu": {}}}, "error GPUs differ: n1 has H100, n1 has none"),
+        ({1: {"gpu": GPU | {"name": "A100"}}}, "warning GPUs differ: n1 has A100, n1 has H100"),
+        ({3: {"gpu": GPU | {"uncorrected_errors": 7}}}, "error GPU 1 of n2: 7 uncorrected memory errors"),
+        ({3: {"gpu": GPU | {"free": 20 * 2**30}}}, "warning GPU 1 of n2: only 20 of 80 GiB are free"),
+        ({3: {"flops": 4e11}}, "warning slow rank 3 on n2: 400.0 GFLOP/s, the median is 1,000.0"),
+        (
+            {r: {"links": [Link(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in (1, 2, 3)]} for r in (0, 1)},
+            "warning slow link n2 -> n1 (hop 1, rank 3 to 0): 1.0 MB/s, better ones 1,000.0",
+        ),
+    ],
+)
+def test_each_is_named_on_a_line(job, changes, line):
+    found = lines(job, changes)
+    assert [entry for entry in found if entry.startswith(line)], found
+    assert len(found) == 1 and "\n" not in found[0]
+
+
+def test_sizes(job):
+    assert "section parallel makes 4 ranks, and 6 were started" in judge(job, [healthy(rank) for rank in range(6)])[0].line
+    uneven = [healthy(0), healthy(1), healthy(2), healthy(3, host="n3"), *[healthy(rank) for rank in (2, 3)]][:5]
+    assert "5 ranks do not divide by 3 nodes" in [finding.line for finding in judge(job, uneven)]
+    parallel = job.parallel.model_copy(update={"tensor_model_parallel_size": 4, "context_parallel_size": 1})
+    wide = job.model_copy(update={"parallel": parallel})
+    (finding,) = judge(wide, [healthy(rank) for rank in range(4)])
+    assert not finding.fatal and "parallel.tensor_model_parallel_size 4 is more than the 2 ranks of a node" in finding.line
+
+
+def test_facts_survive_json():
+    assert from_json(json.loads(json.dumps(dataclasses.asdict(healthy(1))))) == healthy(1)
+    assert next(summary([healthy(rank) for rank in range(4)])).startswith(
+        "hop 1: 1,000.0 to 1,000.0 MB/s, 100 us; slowest from rank 3 (n2)"
+    )
+
+
+def test_prediction_follows_the_slower_of_link_and_arithmetic(job):
+    idle, busy = hops.predict(job, 1e9, 1e15), hops.predict(job, 1e15, 1e6)
+    assert idle.share < 0.01 and busy.share > 0.99
+    assert hops.predict(job, 1e9, 1e9).compute == pytest.approx(idle.compute)
+
+
+def alone(tmp_path, *options, **environment):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    line = [sys.executable, "-m", "cp_ring.cli", "preflight", str(path), *options]
+    return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+
+
+def test_alone_it_checks_this_host(tmp_path):
+    done = alone(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"cp_ring: preflight: 1 ranks on 1 hosts: may train", done.stdout)
+    blocked = tmp_path / "file"
+    blocked.touch()
+    done = alone(tmp_path, "--set", f"launch.run_dir={blocked}")
+    assert done.returncode == 2 and "cp_ring: preflight: error: launch.run_dir cannot be written on " in done.stdout
+
+
+def test_ranks_without_an_address_are_refused_on_a_line(tmp_path):
+    done = alone(tmp_path, SLURM_NTASKS="2", SLURM_PROCID="1")
+    refusal = "cp_ring: preflight: error: cp-ring preflight: 2 ranks need"
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(refusal)
