@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import shlex
 import sys
@@ -78,18 +80,27 @@ def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> list[s
     megatron = command_line.to_flags(parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel")
     megatron += command_line.to_flags(parser, _defaults(job, corpus) | job.megatron, "megatron")
     megatron += config.to_args()
-    _refuse_early(command_line.check(parser, megatron), job)
+    _refuse_early(command_line.check(parser, megatron), job, megatron)
     return megatron
 
 
-def _refuse_early(args: argparse.Namespace, job: JobConfig) -> None:
-    """The ranks' own checks of sizes and attention, made once before any of them starts."""
+def _refuse_early(args: argparse.Namespace, job: JobConfig, line: list[str]) -> None:
+    """The ranks' own checks of the flags in `line`, made once before any of them starts."""
     from cp_ring.megatron import validate
 
     args.world_size = job.parallel.ranks
+    if "--cp-ring-cpu" in line:
+        with contextlib.redirect_stdout(io.StringIO()):  # the ranks say what it sets
+            validate.run_on_cpu(args, line)
     validate.check_sizes(args)
+    validate.check_norms(args)
     if job.cp_ring.enabled:
         validate.check_attention(args)
+        validate.check_documents(args, job.cp_ring)
+    elif job.cp_ring.document_mask:
+        raise ConfigError("cp_ring.document_mask (--cp-ring-document-mask) needs cp_ring.enabled (--cp-ring)")
+    if not uses_corpus(job):
+        validate.check_data(args)
 
 
 def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[str, str]]:

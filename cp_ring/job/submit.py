@@ -62,8 +62,6 @@ def submit(
     """
     job = configs.load(source, overrides)
     check(job, resources, source)
-    if not dry_run and shutil.which("sbatch") is None:
-        raise ConfigError("cp-ring submit: no sbatch here; run it on a login node, or train without Slurm: cp-ring train")
     _placement(resources, site)
     corpus = commands.find_corpus(job)
     script, line = build(job, resources, site, commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu"))
@@ -74,6 +72,8 @@ def submit(
         for said in [*hops.lines(job, _placement(resources, site)), shlex.join(line)]:
             print(f"cp_ring: {said}", file=sys.stderr)
         return None
+    if shutil.which("sbatch") is None:
+        raise ConfigError("cp-ring submit: no sbatch here; run it on a login node, or train without Slurm: cp-ring train")
     _refuse_second(script.run_dir)
     if corpus is not None:
         prepare_corpus(corpus)

@@ -17,11 +17,16 @@ CP4 = {"parallel__context_parallel_size": 4}
 CP2_DP2 = {"parallel__context_parallel_size": 2, "parallel__data_parallel_size": 2}
 
 
-@pytest.fixture(scope="module")
-def cluster():
+def needs_cluster():
+    """Skips the calling test or fixture where there can be no cluster."""
     needs.programs(*PROGRAMS)
     if os.geteuid():
         needs.skip_or_fail("only root can make the namespaces of a test cluster")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    needs_cluster()
     with running() as made:
         yield made
 

@@ -1,0 +1,185 @@
+"""Bad launch and config inputs: each is refused in one line that names the setting, before any rank starts."""
+
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from cp_ring.cli import app
+from cp_ring.errors import ConfigError, KernelError, PlanError
+from tests.slurm.job import TINY
+
+CPU = ["--nodes", "2", "--ranks-per-node", "2"]
+GPU = ["--nodes", "2", "--gpus-per-node", "2"]
+
+# Of `cp-ring train`: an override, and the words that the refusal must have.
+TRAIN = [
+    ("megatron.num_layer=2", ["megatron.num_layer", "num_layers"]),
+    ("megatron.num_layers=two", ["--num-layers", "'two'"]),
+    ("megatron.num_layers=[1, 2]", ["megatron.num_layers", "one value"]),
+    ("megatron.num_layers={a: 1}", ["megatron.num_layers", "mapping"]),
+    ("megatron.num_layers=true", ["megatron.num_layers", "true"]),
+    ("megatron.swiglu=3", ["megatron.swiglu", "true or false"]),
+    ("megatron.bf16=yes please", ["megatron.bf16", "true or false"]),
+    ("megatron.position_embedding_type=spiral", ["--position-embedding-type", "'spiral'"]),
+    ("megatron.lr=fast", ["--lr", "'fast'"]),
+    ("megatron.seq_length=33", ["--seq-length 33", "--context-parallel-size 4"]),
+    ("megatron.attention_dropout=0.1", ["--attention-dropout 0.1"]),
+    ("megatron.cp_comm_type=a2a", ["--cp-comm-type", "a2a"]),
+    ("megatron.context_parallel_size=2", ["megatron.context_parallel_size", "parallel.context_parallel_size"]),
+    ("megatron.tensor_model_parallel_size=2", ["megatron.tensor_model_parallel_size", "parallel.tensor_model_parallel_size"]),
+    ("megatron.cp_ring_layout=zigzag", ["megatron.cp_ring_layout", "section cp_ring"]),
+    ("megatron.hybrid_context_parallel=true", ["--hybrid-context-parallel"]),
+    ("megatron.fp8_dot_product_attention=true", ["--fp8-dot-product-attention"]),
+    ("megatron.mock_data=false", ["data.path"]),
+    ("megatron.sequence_parallel=true", ["--sequence-parallel"]),
+    ("megatron.distributed_backend=nccl", ["--distributed-backend nccl", "gloo"]),
+    ("megatron.train_data_path=/nosuch/data", ["--train-data-path /nosuch/data"]),
+    ("cp_ring={document_mask: true}", ["--cp-ring-document-mask", "--cp-ring"]),
+    ("parallel.context_parallel_size=0", ["parallel.context_parallel_size", "0"]),
+    ("parallel.context_parallel_size=-4", ["parallel.context_parallel_size", "-4"]),
+    ("parallel.context_parallel_size=2.5", ["parallel.context_parallel_size", "2.5"]),
+    ("parallel.context_parallel_size=four", ["parallel.context_parallel_size", "'four'"]),
+    ("parallel.cp=4", ["parallel.cp", "context_parallel_size"]),
+    ("parallel=4", ["parallel", "4"]),
+    ("cp_ring.kernel=magic", ["cp_ring.kernel", "'magic'"]),
+    ("cp_ring.layout=spiral", ["cp_ring.layout", "'spiral'"]),
+    ("cp_ring.layout=balanced", ["--cp-ring-layout balanced", "--cp-ring-document-mask"]),
+    ("cp_ring.route=detour", ["cp_ring.route", "'detour'"]),
+    ("cp_ring.num_slots=1", ["cp_ring.num_slots", "1"]),
+    ("cp_ring.num_slots=99", ["cp_ring.num_slots", "99"]),
+    ("cp_ring.wire_dtype=int4", ["cp_ring.wire_dtype", "'int4'"]),
+    ("cp_ring.slots=2", ["cp_ring.slots", "cp_ring.num_slots"]),
+    ("cp_ring.cpu=true", ["cp_ring.cpu", "launch.device"]),
+    ("cp_ring.run_dir=x", ["cp_ring.run_dir", "launch.run_dir"]),
+    ("data.vocab_size=12", ["data.vocab_size", "12"]),
+    ("data.validation_fraction=2", ["data.validation_fraction", "2"]),
+    ("data.pth=x", ["data.pth", "data.path"]),
+    ("launch.device=tpu", ["launch.device", "'tpu'"]),
+    ("launch.nnodes=2", ["launch.nnodes 2", "launch.master_addr"]),
+    ("launch.nnodes=0", ["launch.nnodes", "0"]),
+    ("launch.node_rank=1", ["launch.node_rank 1", "launch.nnodes 1"]),
+    ("launch.max_restarts=-1", ["launch.max_restarts", "-1"]),
+    ("launch.master_port=99999", ["launch.master_port", "99999"]),
+    ("launch.run_dir=[a]", ["launch.run_dir"]),
+    ("launch.nodes=2", ["launch.nodes", "launch.nnodes"]),
+    ("lunch.device=cpu", ["lunch", "launch"]),
+    ("megatron.x", ["--set megatron.x", "section.key=value"]),
+    ("=1", ["--set =1", "section.key=value"]),
+    ("megatron.num_layers.deep=1", ["--set megatron.num_layers.deep=1", "not a section"]),
+    ("megatron.lr=[1", ["--set megatron.lr=[1", "YAML"]),
+]
+
+# Of `cp-ring submit`: its options.
+SUBMIT = [
+    (["--nodes", "0", "--ranks-per-node", "2"], ["--nodes 0"]),
+    (["--nodes", "2", "--ranks-per-node", "0"], ["--ranks-per-node 0"]),
+    (["--nodes", "2"], ["--gpus-per-node", "--ranks-per-node"]),
+    (["--nodes", "2", "--ranks-per-node", "2", "--gpus-per-node", "2"], ["--gpus-per-node", "--ranks-per-node"]),
+    (GPU, ["launch.device cpu", "--ranks-per-node"]),
+    (["--nodes", "3", "--ranks-per-node", "1"], ["--nodes 3", "--ranks-per-node 1", "4"]),
+    (["--nodes", "4", "--ranks-per-node", "2"], ["--nodes 4", "parallel.data_parallel_size=2"]),
+    ([*CPU, "--partition", "a b"], ["--partition 'a b'"]),
+    ([*CPU, "--account", "$(id)"], ["--account '$(id)'"]),
+    ([*CPU, "--name", "x\n#SBATCH --nodes=9"], ["--name"]),
+    ([*CPU, "--time", "tomorrow"], ["--time 'tomorrow'"]),
+    ([*CPU, "--time", "1:2:3:4"], ["--time '1:2:3:4'"]),
+    ([*CPU, "--warn-seconds", "0"], ["--warn-seconds 0"]),
+    ([*CPU, "--cpus-per-rank", "-1"], ["--cpus-per-rank -1"]),
+    ([*CPU, "--slurm", "--constraint=a b"], ["--slurm '--constraint=a b'"]),
+    ([*CPU, "--slurm", "exclusive"], ["--slurm 'exclusive'"]),
+    ([*CPU, "--launcher", "mpirun"], ["--launcher mpirun", "srun", "torchrun"]),
+    ([*CPU, "--env-file", "/nosuch"], ["--env-file /nosuch"]),
+    ([*CPU, "--rank-order", "/nosuch"], ["--rank-order /nosuch"]),
+    ([*CPU, "--container-mounts", "/a:/b"], ["--container-mounts", "--container-image"]),
+    ([*CPU, "--set", "launch.nnodes=2"], ["launch.nnodes"]),
+    ([*CPU, "--set", "launch.max_restarts=3"], ["launch.max_restarts"]),
+    ([*CPU, "--set", "launch.run_dir=a\\b"], ["launch.run_dir", "backslash"]),
+    ([*CPU, "--set", "megatron.seq_length=34"], ["--seq-length 34"]),
+    ([*CPU, "--set", "launch.device=cuda"], ["launch.device cuda", "--gpus-per-node"]),
+    (CPU, ["cp-ring submit", "sbatch"]),
+]
+
+FILES = [
+    ("a: [1,\nb: }", ["not valid YAML"]),
+    ("- megatron", ["needs the sections"]),
+    ("just words", ["needs the sections"]),
+    ("megatrom:\n  num_layers: 1", ["megatrom", "megatron"]),
+    ("megatron: 3", ["megatron", "3"]),
+    ("launch: 3", ["launch", "3"]),
+    ("launch:\n  device:\n", ["launch.device"]),
+    ("\xff\xfe", ["not valid YAML", "needs the sections"]),
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return str(path)
+
+
+@pytest.fixture
+def no_rank(monkeypatch):
+    """Nothing may be started: neither ranks nor Slurm's commands."""
+    import cp_ring.job.train
+
+    def start(*args, **kwargs):
+        raise AssertionError(f"something was started: {args}")
+
+    monkeypatch.setattr(cp_ring.job.train, "_launch", start)
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda line, **options: start(line) if line[0] == "sbatch" else run(line, **options))
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "sbatch" else "/bin/" + name)
+
+
+def refusal(*line):
+    """The one line with which the command is refused; `main` prints it after `cp_ring: error: ` and exits with 2."""
+    with pytest.raises((ConfigError, PlanError, KernelError)) as refused:
+        app(list(line), standalone_mode=False)
+    message = " ".join(str(refused.value).split())
+    assert message and len(message) < 400
+    return message
+
+
+def named(message, words):
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{message!r} lacks {missing}"
+
+
+def test_there_are_at_least_sixty():
+    assert len(TRAIN) + len(SUBMIT) + len(FILES) >= 60
+
+
+@pytest.mark.parametrize(("override", "words"), TRAIN, ids=[override for override, _ in TRAIN])
+def test_train(file, no_rank, monkeypatch, tmp_path, override, words):
+    monkeypatch.chdir(tmp_path)
+    if override.startswith("megatron.mock_data"):
+        named(refusal("train", file, "--set", override, "--set", "data.path=/nosuch"), words)
+    else:
+        named(refusal("train", file, "--set", override), words)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("options", "words"), SUBMIT, ids=[" ".join(options) for options, _ in SUBMIT])
+def test_submit(file, no_rank, monkeypatch, tmp_path, options, words):
+    monkeypatch.chdir(tmp_path)
+    named(refusal("submit", file, *options), words)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "submit", "preflight"])
+@pytest.mark.parametrize(("text", "words"), FILES)
+def test_file(no_rank, monkeypatch, tmp_path, capsys, command, text, words):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    if command == "preflight":  # says so on every rank by itself
+        with pytest.raises(SystemExit) as ended:
+            app([command, str(path)])
+        assert ended.value.code == 2
+        (message,) = capsys.readouterr().err.splitlines()
+    else:
+        message = refusal(command, str(path), *(CPU if command == "submit" else []))
+    assert str(path) in message and any(word in message for word in words), message
