@@ -15,7 +15,6 @@ from cp_ring.bench.replay_command import bench_replay
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.job.certify import certify_command
 from cp_ring.job.doctor_command import doctor_command
-from cp_ring.job.slurm_command import status_command, submit_command
 from cp_ring.job.slurm_command import preflight_command, status_command, submit_command
 from cp_ring.plan.command import plan_command
 

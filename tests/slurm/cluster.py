@@ -87,7 +87,7 @@ class Job:
         path = cluster.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(TINY))
         wanted = {"launch.run_dir": str(self.run_dir), **{key.replace("__", "."): value for key, value in settings.items()}}
-        words = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
+        words = [word for key, value in wanted.items() for word in ("--set", f"{key}={json.dumps(value)}")]
         size = [] if "--nodes" in options else ["--nodes", "2", "--ranks-per-node", "2"]
         line = [sys.executable, "-m", "cp_ring.cli", "submit", str(path), *size, *words, *options]
         done = cluster.run(*line)
