@@ -32,11 +32,36 @@ def test_a_rank_listens_before_it_loads_torch(name, asked):
     assert done.returncode == (0 if asked else -getattr(signal, name))
 
 
+def test_children_and_the_end_of_the_process_are_safe_too():
+    """A spawned child has no handler, and Python takes its own down before it ends."""
+    code = """
+import atexit, os, signal, subprocess, sys
+from cp_ring import stop
+
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+os.setpgid(0, 0)
+stop.listen()
+child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(1)"], stdout=subprocess.PIPE)
+child.stdout.readline()
+os.killpg(0, signal.SIGUSR1)
+assert stop.received() is signal.SIGUSR1
+code = child.wait()
+sys.last = Last()
+sys.exit(code)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 @pytest.fixture
 def handlers():
     saved = {number: signal.getsignal(number) for number in (*stop.ASKING, signal.SIGUSR2)}
     yield
     stop._received.clear()
+    signal.sigtimedwait(stop.ASKING, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop.ASKING)
     for number, handler in saved.items():
         signal.signal(number, handler)
 

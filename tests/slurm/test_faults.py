@@ -78,7 +78,7 @@ def test_rank_killed_then_warned_then_finished(cluster, undisturbed):
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     assert job.end() == "COMPLETED", job.logs()
     assert job.starts[1] == killed_at and same(job, expected)
-    assert job.status()["state"] == "DONE"
+    assert job.status()["state"] == "DONE" and "SIGUSR1: saving, then leaving" in job.logs()
 
 
 def test_canceled_stays_canceled(cluster):
@@ -146,7 +146,7 @@ def test_preempted_then_requeued(cluster, undisturbed):
     urgent = cluster.run("sbatch", *options, f"{cluster.folder}/urgent.sh")
     assert urgent.returncode == 0, urgent.stderr
     cluster.until(lambda: job.restarts == 1, 90)
-    assert job.saved >= 2
+    assert job.saved >= 2, job.logs()
     assert job.end() == "COMPLETED", job.logs()
     assert job.starts[1] >= 2 and same(job, undisturbed(CP4, 60))
 
@@ -157,7 +157,7 @@ def test_time_limit(cluster, undisturbed):
     options = ("--warn-seconds", "30", "--no-preflight", "--time", "1")
     job = Job(cluster, "time-limit", *options, megatron__train_iters=2000, **CP4)
     cluster.until(lambda: job.restarts == 1, 120)
-    assert job.saved == job.step > 0 and job.status()["last_stop"].startswith("warned")
+    assert job.saved == job.step > 0 and job.status()["last_stop"].startswith("warned"), job.logs()
     cluster.run("scancel", job.number)
     assert job.end() == "CANCELLED"
     assert job.starts[1:] in ([], [job.saved]) and job.trace()
