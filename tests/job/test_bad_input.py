@@ -128,7 +128,7 @@ def no_rank(monkeypatch):
     def start(*args, **kwargs):
         raise AssertionError(f"something was started: {args}")
 
-    monkeypatch.setattr(cp_ring.job.train, "_launch", start)
+    monkeypatch.setattr(cp_ring.job.train, "launch", start)
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda line, **options: start(line) if line[0] == "sbatch" else run(line, **options))
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "sbatch" else "/bin/" + name)
