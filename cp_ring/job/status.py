@@ -90,7 +90,11 @@ def _last_stop(run_dir: Path, events: list[attempts.Event]) -> str:
         return f"{what} ended without a word: its first node was lost, or it was killed"
     if last is None:
         return ""
-    error = "" if last.reason in ("done", "canceled", "warned") else _first_error(run_dir / "logs" / f"{last.job}.{last.restart}")
+    error = (
+        ""
+        if last.reason in ("done", "terminated by Slurm", "warned")
+        else _first_error(run_dir / "logs" / f"{last.job}.{last.restart}")
+    )
     return f"{last.reason}, at iteration {last.iteration} of try {last.restart}{error}"
 
 

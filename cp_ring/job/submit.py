@@ -61,6 +61,8 @@ def submit(
     Everything that can be refused is refused before anything is queued. Raises `ConfigError`.
     """
     job = configs.load(source, overrides)
+    launch = job.launch.model_copy(update={"run_dir": commands.run_dir(job).absolute()})  # ranks may start elsewhere
+    job = job.model_copy(update={"launch": launch})
     check(job, resources, source)
     _placement(resources, site)
     corpus = commands.find_corpus(job)

@@ -54,15 +54,21 @@ class Machine:
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
 
-    def start(self, run_dir, command, attempt=0, **settings):
+    def start(self, run_dir, command, attempt=0, per_node=1, **settings):
         run_dir.mkdir(exist_ok=True, parents=True)
         shutil.copyfile(FOLDER / "env.sh", run_dir / "env.sh")
-        resources = Resources(nodes=2, ranks_per_node=1, gpus=False)
+        resources = Resources(nodes=2, ranks_per_node=per_node, gpus=False)
         script = Script(resources, run_dir, run_dir / "checkpoints", run_dir / "env.sh", command, **settings)
         path = self.folder / "job.sbatch"
         path.write_text(script.render(TEMPLATE))
         lint(path.read_text())
-        slurm = {"JOB_ID": "7", "JOB_NUM_NODES": "2", "NTASKS": "2", "JOB_NODELIST": "n[1-2]", "RESTART_COUNT": str(attempt)}
+        slurm = {
+            "JOB_ID": "7",
+            "JOB_NUM_NODES": "2",
+            "NTASKS": str(2 * per_node),
+            "JOB_NODELIST": "n[1-2]",
+            "RESTART_COUNT": str(attempt),
+        }
         environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
         environment |= {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CALLS": str(self.calls)}
         return subprocess.Popen(
@@ -173,7 +179,13 @@ def test_canceled_stays_canceled(machine, tmp_path):
     until((run_dir / "ready").exists)
     script.send_signal(signal.SIGTERM)
     output = script.communicate(timeout=30)[0]
-    assert script.returncode == 4 and machine.requeues == 0 and "canceled" in output
+    assert script.returncode == 4 and machine.requeues == 0 and output.endswith(": terminated by Slurm\n")
+
+
+def test_preflight_has_a_task_for_each_rank_under_torchrun_too(machine, tmp_path):
+    machine.run(tmp_path / "run", ["true"], preflight=["true"], launcher="torchrun", per_node=3)
+    asked = [line for line in machine.calls.read_text().splitlines() if line.startswith("--distribution")]
+    assert [line.split("--ntasks=")[1].split()[0] for line in asked] == ["6", "2"]
 
 
 def test_failed_preflight_starts_no_training(machine, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -128,3 +129,12 @@ def test_ranks_without_an_address_are_refused_on_a_line(tmp_path):
     done = alone(tmp_path, SLURM_NTASKS="2", SLURM_PROCID="1")
     refusal = "cp_ring: preflight: error: cp-ring preflight: 2 ranks need"
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(refusal)
+
+
+def test_port_in_use_is_refused(tmp_path):
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = alone(tmp_path, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert done.returncode == 2
+    assert f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in done.stderr, done.stderr

@@ -92,6 +92,13 @@ def test_submit_tests_first_and_says_where_to_look(file, tmp_path, slurm, capsys
     assert attempts.last_job(run) == "12"
 
 
+def test_recorded_run_dir_is_absolute(file, tmp_path, slurm, monkeypatch):
+    slurm()
+    monkeypatch.chdir(tmp_path)
+    submit(file, CPU, Site(), ["launch.run_dir=here"])
+    assert config.load("here/job.yaml").launch.run_dir == tmp_path / "here"
+
+
 def test_what_slurm_would_refuse_is_not_submitted(file, tmp_path, slurm):
     log = slurm(code=1)
     with pytest.raises(ConfigError, match="sbatch --test-only"):

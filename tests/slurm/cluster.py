@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import yaml
 
 from cp_ring.observe import progress
@@ -61,10 +62,6 @@ class Cluster:
             if time.monotonic() > end:
                 raise TimeoutError(f"not within {timeout} s: {happened}")
             time.sleep(0.1)
-
-    def processes(self, words: str) -> list[int]:
-        """Processes of all nodes, as the controller numbers them, whose command line has `words`."""
-        return [int(pid) for pid in self.run("pgrep", "--full", "--", words).stdout.split()]
 
     def kill_node(self, name: str) -> None:
         """The node is gone, with every process on it."""
@@ -130,9 +127,24 @@ class Job:
         lines = (self.run_dir / "attempts.tsv").read_text().splitlines()
         return [int(line.split("\t")[4]) for line in lines if line.split("\t")[3] == "start"]
 
-    def ranks(self) -> list[int]:
-        """Processes of the ranks."""
-        return self.cluster.processes(f"^[^ ]*python[^ ]* -m cp_ring.pretrain_gpt.*{self.run_dir} *$")
+    def processes(self) -> list[psutil.Process]:
+        """All that name this job's run directory, on any node."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if any(str(self.run_dir) in word for word in process.cmdline()):
+                    found.append(process)
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks, without what starts them and what they fork."""
+        lines = {process.pid: (process, process.cmdline()) for process in self.processes()}
+        own = {
+            pid: process
+            for pid, (process, line) in lines.items()
+            if "python" in line[0] and "cp_ring.pretrain_gpt" in line[:4] and "torch.distributed.run" not in line
+        }
+        return [process for process in own.values() if process.ppid() not in own]
 
     def reach(self, step: int, timeout: float = 200) -> None:
         """Waits until training has done `step`."""
@@ -142,7 +154,7 @@ class Job:
     def end(self, timeout: float = 300) -> str:
         """Waits until the job is over and returns its state; no process of it may be left."""
         self.cluster.until(lambda: self.state in ENDED, timeout)
-        self.cluster.until(lambda: not self.cluster.processes(str(self.run_dir)), 20)
+        self.cluster.until(lambda: not self.processes(), 20)
         return self.state
 
     def status(self) -> dict[str, object]:
