@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +27,8 @@ def certify_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Probe a job's attention, loss and gradients on its ranks, and print what was found; trains nothing."""
-    code, found = certify(config, set_ or [])
+    with _stdout_as_stderr():
+        code, found = certify(config, set_ or [])
     if found is not None:
         if as_json:
             print(json.dumps(found, indent=2))
@@ -33,6 +36,20 @@ def certify_command(
             Console(width=None if sys.stdout.isatty() else 160).print(table(found))
             print(f"cp_ring: {closing_line(found)}")
     raise typer.Exit(code)
+
+
+@contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """What this process and its ranks print goes to stderr, so that stdout holds the result alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def certify(source: str, overrides: Sequence[str] = ()) -> tuple[int, dict[str, Any] | None]:
@@ -47,6 +64,7 @@ def certify(source: str, overrides: Sequence[str] = ()) -> tuple[int, dict[str, 
     job = configs.load(source, overrides)
     if not job.cp_ring.enabled:
         raise ConfigError(f"{source}: cp_ring.enabled is false, and there is nothing to certify without ring attention")
+    job = job.model_copy(update={"megatron": job.megatron | {"tensorboard_dir": None}})  # nothing is logged
     corpus = commands.find_corpus(job)
     command = commands.build_command(job, corpus)
     if corpus is not None:

@@ -9,13 +9,12 @@ import pytest
 
 from tests.megatron.certificate_faults import FAULTS
 from tests.megatron.launch import fork, trace, train
-from tests.parity.rows import COMMON, LATENT, UNTIED
+from tests.parity.rows import COMMON, GROUPED, LATENT, UNTIED
 
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
 OF_DOCUMENTS = ("documents merged", "boundary shifted by one", "padding attended", "roll across documents")
 IN_BF16 = tuple(name for name in FAULTS if "in bf16" in name)
 OF_OSS = tuple(name for name in FAULTS if name not in OF_DOCUMENTS)
-SEEDED = ("oss", "oss_bf16", "documents", "balanced", "mla")
 EVERY = {
     "mask", "mask of gradients", "out", "dq", "dk", "dv", "loss of each token", "loss", "gradient norm", "gradients"
 }  # fmt: skip
@@ -25,44 +24,50 @@ TWO_RANKS = {
     "oss_bf16": (f"{OSS} --bf16", IN_BF16),
     "documents": (f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1", OF_DOCUMENTS),
     "balanced": (f"{UNTIED} --cp-ring-document-mask --cp-ring-layout balanced --bf16", ()),
-    "mla": (LATENT, ("softmax scale",)),
-    "moe": (f"{UNTIED} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --window-size 20,0", ()),
-    "off_by_one": ("--position-embedding-type learned_absolute --softmax-type off-by-one --cp-ring-route ring --bf16", ()),
-    "reference": (f"{UNTIED} --cp-ring-kernel reference --cp-ring-layout contiguous --window-size 70,0", ()),
+    "moe": (
+        f"{UNTIED} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --bf16 "
+        "--window-size 20,0 --softmax-type off-by-one --cp-ring-route ring",
+        (),
+    ),
+    "reference": (
+        "--position-embedding-type learned_absolute --cp-ring-kernel reference --cp-ring-layout contiguous --window-size 70,0",
+        (),
+    ),
 }
 FOUR_RANKS = {
-    "cp4": (f"{OSS} --context-parallel-size 4", ("stale slot", "gradients of one hop lost")),
+    "cp4": (f"{OSS} --bf16", ("stale slot", "gradients of one hop lost")),
     "tp2cp2": (f"{OSS} --context-parallel-size 2 --tensor-model-parallel-size 2", ()),
     "pp2cp2": (f"{UNTIED} --context-parallel-size 2 --pipeline-model-parallel-size 2 --cp-ring-document-mask", ()),
+}
+SEEDED = ("oss", "balanced")
+MORE_ON_TWO = {"mla": (LATENT, ("softmax scale",))}
+MORE_ON_FOUR = {
     "dp2cp2": (
         f"{LATENT} --context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
         ("loss divided by cp twice",),
     ),
+    "tied": (f"{GROUPED} --context-parallel-size 2 --tensor-model-parallel-size 2 --qk-layernorm", ()),
 }
+JOBS = TWO_RANKS | FOUR_RANKS
 
 
-def examine(ranks, jobs, folder, seeds):
-    """What each job's certificates found, by (fault, seed)."""
+def examine(ranks, jobs, folder, seeds, faults=True):
+    """What each job's certificates found, by (fault, seed): without a fault with each of `seeds`, with each fault with seed 1."""
     common = [*COMMON, "--num-layers", "2", "--seq-length", "64", "--cp-ring", "--calculate-per-token-loss"]
-    for name, (flags, faults) in jobs.items():
-        cases = [("", seed) for seed in (seeds if name in SEEDED else [1])] + [(fault, 1) for fault in faults]
-        job, log = {"name": name, "argv": [*common, *shlex.split(flags)], "cases": cases}, folder / f"{name}.log"
+    sizes = ["--context-parallel-size", str(ranks)]  # which a job's own flags override
+    for name, (flags, of_job) in jobs.items():
+        cases = [("", seed) for seed in seeds] + [(fault, 1) for fault in of_job if faults]
+        job, log = {"name": name, "argv": [*common, *sizes, *shlex.split(flags)], "cases": cases}, folder / f"{name}.log"
         assert fork(ranks, (job, folder, log)) == 0, log.read_text()[-6000:]
     return {name: {(e["fault"], e["seed"]): e for e in json.loads((folder / f"{name}.json").read_text())} for name in jobs}
-
-
-def on_two_ranks(folder, seeds, faults=True):
-    jobs = {name: (f"--context-parallel-size 2 {flags}", list_ if faults else ()) for name, (flags, list_) in TWO_RANKS.items()}
-    return examine(2, jobs, folder, seeds)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("certificates")
-    return on_two_ranks(folder, range(1, 6)) | examine(4, FOUR_RANKS, folder, [1])
-
-
-JOBS = TWO_RANKS | FOUR_RANKS
+    once = {name: job for name, job in TWO_RANKS.items() if name not in SEEDED}
+    seeded = {name: TWO_RANKS[name] for name in SEEDED}
+    return examine(2, seeded, folder, range(1, 6)) | examine(2, once, folder, [1]) | examine(4, FOUR_RANKS, folder, [1])
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -94,20 +99,29 @@ def test_what_is_not_covered_is_said(found):
 
 @pytest.mark.slow
 def test_no_seed_of_fifty_fails_a_right_job(tmp_path):
-    found = on_two_ranks(tmp_path, range(100, 150), faults=False)
-    assert {name: [e["refusals"] for e in entries.values() if e["refusals"]] for name, entries in found.items()} == {
-        name: [] for name in TWO_RANKS
-    }
+    found = examine(2, TWO_RANKS | MORE_ON_TWO, tmp_path, range(100, 150), faults=False)
+    found |= examine(4, {"cp4": FOUR_RANKS["cp4"]}, tmp_path, range(100, 150), faults=False)
+    assert {name: len(entries) for name, entries in found.items()} == dict.fromkeys(found, 50)
+    assert [(name, e["refusals"]) for name, entries in found.items() for e in entries.values() if e["refusals"]] == []
+
+
+@pytest.mark.slow
+def test_more_jobs(tmp_path):
+    found = examine(2, MORE_ON_TWO, tmp_path, [1]) | examine(4, MORE_ON_FOUR, tmp_path, [1])
+    for name, (_, faults) in (MORE_ON_TWO | MORE_ON_FOUR).items():
+        assert found[name]["", 1]["refusals"] == [] and {p["name"] for p in found[name]["", 1]["probes"]} >= EVERY
+        assert all(found[name][fault, 1]["refusals"] for fault in faults)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A job trained with and without its certificate, and one with a fault that must not train."""
+    """A job trained with and without its certificate, one with a fault, and one that resumes the first with another window."""
     folder = tmp_path_factory.mktemp("trained")
     common = shlex.split(f"--num-layers 2 --seq-length 64 --context-parallel-size 2 --cp-ring {OSS} --hidden-dropout 0.1")
     saved = ["--save", str(folder / "saved"), "--save-interval", "100"]
     jobs = {"with": [*common, *saved, "--cp-ring-certify"], "without": common, "fault": [*common, "--cp-ring-certify"]}
-    train(2, jobs, folder, COMMON, {"fault": "window widened"}, codes={"fault": 2})
+    jobs["resumed"] = [*common, "--cp-ring-certify", "--load", str(folder / "saved"), "--window-size", "7,0"]
+    train(2, jobs, folder, COMMON, {"fault": "window widened"}, codes={"fault": 2, "resumed": 2})
     return folder
 
 
@@ -128,8 +142,17 @@ def test_says_in_one_line_what_it_probed_and_how_long_it_took(trained):
     assert stored["about"]["attention"]["window_size"] == [5, 0]
 
 
+def refused(folder, name):
+    """Why job `name` did not train: what the first of its ranks to end said."""
+    first, *_ = folder.glob(f"{name}.*.jsonl")
+    return json.loads(first.read_text())["refused"]
+
+
 def test_a_fault_stops_the_job_before_it_trains(trained):
-    lines = [line for line in (trained / "fault.log").read_text().splitlines() if line.startswith("cp_ring: error: ")]
-    assert len(lines) == 1
-    assert "layer 1 (window 5, learnable sinks), causal: mask wrong in 32 pairs, rank 1: query 16 sees key 10" in lines[0]
-    assert trace(trained, "fault") == {}
+    line = refused(trained, "fault")
+    assert "layer 1 (window 5, learnable sinks), causal: mask wrong in 32 pairs, rank 1: query 16 sees key 10" in line
+    assert len(line.splitlines()) == 1
+
+
+def test_a_job_that_resumes_with_another_mask_is_refused(trained):
+    assert "its certificate is for another mask (--window-size was [5, 0], now [7, 0])" in refused(trained, "resumed")

@@ -1,0 +1,81 @@
+"""What the certificate judges by: masks pair by pair, attention by brute force, and the kinds of layers that flags describe."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cp_ring.megatron.certificate.kinds import kinds
+from cp_ring.megatron.certificate.oracle import attend, declared_mask
+from cp_ring.megatron.certificate.report import Certificate, Probe
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (0, 0), (3, 0)])
+def test_declared_mask(window):
+    spans = [(0, 5), (6, 9)]  # token 5 and those behind 8 are padding
+    queries = torch.tensor([8, 0, 5, 3, 6, 10])
+    found = declared_mask(queries, 11, spans, window)
+    for row, i in enumerate(queries.tolist()):
+        for j in range(11):
+            together = any(start <= i < end and start <= j < end for start, end in spans)
+            assert bool(found[row, j]) == (together and j <= i and (window[0] < 0 or i - j <= window[0])), (i, j)
+
+
+def test_attention_row_by_row():
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((4, 4, 3), (5, 2, 3), (5, 2, 2)))
+    allowed = torch.rand(4, 5, generator=draw) < 0.5
+    allowed[2] = False
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+    out = attend(q, k, v, allowed, 0.7, sink)
+    for i in range(4):
+        for h in range(4):
+            weight = {j: float((0.7 * (q[i, h] @ k[j, h // 2])).exp()) for j in range(5) if allowed[i, j]}
+            total = sum(weight.values()) + float(sink[h].exp())
+            wanted = sum((w / total * v[j, h // 2] for j, w in weight.items()), torch.zeros(2, dtype=torch.float64))
+            assert torch.allclose(out[i, h], wanted, rtol=1e-12, atol=1e-15)
+
+
+def job(**config):
+    args = argparse.Namespace(num_layers=4, tensor_model_parallel_size=2, context_parallel_size=4)
+    wanted = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 64, "softmax_type": "vanilla"}
+    return args, SimpleNamespace(**(wanted | {"window_size": None, "window_attn_skip_freq": None} | config))
+
+
+def test_each_distinct_kind_once_under_each_mask():
+    found = kinds(*job(window_size=(128, 0), window_attn_skip_freq=2), ("causal", "packed"), 16)
+    assert [(kind.layer, kind.layers, kind.window, kind.mask) for kind in found] == [
+        (1, 2, (128, 0), "causal"), (1, 2, (128, 0), "packed"), (2, 2, (-1, -1), "causal"), (2, 2, (-1, -1), "packed"),
+    ]  # fmt: skip
+    assert all((kind.heads, kind.groups, kind.d, kind.scale) == (4, 2, 64, 0.125) for kind in found)
+
+
+def test_a_probe_shows_the_edge_of_its_window():
+    (near,) = kinds(*job(window_size=(500, 0)), ("causal",), 16)
+    assert near.probed == (500, 0) and near.tokens > 2 * 500 and near.tokens % (2 * 4 * 16) == 0
+    (far,) = kinds(*job(window_size=(100_000, 0)), ("causal",), 16)
+    assert 0 < far.probed[0] < far.tokens / 2 and far.tokens**2 * far.heads <= 4 << 24
+    assert far.layer_name == f"layer 1 (window 100000, probed as {far.probed[0]})"
+
+
+def test_the_worst_rank_counts_and_nan_is_worst():
+    def of(error):
+        return [Probe("out", "layer 1", "causal", error, 1.0)]
+
+    certificate = Certificate()
+    certificate.merge([of(0.1), of(0.5)])
+    assert certificate.probes == of(0.5) and certificate.failures == []
+    certificate.merge([of(2.0), of(float("nan")), of(0.5)])
+    (failure,) = certificate.failures
+    assert failure.error != failure.error
+
+
+def test_pairs_are_named_before_errors():
+    probes = [
+        Probe("out", "layer 1", "causal", 1.0, 0.1, "rank 0"),
+        Probe("mask", "layer 2", "causal", 3.0, 0.0, "rank 1: query 4"),
+    ]
+    assert Certificate(probes).failures[0].refusal() == (
+        "--cp-ring-certify: layer 2, causal: mask wrong in 3 pairs, rank 1: query 4"
+    )
