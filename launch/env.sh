@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh: finds a Python, makes .venv at the root of the repository, installs cp_ring in it.
+# Sourced by quickstart.sh and test.sh: finds a Python, makes .venv at the root of the repository, installs cp_ring in it, and other
+# versions of megatron-core beside it for test.sh --compat.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
@@ -75,4 +76,17 @@ prepare_system() {
         fi
     fi
     echo "cp_ring: not installed, so that the tests that need them are skipped:${missing}" >&2
+}
+
+# Puts megatron-core VERSION alone, without what it depends on, into .compat/VERSION, once.
+prepare_compat() {
+    local version="$1" part
+    if [[ -d "$ROOT/.compat/$version" ]]; then
+        return
+    fi
+    part="$ROOT/.compat/.part-$version"
+    rm -rf "$part"
+    echo "cp_ring: installing megatron-core $version in .compat/$version"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$part" "megatron-core==$version"
+    mv "$part" "$ROOT/.compat/$version"
 }

@@ -11,7 +11,7 @@ import pytest
 from tests import needs
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-TOOLS = ("bash", "cat", "cut", "dirname", "mkdir", "rm", "sha256sum", "touch")
+TOOLS = ("bash", "cat", "cut", "dirname", "mkdir", "mv", "rm", "sha256sum", "touch")
 
 
 def script(path, text):
@@ -90,7 +90,8 @@ def test_outside_a_checkout_is_one_clear_line(machine):
 def installer(machine):
     """A Python whose `-m venv` and `-m pip` only write down that they were called; pip fails while `fail` exists."""
     log = machine.root / "calls"
-    inner = f'echo "pip $*" >> "{log}"; [[ ! -e "{machine.root}/fail" ]]'
+    target = 'while (($#)); do [[ "$1" != --target ]] || mkdir -p "$2"; shift; done'
+    inner = f'echo "pip $*" >> "{log}"; {target}; [[ ! -e "{machine.root}/fail" ]]'
     script(machine.root / "python-of-venv", inner)
     outer = f"""
 case "$1 ${{2:-}}" in
@@ -146,6 +147,18 @@ def test_shellcheck():
     scripts = [str(path) for path in sorted(LAUNCH.glob("*.sh"))] + [str(LAUNCH.parent / ".ci" / "run")]
     done = subprocess.run(["shellcheck", "-x", *scripts], cwd=LAUNCH.parent, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stdout
+
+
+def test_another_megatron_is_installed_once_and_anew_where_it_was_interrupted(installer):
+    installer('prepare_environment ""')
+    place = installer.root / ".compat" / "0.17.1"
+    (installer.root / "fail").touch()
+    assert installer("prepare_compat 0.17.1").returncode != 0 and not place.exists()
+    (installer.root / "fail").unlink()
+    for _ in range(2):
+        assert installer("prepare_compat 0.17.1").returncode == 0
+        assert [folder.name for folder in place.parent.iterdir()] == ["0.17.1"]
+    assert installer.calls() == ["venv", "pip", "pip", "pip"]
 
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "shellcheck", "ip")
