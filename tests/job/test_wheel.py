@@ -51,10 +51,11 @@ def test_packages_come_from_the_wheel(installed, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["configs/quickstart.yaml", "launch/quickstart.sh", "launch/test.sh", "launch/env.sh", "launch/constraints.txt", "py.typed"],
-)
+CONFIGS = [f"configs/{path.name}" for path in sorted((ROOT / "configs").glob("*.yaml"))]
+LAUNCH = [f"launch/{name}" for name in ("quickstart.sh", "test.sh", "env.sh", "constraints.txt")]
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *LAUNCH, "py.typed"])
 def test_data_files_are_in_the_wheel(installed, name):
     assert (installed / "cp_ring" / name).stat().st_size > 0 or name == "py.typed"
 

@@ -1,0 +1,187 @@
+"""The packaged configurations: what Megatron makes of them at full size, and how their tiny presets train."""
+
+import importlib
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_ring import patches
+from cp_ring.cli import app
+from cp_ring.errors import ConfigError
+from cp_ring.job import command, config
+from tests.megatron.launch import trace, train
+
+FULL_SIZE = tuple(name for name in config.packaged() if name != "quickstart")
+STOCK = ["cp_ring.enabled=false"]
+REFERENCE = ["cp_ring.kernel=reference"]  # where stock attention has no such model on the CPU
+BASELINE = {
+    "llama3-8b-128k": STOCK,
+    "qwen3-style-gqa-262k": STOCK,
+    "gpt-oss-style": STOCK,
+    "gemma-style-window": STOCK,
+    "deepseek-style-mla-moe": REFERENCE,
+    "packed-sft-64k": REFERENCE,
+}
+NOTHING_SAVED = [f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")]
+
+
+def flags(name, device, *overrides):
+    """The configuration `name`, which saves nothing, and its flags of Megatron."""
+    job = config.load(name, [*NOTHING_SAVED, *overrides])
+    return job, command.megatron_flags(job, None, device)
+
+
+def test_there_are_the_promised_ones():
+    assert set(FULL_SIZE) == set(BASELINE)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """The tiny preset of each configuration as it is, at context parallel size 2, and at 1: two launches."""
+    folder = tmp_path_factory.mktemp("configs")
+
+    def tiny(name, job, *overrides):
+        return flags(name, "cpu", "preset=tiny", "megatron.num_workers=0", f"launch.run_dir={folder / job}", *overrides)[1]
+
+    train(2, {name: tiny(name, name) for name in FULL_SIZE}, folder, [], data=dict.fromkeys(FULL_SIZE, "documents"))
+    one = "parallel.context_parallel_size=1"
+    baselines = {f"{name}-cp1": tiny(name, f"{name}-cp1", one, *BASELINE[name]) for name in FULL_SIZE}
+    train(1, baselines, folder, [], data=dict.fromkeys(baselines, "documents"))
+    return folder
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_tiny_trains_as_without_context_parallelism(traces, name):
+    ours, theirs = trace(traces, name), trace(traces, f"{name}-cp1")
+    assert list(ours) == list(theirs) == [1, 2, 3, 4, 5]
+    assert ours[5]["loss"] < ours[1]["loss"] - 0.01
+    for step, wanted in theirs.items():
+        assert ours[step]["loss"] == pytest.approx(wanted["loss"], rel=1e-5), step
+        assert ours[step]["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), step
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_tiny_is_the_same_kind_of_model(name):
+    """What makes the model what it is stays: the preset changes sizes and what needs CUDA."""
+    full, tiny = config.load(name).megatron, config.load(name, ["preset=tiny"]).megatron
+    assert full.keys() == tiny.keys()
+    sizes = {"global_batch_size", "train_iters", "lr", "lr_warmup_iters", "eval_iters", "vocab_size", "moe_layer_freq"}
+    cuda = {"bf16", "transformer_impl", "sequence_parallel", "moe_grouped_gemm", "moe_permute_fusion", "apply_layernorm_1p"}
+    local = {"q_lora_rank", "disable_bias_linear"}  # what local layers cannot do without, or with
+    changed = {key for key in full if full[key] != tiny[key]} - cuda - sizes - local
+    assert all(
+        isinstance(full[key], int | float) and not isinstance(full[key], bool) and tiny[key] < full[key]
+        for key in changed - {"window_size"}
+    ), changed
+
+
+@pytest.fixture
+def megatron(monkeypatch):
+    """Makes Megatron's settings of a job of 8 ranks; TransformerEngine counts as installed where they ask."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    for name in ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute"):
+        monkeypatch.setattr(moe_utils, f"fused_{name}", object())
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(rope_utils, name, object())
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("cpu_runtime", "arguments"):
+        patches.get(name).apply()
+    arguments = importlib.import_module("megatron.training.arguments")
+
+    def make(line):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *line, "--no-create-attention-mask-in-dataloader"])
+        args = arguments.parse_args()
+        arguments.validate_args(args)
+        return args, arguments.core_transformer_config_from_args(args)
+
+    yield make
+    for name in reversed(patches.applied()):
+        patches.get(name).revert()
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_full_size_is_what_megatron_accepts_for_a_node_of_8_gpus(megatron, name, tmp_path):
+    job, line = flags(name, "cuda", f"launch.run_dir={tmp_path}")
+    args, model = megatron(line)
+    assert job.parallel.ranks == 8 and args.data_parallel_size == 1 and job.launch.device == "cuda"
+    assert args.transformer_impl == "transformer_engine" and args.bf16 and args.calculate_per_token_loss
+    assert model.context_parallel_size == args.context_parallel_size >= 4
+    wrong = {key: value for key, value in job.megatron.items() if getattr(args, key, value) != value}
+    assert wrong.keys() <= {"window_size", "moe_layer_freq", "no_rope_fusion", "no_bias_gelu_fusion"}
+    assert f"--seq-length {args.seq_length}" in " ".join(line) and args.seq_length >= 65536
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_full_size_is_planned_and_proven(name):
+    job = config.load(name)
+    line = ["plan", "--seq-length", str(job.megatron["seq_length"]), "--cp", str(job.parallel.context_parallel_size), "--json"]
+    line += ["--layout", job.cp_ring.layout]
+    line += ["--documents-mean", "8000"] if job.cp_ring.document_mask else []
+    line += ["--window", job.megatron["window_size"].split(",")[0]] if "window_size" in job.megatron else []
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["verify_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "windowed"),
+    [("gpt-oss-style", 24, set(range(1, 24, 2))), ("gemma-style-window", 34, set(range(1, 35)) - {6, 12, 18, 24, 30})],
+)
+def test_windows_are_on_the_right_layers(megatron, name, layers, windowed, tmp_path):
+    from cp_ring.megatron import compat
+
+    _, model = megatron(flags(name, "cuda", f"launch.run_dir={tmp_path}")[1])
+    assert {layer for layer in range(1, layers + 1) if compat.has_window(model, layer)} == windowed
+
+
+def test_list_names_every_configuration():
+    done = CliRunner().invoke(app, ["train", "--list"], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    assert all(name in done.output for name in (*FULL_SIZE, "quickstart")) and "tiny" in done.output
+
+
+# Presets
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "megatron: {num_layers: 8, lr: 1.0e-3, swiglu: true}\n"
+        "presets:\n  small: {megatron: {num_layers: 2, swiglu: null}, parallel: {context_parallel_size: 2}}\n"
+    )
+    return str(path)
+
+
+def test_a_preset_changes_its_keys_alone(file):
+    plain, small = config.load(file), config.load(file, ["preset=small"])
+    assert plain.megatron == {"num_layers": 8, "lr": 1e-3, "swiglu": True} and plain.parallel.ranks == 1
+    assert small.megatron == {"num_layers": 2, "lr": 1e-3, "swiglu": None} and small.parallel.ranks == 2
+    assert [str(job.launch.run_dir) for job in (plain, small)] == ["runs/job", "runs/job-small"]
+
+
+def test_overrides_win_over_a_preset_wherever_they_stand(file):
+    job = config.load(file, ["megatron.num_layers=4", "preset=small", "launch.run_dir=here"])
+    assert job.megatron["num_layers"] == 4 and str(job.launch.run_dir) == "here"
+
+
+@pytest.mark.parametrize(
+    ("text", "preset", "message"),
+    [
+        ("{}", "small", "no preset 'small' in its section presets; there are: none"),
+        ("presets: {big: {}, huge: {}}", "small", "there are: big, huge"),
+        ("presets: [small]", "small", "there are: none"),
+        ("presets: {small: {megatron: {lr: 1}, typo: 3}}", "small", "typo: unknown key"),
+    ],
+)
+def test_presets_that_are_not_there_are_refused_in_one_line(tmp_path, text, preset, message):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        config.load(str(path), [f"preset={preset}"])
+    assert "\n" not in str(refusal.value)
