@@ -104,8 +104,8 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
 
     args = arguments.parse_and_validate_args()
     hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
-    config_from_args = argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args
-    model = [] if "model_provider" in wanted else [config_from_args(args)]
+    config_from_args = "hybrid_config_from_args" if hybrid else "gpt_config_from_args"  # 0.18 has only the former
+    model = [] if "model_provider" in wanted else [getattr(argument_utils, config_from_args)(args)]
     training.pretrain(argument_utils.pretrain_cfg_container_from_args(args, *model), datasets, **wanted)
 
 
