@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,8 +99,8 @@ def attempt(
     )
 
 
-def fork(ranks: int, job: tuple, timeout_s: float = 300) -> int:
-    """Runs `worker.rank` in processes forked from one that has imported Megatron, else seconds of CPU for each rank.
+def fork(ranks: int, job: tuple, timeout_s: float = 300, target: Callable[..., None] = worker.rank) -> int:
+    """Runs `target(rank, ranks, port, *job)` in processes forked from one that has imported Megatron, else seconds of CPU each.
 
     Returns 0, or the code of the first rank that failed; the others are killed then.
     """
@@ -108,7 +109,7 @@ def fork(ranks: int, job: tuple, timeout_s: float = 300) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [context.Process(target=worker.rank, args=(rank, ranks, port, *job)) for rank in range(ranks)]
+    processes = [context.Process(target=target, args=(rank, ranks, port, *job)) for rank in range(ranks)]
     for process in processes:
         process.start()
     end = time.monotonic() + timeout_s

@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import queue
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ class _State:
     guarding = False
     errors: list[str]
     unsaved: int | None = None
+    results: Any = None  # where writers in other processes leave theirs
 
     def __init__(self) -> None:
         self.errors = []
@@ -257,14 +261,19 @@ def summing(get_save_function_and_args: Callable[..., Any]) -> Callable[..., Any
     def with_sums(self: Any) -> Any:
         save, preload, args = get_save_function_and_args(self)
         if save is not None and _state.guarding:
-            save = functools.partial(write_and_sum, save)
+            save = functools.partial(write_and_sum, save, os.getpid())
         return save, preload, args
 
     return with_sums
 
 
-def write_and_sum(save: Callable[..., Any], rank: int, buckets: list[Any], *rest: Any) -> None:
-    """Writes the buckets (path, name, data), then the checksums of their files, as they can be read back."""
+def write_and_sum(save: Callable[..., Any], trainer: int, rank: int, buckets: list[Any], *rest: Any) -> None:
+    """Writes the buckets (path, name, data), then the checksums of their files, as they can be read back.
+
+    trainer: id of the process that trains, with which this one ends if it is another.
+    """
+    if os.getpid() != trainer:
+        end_with_parent()
     save(rank, buckets, *rest)
     paths = [Path(bucket[0]) for bucket in buckets]
     try:
@@ -329,13 +338,35 @@ def own_copies(prepare_write_data: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def queue_of_results(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Where the writer leaves its results: in this process, unless another one writes. Megatron starts a server for it."""
+    """Where the writer leaves its results: in this process, unless another one writes.
+
+    Megatron starts a server in either case, which stays behind if the process that trains is killed; this one does not.
+    """
 
     @functools.wraps(make)
     def make_queue(*args: Any, **kwargs: Any) -> Any:
-        return make(*args, **kwargs) if _asynchronous() else queue.Queue()
+        if not _asynchronous():
+            return queue.Queue()
+        if _state.results is None:
+            manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+            manager.start(initializer=end_with_parent)
+            _state.results = manager.Queue()
+        return _state.results
 
     return make_queue
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """From now on this process ends when the one that has started it does, however that ends."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _asynchronous() -> bool:

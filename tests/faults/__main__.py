@@ -1,0 +1,160 @@
+"""Runs the fault campaign: `python -m tests.faults --rounds N [--json] [--only FAULT]`; exit code 1 unless all recovered.
+
+Each row is a fault: `rounds` of it; how often a restart `recovered`, that is, went on right after the last good checkpoint with
+the losses of an undisturbed run, step for step, to 1e-6; and `lost_steps`, how many steps after those checkpoints had to be done
+again in all rounds together.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from cp_ring.megatron.checkpoints import folders, manifest
+from tests.faults.jobs import ASYNC, INTERVAL, Runs, random_kill, resumed_well
+
+STEPS = 4 * INTERVAL
+Outcome = tuple[bool, int]  # recovered, lost steps
+Losses = dict[int, float]
+
+
+def killed(
+    kind: str, flags: tuple[str, ...], rounds: int, folder: Path, straight: Losses, chance: random.Random
+) -> list[Outcome]:
+    """A job that is killed and restarted until it is through, again and again until it has been killed `rounds` times."""
+    outcomes: list[Outcome] = []
+    while len(outcomes) < rounds:
+        runs = Runs(folder / f"chain{len(outcomes)}", STEPS, flags=flags)
+        good, lost = 0, None  # steps lost by a kill of which the next run is the restart
+        while good < STEPS or lost is not None:
+            fault = random_kill(kind, good, chance) if len(outcomes) + (lost is not None) < rounds else None
+            code, losses = runs.run(fault)
+            if lost is not None:
+                through = code == 0 and good == STEPS and not losses
+                outcomes.append((through or resumed_well(losses, good, straight), lost))
+            reached, good = max(losses, default=good), runs.good()
+            lost = reached - good if code else None
+    return outcomes
+
+
+def damages(saves: Path, chance: random.Random) -> list[tuple[str, Callable[[], object]]]:
+    """What can happen to the newest checkpoint of `saves`, and to its tracker."""
+    newest = folders.folder_of(saves, folders.saved(saves)[-1])
+    files = sorted(path for path in newest.iterdir() if path.is_file())
+    victim = chance.choice([path for path in files if path.name != manifest.NAME])
+
+    def flip() -> None:
+        data = bytearray(victim.read_bytes())
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        victim.write_bytes(data)
+
+    other = folders.folder_of(saves, folders.saved(saves)[-2]) / manifest.NAME
+    return [
+        ("truncated", lambda: victim.write_bytes(victim.read_bytes()[: chance.randrange(victim.stat().st_size)])),
+        ("flipped", flip),
+        ("deleted", victim.unlink),
+        ("empty tracker", lambda: (saves / folders.TRACKER).write_text("")),
+        ("wrong manifest", lambda: (newest / manifest.NAME).write_bytes(other.read_bytes())),
+    ]
+
+
+def corrupted(rounds: int, folder: Path, straight: Losses, chance: random.Random) -> list[Outcome]:
+    """A copy of a stopped job's checkpoints, damaged; each kind of damage in turn."""
+    runs = Runs(folder / "base", STEPS)
+    runs.run(until=3 * INTERVAL)
+    outcomes = []
+    for turn in range(rounds):
+        again = Runs(folder / f"round{turn}", runs.steps)
+        shutil.copytree(runs.saves, again.saves)
+        kinds = damages(again.saves, chance)
+        name, damage = kinds[turn % len(kinds)]
+        damage()
+        good = 3 * INTERVAL if name == "empty tracker" else 2 * INTERVAL
+        code, losses = again.run()
+        recovered = code == 0 and resumed_well(losses, good, straight) and max(losses) == runs.steps == again.good()
+        outcomes.append((recovered, 3 * INTERVAL - good))
+    return outcomes
+
+
+def failing_disk(what: str, rounds: int, folder: Path, straight: Losses, chance: random.Random) -> list[Outcome]:
+    """A disk of its own that fills up in the middle of a save, or becomes read-only: training goes on; mended, it saves again."""
+    outcomes = []
+    for turn in range(rounds):
+        disk = folder / f"disk{turn}"
+        disk.mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], check=True)
+        try:
+            outcomes.append(_one_disk(what, Runs(folder / f"round{turn}", STEPS, saves=disk / "saves"), disk, straight, chance))
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+    return outcomes
+
+
+def _one_disk(what: str, runs: Runs, disk: Path, straight: Losses, chance: random.Random) -> Outcome:
+    runs.run(until=INTERVAL)  # one good checkpoint, which must outlive what comes
+    when = {"operation": chance.randint(1, 14)} if what == "fill" else {"step": INTERVAL + chance.randint(1, 5), "delay": 0.0}
+    code, losses = runs.run({"what": what, "rank": 0, "disk": str(disk)} | when)
+    went_on = resumed_well(losses, INTERVAL, straight) and max(losses) == runs.steps and code == 1  # the last save is missing
+    good = runs.good()
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    (disk / "filler").unlink(missing_ok=True)
+    code, again = runs.run()
+    recovered = code == 0 and resumed_well(again, good, straight) and runs.good() == runs.steps and good >= INTERVAL
+    return went_on and recovered, runs.steps - good
+
+
+FAULTS: dict[str, Callable[[int, Path, Losses, random.Random], list[Outcome]]] = {
+    "a rank killed at a random step": lambda *rest: killed("step", (), *rest),
+    "a rank killed during a save": lambda *rest: killed("save", (), *rest),
+    "a rank killed during an asynchronous save": lambda *rest: killed("asynchronous save", tuple(ASYNC), *rest),
+    "a damaged checkpoint": corrupted,
+    "a full disk": lambda *rest: failing_disk("fill", *rest),
+    "a read-only disk": lambda *rest: failing_disk("freeze", *rest),
+}
+
+
+def own_mounts() -> bool:
+    """Gives this process mounts that nobody else sees; False where it may not."""
+    try:
+        os.unshare(os.CLONE_NEWNS)
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of each fault")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT", help="these faults alone"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # as for all ranks of tests
+    mounts, rows = own_mounts(), []
+    with tempfile.TemporaryDirectory(prefix="cp_ring-faults-") as folder:
+        straight = Runs(Path(folder) / "straight", STEPS).run(save=False)[1]
+        for place, fault in enumerate(given.only):
+            if "disk" in fault and not mounts:
+                print(f"{fault}: left out: it takes root to mount a small disk", file=sys.stderr)
+                continue
+            outcomes = FAULTS[fault](given.rounds, Path(folder) / str(place), straight, random.Random(f"{given.seed} {fault}"))
+            recovered, lost = sum(good for good, _ in outcomes), sum(steps for _, steps in outcomes)
+            rows.append({"fault": fault, "rounds": len(outcomes), "recovered": recovered, "lost_steps": lost})
+            if not given.json:
+                print(f"{fault}: {len(outcomes)} rounds, {recovered} recovered, {lost} steps done again", flush=True)
+    if given.json:
+        print(json.dumps(rows))
+    return int(any(row["recovered"] < row["rounds"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
