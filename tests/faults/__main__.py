@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,8 @@ def killed(
             if lost is not None:
                 through = code == 0 and good == STEPS and not losses
                 outcomes.append((through or resumed_well(losses, good, straight), lost))
+            if code not in (0, -signal.SIGKILL):
+                raise SystemExit(f"{runs.folder}: run {runs.count} ended with {code}, though nothing but a kill was planted")
             reached, good = max(losses, default=good), runs.good()
             lost = reached - good if code else None
     return outcomes
