@@ -32,17 +32,19 @@ def killed(
     outcomes: list[Outcome] = []
     while len(outcomes) < rounds:
         runs = Runs(folder / f"chain{len(outcomes)}", STEPS, flags=flags)
-        good, lost = 0, None  # steps lost by a kill of which the next run is the restart
-        while good < STEPS or lost is not None:
-            fault = random_kill(kind, good, chance) if len(outcomes) + (lost is not None) < rounds else None
+        good = 0
+        pending: list[int] = []  # steps lost by kills that no run has recovered from so far
+        while good < STEPS or pending:
+            fault = random_kill(kind, good, chance) if len(outcomes) + len(pending) < rounds else None
             code, losses = runs.run(fault)
-            if lost is not None:
-                through = code == 0 and good == STEPS and not losses
-                outcomes.append((through or resumed_well(losses, good, straight), lost))
             if code not in (0, -signal.SIGKILL):
                 raise SystemExit(f"{runs.folder}: run {runs.count} ended with {code}, though nothing but a kill was planted")
+            if losses or code == 0:  # else killed again before its first step, while it cleared up
+                through = code == 0 and good == STEPS and not losses
+                outcomes += [(through or resumed_well(losses, good, straight), lost) for lost in pending]
+                pending = []
             reached, good = max(losses, default=good), runs.good()
-            lost = reached - good if code else None
+            pending += [reached - good] if code else []
     return outcomes
 
 
