@@ -173,9 +173,23 @@ def test_crash_loop_is_given_up(cluster):
     assert stop.startswith("given up") and "in 2 tries" in stop and "ZeroDivisionError" in stop
 
 
-@pytest.mark.slow
-def test_hostile_names(cluster):
-    job = Job(cluster, "a b'c\"d$(touch hacked)\ne", *QUICK, megatron__train_iters=2, **CP4)
+FAKE_PYTHON = """#!/bin/bash
+folder="${@: -1}"
+printf '%s\\0' "$@" >"$folder/words.$RANK"
+[[ $RANK != 0 ]] || touch "$folder/DONE"
+"""
+
+
+def test_hostile_names_through_slurm(cluster):
+    """What ranks are started with, and where Slurm writes; a stand-in for their Python notes it down."""
+    fake = cluster.folder / "python"
+    fake.write_text(FAKE_PYTHON)
+    fake.chmod(0o755)
+    name = "a b'c\"d$(touch hacked)`touch hacked`\n#SBATCH --nodes=9;%j"
+    job = Job(cluster, name, *QUICK, "--python", str(fake), **CP4)
     assert job.end() == "COMPLETED", job.logs()
-    assert (job.run_dir / "DONE").exists() and job.saved == 2
+    for rank in range(4):
+        words = (job.run_dir / f"words.{rank}").read_text().split("\0")
+        assert words[-3:] == ["--cp-ring-run-dir", str(job.run_dir), ""] and words[:2] == ["-m", "cp_ring.pretrain_gpt"]
+    assert ": done" in (job.run_dir / "logs" / f"job-{job.number}.log").read_text()
     assert not list(cluster.folder.rglob("hacked"))
