@@ -4,13 +4,14 @@ import json
 import multiprocessing as mp
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 from tests.megatron import worker
 
@@ -106,10 +107,8 @@ def fork(ranks: int, job: tuple, timeout_s: float = 300, target: Callable[..., N
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.megatron.imported"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=target, args=(rank, ranks, port, *job)) for rank in range(ranks)]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here, so that nobody else takes its port
+    processes = [context.Process(target=target, args=(rank, ranks, store.port, *job)) for rank in range(ranks)]
     for process in processes:
         process.start()
     end = time.monotonic() + timeout_s

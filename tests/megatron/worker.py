@@ -93,8 +93,9 @@ def run(job: dict, folder: Path) -> None:
 
 
 def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path) -> None:
-    """Is rank `rank` of `ranks`; both output streams go to `log`."""
+    """Is rank `rank` of `ranks`, whose store the launcher holds at `port`; both output streams go to `log`."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
