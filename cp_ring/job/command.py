@@ -161,6 +161,8 @@ def _environment(job: JobConfig, device: str) -> dict[str, str]:
     a host name can resolve to an address that no other rank listens on. Megatron asks for one CUDA connection.
     """
     wanted = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if job.launch.max_restarts:  # ranks would read the addresses of the ranks before them from a store that outlives these
+        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if device == "cpu" and job.launch.nnodes == 1:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
