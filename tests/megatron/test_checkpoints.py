@@ -218,6 +218,14 @@ def test_too_little_space_is_seen_before_anything_is_written(checkpoint, monkeyp
         folders.prepare(checkpoint / ".saving.x", folders.folder_of(checkpoint, 10))
 
 
+def test_a_save_removes_what_is_left_of_interrupted_ones_but_none_that_still_runs(tmp_path):
+    running, left, next_one = (folders.aside(folders.folder_of(tmp_path, number), "x") for number in (2, 4, 6))
+    for folder in (running, left):
+        folders.prepare(folder, folders.folder_of(tmp_path, 2), writing={running})
+    folders.prepare(next_one, folders.folder_of(tmp_path, 6), writing={running})
+    assert sorted(tmp_path.iterdir()) == sorted([running, next_one])
+
+
 # No code of a checkpoint is run.
 
 

@@ -31,6 +31,8 @@ class Cluster:
         line = [str(HERE / "with_slurm.sh"), "-n", str(nodes), "-d", str(folder), "sleep", "infinity"]
         self.log = (folder / "cluster.log").open("w+")
         self._process = subprocess.Popen(line, env=os.environ | environment, stdout=self.log, stderr=self.log)
+
+    def wait_until_up(self) -> None:
         self.until(lambda: self._init() is not None, 60)
         self.until(lambda: self.run("squeue").returncode == 0 and "idle" in self.run("sinfo", "-h", "-o", "%t").stdout, 60)
 
@@ -173,6 +175,7 @@ def running(nodes: int = 2, **environment: str) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         cluster = Cluster(Path(folder), nodes, **environment)
         try:
+            cluster.wait_until_up()
             yield cluster
         finally:
             cluster.close()

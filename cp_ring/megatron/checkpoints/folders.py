@@ -11,7 +11,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,12 +80,12 @@ def aside(final: Path, token: str) -> Path:
     return final.with_name(f"{_SAVING}{final.name}.{token}")
 
 
-def prepare(folder: Path, final: Path) -> None:
-    """Makes the folder aside, after removing what earlier, interrupted saves have left there.
+def prepare(folder: Path, final: Path, writing: Collection[Path] = ()) -> None:
+    """Makes the folder aside, after removing what earlier, interrupted saves have left there, but not the folders `writing`.
 
     Raises `OSError` where nothing can be written, or where there is clearly too little space.
     """
-    sweep(final.parent)
+    sweep(final.parent, writing)
     folder.mkdir(parents=True)
     wanted = max((manifest.size(folder_of(final.parent, number)) for number in saved(final.parent)[-1:]), default=0)
     free = shutil.disk_usage(folder).free
@@ -105,8 +105,11 @@ def publish(folder: Path, final: Path) -> None:
     shutil.rmtree(final.with_name(_OLD + final.name), ignore_errors=True)
 
 
-def sweep(load: Path) -> None:
-    """Removes what interrupted saves and removals have left; a checkpoint that was about to be replaced comes back."""
+def sweep(load: Path, writing: Collection[Path] = ()) -> None:
+    """Removes what interrupted saves and removals have left; a checkpoint that was about to be replaced comes back.
+
+    `writing` are folders of saves that still run in the background.
+    """
     if not load.is_dir():
         return
     for path in load.iterdir():
@@ -115,7 +118,7 @@ def sweep(load: Path) -> None:
             if iteration_of(final) >= 0 and not final.exists():
                 path.rename(final)
                 continue
-        if path.name.startswith((_SAVING, _OLD)) and path.is_dir():
+        if path.name.startswith((_SAVING, _OLD)) and path.is_dir() and path not in writing:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -43,9 +43,10 @@ class _State:
     errors: list[str]
     unsaved: int | None = None
     results: Any = None  # where writers in other processes leave theirs
+    writing: set[Path]  # folders aside of saves that have begun and not ended; there are several where saving is asynchronous
 
     def __init__(self) -> None:
-        self.errors = []
+        self.errors, self.writing = [], set()
 
 
 _state = _State()
@@ -131,7 +132,8 @@ def written_aside(save: Callable[..., Any]) -> Callable[..., Any]:
             _publish(folder, final)
             return None
         request.finalize_fns[:] = [_naming(step, folder, iteration) for step in request.finalize_fns]
-        request.finalize_fns.append(functools.partial(_publish, folder, final))
+        request.finalize_fns.append(functools.partial(_publish, folder, final, tuple(_state.errors)))
+        _state.errors.clear()  # the next save may begin before this one ends
         return request
 
     return save_aside
@@ -143,7 +145,7 @@ def _prepare(final: Path) -> Path:
     if dist.get_rank() == 0:
         folder = folders.aside(final, f"{time.time_ns():x}")
         try:
-            folders.prepare(folder, final)
+            folders.prepare(folder, final, _state.writing)
             outcome = [str(folder), ""]
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -152,6 +154,7 @@ def _prepare(final: Path) -> Path:
     if outcome[1]:
         raise SaveFailed(folders.iteration_of(final), outcome[1])
     _state.errors.clear()
+    _state.writing.add(Path(outcome[0]))
     return Path(outcome[0])
 
 
@@ -168,12 +171,15 @@ def _naming(step: Callable[[], Any], folder: Path, iteration: int) -> Callable[[
     return named
 
 
-def _publish(folder: Path, final: Path) -> None:
+def _publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
     """Checks and publishes what all ranks have written to `folder`; the tracker is Megatron's next step.
+
+    `earlier` are errors of this rank from when the save began.
 
     Raises `SaveFailed` on all ranks where anything went wrong on any.
     """
-    rank, errors = dist.get_rank(), _state.errors
+    rank, errors = dist.get_rank(), [*earlier, *_state.errors]
+    _state.errors.clear()
     try:
         if not errors:
             _complete_sums(folder, rank)
@@ -190,13 +196,14 @@ def _publish(folder: Path, final: Path) -> None:
         if errors and rank:
             print(f"cp_ring: rank {rank}: {errors[0]}", file=sys.stderr, flush=True)
         why = errors[0] if errors else "a rank could not write its part"
-        errors.clear()
         _drop(folder)
         raise SaveFailed(folders.iteration_of(final), why)
+    _state.writing.discard(folder)
     _state.unsaved = None
 
 
 def _drop(folder: Path) -> None:
+    _state.writing.discard(folder)
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
 
