@@ -14,6 +14,8 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
 
+_LATENT_WIDTHS = (("qk_head_dim", 128), ("qk_pos_emb_head_dim", 64), ("v_head_dim", 128))  # Megatron's defaults
+
 
 def plan_of(job: JobConfig) -> RingPlan:
     """The plan of a layer without a window, for one sequence of causal attention: with documents, it moves no more than this."""
@@ -29,10 +31,13 @@ def sizes_of(job: JobConfig) -> Sizes:
     given, tp = job.megatron, job.parallel.tensor_model_parallel_size
     heads = int(given.get("num_attention_heads") or 1)
     groups = int(given.get("num_query_groups") or heads) if given.get("group_query_attention") else heads
-    width = given.get("kv_channels") or int(given.get("hidden_size") or heads) // heads
+    width = value_width = int(given.get("kv_channels") or int(given.get("hidden_size") or heads) // heads)
+    if given.get("multi_latent_attention"):  # the ring moves the keys and values of every head, not the latents
+        nope, rotary, value_width = (int(given.get(name) or default) for name, default in _LATENT_WIDTHS)
+        groups, width = heads, nope + rotary
     dtype = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
     batch = int(given.get("micro_batch_size") or 1)
-    return Sizes(max(1, heads // tp), max(1, groups // tp), max(1, int(width)), dtype=dtype, batch=batch)
+    return Sizes(max(1, heads // tp), max(1, groups // tp), max(1, width), max(1, value_width), dtype=dtype, batch=batch)
 
 
 def lines(job: JobConfig, placement: Placement) -> list[str]:

@@ -1,9 +1,13 @@
 """Where ranks run, and which hops of the plan pass between nodes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from cp_ring.errors import ConfigError
+from cp_ring.job import config
+from cp_ring.job.hops import sizes_of
 from cp_ring.job.placement import Placement, context_groups, describe, order_from_file, token_bytes, traffic
 from cp_ring.plan.cost import Sizes, between_nodes
 from cp_ring.plan.layout import Layout
@@ -91,3 +95,35 @@ def test_nodes_and_bytes():
     assert token_bytes(Sizes(heads=8, kv_heads=2, head_dim=64, dtype="bf16")) == 2 * 2 * 64 * 2
     with pytest.raises(ConfigError):
         Placement((), 2)
+
+
+HEADS = {"num_attention_heads": 8, "hidden_size": 256, "bf16": True}
+LATENT = {"multi_latent_attention": True}
+
+
+@pytest.mark.parametrize(
+    ("megatron", "tp", "elements"),
+    [
+        ({}, 1, 8 * (32 + 32)),
+        ({"group_query_attention": True, "num_query_groups": 2}, 2, 1 * (32 + 32)),
+        ({"kv_channels": 48}, 1, 8 * (48 + 48)),
+        (LATENT, 1, 8 * (128 + 64 + 128)),
+        (
+            LATENT | {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 20, "micro_batch_size": 3},
+            2,
+            3 * 4 * (16 + 8 + 20),
+        ),
+        (LATENT | {"kv_channels": 48, "group_query_attention": True, "num_query_groups": 2}, 1, 8 * (128 + 64 + 128)),
+    ],
+)
+def test_token_bytes_of_a_job_are_those_of_its_keys_and_values(megatron, tp, elements):
+    job = config.validate({"megatron": HEADS | megatron, "parallel": {"tensor_model_parallel_size": tp}}, "job")
+    assert token_bytes(sizes_of(job)) == elements * 2
+
+
+def test_widths_of_multi_latent_attention_default_to_megatrons():
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    theirs = {field.name: field.default for field in dataclasses.fields(MLATransformerConfig)}
+    sizes = sizes_of(config.validate({"megatron": HEADS | LATENT}, "job"))
+    assert (sizes.head_dim, sizes.value_dim) == (theirs["qk_head_dim"] + theirs["qk_pos_emb_head_dim"], theirs["v_head_dim"])
