@@ -47,11 +47,30 @@ class World:
             int(values.get(name, values.get(slurm[name], default)))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
         )
-        if size > 1 and "MASTER_ADDR" not in values:
+        address, port = values.get("MASTER_ADDR"), values.get("MASTER_PORT")
+        if size > 1 and "SLURM_STEP_NODELIST" in values:  # a task of srun: the shell of a batch script has no ranks beside it
+            address, port = address or _first_host(values["SLURM_STEP_NODELIST"]), port or _slurm_port()
+        if size > 1 and not (address and port):
             raise ConfigError(
-                f"cp-ring preflight: {size} ranks need MASTER_ADDR and MASTER_PORT, the host of rank 0 and a free port there"
+                f"cp-ring preflight: {size} ranks need MASTER_ADDR and MASTER_PORT, the host of rank 0 and a free port there: "
+                "start all ranks by srun or torchrun"
             )
-        return cls(rank, size, local, values.get("MASTER_ADDR", "127.0.0.1"), int(values.get("MASTER_PORT", "0")))
+        return cls(rank, size, local, address or "127.0.0.1", int(port or 0))
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of Slurm's short form of a list (n[1-4]), or "" where Slurm cannot be asked."""
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter(done.stdout.split()), "")
+
+
+def _slurm_port() -> str:
+    """The port that launch/slurm/train.sbatch takes for this try of the job."""
+    number, restarts = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+    return str(20000 + (number + restarts) % 12000)
 
 
 def preflight(source: str, overrides: list[str]) -> int:

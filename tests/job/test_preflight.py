@@ -7,12 +7,15 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
+from cp_ring.errors import ConfigError
 from cp_ring.job import config, hops
 from cp_ring.job.findings import Facts, Link, from_json, judge, summary
+from cp_ring.job.preflight import World
 from tests.slurm.job import TINY
 
 
@@ -129,6 +132,58 @@ def test_ranks_without_an_address_are_refused_on_a_line(tmp_path):
     done = alone(tmp_path, SLURM_NTASKS="2", SLURM_PROCID="1")
     refusal = "cp_ring: preflight: error: cp-ring preflight: 2 ranks need"
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(refusal)
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A scontrol that knows the hosts of n[7-8], and a task's variables without a launcher's."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "scontrol"
+    script.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames n[7-8]' ] || exit 1\necho n7\necho n8\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+
+
+TASK = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "24017"}
+NODES = "SLURM_STEP_NODELIST"
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "port"),
+    [
+        ({}, "n7", 20017),
+        ({"SLURM_RESTART_COUNT": "2"}, "n7", 20019),
+        ({"MASTER_PORT": "4000"}, "n7", 4000),
+        ({"MASTER_ADDR": "elsewhere"}, "elsewhere", 20017),
+    ],
+)
+def test_a_task_of_srun_needs_no_further_variable(scontrol, monkeypatch, given, address, port):
+    for name, value in {NODES: "n[7-8]", **given}.items():
+        monkeypatch.setenv(name, value)
+    assert World.find() == World(3, 4, 1, address, port)
+
+
+@pytest.mark.parametrize("given", [{}, {NODES: "unknown"}, {"MASTER_ADDR": "n7"}])
+def test_what_is_no_task_of_srun_is_refused(scontrol, monkeypatch, given):
+    """Among them the shell of a batch script, which has the number of ranks but is none of them."""
+    for name, value in {"SLURM_JOB_NODELIST": "n[7-8]", **given}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="4 ranks need MASTER_ADDR and MASTER_PORT"):
+        World.find()
+
+
+def test_the_port_is_that_of_the_batch_script(scontrol, monkeypatch):
+    import cp_ring.launch
+
+    (folder,) = cp_ring.launch.__path__
+    (expression,) = re.findall(r"MASTER_PORT=(\S+ \+ .*\)\)) #", (Path(folder) / "slurm" / "train.sbatch").read_text())
+    said = subprocess.check_output(["bash", "-c", f"try=$SLURM_RESTART_COUNT; echo {expression}"], text=True)
+    monkeypatch.setenv(NODES, "n[7-8]")
+    assert World.find().port == int(said or 0) == 20017
 
 
 def test_port_in_use_is_refused(tmp_path):
