@@ -155,12 +155,13 @@ def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
 
 
 def _environment(job: JobConfig, device: str) -> dict[str, str]:
-    """Variables of the ranks; one that is set already wins.
+    """Variables of torchrun and its ranks; one that is set already wins.
 
     One thread per rank: ranks on one machine share its cores. Gloo needs the loopback interface by name, because
     a host name can resolve to an address that no other rank listens on. Megatron asks for one CUDA connection.
     """
     wanted = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    wanted |= {"PET_SHUTDOWN_TIMEOUT": "600", "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # time to save
     if job.launch.max_restarts:  # ranks would read the addresses of the ranks before them from a store that outlives these
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if device == "cpu" and job.launch.nnodes == 1:

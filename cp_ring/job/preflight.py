@@ -80,7 +80,7 @@ def preflight(source: str, overrides: list[str]) -> int:
     began = time.monotonic()
     store = _store(world)
     facts = _gather_facts(job, source, world, store)
-    if world.size > 1:
+    if world.size > 1 and _sound(job, world, store, facts):
         _measure(job, world, store, facts)
     store.set(f"facts/{world.rank}", json.dumps(dataclasses.asdict(facts)))
     if world.rank == 0:
@@ -96,6 +96,15 @@ def preflight(source: str, overrides: list[str]) -> int:
         while store.add("left", 0) < world.size:
             time.sleep(0.05)
     return code
+
+
+def _sound(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> bool:
+    """Whether links can be measured: ranks with fatal findings (a host name that means loopback, no GPU) wait for one another."""
+    store.set(f"seen/{world.rank}", json.dumps(dataclasses.asdict(facts)))
+    if world.rank == 0:
+        seen = [from_json(json.loads(store.get(f"seen/{rank}"))) for rank in range(world.size)]
+        store.set("sound", "" if any(finding.fatal for finding in judge(job, seen)) else "yes")
+    return bool(store.get("sound"))
 
 
 def report(job: configs.JobConfig, ranks: list[Facts], findings: list[Finding]) -> list[str]:

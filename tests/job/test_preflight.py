@@ -193,3 +193,24 @@ def test_port_in_use_is_refused(tmp_path):
         done = alone(tmp_path, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert done.returncode == 2
     assert f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in done.stderr, done.stderr
+
+
+def test_where_ranks_cannot_meet_links_are_not_measured_and_the_reason_is_printed(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    line = [sys.executable, "-m", "cp_ring.cli", "preflight", str(path)]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            line,
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = ranks[0].communicate(timeout=120)[0]
+    assert [rank.wait() for rank in ranks] == [2, 2]
+    assert "error: n0: GLOO_SOCKET_IFNAME is lo" in output and "hop 1" not in output, output
