@@ -6,7 +6,6 @@ under context parallelism), and no s x s attention mask is ever built.
 
 from __future__ import annotations
 
-import os
 import sys
 
 from cp_ring import stop
@@ -25,26 +24,13 @@ def main() -> None:
         config = install(sys.argv[1:])
         if config.enabled:
             _refuse_scripts_flags(sys.argv)
-        from cp_ring import patches
-        from cp_ring.megatron import compat, gpt
+        from cp_ring.megatron import compat, gpt, run_dir
         from cp_ring.megatron.checkpoints.saving import ending
 
-        step_line = patches.get("step_line")
-        if not step_line.refusal():
-            step_line.apply()
+        run_dir.log_steps()
         with ending():
             compat.pretrain(gpt.datasets_provider, gpt.forward_step)
-        if config.run_dir and int(os.environ.get("RANK", "0")) == 0:
-            _finish(config.run_dir)
-
-
-def _finish(folder: str) -> None:
-    """Megatron returned: an exit before the last step (signal, --exit-duration-in-mins, ...) would have ended the process."""
-    from megatron.training import get_args
-
-    from cp_ring.observe import progress
-
-    progress.finish(folder, get_args().train_iters)
+        run_dir.finish(config.run_dir)
 
 
 def _refuse_scripts_flags(argv: list[str]) -> None:

@@ -44,10 +44,25 @@ def main() -> None:
         if not (config.enabled or config.cpu):
             runpy.run_path(str(script), run_name="__main__")
             return
+        from cp_ring.megatron import run_dir
         from cp_ring.megatron.checkpoints.saving import ending
 
+        if config.run_dir:
+            run_dir.log_steps()
         with ending():
-            runpy.run_path(str(script), run_name="__main__")
+            _run_to_its_end(script)
+        run_dir.finish(config.run_dir)
+
+
+def _run_to_its_end(script: Path) -> None:
+    """Runs the script; one that ends by `sys.exit(0)` after its last step of training counts as one that returns."""
+    from cp_ring.megatron import run_dir
+
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as stop:
+        if stop.code or not run_dir.all_steps_done():  # Megatron too ends with 0 where a signal stops it
+            raise
 
 
 if __name__ == "__main__":

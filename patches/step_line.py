@@ -1,4 +1,4 @@
-"""Tokens per second and memory of every step, beside what Megatron logs; used by cp_ring.pretrain_gpt alone."""
+"""Tokens per second and memory of every step, beside what Megatron logs; used where a run directory is kept."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.megatron.launch import HERE, TINY, environment, launch
+from cp_ring.observe import progress
+from tests.megatron.launch import HERE, TINY, environment, launch, trace, train
 
 SCRIPT = str(HERE / "small_script.py")
 FLAGS = [*TINY, "--train-iters", "3", "--log-interval", "1", "--calculate-per-token-loss"]
@@ -36,15 +37,37 @@ def test_an_unmodified_script_trains_with_ring_attention():
     assert losses(ring.stdout) == pytest.approx(losses(stock.stdout), rel=1e-5)
 
 
-def test_without_its_flags_nothing_is_changed(tmp_path):
+@pytest.mark.parametrize("flags", [["--some-flag", "3"], ["--cp-ring-run-dir", "kept"]])
+def test_without_its_flags_nothing_is_changed(tmp_path, flags):
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
-    command = [sys.executable, "-m", "cp_ring.run", str(script), "--some-flag", "3"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "cp_ring.run", str(script), *flags]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "applied: []" in done.stdout
-    assert "argv: ['--some-flag', '3'] name: __main__ path: True" in done.stdout
+    assert f"argv: {flags} name: __main__ path: True" in done.stdout
     assert "homes: ['megatron.training.arguments', 'torch.cuda']" in done.stdout
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_run_directory_is_kept_and_marked_at_the_end(tmp_path):
+    """DONE is there where the last step was done and the script ended well; a line per step in any case."""
+    ending = "import runpy, sys\nrunpy.run_path({!r}, run_name='__main__')\nsys.exit({})\n"
+    for code in (0, 3):
+        (tmp_path / f"exits_{code}.py").write_text(ending.format(SCRIPT, code))
+    scripts = {"returns": SCRIPT, "exits": str(tmp_path / "exits_0.py"), "fails": str(tmp_path / "exits_3.py"), "stops": SCRIPT}
+    common = [*FLAGS, "--cp-ring-cpu", "--cp-ring", "--context-parallel-size", "2"]
+    jobs = {name: [script, "--cp-ring-run-dir", str(tmp_path / "runs" / name)] for name, script in scripts.items()}
+    jobs["stops"] += ["--exit-interval", "2"]  # Megatron then ends the process with code 0
+    train(2, jobs | {"plain": [SCRIPT]}, tmp_path, common, codes={"fails": 3})
+    done = {name: tmp_path / "runs" / name / "DONE" for name in scripts}
+    assert {name for name, file in done.items() if file.exists()} == {"returns", "exits"}
+    assert done["returns"].read_text() == done["exits"].read_text() == "3\n"
+    for name, file in done.items():
+        steps = progress.read(file.parent)
+        assert [line["step"] for line in steps] == ([1, 2] if name == "stops" else [1, 2, 3])
+        assert steps[0]["lm loss"] == pytest.approx(trace(tmp_path, name)[1]["loss"])
+    assert "tokens/s" in (tmp_path / "returns.log").read_text() and "tokens/s" not in (tmp_path / "plain.log").read_text()
 
 
 @pytest.mark.parametrize(
