@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,8 @@ from cp_ring.job.certify import certify_command
 from cp_ring.job.doctor_command import doctor_command
 from cp_ring.job.slurm_command import preflight_command, status_command, submit_command
 from cp_ring.plan.command import plan_command
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer has it from click or from a copy of its own, and exports it from neither
 
 app = typer.Typer(name="cp-ring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -90,10 +92,16 @@ def _print_table(rows: list[dict[str, str]]) -> None:
 def main() -> None:
     """Entry point of the console script: bad input is one line on stderr and exit code 2, never a traceback."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except typer.Abort:  # Ctrl-C
+        sys.exit("Aborted!")
+    except _USAGE_ERROR as error:
+        message = error.format_message()
     except (ConfigError, PlanError, KernelError) as error:
-        print(f"cp_ring: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        message = str(error)
+    if message:  # none with the help that a command without arguments prints
+        print(f"cp_ring: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ def test_a_small_round():
         (["--only", "torch_context_parallel"], "--only torch_context_parallel: it does not run with --device cpu"),
         (["--device", "cuda", "--cp", "2"], "--device cuda: --cp 2 ranks need a CUDA device each, there are 0"),
         (["--device", "tpu"], "--device tpu: it is cpu or cuda"),
+        (["--device", "gpu"], "--device gpu: it is cpu or cuda"),
         (["--dtype", "int8"], "--dtype int8: it is float32 or bfloat16 or float16"),
         (["--cp", "3"], "--seq-length 256 does not divide by 2 * --cp 3"),
     ],

@@ -9,14 +9,14 @@ import typer
 
 
 def bench_accuracy(
-    seq_length: Annotated[int, typer.Option(help="Tokens of the whole sequence.")] = 2048,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 2,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 1,
-    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    seq_length: Annotated[int, typer.Option(min=1, help="Tokens of the whole sequence.")] = 2048,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 2,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 1,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
     kernel: Annotated[list[str] | None, typer.Option(help="As --cp-ring-kernel; repeatable. Default: cpu.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: float32, bfloat16.")] = None,
-    cp: Annotated[list[int] | None, typer.Option(help="Ranks; repeatable. Default: 1, 2, 4, 8.")] = None,
-    seeds: Annotated[int, typer.Option(help="Draws of which the mean is taken.")] = 5,
+    cp: Annotated[list[int] | None, typer.Option(min=1, help="Ranks; repeatable. Default: 1, 2, 4, 8.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of which the mean is taken.")] = 5,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:

@@ -9,13 +9,13 @@ import typer
 
 
 def bench_attention(
-    seq_length: Annotated[int, typer.Option(help="Tokens of the whole sequence.")] = 8192,
-    cp: Annotated[int, typer.Option(help="Ranks, of one thread each.")] = 2,
-    heads: Annotated[int, typer.Option(help="Heads of queries, keys and values.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    seq_length: Annotated[int, typer.Option(min=1, help="Tokens of the whole sequence.")] = 8192,
+    cp: Annotated[int, typer.Option(min=1, help="Ranks, of one thread each.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of queries, keys and values.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32, on CUDA bfloat16.")] = "",
     device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU a rank.")] = "cpu",
-    repeats: Annotated[int, typer.Option(help="Rounds; each contestant runs once a round.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each contestant runs once a round.")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="A contestant; repeatable. Default: all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:

@@ -9,13 +9,13 @@ import typer
 
 
 def bench_overlap(
-    seq_length: Annotated[int, typer.Option(help="Tokens of the whole sequence, on two ranks.")] = 8192,
-    heads: Annotated[int, typer.Option(help="Heads of queries, keys and values.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    seq_length: Annotated[int, typer.Option(min=1, help="Tokens of the whole sequence, on two ranks.")] = 8192,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of queries, keys and values.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
     ratio: Annotated[
         list[float] | None, typer.Option(help="Time of a full shard on the wire over that of a hop's compute; repeatable.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Rounds; each wire has one step a round.")] = 7,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each wire has one step a round.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Time forward and backward on two CPU ranks with a throttled link between them: the communication that shows.

@@ -23,7 +23,7 @@ DRAWS = 20
 
 def bench_plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    repeats: Annotated[int, typer.Option(help="Each time is the best of so many.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Each time is the best of so many.")] = 5,
 ) -> None:
     """Measure planning: time, memory, bytes on the wire and balance, each beside its goal."""
     rows = [*packed(repeats), *huge(repeats), *shares(), *balances()]

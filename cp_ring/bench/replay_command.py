@@ -9,11 +9,11 @@ import typer
 
 
 def bench_replay(
-    cp: Annotated[list[int] | None, typer.Option(help="Ranks to play; repeatable. Default: 1, 2, 4, 8.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of one rank.")] = 8192,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
+    cp: Annotated[list[int] | None, typer.Option(min=1, help="Ranks to play; repeatable. Default: 1, 2, 4, 8.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one rank.")] = 8192,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     kernel: Annotated[str, typer.Option(help="As --cp-ring-kernel.")] = "auto",
@@ -21,7 +21,7 @@ def bench_replay(
     document: Annotated[int, typer.Option(help="Average tokens of packed documents; 0 for one sequence.")] = 0,
     layout: Annotated[str, typer.Option(help="zigzag or balanced. Default: balanced with --document, else zigzag.")] = "",
     bandwidth: Annotated[float, typer.Option(help="GB a second of the link to pretend; 0 for none (CUDA alone).")] = 0.0,
-    repeats: Annotated[int, typer.Option(help="Each time is the median of so many.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Each time is the median of so many.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """One device plays every rank of a group in turn: efficiency against one kernel call, without a network."""
@@ -34,6 +34,8 @@ def bench_replay(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ConfigError(f"--dtype {dtype}: it is bfloat16, float16 or float32")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device}: it is cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device; --device cpu plays on the CPU")
     layout = layout or ("balanced" if document else "zigzag")

@@ -13,7 +13,7 @@ def build_mesh(*, cp: int, tp: int = 1, pp: int = 1, dp: int | None = None, devi
     """A device mesh with dimensions "pp", "dp", "cp", "tp" over all ranks of the world; `mesh["cp"].get_group()` is the ring.
 
     Tensor ranks are neighbors, then context ranks, as in Megatron. `dp` defaults to what is left of the world. All ranks
-    of the initialised world must call it. Raises `ConfigError` when the sizes do not multiply to the world size.
+    of the initialized world must call it. Raises `ConfigError` when the sizes do not multiply to the world size.
     """
     world = dist.get_world_size()
     for name, size in (("cp", cp), ("tp", tp), ("pp", pp), ("dp", dp)):

@@ -40,7 +40,7 @@ def read(run_dir: Path) -> list[Event]:
     """The history, oldest first; torn lines are left out."""
     path = run_dir / FILE
     events = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         words = line.split("\t")
         if len(words) == 6 and all(words[i].isdigit() for i in (0, 2, 4)):
             events.append(Event(int(words[0]), words[1], int(words[2]), words[3], int(words[4]), words[5]))

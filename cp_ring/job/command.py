@@ -92,6 +92,7 @@ def _refuse_early(args: argparse.Namespace, job: JobConfig, line: list[str]) -> 
     if "--cp-ring-cpu" in line:
         with contextlib.redirect_stdout(io.StringIO()):  # the ranks say what it sets
             validate.run_on_cpu(args, line)
+    validate.check_model(args)
     validate.check_sizes(args)
     validate.check_norms(args)
     if job.cp_ring.enabled:

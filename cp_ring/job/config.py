@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
+
+_HINT = re.compile(r"(?:; [^;:]*)?: ")  # in the first comment of a packaged file: from here on it is about commands
+_SECTION = "must be a section with keys"
+_PLAIN = {"model_type": _SECTION, "dict_type": _SECTION, "path_type": "must be a path"}  # of pydantic's types of errors
 
 
 class Section(BaseModel):
@@ -31,7 +37,7 @@ class DataConfig(Section):
     path: Path | None = Field(None, description="A folder of text files or a .jsonl file; default: Python's standard library.")
     vocab_size: int = Field(4096, ge=300, description="Tokens of the BPE that is trained on the data.")
     validation_fraction: float = Field(0.05, gt=0, le=0.5, description="Part of the documents that is only validated on.")
-    cache: Path = Field(Path("runs/corpora"), description="Where tokenised corpora are kept.")
+    cache: Path = Field(Path("runs/corpora"), description="Where tokenized corpora are kept.")
 
 
 class ParallelConfig(Section):
@@ -84,7 +90,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
     Raises `ConfigError` with one line that names the file or key.
     """
     path = find(source)
-    settings = _read(path, source)
+    settings = read(path, source)
     presets = settings.pop("presets", None) or {}
     chosen = [override.partition("=")[2] for override in overrides if override.startswith("preset=")]
     if chosen:
@@ -101,7 +107,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
 def find(source: str) -> Path:
     """The file itself, or `NAME` for the NAME.yaml that is packaged as cp_ring.configs."""
     path = Path(source)
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     known = packaged()
     if source in known:
@@ -122,13 +128,17 @@ def summaries() -> list[dict[str, str]]:
     for name, path in packaged().items():
         lines = path.read_text().splitlines()
         comment = " ".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
-        rows.append({"name": name, "presets": ", ".join(_read(path, name).get("presets", {})), "about": comment.split(":")[0]})
+        about = _HINT.split(comment, maxsplit=1)[0]
+        rows.append({"name": name, "presets": ", ".join(read(path, name).get("presets", {})), "about": about})
     return rows
 
 
-def _read(path: Path, source: str) -> dict[str, Any]:
+def read(path: Path, source: str) -> dict[str, Any]:
+    """The sections of a file, unchecked; raises `ConfigError` that names `source` where it cannot be read or has none."""
     try:
         settings = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
     if settings is None:
@@ -206,7 +216,7 @@ def _first_line(error: ValidationError) -> str:
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)
     if first["type"] != "extra_forbidden":
-        return f"{key}: {first['msg'].lower()}, not {first['input']!r}"
+        return f"{key}: {_PLAIN.get(first['type'], first['msg'].lower())}, not {first['input']!r}"
     model: type[BaseModel] = JobConfig
     for part in location[:-1]:
         inner = model.model_fields[part].annotation

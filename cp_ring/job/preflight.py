@@ -41,21 +41,31 @@ class World:
 
     @classmethod
     def find(cls) -> World:
-        values = os.environ
-        slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-        rank, size, local = (
-            int(values.get(name, values.get(slurm[name], default)))
-            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-        )
-        address, port = values.get("MASTER_ADDR"), values.get("MASTER_PORT")
-        if size > 1 and "SLURM_STEP_NODELIST" in values:  # a task of srun: the shell of a batch script has no ranks beside it
-            address, port = address or _first_host(values["SLURM_STEP_NODELIST"]), port or _slurm_port()
+        rank = _variable(("RANK", "SLURM_PROCID"), 0)
+        size = _variable(("WORLD_SIZE", "SLURM_NTASKS"), 1)
+        local = _variable(("LOCAL_RANK", "SLURM_LOCALID"), 0)
+        if rank >= size:
+            raise ConfigError(f"cp-ring preflight: the environment says rank {rank} (RANK) of {size} ranks (WORLD_SIZE)")
+        address, port = os.environ.get("MASTER_ADDR"), _variable(("MASTER_PORT",), 0)
+        nodes = os.environ.get("SLURM_STEP_NODELIST")
+        if size > 1 and nodes is not None:  # a task of srun: the shell of a batch script has no ranks beside it
+            address, port = address or _first_host(nodes), port or _slurm_port()
         if size > 1 and not (address and port):
             raise ConfigError(
                 f"cp-ring preflight: {size} ranks need MASTER_ADDR and MASTER_PORT, the host of rank 0 and a free port there: "
                 "start all ranks by srun or torchrun"
             )
-        return cls(rank, size, local, address or "127.0.0.1", int(port or 0))
+        return cls(rank, size, local, address or "127.0.0.1", port)
+
+
+def _variable(names: tuple[str, ...], default: int) -> int:
+    """The first of the environment variables that has a value."""
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
+        return default
+    if not os.environ[name].isdecimal():
+        raise ConfigError(f"cp-ring preflight: environment variable {name}={os.environ[name]} is not a number from 0 up")
+    return int(os.environ[name])
 
 
 def _first_host(nodes: str) -> str:
@@ -67,10 +77,10 @@ def _first_host(nodes: str) -> str:
     return next(iter(done.stdout.split()), "")
 
 
-def _slurm_port() -> str:
+def _slurm_port() -> int:
     """The port that launch/slurm/train.sbatch takes for this try of the job."""
-    number, restarts = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
-    return str(20000 + (number + restarts) % 12000)
+    number, restarts = (_variable((name,), 0) for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+    return 20000 + (number + restarts) % 12000
 
 
 def preflight(source: str, overrides: list[str]) -> int:

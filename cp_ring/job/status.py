@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cp_ring.errors import ConfigError
 from cp_ring.job import attempts
+from cp_ring.job import config as configs
 from cp_ring.observe import progress
 
 _ERROR = re.compile(r"cp_ring: error: .*|^\w*(?:Error|Exception|Exit)\b.*")
@@ -19,21 +19,20 @@ _TAIL_BYTES = 200_000
 
 def status(run_dir: Path) -> dict[str, Any]:
     """State, last step, newest whole checkpoint, restarts and the reason of the last stop. Raises `ConfigError` for no run."""
-    if not (run_dir / "job.yaml").is_file():
-        raise ConfigError(f"{run_dir}: no job.yaml in it: not the launch.run_dir of a job")
-    job = yaml.safe_load((run_dir / "job.yaml").read_text())
+    megatron = _megatron(run_dir)
     steps, events = progress.read(run_dir), attempts.read(run_dir)
     last = steps[-1] if steps else {}
+    since = _number(last.get("time"))
     number = events[-1].job if events else None
     return {
         "run": str(run_dir),
         "job": number,
         "state": _state(run_dir, number),
         "step": last.get("step", 0),
-        "train_iters": job["megatron"].get("train_iters"),
-        "loss": last.get("lm loss"),
-        "seconds_since_step": round(time.time() - last["time"], 1) if last else None,
-        "checkpoint": _checkpoint(Path(job["megatron"].get("save") or run_dir / "checkpoints")),
+        "train_iters": megatron.get("train_iters"),
+        "loss": _number(last.get("lm loss")),
+        "seconds_since_step": None if since is None else round(time.time() - since, 1),
+        "checkpoint": _checkpoint(Path(str(megatron.get("save") or run_dir / "checkpoints"))),
         "restarts": max((event.restart for event in events if event.job == number), default=0),
         "last_stop": _last_stop(run_dir, events),
     }
@@ -52,6 +51,21 @@ def show(facts: dict[str, Any]) -> str:
         "last stop": facts["last_stop"] or "none",
     }
     return "\n".join(f"{name + ':':12}{value}" for name, value in lines.items())
+
+
+def _megatron(run_dir: Path) -> dict[str, Any]:
+    """The section megatron of the job, as `cp-ring train` or `submit` left it there."""
+    path = run_dir / "job.yaml"
+    if not os.path.isfile(path):
+        raise ConfigError(f"{run_dir}: no job.yaml in it: not the launch.run_dir of a job")
+    megatron = configs.read(path, str(path)).get("megatron")
+    if not isinstance(megatron, dict):
+        raise ConfigError(f"{path}: it has no section megatron: not the job.yaml of a run")
+    return megatron
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _state(run_dir: Path, number: str | None) -> str:

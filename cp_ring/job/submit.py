@@ -131,7 +131,10 @@ def _placement(resources: slurm.Resources, site: Site) -> Placement:
     """On the first hosts of --rank-order; without one, Slurm has yet to choose them."""
     hosts = [f"node{index}" for index in range(resources.nodes)]
     if site.rank_order:
-        named = site.rank_order.read_text().split()
+        try:
+            named = site.rank_order.read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--rank-order {site.rank_order}: cannot read host names: {error}") from None
         if len(named) < resources.nodes:
             raise ConfigError(f"--rank-order {site.rank_order}: it names {len(named)} hosts for --nodes {resources.nodes}")
         hosts = named[: resources.nodes]

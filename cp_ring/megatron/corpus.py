@@ -1,4 +1,4 @@
-"""A text corpus as Megatron's IndexedDataset: found, tokenised and split once, then reused.
+"""A text corpus as Megatron's IndexedDataset: found, tokenized and split once, then reused.
 
 The sources are the running interpreter's standard library (long documents that are always there), a folder of text
 files, or .jsonl files with a "text" key. A byte-level BPE is trained on them, so nothing has to be downloaded.

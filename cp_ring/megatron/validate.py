@@ -103,6 +103,18 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
     note("no CUDA: training on the CPU over gloo, with Megatron's local layers and without fused kernels")
 
 
+def check_model(args: argparse.Namespace) -> None:
+    """The sizes without which Megatron makes no model are given, unless it reads them from a file of its own."""
+    if getattr(args, "use_checkpoint_args", False) or getattr(args, "yaml_cfg", None):
+        return
+    others = {"num_layers": ("encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"),
+              "seq_length": ("encoder_seq_length",)}  # fmt: skip
+    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
+    missing = [name for name in names if all(getattr(args, key, None) is None for key in (name, *others.get(name, ())))]
+    if missing:
+        raise ConfigError(f"section megatron lacks {', '.join(missing)} of the model")
+
+
 def check_sizes(args: argparse.Namespace) -> None:
     """The sequence splits into 2 * cp chunks, and tp * pp * cp divides the number of ranks."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +22,7 @@ from cp_ring.plan.verify import Report
 
 LAYOUTS = ("zigzag", "contiguous", "balanced", "per_document_zigzag")
 MAX_ROWS = 32
+MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
 
 def plan_command(
@@ -46,12 +49,17 @@ def plan_command(
     """Plan, prove, cost and draw the attention of one layer; needs no GPU and no process group."""
     if ranks_per_node < 1:
         raise PlanError(f"--ranks-per-node {ranks_per_node}: it must be at least 1")
+    if draw:
+        from cp_ring.plan.draw import check_path
+
+        check_path(draw)
     sizes = Sizes(heads, kv_heads, head_dim, dtype=dtype)
-    offsets = _offsets(seq_length, documents, documents_mean, seed)
-    mask = _mask(seq_length, offsets, window, full, prefix)
-    chosen = _layout(layout, mask, offsets, cp, chunks_per_rank)
-    plan, build_ms = _timed(lambda: RingPlan.build(mask, chosen, route))
-    report, verify_ms = _timed(lambda: plan.verify(num_slots))
+    with _memory(seq_length, cp):
+        offsets = _offsets(seq_length, documents, documents_mean, seed)
+        mask = _mask(seq_length, offsets, window, full, prefix)
+        chosen = _layout(layout, mask, offsets, cp, chunks_per_rank)
+        plan, build_ms = _timed(lambda: RingPlan.build(mask, chosen, route))
+        report, verify_ms = _timed(lambda: plan.verify(num_slots))
     costs = cost(report, sizes, num_slots)
     facts = summary(plan, report, costs, ranks_per_node) | {"build_ms": build_ms, "verify_ms": verify_ms}
     if as_json:
@@ -92,8 +100,10 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
 
 
 def _offsets(n: int, path: str | None, mean: float, seed: int) -> Any:
-    if n < 1:
-        raise PlanError(f"--seq-length {n}: it must be at least 1")
+    if not 1 <= n <= MAX_TOKENS:
+        raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
+    if seed < 0:
+        raise PlanError(f"--seed {seed}: it must be at least 0")
     if path and mean:
         raise PlanError("--documents and --documents-mean exclude one another")
     if path:
@@ -113,11 +123,22 @@ def _mask(n: int, offsets: Any, window: int, full: bool, prefix: int) -> Mask:
 def _layout(name: str, mask: Mask, offsets: Any, cp: int, chunks_per_rank: int | None) -> Layout:
     if name not in LAYOUTS:
         raise PlanError(f"--layout {name!r}: known are {', '.join(LAYOUTS)}")
+    if chunks_per_rank is not None and name != "balanced":
+        raise PlanError(f"--chunks-per-rank {chunks_per_rank} is for --layout balanced, not {name}")
     if name == "balanced":
         return Layout.balanced(mask, cp, chunks_per_rank)
     if name == "per_document_zigzag":
         return Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
     return (Layout.zigzag if name == "zigzag" else Layout.contiguous)(mask.n, cp)
+
+
+@contextmanager
+def _memory(n: int, cp: int) -> Iterator[None]:
+    """Refuses what does not fit into this machine's memory."""
+    try:
+        yield
+    except MemoryError as error:
+        raise PlanError(f"--seq-length {n} --cp {cp}: the plan does not fit into memory: {error}") from None
 
 
 def _timed(make: Any) -> tuple[Any, float]:

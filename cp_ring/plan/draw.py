@@ -30,8 +30,7 @@ INK, FAINT = "#22272e", "#8b949e"
 
 def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Sizes | None = None) -> None:
     """Writes the picture to `path`, as PNG, SVG or PDF by its ending. Raises `PlanError` on any other ending."""
-    if not path.lower().endswith((".png", ".svg", ".pdf")):
-        raise PlanError(f"--draw {path}: the file must end in .png, .svg or .pdf")
+    check_path(path)
     report = report or plan.verify(num_slots=plan.cp)
     figure = Figure(figsize=(15, 7.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -49,6 +48,12 @@ def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Sizes |
         figure.savefig(path, dpi=140)
     except OSError as error:
         raise PlanError(f"--draw {path}: cannot write: {error.strerror}") from None
+
+
+def check_path(path: str) -> None:
+    """Raises `PlanError` for a kind of picture that is not written."""
+    if not path.lower().endswith((".png", ".svg", ".pdf")):
+        raise PlanError(f"--draw {path}: the file must end in .png, .svg or .pdf")
 
 
 def color(rank: int, hop: int, cp: int) -> Color:

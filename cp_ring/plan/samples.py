@@ -12,8 +12,8 @@ from cp_ring.plan.ranges import Ints
 
 def exponential(n: int, mean: float, seed: int) -> Ints:
     """Documents of exponentially distributed lengths; the last one is cut at n."""
-    if mean < 1:
-        raise PlanError(f"documents of {mean} tokens on average: the mean must be at least 1")
+    if not 1 <= mean < np.inf:
+        raise PlanError(f"documents of {mean} tokens on average: the mean must be at least 1, and finite")
     return _packed(np.random.default_rng(seed).exponential(mean, _enough(n, mean)), n)
 
 
@@ -47,5 +47,5 @@ def _enough(n: int, mean: float) -> int:
 
 
 def _packed(lengths: np.ndarray, n: int) -> Ints:
-    ends = np.cumsum(np.maximum(lengths.astype(np.int64), 1))
+    ends = np.cumsum(np.clip(lengths, 1, n).astype(np.int64))
     return np.concatenate([[0], ends[ends < n], [n]])

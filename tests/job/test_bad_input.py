@@ -2,11 +2,12 @@
 
 import shutil
 import subprocess
+import sys
 
 import pytest
 import yaml
 
-from cp_ring.cli import app
+from cp_ring.cli import app, main
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from tests.slurm.job import TINY
 
@@ -42,7 +43,7 @@ TRAIN = [
     ("parallel.context_parallel_size=2.5", ["parallel.context_parallel_size", "2.5"]),
     ("parallel.context_parallel_size=four", ["parallel.context_parallel_size", "'four'"]),
     ("parallel.cp=4", ["parallel.cp", "context_parallel_size"]),
-    ("parallel=4", ["parallel", "4"]),
+    ("parallel=4", ["parallel: must be a section with keys, not 4"]),
     ("cp_ring.kernel=magic", ["cp_ring.kernel", "'magic'"]),
     ("cp_ring.layout=spiral", ["cp_ring.layout", "'spiral'"]),
     ("cp_ring.layout=balanced", ["--cp-ring-layout balanced", "--cp-ring-document-mask"]),
@@ -62,7 +63,9 @@ TRAIN = [
     ("launch.node_rank=1", ["launch.node_rank 1", "launch.nnodes 1"]),
     ("launch.max_restarts=-1", ["launch.max_restarts", "-1"]),
     ("launch.master_port=99999", ["launch.master_port", "99999"]),
-    ("launch.run_dir=[a]", ["launch.run_dir"]),
+    ("launch.run_dir=[a]", ["launch.run_dir: must be a path, not ['a']"]),
+    ("megatron.num_layers=null", ["section megatron lacks num_layers"]),
+    ("megatron={mock_data: true}", ["num_layers, hidden_size, num_attention_heads, seq_length"]),
     ("launch.nodes=2", ["launch.nodes", "launch.nnodes"]),
     ("lunch.device=cpu", ["lunch", "launch"]),
     ("megatron.x", ["--set megatron.x", "section.key=value"]),
@@ -92,6 +95,7 @@ SUBMIT = [
     ([*CPU, "--launcher", "mpirun"], ["--launcher mpirun", "srun", "torchrun"]),
     ([*CPU, "--env-file", "/nosuch"], ["--env-file /nosuch"]),
     ([*CPU, "--rank-order", "/nosuch"], ["--rank-order /nosuch"]),
+    ([*CPU, "--rank-order", sys.executable], ["--rank-order", "cannot read host names"]),
     ([*CPU, "--container-mounts", "/a:/b"], ["--container-mounts", "--container-image"]),
     ([*CPU, "--set", "launch.nnodes=2"], ["launch.nnodes"]),
     ([*CPU, "--set", "launch.max_restarts=3"], ["launch.max_restarts"]),
@@ -111,6 +115,31 @@ FILES = [
     ("launch:\n  device:\n", ["launch.device"]),
     ("\xff\xfe", ["not valid YAML", "needs the sections"]),
 ]
+
+# Of `cp-ring status`: what the job.yaml of the run holds.
+STATUS = [
+    ("", ["job.yaml", "no section megatron"]),
+    ("launch: {}", ["job.yaml", "no section megatron"]),
+    ("megatron: 3", ["job.yaml", "no section megatron"]),
+    ("a: [1,\nb: }", ["job.yaml", "not valid YAML"]),
+    ("\xff\xfe", ["job.yaml", "not valid YAML"]),
+]
+
+# What typer refuses, and `main` says: a whole command line.
+USAGE = [
+    (["plan", "--seq-length", "8", "--cp", "abc"], ["--cp", "integer"]),
+    (["plan", "--cp", "2"], ["--seq-length"]),
+    (["plan", "--nosuch"], ["--nosuch"]),
+    (["nosuch"], ["nosuch"]),
+    (["bench", "attention", "--cp", "0"], ["--cp", "1"]),
+    (["bench", "accuracy", "--cp", "0"], ["--cp", "1"]),
+    (["bench", "accuracy", "--seeds", "0"], ["--seeds", "1"]),
+    (["bench", "replay", "--cp", "2", "--cp", "0"], ["--cp", "1"]),
+    (["bench", "replay", "--device", "gpu"], ["--device gpu", "cpu or cuda"]),
+    *((["bench", name, "--repeats", "0"], ["--repeats", "1"]) for name in ("plan", "attention", "replay", "overlap")),
+]
+
+UNREADABLE = "/proc/self/mem"  # a regular file; to read its first page is an error, for root too
 
 
 @pytest.fixture
@@ -183,3 +212,79 @@ def test_file(no_rank, monkeypatch, tmp_path, capsys, command, text, words):
     else:
         message = refusal(command, str(path), *(CPU if command == "submit" else []))
     assert str(path) in message and any(word in message for word in words), message
+
+
+@pytest.mark.parametrize("command", ["train", "submit"])
+def test_unreadable_file(no_rank, command):
+    named(refusal(command, UNREADABLE, *(CPU if command == "submit" else [])), [f"{UNREADABLE}: cannot be read"])
+
+
+def test_a_model_from_elsewhere_needs_no_sizes(file, no_rank, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
+    no_sizes = [word for key in sizes for word in ("--set", f"megatron.{key}=null")]
+    for override in ("megatron.use_checkpoint_args=true", "megatron.yaml_cfg=model.yaml"):
+        app(["train", file, *no_sizes, "--set", override, "--dry-run"], standalone_mode=False)
+    app(["train", file, *no_sizes[:2], "--set", "megatron.hybrid_layer_pattern='*-'", "--dry-run"], standalone_mode=False)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(("text", "words"), STATUS)
+def test_status(tmp_path, text, words):
+    (tmp_path / "job.yaml").write_bytes(text.encode("latin-1"))
+    named(refusal("status", str(tmp_path)), words)
+
+
+def test_status_of_an_unreadable_file(tmp_path):
+    (tmp_path / "job.yaml").symlink_to(UNREADABLE)
+    named(refusal("status", str(tmp_path)), ["job.yaml: cannot be read"])
+
+
+@pytest.mark.parametrize("step", ['{"step": 3}', '{"step": 3, "time": "noon", "lm loss": "low"}', '{"step": 3, "lm loss": [1]}'])
+def test_status_without_time_or_loss(tmp_path, capsys, step):
+    (tmp_path / "job.yaml").write_text("megatron: {}")
+    (tmp_path / "steps.jsonl").write_text(step + "\n")
+    for options in ([], ["--json"]):
+        app(["status", str(tmp_path), *options], standalone_mode=False)
+    shown, as_json = capsys.readouterr().out.split("{")
+    assert "last step:  3\n" in shown
+    assert '"loss": null, "seconds_since_step": null' in as_json
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("RANK", "x", ["RANK=x"]),
+        ("SLURM_PROCID", "one", ["SLURM_PROCID=one"]),
+        ("WORLD_SIZE", "-2", ["WORLD_SIZE=-2"]),
+        ("LOCAL_RANK", "1.5", ["LOCAL_RANK=1.5"]),
+        ("MASTER_PORT", "http", ["MASTER_PORT=http"]),
+        ("RANK", "1", ["rank 1", "1 ranks"]),
+    ],
+)
+def test_preflight_environment(file, monkeypatch, capsys, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as ended:
+        app(["preflight", file])
+    assert ended.value.code == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    named(message, words)
+
+
+@pytest.mark.parametrize(("line", "words"), USAGE, ids=[" ".join(line) for line, _ in USAGE])
+def test_usage(monkeypatch, capsys, line, words):
+    monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("cp_ring: error: ")
+    named(message, words)
+
+
+def test_exit_codes_of_main(monkeypatch, capsys):
+    for line, code in ((["train", "--list"], 0), (["--help"], 0), (["preflight", "nosuch"], 2)):
+        monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code or 0) == code

@@ -91,3 +91,10 @@ def test_packaged_configurations_by_name():
     assert config.load("quickstart").cp_ring.enabled is True
     with pytest.raises(ConfigError, match=r"nosuch: no such file.*quickstart"):
         config.load("nosuch")
+
+
+def test_summaries_say_nothing_of_commands():
+    about = {row["name"]: row["about"] for row in config.summaries()}
+    assert about["llama3-8b-128k"] == "Llama 3.1 8B at 131,072 tokens on one node of 8 GPUs"
+    assert about["quickstart"].endswith("on two ranks") and about["packed-sft-64k"].endswith("; on one node of 8 GPUs")
+    assert not [text for text in about.values() if "two CPU ranks" in text or "--set" in text or ":" in text]

@@ -97,10 +97,24 @@ def test_table_and_picture(tmp_path: Path) -> None:
         (["--num-slots", "1"], "num_slots is 1"),
         (["--cp", "0"], "context parallel size 0"),
         (["--seq-length", "0"], "--seq-length 0"),
+        (["--seq-length", "1000000000000"], "--seq-length 1000000000000: it must be at least 1 and at most"),
+        (["--documents-mean", "nan"], "documents of nan tokens"),
+        (["--documents-mean", "inf"], "documents of inf tokens"),
+        (["--documents-mean", "5", "--seed", "-1"], "--seed -1"),
+        (["--chunks-per-rank", "3"], "--chunks-per-rank 3 is for --layout balanced, not zigzag"),
         (["--draw", "plan.gif"], "must end in .png"),
     ],
 )
 def test_bad_input_is_one_line(options: list[str], message: str) -> None:
+    result = run(*options)
     with pytest.raises(PlanError, match=message) as caught:
-        raise run(*options).exception
-    assert "\n" not in str(caught.value)
+        raise result.exception
+    assert not result.stdout and "\n" not in str(caught.value)
+
+
+def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
+    def full(*_):
+        raise MemoryError("Unable to allocate 1 PiB")
+
+    monkeypatch.setattr(RingPlan, "build", full)
+    assert str(run().exception) == "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"
