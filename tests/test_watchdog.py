@@ -149,6 +149,27 @@ def best(function):
     return shortest
 
 
+def test_after_a_trial_collectives_count_only_once_attention_runs_again(monkeypatch):
+    """Rank 0 may index a data set for long, while all others wait in a barrier, between the certificate and the training."""
+    monkeypatch.setattr(watchdog, "WATCH", watchdog.Watch())
+    monkeypatch.setattr(watchdog, "_collective", lambda frame: frame)  # whatever runs is a collective that does not end
+    frame = SimpleNamespace(f_lasti=1)
+    dog = watchdog.Watchdog(0.01, 0, 1, Store())
+    monkeypatch.setattr(watchdog.sys, "_current_frames", lambda: {dog._main: frame})
+
+    def waited():
+        dog.waited()
+        time.sleep(0.05)
+        return dog.waited()
+
+    assert waited() == 0.0
+    first = watchdog.enter(1)
+    assert waited() > 0.04
+    watchdog.rest()
+    assert waited() == 0.0
+    assert watchdog.enter(1) == first and waited() > 0.04
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0])
 def test_zero_is_off(seconds):
     before = watchdog._watched

@@ -74,6 +74,12 @@ def enter(layer: int | str, step: int = 0) -> Place:
     return WATCH.place
 
 
+def rest() -> None:
+    """Attention has run for a trial: collectives count again once it runs in earnest."""
+    WATCH.beats, WATCH.last, WATCH.sampled = 0, None, None
+    _calls.clear()
+
+
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
     """What a rank waits for, as data without tensors."""
     rows = {

@@ -113,6 +113,13 @@ def uncovered(args: argparse.Namespace) -> str:
     return "models from a YAML file" if getattr(args, "yaml_cfg", None) else ""
 
 
+def is_own(step: Step | None) -> bool:
+    """Whether `step` is the forward step of `cp_ring.pretrain_gpt`, also for None, and not a script's own."""
+    from cp_ring.megatron import gpt
+
+    return step is None or getattr(step, "__module__", "") == gpt.__name__
+
+
 def probe(args: argparse.Namespace, kinds: list[Kind], alone: Any, step: Step | None, seed: int) -> list[Probe]:
     """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`; every rank of the job calls it.
 
@@ -121,7 +128,7 @@ def probe(args: argparse.Namespace, kinds: list[Kind], alone: Any, step: Step | 
     """
     from cp_ring.megatron.gpt import forward_step
 
-    own = step is None or getattr(step, "__module__", "") == forward_step.__module__
+    own = is_own(step)
     step = forward_step if own or step is None else step
     documents = kinds[0].mask == "documents"
     batch = Microbatch.draw(kinds[0].tokens, documents, args.calculate_per_token_loss, seed)

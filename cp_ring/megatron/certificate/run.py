@@ -22,6 +22,7 @@ from cp_ring.megatron.certificate.kinds import Kind, kinds
 from cp_ring.megatron.certificate.model import Step
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.refuse import note, refuse
+from cp_ring.observe import watchdog
 
 SEED = 20261121
 CHUNK = 16  # least tokens of a chunk of a probe
@@ -86,6 +87,9 @@ def _probe_model(args: argparse.Namespace, config: Any, seed: int, step: Step | 
     main = [mask for mask in masks(args) if mask != "packed"]
     missing = ["experts, in the loss"] if getattr(args, "num_experts", None) else []
     missing += ["the loss of packed sequences"] if "packed" in masks(args) and "causal" in main else []
+    if args.tensor_model_parallel_size > 1 and not model.is_own(step):
+        # Its ranks may wait for one another: where the step fails on one of them alone, the others would never return.
+        return [], [*missing, "the loss of a script's own forward step with tensor-parallel ranks"]
     small = kinds(args, config, tuple(main), CHUNK, whole=True)
     same = _of_one_length(small)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -159,7 +163,7 @@ def _split(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torc
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Restores every random state, cp_ring's settings, and what Megatron collects while a model runs."""
+    """Restores every random state, cp_ring's settings, what Megatron collects while a model runs, and the watchdog's rest."""
     from megatron.core import tensor_parallel
     from megatron.core.transformer import multi_token_prediction
 
@@ -183,6 +187,7 @@ def _as_before() -> Iterator[None]:
     finally:
         for put_back in restore:
             put_back()
+        watchdog.rest()  # what follows may take its time, such as rank 0 indexing a data set while the others wait in a barrier
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
