@@ -7,10 +7,13 @@ import io
 import json
 import os
 import pickle
+import random
 import shutil
+import signal
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -365,6 +368,83 @@ def test_names_outside_the_list_are_refused(module, name):
 
     with pytest.raises(unpickle.Refused, match=f"a pickle of {module}.{name}"):
         unpickle.load(io.BytesIO(b"\x80\x04" + short(module) + short(name) + b"\x93."))
+
+
+class Forged:
+    """Pickles to a call of `function`, whose result then gets `state`."""
+
+    def __init__(self, function, args, state=None):
+        self.reduced = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+try:
+    from numpy._core.numeric import _frombuffer
+except ImportError:  # numpy 1
+    from numpy.core.numeric import _frombuffer
+
+
+def dtype(code, *state):
+    return Forged(np.dtype, (code, False, True), (3, *state) if state else None)
+
+
+def record(code, flags):
+    """A data type of 8 bytes that says it is a record of `code`."""
+    return dtype("V8", "|", None, ("a",), {"a": (dtype(code), 0)}, 8, 1, flags)
+
+
+ADDRESS = b"A" * 8
+EMPTY = np.zeros(1).__reduce__()[:2]
+RETYPE, KILLED = torch._tensor._rebuild_from_type_v2, (signal.Signals, (9,))
+FORGERIES = {
+    "addresses": Forged(np.ndarray, ((1,), dtype("O8"), ADDRESS)),
+    "addresses, data type by name": Forged(np.ndarray, ((1,), "O", ADDRESS)),
+    "record of an object": Forged(_frombuffer, (ADDRESS, record("O8", 0), (1,), "C")),
+    "record": Forged(_frombuffer, (ADDRESS, record("i8", 0), (1,), "C")),
+    "record of no state": Forged(np.dtype, ("i4,i4",)),
+    "record by lists": Forged(np.dtype, ([("a", "i4")],)),
+    "integers that count references": Forged(*EMPTY, (1, (1,), dtype("i8", "<", None, None, None, -1, -1, 63), False, ADDRESS)),
+    "size of a data type": dtype("V8", "|", None, None, None, 1 << 40, 1, 0),
+    "array that is filled twice": pickle.dumps(np.arange(3), 4)[:-1] + b"Nb.",
+    "state of a class": b"\x80\x04\x8c\x08argparse\x8c\x09Namespace\x93}\x8c\x07plantedK\x01sb.",
+    "state of an enumeration": Forged(*KILLED, {"planted": 1}),
+    "state by torch": Forged(RETYPE, (*KILLED, signal.Signals, {"planted": 1})),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_pickle_that_forges_memory_or_changes_the_process_is_refused(name):
+    planted = FORGERIES[name]
+    with pytest.raises(unpickle.Refused, match="--cp-ring-trust-checkpoint"):
+        unpickle.load(io.BytesIO(planted if isinstance(planted, bytes) else pickle.dumps(planted, 4)))
+    assert not hasattr(signal.Signals(9), "planted") and not hasattr(argparse.Namespace, "planted")
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))  # torch.save writes 2, pickle 4 or 5
+def test_states_and_arrays_pass_as_they_are(protocol):
+    arrays = [np.arange(6).astype(code).reshape(2, 3) for code in ("u1", "<i4", ">i4", "f2", "c16", "M8[s]", "m8")]
+    arrays += [np.array(["a", "bcd"]), np.array([b"a", b"bc"]), np.array(True), np.zeros((0, 3)), np.asfortranarray(arrays[1])]
+    plain = [random.getstate(), 1 + 2j, b"bytes", range(3), Path("a"), argparse.Namespace(a=torch.bfloat16), signal.Signals(9)]
+    data = pickle.dumps([plain, arrays, np.float32(1.5), np.random.get_state()], protocol)
+    loaded, wanted = unpickle.load(io.BytesIO(data)), pickle.loads(data)
+    assert loaded[0] == plain and loaded[2] == np.float32(1.5) and isinstance(loaded[2], np.float32)
+    for ours, theirs in zip([*loaded[1], loaded[3][1]], [*wanted[1], wanted[3][1]], strict=True):
+        assert (ours.dtype, ours.shape, ours.strides) == (theirs.dtype, theirs.shape, theirs.strides)
+        assert np.array_equal(ours, theirs)
+    assert all(map(np.array_equal, loaded[1], arrays))
+
+
+def test_states_of_torch_pass(tmp_path):
+    state = {"rng": torch.get_rng_state(), "weight": torch.nn.Parameter(torch.randn(3)), "half": torch.ones(2).bfloat16()}
+    for zipped in (True, False):
+        torch.save(state, tmp_path / "state.pt", _use_new_zipfile_serialization=zipped)
+        loaded = unpickle.torch_load(tmp_path / "state.pt")
+        assert all(torch.equal(loaded[name], tensor) and type(loaded[name]) is type(tensor) for name, tensor in state.items())
+    shared = [state["rng"], state["rng"][:4]]
+    loaded = unpickle.load(io.BytesIO(pickle.dumps(shared)))
+    assert all(map(torch.equal, loaded, shared))
 
 
 def test_a_users_own_type_passes_once_it_is_declared_safe():
