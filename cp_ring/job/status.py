@@ -80,13 +80,15 @@ def _state(run_dir: Path, number: str | None) -> str:
 def _checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that is whole, and what is wrong with newer ones."""
     from cp_ring.megatron import saved
+    from cp_ring.megatron.checkpoints import folders
 
-    found = sorted((path for path in folder.glob("iter_*") if path.is_dir()), reverse=True)
+    found = list(reversed(folders.saved(folder)))
     bad = ""
-    for path in found:
+    for iteration in found:
+        path = folders.folder_of(folder, iteration)
         problem = saved.defect(path)
         if not problem:
-            return f"iteration {int(path.name[5:])}{bad}"
+            return f"iteration {iteration}{bad}"
         bad = bad or f" ({path.name} is not whole: {problem})"
     return None if not found else f"none is whole{bad}"
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
@@ -93,7 +94,11 @@ def record_job(job: configs.JobConfig) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         progress.begin(folder)
-        (folder / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+        settings = job.model_dump(mode="json")
+        for name in ("save", "load"):  # who reads it may stand in another folder
+            if job.megatron.get(name):
+                settings["megatron"][name] = str(Path(job.megatron[name]).absolute())
+        (folder / "job.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"launch.run_dir {folder}: {error.strerror}") from None
 

@@ -14,6 +14,7 @@ from cp_ring.job import attempts, config
 from cp_ring.job.slurm import Resources
 from cp_ring.job.status import show, status
 from cp_ring.job.submit import Site, build, check, submit
+from cp_ring.job.train import record_job
 from cp_ring.observe import progress
 from tests.slurm.job import TINY
 
@@ -137,6 +138,18 @@ def test_status_of_a_run(file, tmp_path, slurm):
     assert facts["last_stop"] == "failed with exit code 1, at iteration 2 of try 0; rank0001-n1: RuntimeError: out of luck"
     assert "3 of 6, loss 1.2500" in show(facts)
     assert [step["step"] for step in progress.read(run)] == [1, 2, 3]
+
+
+def test_status_finds_checkpoints_from_any_folder(tmp_path, monkeypatch):
+    path, elsewhere = tmp_path / "tiny.yaml", tmp_path / "elsewhere"
+    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    job = config.load(str(path), ["megatron.save=saves"])
+    for name in ("iter_0000002", "iter_0000010.bak"):
+        (elsewhere / "saves" / name).mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    record_job(job)
+    monkeypatch.chdir(tmp_path)
+    assert "iter_0000002 is not whole" in status(tmp_path / "run")["checkpoint"]
 
 
 def test_status_names_a_try_that_ended_without_a_word(file, tmp_path, slurm):
