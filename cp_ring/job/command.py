@@ -68,7 +68,9 @@ def build_command(job: JobConfig, corpus: Corpus | None, elsewhere: bool = False
     Raises `ConfigError` that names the key or flag that Megatron does not have or cannot read.
     """
     device, visible = choose_device(job, elsewhere)
-    return Command(_environment(job, device) | visible, _torchrun(job), megatron_flags(job, corpus, device))
+    line = megatron_flags(job, corpus, device)
+    check_layers(line, elsewhere)
+    return Command(_environment(job, device) | visible, _torchrun(job), line)
 
 
 def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> list[str]:
@@ -82,6 +84,23 @@ def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> list[s
     megatron += config.to_args()
     _refuse_early(command_line.check(parser, megatron), job, megatron)
     return megatron
+
+
+def check_layers(line: list[str], elsewhere: bool = False, otherwise: str = "") -> None:
+    """Raises `ConfigError` where the flags in `line` ask for layers of a package that is not installed; `elsewhere` only warns.
+
+    otherwise: what else the user may do about it.
+    """
+    from cp_ring.megatron import command_line, validate
+
+    if "--cp-ring-cpu" in line:  # Megatron's own layers
+        return
+    try:
+        validate.check_layers(command_line.check(command_line.build_parser(), line))
+    except ConfigError as error:
+        if not elsewhere:
+            raise ConfigError(f"{error}{otherwise}") from None
+        print(f"cp_ring: warning: {error}", file=sys.stderr)
 
 
 def _refuse_early(args: argparse.Namespace, job: JobConfig, line: list[str]) -> None:

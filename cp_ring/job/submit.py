@@ -66,7 +66,10 @@ def submit(
     check(job, resources, source)
     _placement(resources, site)
     corpus = commands.find_corpus(job)
-    script, line = build(job, resources, site, commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu"))
+    flags = commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu")
+    if not (site.container_image or site.python):  # the ranks run this Python
+        commands.check_layers(flags, dry_run, "; --python or --container-image name another Python of the ranks")
+    script, line = build(job, resources, site, flags)
     text = script.render((_folder() / "train.sbatch").read_text())
     slurm.lint(text)
     if dry_run:

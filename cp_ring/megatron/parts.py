@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import sys
 
 _PACKAGES = {"transformer_engine": "TransformerEngine", "apex": "Apex", "torch": "torch", "megatron": "Megatron"}
 
@@ -45,3 +47,8 @@ def has_apex_norm(normalization: str) -> bool:
     from megatron.core.fusions import fused_layer_norm
 
     return normalization == "LayerNorm" and (fused_layer_norm.HAVE_FUSED_LAYER_NORM or fused_layer_norm.HAVE_PERSIST_LAYER_NORM)
+
+
+def has_transformer_engine() -> bool:
+    """Whether a package called transformer_engine is installed, without importing it."""
+    return "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine") is not None

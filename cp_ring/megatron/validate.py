@@ -68,6 +68,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         check_sizes(args)
         check_norms(args)
         check_data(args)
+        check_layers(args)
         saved.choose(args)
         configure(config)
     return args
@@ -260,6 +261,15 @@ def check_window(window: Any, causal: bool) -> None:
         raise ConfigError(f"{shown}: it is two integers, keys before and after a query, each -1 (any number) or more")
     if causal and window[1] > 0:
         raise ConfigError(f"{shown}: a causal layer sees nothing after its own position; give {window[0]},0")
+
+
+def check_layers(args: argparse.Namespace) -> None:
+    """What the layers are to be made of is installed."""
+    if args.transformer_impl == "transformer_engine" and not args.spec and not parts.has_transformer_engine():
+        raise ConfigError(
+            "transformer_impl: transformer_engine (--transformer-impl; Megatron's default) needs TransformerEngine, which is not "
+            'installed here: pip install -e ".[te]", or give transformer_impl: local (--transformer-impl local)'
+        )
 
 
 def check_norms(args: argparse.Namespace) -> None:

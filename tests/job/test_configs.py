@@ -83,6 +83,9 @@ def megatron(monkeypatch):
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
+    from cp_ring.megatron import parts
+
+    monkeypatch.setattr(parts, "has_transformer_engine", lambda: True)
     for name in ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute"):
         monkeypatch.setattr(moe_utils, f"fused_{name}", object())
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):

@@ -1,6 +1,7 @@
 """What cannot run is refused before any process group exists: one line that names the flag, and exit code 2."""
 
 import argparse
+import importlib
 import json
 import pickle
 import sys
@@ -250,6 +251,31 @@ def test_what_needs_cuda_contradicts_the_cpu_runtime(parse, capsys, flag):
     assert "needs CUDA" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [[], ["--transformer-impl", "transformer_engine"]])
+def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags):
+    monkeypatch.setattr(parts, "has_transformer_engine", lambda: False)
+    line = [*TINY, "--train-iters", "1", "--cp-ring", *flags]
+    with pytest.raises(SystemExit) as stop:
+        parse(*line)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("cp_ring: error: transformer_impl: transformer_engine") and '".[te]"' in error
+    for served in (["--transformer-impl", "local"], ["--spec", "some.module", "layer"]):
+        assert parse(*TINY, "--train-iters", "1", "--cp-ring", *served)
+    monkeypatch.setattr(parts, "has_transformer_engine", lambda: True)
+    assert parse(*line).transformer_impl == "transformer_engine"
+
+
+def test_whether_transformer_engine_is_there(monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert not parts.has_transformer_engine()
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('it must not be imported')")
+    importlib.invalidate_caches()
+    assert parts.has_transformer_engine()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present")
 def test_the_cpu_runtime_needs_one_flag(parse):
     args = parse(*BASE)
@@ -396,6 +422,7 @@ def test_the_parts_of_a_job_are_named(parse, monkeypatch, package, flags, line):
 
     cpu = [] if package else ["--cp-ring-cpu"]
     if package:
+        monkeypatch.setattr(parts, "has_transformer_engine", lambda: package == "transformer_engine")
         monkeypatch.setattr(FusedAdam, "__module__", f"{package}.optimizers.fused_adam")
         monkeypatch.setattr(optimizers, "Adam", FusedAdam)
         monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", package == "apex")
