@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import socket
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,7 @@ def best(function):
 def test_after_a_trial_collectives_count_only_once_attention_runs_again(monkeypatch):
     """Rank 0 may index a data set for long, while all others wait in a barrier, between the certificate and the training."""
     monkeypatch.setattr(watchdog, "WATCH", watchdog.Watch())
+    monkeypatch.setattr(watchdog, "_calls", Counter())
     monkeypatch.setattr(watchdog, "_collective", lambda frame: frame)  # whatever runs is a collective that does not end
     frame = SimpleNamespace(f_lasti=1)
     dog = watchdog.Watchdog(0.01, 0, 1, Store())
