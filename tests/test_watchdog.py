@@ -81,7 +81,8 @@ def test_a_rank_that_sleeps_in_a_hop_is_named(tmp_path):
 
 def test_a_rank_that_others_wait_for_in_a_collective_is_named(tmp_path):
     codes, lines = run(tmp_path, "collective")
-    assert codes == [watchdog.EXIT_CODE] * RANKS, lines
+    # The first rank that leaves breaks the collective of the others, which may end them before their own watchdog does.
+    assert watchdog.EXIT_CODE in codes and set(codes) <= {watchdog.EXIT_CODE, 1}, (codes, lines)
     assert "rank 0 waits in a collective, hanging_rank (test_watchdog.py:" in lines[0][0]
     assert any(f"first stuck: rank {SLEEPER}, which does not wait for anyone: it is in hanging_rank" in line for line in lines[0])
 
