@@ -144,7 +144,8 @@ def test_dataset_helpers_does_not_run_make(applied, monkeypatch):
 def test_arguments_adds_the_flags(applied, monkeypatch, capsys):
     import megatron.training.arguments as arguments
 
-    monkeypatch.setattr(sys, "argv", ["train", "--cp-ring", "--attention-dropout", "0", "--cp-ring-num-slots", "3"])
+    words = "train --cp-ring --attention-dropout 0 --cp-ring-num-slots 3 --transformer-impl local"
+    monkeypatch.setattr(sys, "argv", words.split())
     with pytest.raises(SystemExit):
         arguments.parse_args()
     assert "unrecognized arguments: --cp-ring" in capsys.readouterr().err
