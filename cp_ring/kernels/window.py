@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ def cut(rows: int, columns: int, lo: int, hi: int) -> Cut | None:
     return Cut(slice(q0, q1), slice(k0, k1), left, right)
 
 
-class WindowKernel:
+class WindowKernel(ABC):
     """Follows `AttentionKernel` and `VarlenKernel`, given `attend` and `gradients` of a kernel with such windows.
 
     These two get tensors [b, s, h, d], or with a packing [t, h, d], of the head sizes that `sizes` gives.
@@ -48,18 +49,18 @@ class WindowKernel:
         width = -(-max(d, e) // 8) * 8
         return width, width
 
+    @abstractmethod
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Out and lse, [b, h, s] or [h, t]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         left: int, right: int, packing: Packing | None, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """dq, dk, dv from the merged out and lse."""
-        raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
         b, rows, h, _ = q.shape

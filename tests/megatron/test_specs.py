@@ -30,21 +30,8 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True)
-def one_rank(tmp_path):
-    """Megatron's process groups for a job of one rank in this process, on the CPU, with ring attention."""
-    names = ("cpu_runtime", "core_attention")
-    for name in names:
-        patches.get(name).apply()
-    from megatron.core import parallel_state, tensor_parallel
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", world_size=1, rank=0)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-    for name in reversed(names):
-        patches.get(name).revert()
+def ring(one_rank, applied):
+    applied("core_attention")
 
 
 def config(layers=2, kind=TransformerConfig, **values):
