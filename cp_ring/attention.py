@@ -20,9 +20,10 @@ from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
-from cp_ring.kernels.steps import Statistics, prepare, program
+from cp_ring.kernels.calls import Statistics, prepare, program
 from cp_ring.observe.watchdog import WATCH, Place
-from cp_ring.plan.ring_plan import RankPlan, RingPlan
+from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.tables import RankPlan
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,7 +47,7 @@ def ring_attention(
     """Attention of a sequence that is sharded over `group` as `plan` says; differentiable.
 
     Every rank of `group` calls it with its own shard, `plan.layout.shard(x, rank, dim)` of the whole; `plan` may also be its own
-    row of the plan alone, `RingPlan.build_row`.
+    row of the plan alone, `RingPlan.build_rank_plan`.
 
     q [b, s, h, d], k [b, s, g, d], v [b, s, g, e] ("sbhd": [s, b, ...]) to out [b, s, h, e]; g divides h, and only the
     g heads travel. Any floating-point dtype; accumulation is in float32 (float64 for float64). `softmax_scale` defaults
@@ -56,7 +57,7 @@ def ring_attention(
     `deterministic` wants the same bits in every run, which takes a kernel that promises them; None does as
     `torch.use_deterministic_algorithms` says.
 
-    `group` may be None where the plan has one rank, or a transport such as a rank of `cp_ring.comm.local.LocalRing`.
+    `group` may be None where the plan has one rank, or a transport such as a rank of `cp_ring.testing.local_ring.LocalRing`.
     Where batch rows have different masks, the plan is for the stream of b * n tokens in which row follows row
     (`Mask.batch`, `Layout.batch`), and each rank passes its part of every row.
 
@@ -229,7 +230,7 @@ def _row(plan: RingPlan | RankPlan, transport: Transport | None) -> RankPlan:
     if transport is not None and transport.size != plan.cp:
         raise PlanError(f"the plan is for {plan.cp} ranks, the group has {transport.size}")
     rank = transport.rank if transport else 0
-    row = plan if isinstance(plan, RankPlan) else plan.row(rank)
+    row = plan if isinstance(plan, RankPlan) else plan.rank_plan(rank)
     if row.rank != rank:
         raise PlanError(f"the plan is that of rank {row.rank} alone, and this is rank {rank}")
     return row
@@ -258,6 +259,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None
 
 def _check_rows(q: Tensor, k: Tensor, v: Tensor, row: RankPlan) -> None:
     """q, k, v are tokens first."""
-    if any(x.shape[0] != row.num_rows for x in (q, k, v)):
-        rows = f" ({row.batch} batch rows of {row.num_rows // row.batch})" if row.batch > 1 else ""
-        raise PlanError(f"rank {row.rank} holds {row.num_rows} tokens of the layout{rows}, the tensors {q.shape[0]}")
+    if any(x.shape[0] != row.num_tokens for x in (q, k, v)):
+        rows = f" ({row.batch} batch rows of {row.num_tokens // row.batch})" if row.batch > 1 else ""
+        raise PlanError(f"rank {row.rank} holds {row.num_tokens} tokens of the layout{rows}, the tensors {q.shape[0]}")

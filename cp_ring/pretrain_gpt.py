@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import sys
 
-from cp_ring import stop
+from cp_ring import signals
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.refuse import refusing
-from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, install
+from cp_ring.megatron.rejection import refusing
+from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS
+from cp_ring.patches.install import install, log_steps
 
 _FLAGS = (PER_TOKEN_LOSS, "--no-create-attention-mask-in-dataloader")
 
 
 def main() -> None:
     """Trains as the command line says; exits with code 2 and one line where it cannot."""
-    stop.listen_if_asked(sys.argv)
+    signals.listen_if_asked(sys.argv)
     sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
     with refusing():
         config = install(sys.argv[1:])
         if config.enabled:
             _refuse_scripts_flags(sys.argv)
-        from cp_ring.megatron import compat, gpt, run_dir
+        from cp_ring.megatron import compat, gpt, gpt_model, training_log
         from cp_ring.megatron.checkpoints.saving import ending
 
-        run_dir.log_steps()
+        log_steps()
         with ending():
-            compat.pretrain(gpt.datasets_provider, gpt.forward_step)
-        run_dir.finish(config.run_dir)
+            compat.pretrain(gpt.datasets_provider, gpt.forward_step, gpt_model.build)
+        training_log.finish(config.run_dir)
 
 
 def _refuse_scripts_flags(argv: list[str]) -> None:

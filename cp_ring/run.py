@@ -10,10 +10,10 @@ import runpy
 import sys
 from pathlib import Path
 
-from cp_ring import stop
+from cp_ring import signals
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.refuse import refuse, refusing
-from cp_ring.megatron.settings import install
+from cp_ring.megatron.rejection import refuse, refusing
+from cp_ring.patches.install import install, log_steps
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
 
@@ -31,7 +31,7 @@ def main() -> None:
     with refusing():
         config = install(sys.argv[1:])
         if config.enabled or config.cpu:
-            stop.listen_if_asked(sys.argv)
+            signals.listen_if_asked(sys.argv)
         if config.document_mask:
             raise ConfigError(
                 f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "
@@ -44,24 +44,24 @@ def main() -> None:
         if not (config.enabled or config.cpu):
             runpy.run_path(str(script), run_name="__main__")
             return
-        from cp_ring.megatron import run_dir
+        from cp_ring.megatron import training_log
         from cp_ring.megatron.checkpoints.saving import ending
 
         if config.run_dir:
-            run_dir.log_steps()
+            log_steps()
         with ending():
             _run_to_its_end(script)
-        run_dir.finish(config.run_dir)
+        training_log.finish(config.run_dir)
 
 
 def _run_to_its_end(script: Path) -> None:
     """Runs the script; one that ends by `sys.exit(0)` after its last step of training counts as one that returns."""
-    from cp_ring.megatron import run_dir
+    from cp_ring.megatron import training_log
 
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as stop:
-        if stop.code or not run_dir.all_steps_done():  # Megatron too ends with 0 where a signal stops it
+    except SystemExit as end:
+        if end.code or not training_log.all_steps_done():  # Megatron too ends with 0 where a signal stops it
             raise
 
 

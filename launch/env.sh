@@ -90,3 +90,16 @@ prepare_compat() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$part" "megatron-core==$version"
     mv "$part" "$ROOT/.compat/$version"
 }
+
+# The package as an installed one, patches/, configs/ and launch/ inside cp_ring/, by symbolic links: for tools that read a package
+# from its folder (mypy, import-linter). Prints the folder.
+package_tree() {
+    local tree="$ROOT/.cache/package" part
+    rm -rf "$tree"
+    mkdir -p "$tree/cp_ring"
+    for part in "$ROOT"/cp_ring/* "$ROOT"/patches "$ROOT"/configs "$ROOT"/launch; do
+        ln -s "$part" "$tree/cp_ring/"
+    done
+    ln -s "$ROOT/pyproject.toml" "$tree/"
+    echo "$tree"
+}

@@ -20,6 +20,6 @@ if [[ "${1:-}" == --compat ]]; then
 fi
 prepare_system
 "$VENV/bin/ruff" check .
-"$VENV/bin/mypy"
-"$VENV/bin/lint-imports"
+tree="$(package_tree)"
+(cd "$tree" && "$VENV/bin/mypy" && PYTHONPATH="$tree" "$VENV/bin/lint-imports" --no-logo)
 exec "$VENV/bin/python" -m pytest "$@"

@@ -26,10 +26,16 @@ def _replacements() -> Iterator[Replacement]:
         return accept(parse_args(*args, **kwargs))
 
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        from cp_ring.megatron.certificate import record
+        from cp_ring.megatron.rejection import refusing
         from cp_ring.megatron.validate import accept_complete
 
         result = validate_args(args, *rest, **kwargs)
         accept_complete(args)
+        config = ContextParallelConfig.from_args(args)
+        if config.enabled and config.certify:
+            with refusing():
+                record.check(args)
         return result
 
     yield arguments, "add_megatron_arguments", add_arguments

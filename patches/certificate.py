@@ -21,7 +21,7 @@ def _replacements() -> Iterator[Replacement]:
     def certify_first(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        from cp_ring.megatron.certificate.run import certify
+        from cp_ring.megatron.certificate.examination import certify
 
         certify(get_args(), steps[-1] if steps else None)
         return setup(*args, **kwargs)

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cp_ring import stop
+from cp_ring import signals
 from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
     import megatron.training.global_vars as module
 
-    from cp_ring.megatron.refuse import note
+    from cp_ring.megatron.rejection import note
 
     class Handler(module.DistributedSignalHandler):
-        """Agrees among all ranks as Megatron's does, on what `cp_ring.stop` remembers instead of a flag of its own."""
+        """Agrees among all ranks as Megatron's does, on what `cp_ring.signals` remembers instead of a flag of its own."""
 
         def __enter__(self) -> Any:
-            stop.listen(self.sig)
+            signals.listen(self.sig)
             self.released = True  # there is no earlier handler to restore
             return self
 
         def signals_received(self) -> list[int]:
-            self._signal_received = stop.received() is not None
+            self._signal_received = signals.received() is not None
             asked: list[int] = super().signals_received()
             if any(asked):
-                name = getattr(stop.received(), "name", "a signal to another rank")
+                name = getattr(signals.received(), "name", "a signal to another rank")
                 note(f"{name}: saving, then leaving with exit code 0")
             return asked
 

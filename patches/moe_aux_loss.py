@@ -13,7 +13,8 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from cp_ring.patches.patch import Patch, Replacement, megatron_version
+from cp_ring.megatron.compat import megatron_version
+from cp_ring.patches.patch import Patch, Replacement
 
 
 def _with_all_tokens(attach: Callable[..., Any]) -> Callable[..., Any]:

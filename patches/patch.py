@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import importlib.util
-import runpy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.compat import megatron_version
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
 
@@ -120,21 +117,6 @@ def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Re
 
 def _version(package: str) -> str | None:
     return megatron_version() if package == "megatron-core" else _distribution_version(package)
-
-
-def megatron_version() -> str | None:
-    """The version of the megatron.core that would be imported (a checkout on PYTHONPATH included), read without importing it."""
-    spec = importlib.util.find_spec("megatron")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / "core" / "package_info.py"
-        if path.is_file():
-            return _read_version(str(path))
-    return None
-
-
-@functools.cache
-def _read_version(path: str) -> str:
-    return str(runpy.run_path(path)["__version__"])
 
 
 def _distribution_version(package: str) -> str | None:

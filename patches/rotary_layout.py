@@ -23,7 +23,8 @@ def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> t
 
     All of them under a balanced layout, whose tokens are known only together with the microbatch.
     """
-    from cp_ring.megatron.settings import current, make_layout
+    from cp_ring.megatron.plans import make_layout
+    from cp_ring.megatron.settings import current
 
     if current().layout == "balanced":
         return pos_emb

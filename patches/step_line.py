@@ -11,7 +11,7 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.training import training
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
 
-    from cp_ring.observe.step_line import StepLine
+    from cp_ring.megatron.training_log import StepLine
 
     yield training, "training_log", StepLine(training.training_log, get_args, get_timers, get_tensorboard_writer)
 

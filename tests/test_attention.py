@@ -12,7 +12,7 @@ from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.kernels import choose, determinism, deterministic
 from cp_ring.kernels.cpu import KERNEL
-from tests.oracle import Case, Grads, brute_force, error, on_rank, whole
+from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank, whole
 
 MASKS = {"causal": Mask.causal, "full": Mask.full}
 LAYOUTS = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}
@@ -115,7 +115,7 @@ def test_transport_moves_the_plans_bytes(pool):
     n, g, d = 64, 2, 16
     plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, 4))
     for rank, (_, ledger) in enumerate(pool.run(on_rank, 4, Case.draw(n, g=g, d=d), plan)):
-        hops = plan.row(rank).hops
+        hops = plan.rank_plan(rank).hops
         token = 2 * g * d * 4
         keys = sum(send.tokens for hop in hops for send in hop.sends) * token
         gradients = sum(send.tokens for hop in hops for send in hop.grad_sends) * token

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, RingPlan
-from cp_ring.plan.ring_plan import ROUTES
-from tests.oracle import Case, Grads, brute_force, error, on_rank, whole
+from cp_ring.plan.routes import ROUTES
+from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank, whole
 
 N = 157  # no multiple of anything: shards are uneven
 DOCUMENTS = [0, 1, 40, 40, 77, 120, 150]  # lengths 1 and 0, and a tail of padding

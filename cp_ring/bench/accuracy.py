@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
-from cp_ring.comm.local import LocalRing
 from cp_ring.errors import KernelError
 from cp_ring.kernels import choose
+from cp_ring.testing.local_ring import LocalRing
 
 PARTS = ("out", "dq", "dk", "dv")
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.bench import cuda_peers
 from cp_ring.bench.contest import Setting, Step, differentiated
-from cp_ring.bench.ranks import RankError, Ranks
 from cp_ring.kernels import choose, merge_
 from cp_ring.plan.tiles import OPEN
+from cp_ring.testing.rank_pool import RankError, Ranks
 
 
 def cp_ring(setting: Setting, group: Any) -> tuple[Step, Layout]:
@@ -56,7 +56,7 @@ def same_tiles(setting: Setting, group: Any) -> tuple[Step, Layout]:
         dq, dk, dv = (torch.zeros_like(x) for x in shards[rank][:3])
         calls = [
             (slice(t.q0, t.q1), [shards[hop.source][i][:, t.k0 : t.k1] for i in (1, 2)], 0 if t.is_causal else OPEN)
-            for hop in plan.row(rank).hops
+            for hop in plan.rank_plan(rank).hops
             for t in hop.tiles
         ]
         for rows, (k, v), hi in calls:

@@ -16,17 +16,17 @@ import torch.distributed as dist
 
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.bench.attention import Setting, _prepare, _timed
-from cp_ring.bench.link import Link
-from cp_ring.bench.ranks import Ranks
 from cp_ring.errors import ConfigError
 from cp_ring.kernels import choose
-from cp_ring.kernels.steps import program
+from cp_ring.kernels.calls import program
+from cp_ring.testing.network import Link
+from cp_ring.testing.rank_pool import Ranks
 
 
 def hop_seconds(group: Any, setting: Setting, repeats: int) -> float:
     """On a rank: compute of its hop 1 in forward, in seconds of its one thread: what else the machine does is not counted."""
     plan = RingPlan.build(Mask.causal(setting.n), Layout.zigzag(setting.n, setting.cp))
-    hop = plan.row(group.rank()).hops[1]
+    hop = plan.rank_plan(group.rank()).hops[1]
     rows = setting.n // setting.cp
     q, k, v, out = (torch.randn(rows, 1, setting.heads, setting.head_dim) for _ in range(4))
     lse = torch.zeros(1, setting.heads, rows)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
-from rich.console import Console
-from rich.table import Table
 
-from cp_ring.plan import Layout, Mask, RingPlan, samples
+from cp_ring.bench import samples
+from cp_ring.plan import Layout, Mask, RingPlan
 from cp_ring.plan.balance import balance
 
 Row = tuple[str, float, str, float]  # what, measured, unit, goal
@@ -21,19 +18,9 @@ Row = tuple[str, float, str, float]  # what, measured, unit, goal
 DRAWS = 20
 
 
-def bench_plan(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Each time is the best of so many.")] = 5,
-) -> None:
-    """Measure planning: time, memory, bytes on the wire and balance, each beside its goal."""
-    rows = [*packed(repeats), *huge(repeats), *shares(), *balances()]
-    if as_json:
-        typer.echo(json.dumps([dict(zip(("what", "measured", "unit", "goal"), row, strict=True)) for row in rows]))
-        return
-    table = Table("", "measured", "goal (at most)", title="cp_ring planning")
-    for what, measured, unit, goal in rows:
-        table.add_row(what, f"{measured:.3g} {unit}", f"{goal:g} {unit}" if goal else "")
-    Console().print(table)
+def run(repeats: int) -> list[Row]:
+    """All measurements; each time is the best of `repeats`."""
+    return [*packed(repeats), *huge(repeats), *shares(), *balances()]
 
 
 def packed(repeats: int) -> list[Row]:
@@ -55,7 +42,7 @@ def packed(repeats: int) -> list[Row]:
 def huge(repeats: int) -> list[Row]:
     """16M causal tokens on 1,024 ranks: one rank's row, and the whole plan built and proven."""
     mask, layout = Mask.causal(1 << 24), Layout.zigzag(1 << 24, 1024)
-    _, row = best(lambda: RingPlan.build_row(mask, layout, 500), repeats)
+    _, row = best(lambda: RingPlan.build_rank_plan(mask, layout, 500), repeats)
     _, whole = best(lambda: RingPlan.build(mask, layout).verify(), min(repeats, 3))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     what = "16M causal tokens, cp 1,024"

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from cp_ring.attention import _RingAttention, _Run
-from cp_ring.comm.loopback import LoopbackTransport
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, AttentionKernel, choose
-from cp_ring.kernels.steps import Statistics, Step, program
+from cp_ring.kernels.calls import Statistics, Step, program
 from cp_ring.plan import Layout, Mask, RingPlan
+from cp_ring.testing.loopback import LoopbackTransport
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def replay(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num
     device = torch.device(sizes.device)
     run = run_of(plan, rank, sizes, kernel=kernel, num_slots=num_slots, bandwidth=bandwidth)
     transport = run.transport
-    q, k, v, dout = sizes.draw(run.row.num_rows)
+    q, k, v, dout = sizes.draw(run.row.num_tokens)
 
     def forward() -> Tensor:
         return _RingAttention.apply(q, k, v, None, run)
@@ -70,7 +70,7 @@ def replay(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num
 def run_of(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num_slots: int = 2,
            bandwidth: float | None = None) -> _Run:  # fmt: skip
     """What one rank runs, with a transport that copies within the device."""
-    row, device = plan.row(rank), torch.device(sizes.device)
+    row, device = plan.rank_plan(rank), torch.device(sizes.device)
     chosen = choose(kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=row.packed)
     transport = LoopbackTransport(rank, plan.cp, bandwidth) if plan.cp > 1 else None
     sums = torch.promote_types(sizes.dtype, torch.float32)
@@ -134,7 +134,7 @@ def single_call(mask: Mask, sizes: Sizes, *, repeats: int = 5) -> dict[str, Any]
     Raises `KernelError` when no installed kernel can.
     """
     plan = RingPlan.build(mask, Layout.contiguous(mask.n, 1))
-    device, hop = torch.device(sizes.device), plan.row(0).hops[0]
+    device, hop = torch.device(sizes.device), plan.rank_plan(0).hops[0]
     q, k, v, dout = sizes.draw(mask.n)
     found = []
     for name in REGISTRY:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_ring.observe.ledger import ledgers
+from cp_ring.observe.counters import ledgers
 
 Shape = tuple[int, ...]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cp_ring.comm.slots import Slots
 from cp_ring.comm.transport import Batch, Done, Pending, Transport
-from cp_ring.observe.ledger import ledgers
-from cp_ring.plan.ring_plan import Hop, RankPlan, Transfer
-from cp_ring.sums import add_, move_
+from cp_ring.observe.counters import ledgers
+from cp_ring.ops.sums import add_, move_
+from cp_ring.plan.tables import Hop, RankPlan, Transfer
 
 
 class KeyStream:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from cp_ring.errors import ConfigError
-from cp_ring.observe.ledger import ledgers
+from cp_ring.observe.counters import ledgers
 from cp_ring.observe.watchdog import WATCH
-from cp_ring.plan.ring_plan import Transfer
+from cp_ring.plan.tables import Transfer
 
 Buffers = Sequence[Tensor]
 """Tensors that share their rows: the keys and the values of the same tokens."""

@@ -1,55 +1,19 @@
-"""`cp-ring certify`: the certificate of a job, made on its ranks without training it."""
+"""The certificate of a job, made on its ranks without training it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from cp_ring.errors import ConfigError
-
-
-def certify_command(
-    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one (quickstart).")],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key; the value is read as YAML. Repeatable.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
-) -> None:
-    """Probe a job's attention, loss and gradients on its ranks, and print what was found; trains nothing."""
-    with _stdout_as_stderr():
-        code, found = certify(config, set_ or [])
-    if found is not None:
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            Console(width=None if sys.stdout.isatty() else 160).print(table(found))
-            print(f"cp_ring: {closing_line(found)}")
-    raise typer.Exit(code)
-
-
-@contextmanager
-def _stdout_as_stderr() -> Iterator[None]:
-    """What this process and its ranks print goes to stderr, so that stdout holds the result alone."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+from cp_ring.job import command_line as commands
+from cp_ring.job import config as configs
+from cp_ring.job import corpus as corpora
+from cp_ring.job.train import launch
 
 
 def certify(source: str, overrides: Sequence[str] = ()) -> tuple[int, dict[str, Any] | None]:
@@ -57,10 +21,6 @@ def certify(source: str, overrides: Sequence[str] = ()) -> tuple[int, dict[str, 
 
     Raises `ConfigError` for a job that cannot run, or that does not use ring attention.
     """
-    from cp_ring.job import command as commands
-    from cp_ring.job import config as configs
-    from cp_ring.job.train import launch
-
     job = configs.load(source, overrides)
     if not job.cp_ring.enabled:
         raise ConfigError(f"{source}: cp_ring.enabled is false, and there is nothing to certify without ring attention")
@@ -68,31 +28,9 @@ def certify(source: str, overrides: Sequence[str] = ()) -> tuple[int, dict[str, 
     corpus = commands.find_corpus(job)
     command = commands.build_command(job, corpus)
     if corpus is not None:
-        from cp_ring.megatron import corpus as corpora
-
         corpora.build(corpus)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "certificate.json"
-        entry = ("cp_ring.megatron.certificate", str(report))
+        entry = ("cp_ring.job.certify_ranks", str(report))
         code = launch(dataclasses.replace(command, entry=entry))
         return code, json.loads(report.read_text()) if report.is_file() else None
-
-
-def table(found: dict[str, Any]) -> Table:
-    """The probes, one a row."""
-    shown = Table()
-    for column in ("probe", "layer", "mask", "error", "bound", "result"):
-        shown.add_column(column, justify="right" if column in ("error", "bound") else "left")
-    for probe in found["probes"]:
-        result = "passed" if probe["passed"] else f"FAILED {probe['where']}"
-        error, bound = (f"{probe[name]:.1e}" if probe["bound"] else f"{probe[name]:.0f}" for name in ("error", "bound"))
-        shown.add_row(probe["name"], probe["layer"], probe["mask"], error, bound, result)
-    return shown
-
-
-def closing_line(found: dict[str, Any]) -> str:
-    """How many probes passed, in what time, and what they left out."""
-    passed = sum(probe["passed"] for probe in found["probes"])
-    missing = found["about"]["not_covered"]
-    left_out = f"; not covered: {', '.join(missing)}" if missing else ""
-    return f"{passed} of {len(found['probes'])} probes passed in {found['seconds']:.1f} s{left_out}"

@@ -13,12 +13,12 @@ import yaml
 from rich.console import Console
 
 from cp_ring.errors import ConfigError
-from cp_ring.job import command as commands
+from cp_ring.job import command_line as commands
 from cp_ring.job import config as configs
 from cp_ring.observe import progress
 
 if TYPE_CHECKING:
-    from cp_ring.megatron.corpus import Corpus
+    from cp_ring.job.corpus import Corpus
 
 
 def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False) -> int:
@@ -80,7 +80,7 @@ def launch(command: commands.Command) -> int:
 
 def prepare_corpus(corpus: Corpus) -> None:
     """Builds the corpus unless it is there, and says what is in it."""
-    from cp_ring.megatron import corpus as corpora
+    from cp_ring.job import corpus as corpora
 
     corpora.build(corpus)
     summary = corpus.summary()

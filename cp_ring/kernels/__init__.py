@@ -10,7 +10,7 @@ import torch
 
 from cp_ring.errors import KernelError
 from cp_ring.kernels.base import AttentionKernel, Capabilities, determinism, deterministic
-from cp_ring.kernels.merge import merge_
+from cp_ring.ops.merge import merge_
 
 __all__ = ["REGISTRY", "AttentionKernel", "Capabilities", "choose", "determinism", "deterministic", "merge_"]
 

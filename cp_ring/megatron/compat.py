@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import inspect
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,6 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from cp_ring.errors import ConfigError
-from cp_ring.patches.patch import megatron_version
 
 SUPPORTED = ">=0.16.1,<0.20"
 
@@ -33,6 +34,21 @@ def check_version() -> str:
             "Megatron-LM of this version first on PYTHONPATH"
         )
     return version
+
+
+def megatron_version() -> str | None:
+    """The version of the megatron.core that would be imported (a checkout on PYTHONPATH included), read without importing it."""
+    spec = importlib.util.find_spec("megatron")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / "core" / "package_info.py"
+        if path.is_file():
+            return _read_version(str(path))
+    return None
+
+
+@functools.cache
+def _read_version(path: str) -> str:
+    return str(runpy.run_path(path)["__version__"])
 
 
 def _home(package: str) -> Path | None:
@@ -86,16 +102,17 @@ def tokenizer(args: argparse.Namespace) -> Any:
     return build_tokenizer(args)
 
 
-def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> None:
-    """Calls Megatron's training loop for the GPT model that the command line describes."""
+def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any], build: Callable[..., Any]) -> None:
+    """Calls Megatron's training loop for the GPT model that the command line describes.
+
+    build: makes the model where Megatron, until 0.18, expects it from the script.
+    """
     import megatron.training as training
     from megatron.core.enums import ModelType
 
     known = inspect.signature(training.pretrain).parameters
     wanted: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder, "forward_step_func": forward_step}
     if known.get("model_provider", inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, default=None)).default is not None:
-        from cp_ring.megatron.gpt_model import build  # until 0.18 a script brings its own model
-
         wanted["model_provider"] = build
     if "cfg_container" not in known:
         training.pretrain(datasets, **wanted)  # until 0.17 it parses the command line itself
@@ -151,3 +168,12 @@ def start() -> argparse.Namespace:
     training.initialize.initialize_megatron()
     args: argparse.Namespace = training.get_args()
     return args
+
+
+def group_of(collection: Any, name: str) -> Any:
+    """The process group `name` (tp, cp, ...) of a Megatron pg_collection, or Megatron's global one if there is none."""
+    if collection is None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=[name])
+    return getattr(collection, name)

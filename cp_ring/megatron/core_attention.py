@@ -15,11 +15,13 @@ from cp_ring.attention import ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.documents import documents_of
+from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.recompute import results_for
-from cp_ring.megatron.settings import current, group_of, make_plan, packed_in_whole_rows
+from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
 from cp_ring.observe import watchdog
-from cp_ring.plan.ring_plan import RankPlan, RingPlan
+from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.tables import RankPlan
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -55,8 +57,8 @@ class RingDotProductAttention(MegatronModule):
         super().__init__(config=config)
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        self.cp_group = group_of(pg_collection, "cp")
-        self.tp_group = group_of(pg_collection, "tp")
+        self.cp_group = compat.group_of(pg_collection, "cp")
+        self.tp_group = compat.group_of(pg_collection, "tp")
         self.softmax_scale = 1.0 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.current_max_attn_logits = None
         self.settings = current()

@@ -18,11 +18,12 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.settings import make_layout
+from cp_ring.megatron.plans import make_layout
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.ring_plan import RankPlan, RingPlan
+from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.tables import RankPlan
 
 PROVE_EVERY = 256
 _made = itertools.count()
@@ -220,8 +221,8 @@ def _make(mask: Mask, layout: Layout, rank: int, route: str, kind: Iterable[Any]
         plan = RingPlan.build(mask, layout, route)
         plan.verify()
         _proven.add(key)
-        return plan.row(rank)
-    return RingPlan.build_row(mask, layout, rank, route)
+        return plan.rank_plan(rank)
+    return RingPlan.build_rank_plan(mask, layout, rank, route)
 
 
 def _few(values: Ints) -> str:

@@ -18,7 +18,8 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
-from cp_ring.megatron.settings import current, make_layout
+from cp_ring.megatron.plans import make_layout
+from cp_ring.megatron.settings import current
 
 Batch = dict[str, Any]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import parts, saved
-from cp_ring.megatron.certificate import stored
-from cp_ring.megatron.refuse import note, refusing
+from cp_ring.megatron import implementations
+from cp_ring.megatron.checkpoints import inspection
+from cp_ring.megatron.rejection import note, refusing
 from cp_ring.megatron.settings import configure
 
 # What Megatron must be told where there is no CUDA: attribute, value, the flag by which a user might have said otherwise.
@@ -69,7 +69,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         check_norms(args)
         check_data(args)
         check_layers(args)
-        saved.choose(args)
+        inspection.choose(args)
         configure(config)
     return args
 
@@ -77,13 +77,11 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     """As `accept`, for what can be checked only once Megatron has validated and completed `args`."""
     with refusing():
-        saved.check_model(args)
+        inspection.check_model(args)
         config = ContextParallelConfig.from_args(args)
         if config.enabled:
-            note(parts.line(args))
+            note(implementations.line(args))
             note_recompute(args, config)
-        if config.enabled and config.certify:
-            stored.check(args)
     return args
 
 
@@ -265,7 +263,7 @@ def check_window(window: Any, causal: bool) -> None:
 
 def check_layers(args: argparse.Namespace) -> None:
     """What the layers are to be made of is installed."""
-    if args.transformer_impl == "transformer_engine" and not args.spec and not parts.has_transformer_engine():
+    if args.transformer_impl == "transformer_engine" and not args.spec and not implementations.has_transformer_engine():
         raise ConfigError(
             "transformer_impl: transformer_engine (--transformer-impl; Megatron's default) needs TransformerEngine, which is not "
             'installed here: pip install -e ".[te]", or give transformer_impl: local (--transformer-impl local)'
@@ -282,7 +280,7 @@ def check_norms(args: argparse.Namespace) -> None:
             f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel (Megatron serves no other)"
         )
     local = args.transformer_impl == "local" and not args.spec
-    if args.sequence_parallel and local and not parts.has_apex_norm(args.normalization):
+    if args.sequence_parallel and local and not implementations.has_apex_norm(args.normalization):
         raise ConfigError(
             f"--sequence-parallel with --transformer-impl local and --normalization {args.normalization} has norms that see the "
             "whole sequence only: give --transformer-impl transformer_engine, or leave it out"

@@ -1,10 +1,10 @@
 """Plans as data: masks, layouts, tiles, transfers, and the proof that they are right. No torch.distributed here."""
 
-from cp_ring.plan.cache import plan_for, rows_ahead
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, Lowered, lower
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ring_plan import Hop, RankPlan, RingPlan, Transfer
+from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.tables import Hop, RankPlan, Transfer
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
 from cp_ring.plan.verify import Report
 
@@ -22,6 +22,4 @@ __all__ = [
     "Tiles",
     "Transfer",
     "lower",
-    "plan_for",
-    "rows_ahead",
 ]

@@ -6,12 +6,14 @@ Swaps then lower the maximum, and after that bring chunks that read one another 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, integer, union
+from cp_ring.plan.ranges import Ints, union
 from cp_ring.plan.tiles import cut
 
 GOOD_BALANCE = 1.05
@@ -23,10 +25,30 @@ PAIRS, ROUNDS, MAX_CHUNKS = 1 << 13, 64, 1024
 """Bounds on the search for swaps: about so many are compared at once, so often, for layouts of so many chunks."""
 
 
-def balanced_layout(mask: Mask, cp: int, chunks_per_rank: int | None = None) -> Layout:
-    """The layout for `mask`; see `Layout.balanced`."""
-    if integer(cp, "context parallel size") < 1:
-        raise PlanError(f"context parallel size {cp} must be at least 1")
+class Chunks(Protocol):
+    """Chunks `[edges[c], edges[c + 1])` of a stream and their owners, as a `Layout` has them."""
+
+    @property
+    def edges(self) -> Ints: ...
+    @property
+    def owner(self) -> Ints: ...
+    @property
+    def cp(self) -> int: ...
+
+
+class Split(NamedTuple):
+    """Chunks and their owners, found by the search."""
+
+    edges: Ints
+    owner: Ints
+    cp: int
+
+
+def balanced_split(mask: Mask, cp: int, chunks_per_rank: int | None, others: Sequence[Chunks], first_limit: float) -> Chunks:
+    """The split of `Layout.balanced`, or one of `others` where that is as balanced and moves less.
+
+    `first_limit` is the maximum over mean work that is good enough for as long as no split does better.
+    """
     if chunks_per_rank is not None and chunks_per_rank < 1:
         raise PlanError(f"chunks_per_rank {chunks_per_rank} must be at least 1")
     chunks = cp * (chunks_per_rank or 1)
@@ -34,28 +56,26 @@ def balanced_layout(mask: Mask, cp: int, chunks_per_rank: int | None = None) -> 
         raise PlanError(f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {mask.n} tokens")
     if chunks_per_rank is not None:
         return _draw_together(mask, _level(mask, cp, chunks_per_rank, GOOD_BALANCE), GOOD_BALANCE)
-    zigzag = [Layout.zigzag(mask.n, cp)] if mask.n >= 2 * cp else []
-    limit = min([GOOD_BALANCE, *(balance(mask, layout) for layout in zigzag)])
-    known = [layout for layout in (*zigzag, Layout.contiguous(mask.n, cp)) if np.ptp(layout.tokens_per_rank) <= (mask.n % cp > 0)]
-    measured = [(balance(mask, layout), layout) for layout in known]
+    limit = min(GOOD_BALANCE, first_limit)
+    measured: list[tuple[float, Chunks]] = [(balance(mask, other), other) for other in others]
     for count in [count for count in CHUNKS_PER_RANK if count * cp <= mask.n] or [1]:
-        layout = _level(mask, cp, count, limit)
-        measured.append((balance(mask, layout), layout))
+        split = _level(mask, cp, count, limit)
+        measured.append((balance(mask, split), split))
         if measured[-1][0] <= limit:
             break
     limit = max(limit, min(its for its, _ in measured))
-    good = [layout for its, layout in measured if its <= limit]
-    good = [_draw_together(mask, layout, limit) if layout.name == "balanced" else layout for layout in good]
-    return min(good, key=lambda layout: wire(mask, layout))
+    good = [split for its, split in measured if its <= limit]
+    good = [_draw_together(mask, split, limit) if isinstance(split, Split) else split for split in good]
+    return min(good, key=lambda split: wire(mask, split))
 
 
-def balance(mask: Mask, layout: Layout) -> float:
+def balance(mask: Mask, layout: Chunks) -> float:
     """Maximum work of a rank over the mean."""
     work = np.bincount(layout.owner, chunk_work(mask, layout.edges), layout.cp)
     return float(work.max() / work.mean()) if work.any() else 1.0
 
 
-def wire(mask: Mask, layout: Layout) -> int:
+def wire(mask: Mask, layout: Chunks) -> int:
     """Tokens whose keys and values move, with no byte moved twice to one rank."""
     tiles, query_chunk, key_chunk = cut(mask.pieces, layout.edges)
     reader = layout.owner[query_chunk]
@@ -93,7 +113,7 @@ def _by_size(size: Ints) -> tuple[Ints, Ints]:
     return np.flatnonzero(size > size.min()), np.flatnonzero(size == size.min())
 
 
-def _level(mask: Mask, cp: int, per_rank: int, limit: float) -> Layout:
+def _level(mask: Mask, cp: int, per_rank: int, limit: float) -> Split:
     """Longest first, and then swaps of the busiest rank with others, of chunks of one size, until the limit is reached."""
     edges = np.arange(cp * per_rank + 1) * mask.n // (cp * per_rank)
     size, work = np.diff(edges), chunk_work(mask, edges)
@@ -113,15 +133,15 @@ def _level(mask: Mask, cp: int, per_rank: int, limit: float) -> Layout:
         a = mine[a]
         load[top], load[owner[b]] = load[top] - work[a] + work[b], load[owner[b]] - work[b] + work[a]
         owner[a], owner[b] = owner[b], top
-    return Layout(mask.n, cp, edges, owner, "balanced")
+    return Split(edges, owner, cp)
 
 
-def _draw_together(mask: Mask, layout: Layout, limit: float) -> Layout:
-    """The layout with chunks of one size swapped so that less travels; no rank exceeds the limit, or the present maximum."""
-    if layout.cp == 1 or len(layout.owner) > MAX_CHUNKS:
-        return layout
-    size, work = np.diff(layout.edges), chunk_work(mask, layout.edges)
-    swaps = _Swaps(layout, work, _traffic(mask, layout.edges))
+def _draw_together(mask: Mask, split: Split, limit: float) -> Split:
+    """The split with chunks of one size swapped so that less travels; no rank exceeds the limit, or the present maximum."""
+    if split.cp == 1 or len(split.owner) > MAX_CHUNKS:
+        return split
+    size, work = np.diff(split.edges), chunk_work(mask, split.edges)
+    swaps = _Swaps(split, work, _traffic(mask, split.edges))
     ceiling = max(limit * swaps.load.mean(), swaps.load.max())
     for _ in range(ROUNDS):
         a, b, gain = swaps.offers()
@@ -132,12 +152,12 @@ def _draw_together(mask: Mask, layout: Layout, limit: float) -> Layout:
             break
         # Swaps between different ranks do not change one another's gain, so the best of them are made together.
         used: set[int] = set()
-        for pair in good[np.argsort(-gain[good], kind="stable")[: 8 * layout.cp]].tolist():
+        for pair in good[np.argsort(-gain[good], kind="stable")[: 8 * split.cp]].tolist():
             ranks = {int(swaps.owner[a[pair]]), int(swaps.owner[b[pair]])}
             if not used & ranks:
                 used |= ranks
                 swaps.make(int(a[pair]), int(b[pair]), int(more[pair]))
-    return Layout(layout.n, layout.cp, layout.edges, swaps.owner, layout.name)
+    return Split(split.edges, swaps.owner, split.cp)
 
 
 class _Swaps:
@@ -146,13 +166,13 @@ class _Swaps:
     `ties` int64 [chunks, cp] is what each chunk trades with the chunks of each rank.
     """
 
-    def __init__(self, layout: Layout, work: Ints, traffic: Ints):
-        self.owner = layout.owner.copy()
-        self.load = np.bincount(layout.owner, work, layout.cp).astype(np.int64)
+    def __init__(self, split: Split, work: Ints, traffic: Ints):
+        self.owner = split.owner.copy()
+        self.load = np.bincount(split.owner, work, split.cp).astype(np.int64)
         self._traffic = traffic
-        self._ties = np.stack([self._traffic[:, self.owner == rank].sum(1) for rank in range(layout.cp)], axis=1)
-        self._per_rank = len(self.owner) // layout.cp
-        self._ranks = int(np.clip(PAIRS // (len(self.owner) * self._per_rank), 1, layout.cp - 1)) if layout.cp > 1 else 0
+        self._ties = np.stack([self._traffic[:, self.owner == rank].sum(1) for rank in range(split.cp)], axis=1)
+        self._per_rank = len(self.owner) // split.cp
+        self._ranks = int(np.clip(PAIRS // (len(self.owner) * self._per_rank), 1, split.cp - 1)) if split.cp > 1 else 0
 
     def offers(self) -> tuple[Ints, Ints, Ints]:
         """Swaps (chunk, other chunk, gain in traffic) of each chunk with all of the ranks with which it trades most."""

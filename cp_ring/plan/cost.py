@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import Ints
+from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.verify import Report
-
-if TYPE_CHECKING:
-    from cp_ring.plan.ring_plan import RingPlan
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -117,7 +114,7 @@ def memory(report: Report, sizes: Sizes, num_slots: int = 2) -> dict[str, int]:
     }
 
 
-def between_nodes(plan: RingPlan, ranks_per_node: int) -> float:
+def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
     """Share of the moved keys that pass from one node to another, with neighboring ranks on a node."""
     keys = plan.transfers
     away = keys.sender // ranks_per_node != keys.receiver // ranks_per_node
@@ -136,7 +133,7 @@ class Span:
 
 
 def timeline(
-    plan: RingPlan, costs: Cost, flops_per_second: float = 4e14, bytes_per_second: float = 4e10
+    plan: PlanTables, costs: Cost, flops_per_second: float = 4e14, bytes_per_second: float = 4e10
 ) -> tuple[list[Span], list[Span]]:
     """A prediction of the forward pass: (compute, transfers), the latter at the rank that receives.
 
@@ -162,7 +159,7 @@ def timeline(
     return compute, transfers
 
 
-def _messages(plan: RingPlan, costs: Cost, hop: int) -> list[tuple[int, int, int]]:
+def _messages(plan: PlanTables, costs: Cost, hop: int) -> list[tuple[int, int, int]]:
     """(sender, receiver, bytes) of a hop; a rank has one sender at a hop."""
     mine = plan.transfers[np.flatnonzero(plan.transfers.hop == hop)]
     receivers, first = np.unique(mine.receiver, return_index=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cp_ring.errors import PlanError
+from cp_ring.plan.balance import balance, balanced_split
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, integer, integers
 
 if TYPE_CHECKING:
     import torch
-
-    from cp_ring.plan.mask import Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +85,13 @@ class Layout:
         or contiguous is taken where that is as balanced and moves less. Deterministic: ranks need not agree on it by
         message. Raises `PlanError` where there are fewer tokens than chunks.
         """
-        from cp_ring.plan.balance import balanced_layout
-
-        return balanced_layout(mask, cp, chunks_per_rank)
+        cp = _size(cp)
+        zigzag = [cls.zigzag(mask.n, cp)] if mask.n >= 2 * cp else []
+        even = [*zigzag, cls.contiguous(mask.n, cp)] if mask.n >= cp else []
+        even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (mask.n % cp > 0)]
+        first_limit = min((balance(mask, layout) for layout in zigzag), default=np.inf)
+        found = balanced_split(mask, cp, chunks_per_rank, even, first_limit)
+        return found if isinstance(found, Layout) else cls(mask.n, cp, found.edges, found.owner, "balanced")
 
     @classmethod
     def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:
@@ -161,3 +165,14 @@ def check_rank(rank: int, cp: int) -> None:
     """Raises `PlanError` where `rank` is not one of `cp`: Python would count -1 from the end."""
     if not 0 <= integer(rank, "rank") < cp:
         raise PlanError(f"there is no rank {rank} among the {cp} of the layout, 0 to {cp - 1}")
+
+
+LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
+    "zigzag": lambda mask, cp: Layout.zigzag(mask.n, cp),
+    "contiguous": lambda mask, cp: Layout.contiguous(mask.n, cp),
+    "balanced": Layout.balanced,
+}
+"""The layouts that settings can name: each makes the layout of a mask's tokens over `cp` ranks. A new one joins here."""
+
+FOLLOWS_MASK = frozenset({"balanced"})
+"""Layouts that depend on the mask, not on the number of tokens alone."""

@@ -2,14 +2,13 @@
 
 At hop t a rank computes on the keys of one source rank: its own at hop 0, later those of rank (r - t) mod cp. The plan
 is three tables over all ranks: tiles (which rank computes what on whose keys, at which hop), transfers (which rows of
-whose keys move between which ranks, at which hop) and gradients (likewise, on their way home). `plan.row(rank)` is one
-rank's view, which the executor runs.
+whose keys move between which ranks, at which hop) and gradients (likewise, on their way home). `plan.rank_plan(rank)`
+is one rank's part, which the executor runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -17,33 +16,19 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout, check_rank
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, union
-from cp_ring.plan.routes import LOCAL, ROUTES, Need, Transfers
-from cp_ring.plan.rows import Hop, RankPlan, Transfer, rank_plan
+from cp_ring.plan.rank_plan import rank_plan
+from cp_ring.plan.routes import LOCAL, ROUTES
+from cp_ring.plan.tables import Need, PlanTables, RankPlan
 from cp_ring.plan.tiles import Tiles, coalesce, cut
 from cp_ring.plan.verify import Report, verify
-
-__all__ = ["Hop", "RankPlan", "RingPlan", "Transfer"]
+from cp_ring.plan.verify_ranks import verify_rank_plans
 
 
 @dataclass(frozen=True, eq=False)
-class RingPlan:
-    """Tiles and transfers of all ranks.
+class RingPlan(PlanTables):
+    """The plan of all ranks: `PlanTables` that can be built, proven, and seen from one rank."""
 
-    tiles: rows of the rank's shard, columns of the source's shard; `tile_rank`, `tile_hop`, `tile_source` int64 [tiles];
-    sorted by rank and hop.
-    transfers: keys, sorted by receiver, hop and row. gradients: sorted by sender, hop and row.
-    """
-
-    mask: Mask
-    layout: Layout
-    route: str
-    tiles: Tiles
-    tile_rank: Ints
-    tile_hop: Ints
-    tile_source: Ints
-    transfers: Transfers
-    gradients: Transfers
-    _rows: dict[int, RankPlan] = field(default_factory=dict, repr=False)
+    _rank_plans: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(cls, mask: Mask, layout: Layout, route: str = "direct") -> RingPlan:
@@ -52,17 +37,17 @@ class RingPlan:
         return cls._from_cut(mask, layout, route, cut(mask.pieces, layout.edges))
 
     @classmethod
-    def build_row(cls, mask: Mask, layout: Layout, rank: int, route: str = "direct") -> RankPlan:
+    def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, route: str = "direct") -> RankPlan:
         """One rank's row, without planning for the others where the route allows that. Raises as `build` does."""
         _check(mask, layout, route)
         check_rank(rank, layout.cp)
         if route not in LOCAL:
-            return cls.build(mask, layout, route).row(rank)
+            return cls.build(mask, layout, route).rank_plan(rank)
         mine = layout.owner == rank
         parts = [cut(mask.pieces, layout.edges, keep=keep) for keep in ((mine, ~mine), (~mine, mine), (mine, mine))]
         tiles = Tiles(np.concatenate([part[0].data for part in parts], axis=1))
         query_chunk, key_chunk = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
-        return cls._from_cut(mask, layout, route, (tiles, query_chunk, key_chunk)).row(rank)
+        return cls._from_cut(mask, layout, route, (tiles, query_chunk, key_chunk)).rank_plan(rank)
 
     @classmethod
     def _from_cut(cls, mask: Mask, layout: Layout, route: str, parts: tuple[Tiles, Ints, Ints]) -> RingPlan:
@@ -78,35 +63,25 @@ class RingPlan:
         gradients = gradients.sorted_by("sender", "hop", "start")
         return cls(mask, layout, route, tiles, rank, hop, source, transfers, gradients)
 
-    @property
-    def cp(self) -> int:
-        return self.layout.cp
-
-    @property
-    def n(self) -> int:
-        return self.layout.n
-
-    @cached_property
-    def transfers_by_sender(self) -> Transfers:
-        return self.transfers.sorted_by("sender")
-
-    @cached_property
-    def gradients_by_receiver(self) -> Transfers:
-        return self.gradients.sorted_by("receiver")
-
-    def row(self, rank: int) -> RankPlan:
+    def rank_plan(self, rank: int) -> RankPlan:
         """The part of one rank, with tile columns counted in the packed key buffer of their hop.
 
         Raises `PlanError` where there is no such rank.
         """
         check_rank(rank, self.cp)
-        if rank not in self._rows:
-            self._rows[rank] = rank_plan(self, rank)
-        return self._rows[rank]
+        if rank not in self._rank_plans:
+            self._rank_plans[rank] = rank_plan(self, rank)
+        return self._rank_plans[rank]
 
-    def verify(self, num_slots: int = 2, rows: bool = False) -> Report:
-        """Proves the plan for all ranks; with `rows`, what the executor runs too. Raises `PlanError`."""
-        return verify(self, num_slots, rows)
+    def verify(self, num_slots: int = 2, rank_plans: bool = False) -> Report:
+        """Proves the plan for all ranks; with `rank_plans`, also the rank plans that the executor runs.
+
+        Raises `PlanError` that names the rank, the hop and the tokens.
+        """
+        proven = verify(self, num_slots)
+        if rank_plans:
+            verify_rank_plans(self, [self.rank_plan(rank) for rank in range(self.cp)], num_slots)
+        return proven
 
 
 def _check(mask: Mask, layout: Layout, route: str) -> None:

@@ -6,59 +6,12 @@ A route is one function from what every rank needs at every hop to two tables of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cp_ring.plan.ranges import Ints, order, overlaps, spread, union
-
-
-@dataclass(frozen=True, eq=False)
-class Need:
-    """Rows `[start, end)` of `owner`'s shard that `rank` reads at `hop`: int64 arrays, sorted by rank, hop and row."""
-
-    rank: Ints
-    hop: Ints
-    owner: Ints
-    start: Ints
-    end: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Transfers:
-    """Messages between ranks, one a column: rows `[start, end)` of `owner`'s shard go from `sender` to `receiver`.
-
-    All are int64 arrays of one length. `hop` is when: keys fill the receiver's buffer of that hop, gradients leave the
-    sender's. `buffer` is the other end: the hop of the sender's key buffer, or of the receiver's gradient buffer; 0 is
-    the rank's own shard, or its own accumulators.
-    """
-
-    hop: Ints
-    sender: Ints
-    receiver: Ints
-    owner: Ints
-    start: Ints
-    end: Ints
-    buffer: Ints
-
-    def __len__(self) -> int:
-        return len(self.hop)
-
-    def __getitem__(self, index: NDArray[np.generic] | slice) -> Transfers:
-        return Transfers(*(getattr(self, field.name)[index] for field in fields(self)))
-
-    @property
-    def tokens(self) -> Ints:
-        return self.end - self.start
-
-    def sorted_by(self, *names: str) -> Transfers:
-        """Sorted by the named columns, the most significant first."""
-        return self[order(*(getattr(self, name) for name in names))]
-
-    def between(self, column: str, value: int) -> Transfers:
-        """The rows with this value in the column by which the table is sorted first; a view."""
-        return self[slice(*np.searchsorted(getattr(self, column), [value, value + 1]))]
+from cp_ring.plan.tables import Need, Transfers
 
 
 def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]:

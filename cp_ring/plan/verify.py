@@ -3,14 +3,13 @@
 Proven, or refused with the rank, the hop and the tokens: every allowed (query, key) pair is computed exactly once and no
 other; every row that a tile reads is the rank's own or arrives at that hop; what arrives is needed; gradients come home
 exactly once; no order of messages can deadlock; the receive buffers suffice. Transfers are one row for both ends, so
-sends match receives in the tables by form; `verify(rows=True)` proves it of the rows that the executor runs.
+sends match receives in the tables by form; `verify(rank_plans=True)` proves it of the rows that the executor runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +17,8 @@ from numpy.typing import NDArray
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, order, overlaps, spread, union
-from cp_ring.plan.routes import Transfers
+from cp_ring.plan.tables import PlanTables, Transfers
 from cp_ring.plan.tiles import Tiles
-
-if TYPE_CHECKING:
-    from cp_ring.plan.ring_plan import RingPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +60,8 @@ class Report:
         return ((self.keys_in > 0) | (self.keys_out > 0)).sum(1)
 
 
-def verify(plan: RingPlan, num_slots: int = 2, rows: bool = False) -> Report:
-    """Proves `plan`, and with `rows` that its ranks' rows, run by the executor with `num_slots` receive buffers, are it.
+def verify(plan: PlanTables, num_slots: int = 2) -> Report:
+    """Proves `plan`, run with `num_slots` receive buffers.
 
     Raises `PlanError` that names the rank, the hop and the tokens.
     """
@@ -75,14 +71,10 @@ def verify(plan: RingPlan, num_slots: int = 2, rows: bool = False) -> Report:
     check_keys(plan)
     check_gradients(plan)
     slots = check_slots(plan, num_slots)
-    if rows:
-        from cp_ring.plan.verify_rows import verify_rows
-
-        verify_rows(plan, [plan.row(rank) for rank in range(plan.cp)], num_slots)
     return report(plan, slots)
 
 
-def report(plan: RingPlan, slots: int) -> Report:
+def report(plan: PlanTables, slots: int) -> Report:
     """Sums of the plan's tables."""
     cp, keys, grads = plan.cp, plan.transfers, plan.gradients
 
@@ -101,7 +93,7 @@ def report(plan: RingPlan, slots: int) -> Report:
     )
 
 
-def check_tables(plan: RingPlan) -> None:
+def check_tables(plan: PlanTables) -> None:
     """Ranks, hops and rows exist, tables are sorted, and every row of a tile sees a key."""
     check_layout(plan.layout)
     cp, size, tiles = plan.cp, plan.layout.tokens_per_rank, plan.tiles
@@ -143,7 +135,7 @@ def check_layout(layout: Layout) -> None:
         raise PlanError(f"the layout has a chunk of rank {owner.max()}, there are {layout.cp}")
 
 
-def check_sources(plan: RingPlan) -> None:
+def check_sources(plan: PlanTables) -> None:
     """The keys of one rank at one hop are of one owner, its own at hop 0."""
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
     forwarded, passed = keys[keys.buffer > 0], grads[grads.buffer > 0]
@@ -159,7 +151,7 @@ def check_sources(plan: RingPlan) -> None:
     )
 
 
-def check_cover(plan: RingPlan) -> None:
+def check_cover(plan: PlanTables) -> None:
     """Every allowed (query, key) pair is computed exactly once, and no other.
 
     The query axis is cut at the edges of tiles and pieces and where their sides start or stop to slope. In such a strip
@@ -215,7 +207,7 @@ def _sides(tiles: Tiles, which: Ints, row: Ints) -> Ints:
     return np.stack([np.maximum(k0, row + lo), np.minimum(k1, row + hi + 1)])
 
 
-def in_tokens(plan: RingPlan) -> tuple[Tiles, Ints]:
+def in_tokens(plan: PlanTables) -> tuple[Tiles, Ints]:
     """The plan's tiles in token positions, split where chunks of a shard meet, and the index of the tile of each."""
     layout = plan.layout
     chunk = np.argsort(layout.owner, kind="stable")
@@ -233,7 +225,7 @@ def in_tokens(plan: RingPlan) -> tuple[Tiles, Ints]:
     return split[live], parent[live]
 
 
-def check_keys(plan: RingPlan) -> None:
+def check_keys(plan: PlanTables) -> None:
     """What arrives at a hop is what its tiles read and later sends forward, no less and no more; it arrives in time."""
     keys, cp = plan.transfers, plan.cp
     own = keys.buffer == 0
@@ -250,7 +242,7 @@ def check_keys(plan: RingPlan) -> None:
     _same(needed, _disjoint(keys, keys.receiver * cp + keys.hop, "arrive"), cp, "needs", "receives")
 
 
-def check_gradients(plan: RingPlan) -> None:
+def check_gradients(plan: PlanTables) -> None:
     """What a hop's tiles and arrivals add to its gradient buffer leaves it once, to its owner or to a later buffer."""
     grads, cp = plan.gradients, plan.cp
     home = grads.buffer == 0
@@ -267,7 +259,7 @@ def check_gradients(plan: RingPlan) -> None:
     _same(made, _disjoint(grads, grads.sender * cp + grads.hop, "leave"), cp, "makes gradients of", "sends gradients of")
 
 
-def check_slots(plan: RingPlan, num_slots: int) -> int:
+def check_slots(plan: PlanTables, num_slots: int) -> int:
     """Key buffers in use at once, at most `num_slots`, when each live hop's batch is posted before the hop before it.
 
     Nothing can deadlock: on every rank batches go in one order (keys of hop t before gradients of hop t - 1, these before
@@ -325,7 +317,7 @@ def _same(wanted: tuple[Ints, Ints, Ints], found: tuple[Ints, Ints, Ints], cp: i
     raise PlanError(f"rank {group // cp}, hop {group % cp} {wants} rows {rows(wanted)} and {finds} rows {rows(found)}")
 
 
-def _where(plan: RingPlan, tile: int) -> str:
+def _where(plan: PlanTables, tile: int) -> str:
     q0, q1, k0, k1 = plan.tiles.data[:4, tile]
     return (
         f"rank {plan.tile_rank[tile]}, hop {plan.tile_hop[tile]}: tile of rows {q0}..{q1}, keys {k0}..{k1} "

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
-from tests.oracle import Case, brute_force, error
+from cp_ring.testing.oracle import Case, brute_force, error
 
 HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
 

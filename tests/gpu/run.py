@@ -26,15 +26,16 @@ import torch
 from torch.autograd import DeviceType
 
 from cp_ring import Layout, Mask, RingPlan, attention
+from cp_ring.bench import samples
 from cp_ring.bench.attention import CONTESTANTS, Setting
 from cp_ring.bench.attention import run as contest
 from cp_ring.bench.machine import facts
 from cp_ring.bench.replay import Sizes, efficiency, replay, run_of, single_call
 from cp_ring.errors import KernelError
-from cp_ring.kernels import REGISTRY, choose, conformance
-from cp_ring.kernels.merge import _fused, _merge_
-from cp_ring.plan import samples
+from cp_ring.kernels import REGISTRY, choose
+from cp_ring.ops.merge import _fused, _merge_
 from cp_ring.plan.tiles import OPEN
+from cp_ring.testing import conformance
 
 BUDGET_S = 450
 HEADS = ((8, 8, 64, 64), (8, 1, 128, 128), (8, 2, 192, 128), (8, 2, 256, 256))

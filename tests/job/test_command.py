@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from cp_ring.errors import ConfigError
-from cp_ring.job import command, config
-from cp_ring.megatron import command_line
+from cp_ring.job import command_line, config
+from cp_ring.megatron import argument_parser
 
 
 @pytest.fixture(scope="module")
 def parser():
-    return command_line.build_parser()
+    return argument_parser.build_parser()
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def job_of(tmp_path, data, *overrides):
     ],
 )
 def test_settings_to_flags(parser, settings, line):
-    assert command_line.to_flags(parser, settings, "megatron") == line
+    assert argument_parser.to_flags(parser, settings, "megatron") == line
 
 
 def test_boolean_optional_flags_have_both_forms(parser):
@@ -59,7 +59,7 @@ def test_boolean_optional_flags_have_both_forms(parser):
     flag = next(option for option in action.option_strings if not option.startswith("--no-"))
     key = flag[2:].replace("-", "_")
     for value in (True, False):
-        line = command_line.to_flags(parser, {key: value}, "megatron")
+        line = argument_parser.to_flags(parser, {key: value}, "megatron")
         assert getattr(parser.parse_args(line), action.dest) is value
 
 
@@ -77,7 +77,7 @@ def test_boolean_optional_flags_have_both_forms(parser):
 )
 def test_settings_that_megatron_does_not_have(parser, settings, words):
     with pytest.raises(ConfigError) as refused:
-        command_line.to_flags(parser, settings, "megatron")
+        argument_parser.to_flags(parser, settings, "megatron")
     assert "\n" not in str(refused.value)
     for word in words:
         assert word in str(refused.value)
@@ -85,9 +85,9 @@ def test_settings_that_megatron_does_not_have(parser, settings, words):
 
 def test_quickstart_is_what_megatron_reads(tmp_path, data, parser):
     job = job_of(tmp_path, data, "parallel.tensor_model_parallel_size=2", "cp_ring.num_slots=3")
-    corpus = command.find_corpus(job)
+    corpus = command_line.find_corpus(job)
     assert corpus is not None and not corpus.ready
-    built = command.build_command(job, corpus)
+    built = command_line.build_command(job, corpus)
     args = parser.parse_args(built.megatron)
     wrong = {
         key: (value, getattr(args, key))
@@ -104,14 +104,14 @@ def test_quickstart_is_what_megatron_reads(tmp_path, data, parser):
 
 def test_own_datasets_need_no_corpus(tmp_path, data, parser):
     job = job_of(tmp_path, data, "megatron.mock_data=true", "megatron.tokenizer_type=NullTokenizer", "megatron.vocab_size=255")
-    assert command.find_corpus(job) is None
-    args = parser.parse_args(command.build_command(job, None).megatron)
+    assert command_line.find_corpus(job) is None
+    args = parser.parse_args(command_line.build_command(job, None).megatron)
     assert args.mock_data and args.train_data_path is None and args.tokenizer_type == "NullTokenizer"
 
 
 def test_several_nodes(tmp_path, data):
     several = ["launch.nnodes=2", "launch.node_rank=1", "launch.master_addr=10.0.0.1", "parallel.data_parallel_size=2"]
-    built = command.build_command(job_of(tmp_path, data, *several), None)
+    built = command_line.build_command(job_of(tmp_path, data, *several), None)
     shown = shlex.join(built.torchrun)
     for part in ("--nproc-per-node 2", "--nnodes 2", "--node-rank 1", "--master-addr 10.0.0.1", "--master-port 29500"):
         assert part in shown
@@ -137,7 +137,7 @@ def test_refusals_before_any_rank_starts(tmp_path, data, override, words):
         pytest.skip("there are enough GPUs")
     with pytest.raises(ConfigError) as refused:
         job = job_of(tmp_path, data, override)
-        command.build_command(job, command.find_corpus(job))
+        command_line.build_command(job, command_line.find_corpus(job))
     assert "\n" not in str(refused.value)
     for word in words:
         assert word in str(refused.value)
@@ -202,4 +202,4 @@ def test_every_packaged_configuration_is_valid(tmp_path, data):
     for file in files:
         assert yaml.safe_load(file.read_text()).keys() <= {*config.JobConfig.model_fields, "presets"}
         job = config.load(str(file), [f"data.path={data}", f"data.cache={tmp_path}", f"launch.run_dir={tmp_path}"])
-        command.build_command(job, command.find_corpus(job), elsewhere=True)
+        command_line.build_command(job, command_line.find_corpus(job), elsewhere=True)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cp_ring import patches
 from cp_ring.cli import app
 from cp_ring.errors import ConfigError
-from cp_ring.job import command, config
+from cp_ring.job import command_line, config
 from tests.megatron.launch import trace, train
 
 FULL_SIZE = tuple(name for name in config.packaged() if name != "quickstart")
@@ -30,7 +30,7 @@ NOTHING_SAVED = [f"megatron.{name}=null" for name in ("save", "load", "tensorboa
 def flags(name, device, *overrides):
     """The configuration `name`, which saves nothing, and its flags of Megatron."""
     job = config.load(name, [*NOTHING_SAVED, *overrides])
-    return job, command.megatron_flags(job, None, device)
+    return job, command_line.megatron_flags(job, None, device)
 
 
 def test_there_are_the_promised_ones():
@@ -83,9 +83,9 @@ def megatron(monkeypatch):
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
-    from cp_ring.megatron import parts
+    from cp_ring.megatron import implementations
 
-    monkeypatch.setattr(parts, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
     for name in ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute"):
         monkeypatch.setattr(moe_utils, f"fused_{name}", object())
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import corpus as corpora
+from cp_ring.job import corpus as corpora
 
 
 def make(path, cache, **settings):

@@ -4,10 +4,10 @@ import pytest
 import yaml
 
 from cp_ring.errors import ConfigError
-from cp_ring.job import command, train
-from cp_ring.job.slurm import Resources
-from cp_ring.job.submit import Site, submit
-from cp_ring.megatron import parts
+from cp_ring.job import command_line, train
+from cp_ring.megatron import implementations
+from cp_ring.slurm.batch_script import Resources
+from cp_ring.slurm.submit import Site, submit
 from tests.slurm.job import TINY
 
 GPUS = Resources(nodes=2, ranks_per_node=2, gpus=True)
@@ -16,14 +16,14 @@ REFUSED = r'transformer_impl: transformer_engine .*pip install -e "\.\[te\]", or
 
 @pytest.fixture(autouse=True)
 def no_transformer_engine(monkeypatch):
-    monkeypatch.setattr(parts, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(implementations, "has_transformer_engine", lambda: False)
     monkeypatch.setattr(train, "launch", lambda line: pytest.fail("a rank was started"))
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     """A job that leaves transformer_impl to Megatron, for a node of four GPUs."""
-    monkeypatch.setattr(command, "choose_device", lambda job, elsewhere=False: ("cuda", {}))
+    monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cuda", {}))
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cuda", "run_dir": str(tmp_path / "run")}}))
     return str(path)
@@ -64,6 +64,6 @@ def test_other_layers_need_none(file, capsys, monkeypatch):
     for setting in ("megatron.transformer_impl=local", "megatron.spec=[some.module, layer]"):
         train.train(file, [setting], dry_run=True)
         assert warnings(capsys)[1] == []
-    monkeypatch.setattr(command, "choose_device", lambda job, elsewhere=False: ("cpu", {}))
+    monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cpu", {}))
     train.train(file, dry_run=True)
     assert warnings(capsys)[1] == []

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels import choose, conformance
+from cp_ring.kernels import choose
 from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
 from cp_ring.kernels.flash import FlashKernel, Functions, arguments
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.window import cut
+from cp_ring.testing import conformance
 
 SIGNATURES = json.loads((Path(__file__).parent / "flash_attn_signatures.json").read_text())
 CPU = torch.device("cpu")

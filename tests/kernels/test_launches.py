@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import Layout, Mask, RingPlan, attention
 from cp_ring.comm import streams
-from cp_ring.comm.loopback import LoopbackTransport
 from cp_ring.comm.streams import KeyStream
-from cp_ring.kernels import choose, steps
+from cp_ring.kernels import calls, choose
 from cp_ring.kernels.base import OPEN, no_random_state
-from cp_ring.observe.ledger import record
+from cp_ring.observe.counters import record
+from cp_ring.testing.loopback import LoopbackTransport
 from tests.kernels.emulated_te import KERNEL, installed
 
 
@@ -72,11 +72,11 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch) -> Iterator[Launches]:
     mode = Launches()
-    monkeypatch.setattr(steps, "merge_", mode.counted_as("merge", steps.merge_))
-    for home in (steps, streams):
+    monkeypatch.setattr(calls, "merge_", mode.counted_as("merge", calls.merge_))
+    for home in (calls, streams):
         monkeypatch.setattr(home, "add_", mode.counted_as("add", home.add_, 3))
     monkeypatch.setattr(streams, "move_", mode.counted_as("move", streams.move_, 3))
-    monkeypatch.setattr(steps, "_copied", mode.counted_as("upload", steps._copied))
+    monkeypatch.setattr(calls, "_copied", mode.counted_as("upload", calls._copied))
     monkeypatch.setattr(LoopbackTransport, "post", mode.counted_as("messages", LoopbackTransport.post))
 
     class Marked(KeyStream):
@@ -88,15 +88,15 @@ def launches(monkeypatch) -> Iterator[Launches]:
     monkeypatch.setattr(attention, "KeyStream", Marked)
     with installed("2.20.2"):
         library = adapter._library()
-        calls = [mode.counted_as("attention", f) for f in (library.forward, library.backward)]
-        library = library._replace(forward=calls[0], backward=calls[1])
+        passes = [mode.counted_as("attention", f) for f in (library.forward, library.backward)]
+        library = library._replace(forward=passes[0], backward=passes[1])
         monkeypatch.setattr(adapter, "_library", cache(lambda: library))
         yield mode
 
 
 def run_of(plan: RingPlan, rank: int) -> attention._Run:
     transport = LoopbackTransport(rank, plan.cp)
-    return attention._Run(plan.row(rank), transport, KERNEL, 0.25, 2, torch.bfloat16, torch.float32)
+    return attention._Run(plan.rank_plan(rank), transport, KERNEL, 0.25, 2, torch.bfloat16, torch.float32)
 
 
 def draw(tokens: int) -> list[torch.Tensor]:

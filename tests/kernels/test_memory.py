@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
-from cp_ring.comm.local import LocalRing
-from cp_ring.comm.loopback import LoopbackTransport
-from cp_ring.kernels.conformance import _nan_memory
-from tests.oracle import Case, brute_force, error
+from cp_ring.testing.conformance import _nan_memory
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.loopback import LoopbackTransport
+from cp_ring.testing.oracle import Case, brute_force, error
 
 
 @pytest.mark.parametrize("calls", [1000, pytest.param(10_000, marks=pytest.mark.slow)])

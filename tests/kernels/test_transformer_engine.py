@@ -10,10 +10,11 @@ import torch
 
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.errors import KernelError
-from cp_ring.kernels import choose, conformance
+from cp_ring.kernels import choose
 from cp_ring.kernels.transformer_engine import arguments
+from cp_ring.testing import conformance
+from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
 from tests.kernels.emulated_te import KERNEL, SIGNATURES, installed
-from tests.oracle import Case, brute_force, error, on_rank, whole
 
 CPU = torch.device("cpu")
 VERSIONS = list(SIGNATURES)

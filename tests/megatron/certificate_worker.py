@@ -33,12 +33,13 @@ def states():
 
 
 def run(job, folder):
-    from cp_ring.megatron import compat, settings
+    from cp_ring.megatron import compat
+    from cp_ring.patches.install import install
 
     sys.argv = ["certificate", *job["argv"]]
-    settings.install(sys.argv[1:])
+    install(sys.argv[1:])
     args = compat.start()
-    from cp_ring.megatron.certificate.run import examine
+    from cp_ring.megatron.certificate.examination import examine
 
     found = []
     for fault, seed in job["cases"]:

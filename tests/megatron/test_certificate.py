@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from cp_ring.megatron import gpt
-from cp_ring.megatron.certificate import run
+from cp_ring.megatron.certificate import examination
 from tests.megatron.certificate_faults import FAULTS
 from tests.megatron.launch import fork, trace, train
 from tests.parity.rows import COMMON, GROUPED, LATENT, UNTIED
@@ -171,10 +171,10 @@ def test_a_scripts_own_step_is_not_run_where_tensor_parallel_ranks_may_wait_for_
     def stop(*_, **__):
         raise Reached
 
-    monkeypatch.setattr(run, "kinds", stop)  # what the probe begins with
+    monkeypatch.setattr(examination, "kinds", stop)  # what the probe begins with
     two, one = (SimpleNamespace(tensor_model_parallel_size=size) for size in (2, 1))
     left_out = "the loss of a script's own forward step with tensor-parallel ranks"
-    assert run._probe_model(two, None, 1, step) == ([], [left_out])
+    assert examination._probe_model(two, None, 1, step) == ([], [left_out])
     for args, probed in ((one, step), (two, None), (two, gpt.forward_step)):
         with pytest.raises(Reached):
-            run._probe_model(args, None, 1, probed)
+            examination._probe_model(args, None, 1, probed)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.megatron.certificate.kinds import kinds
+from cp_ring.megatron.certificate.layer_kinds import kinds
 from cp_ring.megatron.certificate.oracle import attend, declared_mask
 from cp_ring.megatron.certificate.report import Certificate, Probe
 

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import refuse
-from cp_ring.megatron.certificate import stored
+from cp_ring.megatron import rejection
+from cp_ring.megatron.certificate import record
 from cp_ring.megatron.certificate.report import Certificate, Probe
 
 
@@ -19,23 +19,23 @@ def job(tmp_path):
         num_attention_heads=4, kv_channels=16, multi_latent_attention=False, position_embedding_type="rope", rotary_base=10000,
         context_parallel_size=2, cp_ring_layout="zigzag",
     )  # fmt: skip
-    stored.save(args, Certificate([Probe("mask", "layer 1", "causal", 0.0, 0.0)], {"attention": stored.attention_settings(args)}))
+    record.save(args, Certificate([Probe("mask", "layer 1", "causal", 0.0, 0.0)], {"attention": record.attention_settings(args)}))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     return args
 
 
 def test_is_written_whole(job, tmp_path):
-    content = json.loads((tmp_path / stored.NAME).read_text())
+    content = json.loads((tmp_path / record.NAME).read_text())
     assert content["probes"][0]["passed"] and content["about"]["attention"]["window_size"] == [128, 0]
     with pytest.raises(TypeError):
-        stored.write(tmp_path / stored.NAME, {"bad": object()})
-    assert json.loads((tmp_path / stored.NAME).read_text()) == content
-    assert {path.name for path in tmp_path.iterdir()} == {stored.NAME, "latest_checkpointed_iteration.txt"}
+        record.write(tmp_path / record.NAME, {"bad": object()})
+    assert json.loads((tmp_path / record.NAME).read_text()) == content
+    assert {path.name for path in tmp_path.iterdir()} == {record.NAME, "latest_checkpointed_iteration.txt"}
 
 
 def test_the_same_attention_at_another_size_and_layout_resumes(job, capsys):
     job.context_parallel_size, job.cp_ring_layout = 4, "contiguous"
-    stored.check(job)
+    record.check(job)
     assert capsys.readouterr().out == ""
 
 
@@ -50,25 +50,25 @@ def test_the_same_attention_at_another_size_and_layout_resumes(job, capsys):
 def test_another_mask_is_refused(job, name, value, flag):
     setattr(job, name, value)
     with pytest.raises(ConfigError, match=flag) as error:
-        stored.check(job)
+        record.check(job)
     assert "\n" not in str(error.value)
 
 
 def test_another_sink_is_said(job, capsys, monkeypatch):
-    monkeypatch.setattr(refuse, "_noted", set())
+    monkeypatch.setattr(rejection, "_noted", set())
     job.softmax_type = "vanilla"
-    stored.check(job)
+    record.check(job)
     assert "--softmax-type was learnable, now vanilla" in capsys.readouterr().out
 
 
 def test_without_a_checkpoint_nothing_is_compared(job, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     job.window_size = None
-    stored.check(job)
+    record.check(job)
 
 
 def test_an_unreadable_certificate_is_said(job, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(refuse, "_noted", set())
-    (tmp_path / stored.NAME).write_text("{")
-    stored.check(job)
+    monkeypatch.setattr(rejection, "_noted", set())
+    (tmp_path / record.NAME).write_text("{")
+    record.check(job)
     assert "is not readable" in capsys.readouterr().out

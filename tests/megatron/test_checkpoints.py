@@ -20,8 +20,8 @@ import torch
 from cp_ring import patches
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import saved, settings
-from cp_ring.megatron.checkpoints import folders, last_good, manifest, saving, unpickle
+from cp_ring.megatron import settings
+from cp_ring.megatron.checkpoints import folders, inspection, last_good, manifest, saving, unpickle
 from tests.megatron.launch import trace, train
 
 RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "12"]
@@ -61,7 +61,7 @@ def test_keeps_as_many_as_asked_each_with_its_manifest(jobs):
     for number in (4, 6, 8):
         folder = folders.folder_of(jobs / "plain", number)
         assert set(manifest.read(folder)) == {path.name for path in folder.iterdir()} - {manifest.NAME}
-        assert manifest.defect(folder) == "" and saved.structure_defect(folder) == ""
+        assert manifest.defect(folder) == "" and inspection.structure_defect(folder) == ""
 
 
 def test_what_is_saved_in_the_background_is_the_state_at_the_save(jobs):
@@ -129,7 +129,7 @@ def decide(group, load, **values):
         loading.agree_on_iteration(args)
     except ConfigError as error:
         return str(error)
-    return args.ckpt_step or saved.tracked_iteration(Path(load))
+    return args.ckpt_step or inspection.tracked_iteration(Path(load))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -167,7 +167,7 @@ def test_a_broken_tracker_does_not_end_the_process(checkpoint):
 
     args = argparse.Namespace(load=str(checkpoint), ckpt_step=None)
     (checkpoint / folders.TRACKER).write_text("")
-    saved.choose(args)
+    inspection.choose(args)
     assert tracker_reader(None)(str(checkpoint / folders.TRACKER)) == (8, False)
 
 
@@ -303,11 +303,11 @@ def test_a_planted_pickle_is_refused_and_never_run(restricting, checkpoint, tmp_
     for path in (folder / manifest.NAME,):
         path.unlink()
     steps = {
-        "index": lambda: saved.defect(folder),
+        "index": lambda: inspection.defect(folder),
         "random states": lambda: load_entry(folder, "rng_state"),
         "nested storage": lambda: load_entry(folder, "rng_state"),
     }
-    refused(capsys, steps.get(place, lambda: saved._saved_args(folder)))
+    refused(capsys, steps.get(place, lambda: inspection._saved_args(folder)))
     assert not written.exists()
 
 
@@ -338,7 +338,7 @@ def test_outside_of_loading_torch_load_is_as_it_was(restricting, tmp_path):
 
 def test_a_real_checkpoint_passes(restricting, jobs):
     folder = folders.folder_of(jobs / "plain", 8)
-    args = saved._saved_args(folder)
+    args = inspection._saved_args(folder)
     assert (args.num_layers, args.params_dtype, args.context_parallel_size) == (2, torch.float32, 2)
     assert isinstance(args.attention_backend, enum.Enum)
     ((state,),) = load_entry(folder, "rng_state")

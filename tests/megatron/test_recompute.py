@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cp_ring.megatron import recompute
-from cp_ring.observe.ledger import record
+from cp_ring.observe.counters import record
 from tests.megatron.launch import TINY, train
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")

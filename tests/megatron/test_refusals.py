@@ -12,7 +12,8 @@ import torch
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import command_line, compat, parts, refuse, saved, settings, validate
+from cp_ring.megatron import argument_parser, compat, implementations, rejection, settings, validate
+from cp_ring.megatron.checkpoints import inspection
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
 
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
@@ -111,7 +112,7 @@ def parse(monkeypatch):
     ],
 )
 def test_flags(parse, capsys, flags, named):
-    if settings.INTER_DOCUMENT in flags and settings.INTER_DOCUMENT not in command_line.build_parser()._option_string_actions:
+    if settings.INTER_DOCUMENT in flags and settings.INTER_DOCUMENT not in argument_parser.build_parser()._option_string_actions:
         pytest.skip("this Megatron has no such flag")
     with pytest.raises(SystemExit) as stop:
         parse(*BASE, *flags)
@@ -122,7 +123,7 @@ def test_flags(parse, capsys, flags, named):
 
 
 def test_every_refused_flag_is_one_of_megatron():
-    known = command_line.build_parser()._option_string_actions
+    known = argument_parser.build_parser()._option_string_actions
     assert [flag for name, _, flag, _ in validate._REFUSED if flag not in known or known[flag].dest != name] == []
 
 
@@ -236,7 +237,7 @@ def test_what_is_said_of_recomputation(applied, parse, capsys, monkeypatch, flag
     applied("cpu_runtime")
     from megatron.training.arguments import validate_args
 
-    monkeypatch.setattr(refuse, "_noted", set())
+    monkeypatch.setattr(rejection, "_noted", set())
     validate_args(parse(*BASE, *flags))
     spoken = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cp_ring: ") and "recompu" in line]
     assert len(spoken) == bool(said) and all(said in line for line in spoken)
@@ -253,7 +254,7 @@ def test_what_needs_cuda_contradicts_the_cpu_runtime(parse, capsys, flag):
 
 @pytest.mark.parametrize("flags", [[], ["--transformer-impl", "transformer_engine"]])
 def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags):
-    monkeypatch.setattr(parts, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(implementations, "has_transformer_engine", lambda: False)
     line = [*TINY, "--train-iters", "1", "--cp-ring", *flags]
     with pytest.raises(SystemExit) as stop:
         parse(*line)
@@ -262,18 +263,18 @@ def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags
     assert error.startswith("cp_ring: error: transformer_impl: transformer_engine") and '".[te]"' in error
     for served in (["--transformer-impl", "local"], ["--spec", "some.module", "layer"]):
         assert parse(*TINY, "--train-iters", "1", "--cp-ring", *served)
-    monkeypatch.setattr(parts, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
     assert parse(*line).transformer_impl == "transformer_engine"
 
 
 def test_whether_transformer_engine_is_there(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert not parts.has_transformer_engine()
+    assert not implementations.has_transformer_engine()
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('it must not be imported')")
     importlib.invalidate_caches()
-    assert parts.has_transformer_engine()
+    assert implementations.has_transformer_engine()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present")
@@ -292,7 +293,7 @@ def test_an_empty_data_set(parse, capsys, tmp_path):
 
 
 def test_another_choice_of_kernel_is_not_dropped_in_silence(parse, capsys, monkeypatch):
-    monkeypatch.setattr(refuse, "_noted", set())
+    monkeypatch.setattr(rejection, "_noted", set())
     parse(*BASE, "--attention-backend", "auto")
     assert "--attention-backend" not in capsys.readouterr().out
     parse(*BASE, "--attention-backend", "flash")
@@ -359,7 +360,7 @@ def test_a_half_written_checkpoint_falls_back_to_the_last_good_one(tmp_path, cap
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
     before = sorted(path.name for path in tmp_path.rglob("*"))
     args = arguments(tmp_path)
-    saved.choose(args)
+    inspection.choose(args)
     assert args.ckpt_step == 40
     assert "resuming from iteration 40" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
@@ -369,7 +370,7 @@ def test_a_whole_checkpoint_is_taken_as_it_is(tmp_path):
     write_checkpoint(tmp_path / "iter_0000060")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
     args = arguments(tmp_path)
-    saved.choose(args)
+    inspection.choose(args)
     assert args.ckpt_step is None
 
 
@@ -377,20 +378,20 @@ def test_no_whole_checkpoint_is_refused(tmp_path):
     write_checkpoint(tmp_path / "iter_0000060", size=1)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
     with pytest.raises(ConfigError, match=r"--load .*: no checkpoint in it is whole .*holds 1 of 100 bytes"):
-        saved.choose(arguments(tmp_path))
+        inspection.choose(arguments(tmp_path))
     with pytest.raises(ConfigError, match="--ckpt-step 60"):
-        saved.choose(arguments(tmp_path, ckpt_step=60))
+        inspection.choose(arguments(tmp_path, ckpt_step=60))
 
 
 @pytest.mark.parametrize(("name", "flag", "ours"), [("num_layers", "--num-layers", 3), ("swiglu", "--swiglu", False)])
 def test_a_checkpoint_of_another_model_shape(tmp_path, monkeypatch, name, flag, ours):
     shape = {"num_layers": 2, "hidden_size": 64, "swiglu": True}
-    monkeypatch.setattr(saved, "_saved_args", lambda folder: SimpleNamespace(**shape))
+    monkeypatch.setattr(inspection, "_saved_args", lambda folder: SimpleNamespace(**shape))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
-    saved.check_model(arguments(tmp_path, **shape))
+    inspection.check_model(arguments(tmp_path, **shape))
     message = f"^{flag}: the checkpoint of iteration 20 .* has {name} {shape[name]}, and this job {ours}$"
     with pytest.raises(ConfigError, match=message):
-        saved.check_model(arguments(tmp_path, **(shape | {name: ours})))
+        inspection.check_model(arguments(tmp_path, **(shape | {name: ours})))
 
 
 class FusedAdam:
@@ -422,19 +423,19 @@ def test_the_parts_of_a_job_are_named(parse, monkeypatch, package, flags, line):
 
     cpu = [] if package else ["--cp-ring-cpu"]
     if package:
-        monkeypatch.setattr(parts, "has_transformer_engine", lambda: package == "transformer_engine")
+        monkeypatch.setattr(implementations, "has_transformer_engine", lambda: package == "transformer_engine")
         monkeypatch.setattr(FusedAdam, "__module__", f"{package}.optimizers.fused_adam")
         monkeypatch.setattr(optimizers, "Adam", FusedAdam)
         monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", package == "apex")
     args = parse(*TINY, "--cp-ring", "--transformer-impl", "local", *cpu, *flags)
-    assert parts.line(args).startswith(line)
+    assert implementations.line(args).startswith(line)
 
 
 def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    if parts.has_apex_norm("LayerNorm"):
+    if implementations.has_apex_norm("LayerNorm"):
         pytest.skip("Apex is installed")
     args = SimpleNamespace(tensor_model_parallel_size=2, num_experts=None, sequence_parallel=True, transformer_impl="local")
     with pytest.raises(ConfigError, match="--sequence-parallel with --transformer-impl local"):

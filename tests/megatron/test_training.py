@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import saved
+from cp_ring.megatron.checkpoints import inspection
 from tests.megatron.launch import trace, train
 
 CPU = ["--cp-ring-cpu"]
@@ -112,18 +112,18 @@ def test_resumes_at_any_cp_with_the_same_tokens(traces, job):
 
 def test_a_saved_checkpoint_is_whole_until_it_is_cut(traces, tmp_path):
     checkpoint = traces / "dp2cp2" / "iter_0000020"
-    assert saved.defect(checkpoint) == ""
+    assert inspection.defect(checkpoint) == ""
     copy = shutil.copytree(checkpoint, tmp_path / "iter_0000020")
     shard = sorted(copy.glob("*.distcp"))[-1]
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert saved.defect(copy).startswith(f"{shard} holds ")
+    assert inspection.defect(copy).startswith(f"{shard} holds ")
 
 
 def test_a_saved_checkpoint_of_another_model_is_refused(traces):
-    shape = vars(saved._saved_args(traces / "dp2cp2" / "iter_0000020"))
+    shape = vars(inspection._saved_args(traces / "dp2cp2" / "iter_0000020"))
     assert (shape["num_layers"], shape["hidden_size"], shape["num_query_groups"]) == (2, 64, 2)
     args = argparse.Namespace(**(shape | {"load": str(traces / "dp2cp2"), "ckpt_step": None}))
-    saved.check_model(args)
+    inspection.check_model(args)
     args.num_query_groups = 4
     with pytest.raises(ConfigError, match=r"--num-query-groups: the checkpoint of iteration 20 in .* has num_query_groups 2"):
-        saved.check_model(args)
+        inspection.check_model(args)

@@ -71,9 +71,9 @@ def run(job: dict, folder: Path) -> None:
     from cp_ring import pretrain_gpt
     from cp_ring import run as scripts
     from cp_ring.errors import ConfigError, KernelError, PlanError
-    from cp_ring.megatron import refuse as refusals
-    from cp_ring.megatron import settings
-    from cp_ring.observe.ledger import record
+    from cp_ring.megatron import rejection as refusals
+    from cp_ring.observe.counters import record
+    from cp_ring.patches.install import install
 
     by_script = not job["argv"][0].startswith("-")
     if "--cp-ring" in job["argv"] and "--cp-ring-certify" not in job["argv"]:
@@ -83,7 +83,7 @@ def run(job: dict, folder: Path) -> None:
     path.unlink(missing_ok=True)
     refusals.refuse = refuse
     try:
-        settings.install(sys.argv[1:])
+        install(sys.argv[1:])
         with record() as ledger, delivered(job["data"]), planted(job["fault"]):
             observe(path, ledger)
             scripts.main() if by_script else pretrain_gpt.main()

@@ -13,20 +13,20 @@ import numpy as np
 
 from cp_ring.plan import Hop, RankPlan, RingPlan, Tiles, Transfer
 from cp_ring.plan.ranges import order
-from cp_ring.plan.routes import Transfers
+from cp_ring.plan.tables import Transfers
 
 Rng = np.random.Generator
 
 
 def _with_tiles(plan: RingPlan, tiles: Tiles, rank: np.ndarray, hop: np.ndarray, source: np.ndarray) -> RingPlan:
     sort = order(rank, hop)
-    return replace(plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort], _rows={})
+    return replace(plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort], _rank_plans={})
 
 
 def _edit_tile(plan: RingPlan, rng: Rng, change: Callable[[np.ndarray], None]) -> RingPlan:
     data = plan.tiles.data.copy()
     change(data[:, rng.integers(len(plan.tiles))])
-    return replace(plan, tiles=Tiles(data), _rows={})
+    return replace(plan, tiles=Tiles(data), _rank_plans={})
 
 
 def _add(*amounts: int) -> Callable[[np.ndarray], None]:
@@ -104,7 +104,7 @@ def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) 
         values = getattr(rows, column).copy()
         i = rng.integers(len(rows))
         values[i] = change(int(values[i]), plan.cp)
-        return replace(plan, **{table: _sorted(table, replace(rows, **{column: values}))}, _rows={})
+        return replace(plan, **{table: _sorted(table, replace(rows, **{column: values}))}, _rank_plans={})
 
     return mutate
 
@@ -118,7 +118,7 @@ def _pick_mutation(table: str, doubled: bool) -> Callable[[RingPlan, Rng], RingP
             return None
         i, every = rng.integers(len(rows)), np.arange(len(rows))
         picked = rows[np.sort(np.append(every, i)) if doubled else np.delete(every, i)]
-        return replace(plan, **{table: picked}, _rows={})
+        return replace(plan, **{table: picked}, _rank_plans={})
 
     return mutate
 
@@ -131,7 +131,7 @@ def keys_two_hops_old(plan: RingPlan, rng: Rng) -> RingPlan | None:
         return None
     sender = np.where(late, (keys.owner + keys.hop - 2) % plan.cp, keys.sender)
     buffer = np.where(late, keys.hop - 2, keys.buffer)
-    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer)), _rows={})
+    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer)), _rank_plans={})
 
 
 def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
@@ -142,7 +142,7 @@ def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
         return None
     receiver = np.where(early, (grads.owner + grads.hop + 2) % plan.cp, grads.receiver)
     buffer = np.where(early, grads.hop + 2, grads.buffer)
-    return replace(plan, gradients=_sorted("gradients", replace(grads, receiver=receiver, buffer=buffer)), _rows={})
+    return replace(plan, gradients=_sorted("gradients", replace(grads, receiver=receiver, buffer=buffer)), _rank_plans={})
 
 
 def _sorted(table: str, rows: Transfers) -> Transfers:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from cp_ring.bench import samples
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, RingPlan, samples
+from cp_ring.plan import Layout, Mask, RingPlan
 from cp_ring.plan.balance import balance, wire
 
 N, CP = 65536, 8
@@ -114,9 +115,9 @@ def test_balanced_is_deterministic() -> None:
         (lambda: Layout.per_document_zigzag([0, 8.5], 2), r"cu_seqlens_padded must be whole numbers, not float64 as in \[0\."),
         (lambda: Layout.zigzag(8, 2).positions(9), "there is no rank 9 among the 2 of the layout, 0 to 1"),
         (lambda: Layout.zigzag(8, 2).shard(torch.zeros(8), -1, 0), "there is no rank -1 among the 2 of the layout, 0 to 1"),
-        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2)).row(-1), "there is no rank -1 among the 2"),
-        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2)).row(9), "there is no rank 9 among the 2"),
-        (lambda: RingPlan.build_row(Mask.causal(8), Layout.zigzag(8, 2), 2), "there is no rank 2 among the 2"),
+        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(-1), "there is no rank -1 among the 2"),
+        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(9), "there is no rank 9 among the 2"),
+        (lambda: RingPlan.build_rank_plan(Mask.causal(8), Layout.zigzag(8, 2), 2), "there is no rank 2 among the 2"),
         (lambda: Layout.contiguous(8, 2).unshard([torch.zeros(5), torch.zeros(3)], 0), "parts of"),
     ],
 )

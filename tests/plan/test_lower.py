@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, Tiles, lower, samples
+from cp_ring.bench import samples
+from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, Tiles, lower
 from cp_ring.plan.lower import BAND
 
 BLOCK = 128

@@ -14,7 +14,7 @@ from cp_ring.plan import Layout, Mask, RingPlan, lower
 from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED
 from cp_ring.plan.mask import paint
 from cp_ring.plan.verify import in_tokens
-from cp_ring.plan.verify_rows import verify_rows
+from cp_ring.plan.verify_ranks import verify_rank_plans
 from tests.plan.mutations import PLAN_MUTATIONS, ROW_MUTATIONS
 from tests.plan.strategies import CAPABILITIES, plans
 
@@ -23,7 +23,7 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_bl
 
 def check_plan(plan: RingPlan) -> None:
     """The plan proves itself, does what a painted mask says, and stays so when lowered; a row alone is the same row."""
-    report = plan.verify(rows=True)
+    report = plan.verify(rank_plans=True)
     tiles, _ = in_tokens(plan)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
@@ -40,8 +40,8 @@ def check_plan(plan: RingPlan) -> None:
             rows = np.concatenate([np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine])
             assert len(rows) == len(np.unique(rows))
     rank = plan.n % plan.cp
-    alone = RingPlan.build_row(plan.mask, plan.layout, rank, plan.route)
-    assert repr(alone) == repr(plan.row(rank))
+    alone = RingPlan.build_rank_plan(plan.mask, plan.layout, rank, plan.route)
+    assert repr(alone) == repr(plan.rank_plan(rank))
 
 
 def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
@@ -56,10 +56,10 @@ def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
             with pytest.raises(PlanError):
                 spoiled.verify()
     else:
-        rows = ROW_MUTATIONS[name]([plan.row(rank) for rank in range(plan.cp)], rng)
+        rows = ROW_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], rng)
         if rows is not None:
             with pytest.raises(PlanError):
-                verify_rows(plan, rows)
+                verify_rank_plans(plan, rows)
 
 
 @settings(max_examples=1000, **QUIET)
@@ -104,10 +104,10 @@ def test_each_mutation_of_the_tables_is_refused_by_name(name: str, route: str) -
 def test_each_mutation_of_the_rows_is_refused_by_name(name: str, route: str) -> None:
     plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route)
     for seed in range(5):
-        rows = ROW_MUTATIONS[name]([plan.row(rank) for rank in range(4)], np.random.default_rng(seed))
+        rows = ROW_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(4)], np.random.default_rng(seed))
         assert rows is not None
         with pytest.raises(PlanError, match=r"rank \d"):
-            verify_rows(plan, rows)
+            verify_rank_plans(plan, rows)
 
 
 def test_too_few_slots_are_refused() -> None:

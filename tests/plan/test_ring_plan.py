@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
+from cp_ring.bench import samples
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, RingPlan, plan_for, rows_ahead, samples
+from cp_ring.plan import Layout, Mask, RingPlan
 
 N = 65536
 
@@ -44,7 +45,7 @@ def test_ring_forwards_only_what_a_rank_downstream_needs() -> None:
 
 
 def test_documents_that_end_at_shard_edges_move_nothing() -> None:
-    report = RingPlan.build(Mask.documents([0, 16, 32, 48, 64]), Layout.contiguous(64, 4)).verify(rows=True)
+    report = RingPlan.build(Mask.documents([0, 16, 32, 48, 64]), Layout.contiguous(64, 4)).verify(rank_plans=True)
     assert report.keys_in.sum() == report.grads_in.sum() == 0 and (report.moving_hops == 0).all()
 
 
@@ -58,8 +59,8 @@ def test_report_counts_work_and_tokens() -> None:
 
 def test_a_mask_with_nothing_allowed_is_a_plan_with_nothing_to_do() -> None:
     plan = RingPlan.build(Mask.documents([0], n=8), Layout.zigzag(8, 2))
-    report = plan.verify(rows=True)
-    assert report.work.sum() == 0 and report.balance == 1.0 and len(plan.row(0).hops) == 0
+    report = plan.verify(rank_plans=True)
+    assert report.work.sum() == 0 and report.balance == 1.0 and len(plan.rank_plan(0).hops) == 0
 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
@@ -68,27 +69,12 @@ def test_a_row_alone_is_the_row_of_the_whole(route: str) -> None:
     layout = Layout.balanced(mask, 8)
     plan = RingPlan.build(mask, layout, route)
     for rank in range(8):
-        assert repr(RingPlan.build_row(mask, layout, rank, route)) == repr(plan.row(rank))
+        assert repr(RingPlan.build_rank_plan(mask, layout, rank, route)) == repr(plan.rank_plan(rank))
 
 
 def test_plans_travel_to_other_processes_with_their_rows() -> None:
     plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
-    assert repr(plan.row(1)) == repr(pickle.loads(pickle.dumps(plan)).row(1))
-
-
-def test_plans_are_cached_by_content() -> None:
-    first = plan_for(Mask.documents([0, 5, 64]), Layout.zigzag(64, 4))
-    assert plan_for(Mask.documents(np.array([0, 5, 64])), Layout.zigzag(64, 4)) is first
-    assert plan_for(Mask.documents([0, 6, 64]), Layout.zigzag(64, 4)) is not first
-    assert plan_for(Mask.documents([0, 5, 64]), Layout.zigzag(64, 4), "ring") is not first
-    assert plan_for(Mask.documents([0, 5, 64]), Layout.contiguous(64, 4)) is not first
-
-
-def test_rows_are_made_ahead_and_in_order() -> None:
-    masks = [Mask.documents([0, cut, 64]) for cut in (5, 20, 40)]
-    rows = list(rows_ahead(((mask, Layout.zigzag(64, 4)) for mask in masks), rank=1))
-    wanted = [RingPlan.build(mask, Layout.zigzag(64, 4)).row(1) for mask in masks]
-    assert [repr(row) for row in rows] == [repr(row) for row in wanted]
+    assert repr(plan.rank_plan(1)) == repr(pickle.loads(pickle.dumps(plan)).rank_plan(1))
 
 
 def test_large_plans_are_quick() -> None:
@@ -101,7 +87,7 @@ def test_large_plans_are_quick() -> None:
         (lambda: RingPlan.build(mask, layout), 0.02),
         (lambda: RingPlan.build(mask, layout).verify(), 0.05),
         (lambda: Layout.balanced(mask, 64), 0.3),
-        (lambda: RingPlan.build_row(long, wide, 500), 0.03),
+        (lambda: RingPlan.build_rank_plan(long, wide, 500), 0.03),
     ):
         make()
         start = time.process_time()
@@ -126,7 +112,7 @@ def test_half_of_the_own_keys_work_comes_last_in_backward():
     """While it is done, the last gradients travel; where nothing travels, nothing is cut."""
     plan = RingPlan.build(Mask.causal(8192), Layout.zigzag(8192, 4))
     for rank in range(4):
-        row = plan.row(rank)
+        row = plan.rank_plan(rank)
         first, *others, last = row.backward
         assert [hop.index for hop in row.backward] == [0, 1, 2, 3, 0]
         assert others == list(row.hops[1:])
@@ -134,19 +120,19 @@ def test_half_of_the_own_keys_work_comes_last_in_backward():
         assert sum(areas) == row.hops[0].tiles.area().sum()
         assert max(areas) < 0.6 * sum(areas)
         assert first.tiles.q1.max() == last.tiles.q0.min() == 1536  # of 2048: about half the area, a multiple of 128
-    alone = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 1)).row(0)
+    alone = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 1)).rank_plan(0)
     assert alone.backward is alone.hops
-    one_row_each = RingPlan.build(Mask.causal(2), Layout.contiguous(2, 2)).row(1)
+    one_row_each = RingPlan.build(Mask.causal(2), Layout.contiguous(2, 2)).rank_plan(1)
     assert one_row_each.backward is one_row_each.hops
 
 
 def test_the_order_of_the_backward_pass_is_proven_too():
     plan = RingPlan.build(Mask.documents([0, 100, 200, 777, 1000, 1024]), Layout.zigzag(1024, 4))
-    plan.verify(rows=True)
-    row = plan.row(1)
+    plan.verify(rank_plans=True)
+    row = plan.rank_plan(1)
     row.__dict__["backward"] = row.backward[:-1]
     with pytest.raises(PlanError, match="see keys"):
-        plan.verify(rows=True)
+        plan.verify(rank_plans=True)
     row.__dict__["backward"] = (*row.hops, row.hops[0])
     with pytest.raises(PlanError, match="but mask and neighbors leave it"):
-        plan.verify(rows=True)
+        plan.verify(rank_plans=True)

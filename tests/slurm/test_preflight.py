@@ -1,37 +1,217 @@
-"""Preflight and the order of ranks on a real Slurm: a throttled link is named, hosts follow the topology."""
+"""What preflight finds in the facts of the ranks, and what it does alone and on several ranks."""
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.slurm.cluster import Job, running
-from tests.slurm.test_faults import CP4, QUICK, needs_cluster
-
-TOPOLOGY = """SwitchName=s2 Nodes=n1,n4
-SwitchName=s10 Nodes=n2,n3
-SwitchName=top Switches=s2,s10"""
-
-
-@pytest.mark.slow
-def test_throttled_link_is_named_and_training_goes_on():
-    needs_cluster()
-    with running() as cluster:
-        throttle = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "40mbit", "burst", "32kbit", "latency", "400ms")
-        assert cluster.run("ip", "netns", "exec", "n2", *throttle).returncode == 0
-        job = Job(cluster, "throttled", *QUICK[:2], megatron__train_iters=2, **CP4)
-        assert job.end() == "COMPLETED", job.logs()
-        said = (job.run_dir / "logs" / f"{job.number}.0" / "rank0000-n1.log").read_text()
-        assert "preflight: warning: slow link n2 -> n1 (hop " in said and "slow link n1 -> n2" not in said, said
-        assert "preflight: the first on n1 n1 n2 n2" in said and "may train" in said and "predicted at these speeds" in said
-        seconds = float(said.split(" s\n")[0].rsplit("preflight: ", 1)[1])
-        assert seconds < 30
+from cp_ring.errors import ConfigError
+from cp_ring.job import config
+from cp_ring.slurm import attention_plan
+from cp_ring.slurm.preflight import World
+from cp_ring.slurm.preflight_checks import Facts, Link, from_json, judge, summary
+from tests.slurm.job import TINY
 
 
-@pytest.mark.slow
-def test_ranks_follow_the_topology():
-    needs_cluster()
-    with running(4, TOPOLOGY=TOPOLOGY, EXTRA_CONF="TopologyPlugin=topology/tree") as cluster:
-        job = Job(cluster, "placed", "--nodes", "4", "--ranks-per-node", "1", *QUICK, megatron__train_iters=2, **CP4)
-        assert job.end() == "COMPLETED", job.logs()
-        hosts = (job.run_dir / "logs" / f"{job.number}.0" / "hosts").read_text().split()
-        assert hosts == ["n1", "n4", "n2", "n3"]
-        for rank, host in enumerate(hosts):
-            assert (job.run_dir / "logs" / f"{job.number}.0" / f"rank{rank:04d}-{host}.log").is_file()
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    return config.load(str(path))
+
+
+def healthy(rank, **changes):
+    facts = Facts(
+        rank=rank,
+        host=f"n{1 + rank // 2}",
+        address=f"10.0.0.{1 + rank // 2}",
+        interface="eth0",
+        config_hash="abc",
+        versions={"torch": "2.13.0", "Python": "3.12.1"},
+        clock=1000.0 + rank / 100,
+        writable="",
+        shared=True,
+        free=10**12,
+        flops=1e12,
+        gpu={"index": rank % 2, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "uncorrected_errors": 0},
+        links=[Link(hop, (rank - hop) % 4, rank, 1e9 + rank, 1e-4) for hop in (1, 2, 3)],
+    )
+    return dataclasses.replace(facts, **changes)
+
+
+def lines(job, changes):
+    found = judge(job, [healthy(rank, **changes.get(rank, {})) for rank in range(4)])
+    return [("error " if finding.fatal else "warning ") + finding.line for finding in found]
+
+
+def test_nothing_is_found_where_nothing_is_wrong(job):
+    assert lines(job, {}) == []
+
+
+GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "uncorrected_errors": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({3: {"config_hash": "abd"}}, "error rank 3 on n2 reads another job.yaml than rank 0 on n1"),
+        (
+            {2: {"versions": {"torch": "2.12.0", "Python": "3.12.1"}}},
+            "error rank 2 on n2 has torch 2.12.0, rank 0 on n1",
+        ),
+        ({2: {"interface": "", "address": "127.0.1.1"}}, "error n2: its name means 127.0.1.1, which no other host reaches"),
+        ({0: {"interface": "lo"}}, "error n1: GLOO_SOCKET_IFNAME is lo"),
+        ({2: {"writable": "Read-only file system"}}, "error launch.run_dir cannot be written on n2: Read-only file system"),
+        ({2: {"shared": False}}, "error launch.run_dir is another directory on n2 than on n1"),
+        ({2: {"free": 10**8}}, "warning launch.run_dir has 0.1 GiB free on n2"),
+        ({2: {"clock": 1090.0}, 3: {"clock": 1000.0}}, "warning the clock of n2 is +90 s off"),
+        ({1: {"gpu": {}}}, "error GPUs differ: n1 has H100, n1 has none"),
+        ({1: {"gpu": GPU | {"name": "A100"}}}, "warning GPUs differ: n1 has A100, n1 has H100"),
+        ({3: {"gpu": GPU | {"uncorrected_errors": 7}}}, "error GPU 1 of n2: 7 uncorrected memory errors"),
+        ({3: {"gpu": GPU | {"free": 20 * 2**30}}}, "warning GPU 1 of n2: only 20 of 80 GiB are free"),
+        ({3: {"flops": 4e11}}, "warning slow rank 3 on n2: 400.0 GFLOP/s, the median is 1,000.0"),
+        (
+            {r: {"links": [Link(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in (1, 2, 3)]} for r in (0, 1)},
+            "warning slow link n2 -> n1 (hop 1, rank 3 to 0): 1.0 MB/s, better ones 1,000.0",
+        ),
+    ],
+)
+def test_each_is_named_on_a_line(job, changes, line):
+    found = lines(job, changes)
+    assert [entry for entry in found if entry.startswith(line)], found
+    assert len(found) == 1 and "\n" not in found[0]
+
+
+def test_sizes(job):
+    assert "section parallel makes 4 ranks, and 6 were started" in judge(job, [healthy(rank) for rank in range(6)])[0].line
+    uneven = [healthy(0), healthy(1), healthy(2), healthy(3, host="n3"), *[healthy(rank) for rank in (2, 3)]][:5]
+    assert "5 ranks do not divide by 3 nodes" in [finding.line for finding in judge(job, uneven)]
+    parallel = job.parallel.model_copy(update={"tensor_model_parallel_size": 4, "context_parallel_size": 1})
+    wide = job.model_copy(update={"parallel": parallel})
+    (finding,) = judge(wide, [healthy(rank) for rank in range(4)])
+    assert not finding.fatal and "parallel.tensor_model_parallel_size 4 is more than the 2 ranks of a node" in finding.line
+
+
+def test_facts_survive_json():
+    assert from_json(json.loads(json.dumps(dataclasses.asdict(healthy(1))))) == healthy(1)
+    assert next(summary([healthy(rank) for rank in range(4)])).startswith(
+        "hop 1: 1,000.0 to 1,000.0 MB/s, 100 us; slowest from rank 3 (n2)"
+    )
+
+
+def test_prediction_follows_the_slower_of_link_and_arithmetic(job):
+    idle, busy = attention_plan.predict(job, 1e9, 1e15), attention_plan.predict(job, 1e15, 1e6)
+    assert idle.share < 0.01 and busy.share > 0.99
+    assert attention_plan.predict(job, 1e9, 1e9).compute == pytest.approx(idle.compute)
+
+
+def alone(tmp_path, *options, **environment):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    line = [sys.executable, "-m", "cp_ring.cli", "preflight", str(path), *options]
+    return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+
+
+def test_alone_it_checks_this_host(tmp_path):
+    done = alone(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"cp_ring: preflight: 1 ranks on 1 hosts: may train", done.stdout)
+    blocked = tmp_path / "file"
+    blocked.touch()
+    done = alone(tmp_path, "--set", f"launch.run_dir={blocked}")
+    assert done.returncode == 2 and "cp_ring: preflight: error: launch.run_dir cannot be written on " in done.stdout
+
+
+def test_ranks_without_an_address_are_refused_on_a_line(tmp_path):
+    done = alone(tmp_path, SLURM_NTASKS="2", SLURM_PROCID="1")
+    refusal = "cp_ring: preflight: error: cp-ring preflight: 2 ranks need"
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(refusal)
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A scontrol that knows the hosts of n[7-8], and a task's variables without a launcher's."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "scontrol"
+    script.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames n[7-8]' ] || exit 1\necho n7\necho n8\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+
+
+TASK = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "24017"}
+NODES = "SLURM_STEP_NODELIST"
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "port"),
+    [
+        ({}, "n7", 20017),
+        ({"SLURM_RESTART_COUNT": "2"}, "n7", 20019),
+        ({"MASTER_PORT": "4000"}, "n7", 4000),
+        ({"MASTER_ADDR": "elsewhere"}, "elsewhere", 20017),
+    ],
+)
+def test_a_task_of_srun_needs_no_further_variable(scontrol, monkeypatch, given, address, port):
+    for name, value in {NODES: "n[7-8]", **given}.items():
+        monkeypatch.setenv(name, value)
+    assert World.find() == World(3, 4, 1, address, port)
+
+
+@pytest.mark.parametrize("given", [{}, {NODES: "unknown"}, {"MASTER_ADDR": "n7"}])
+def test_what_is_no_task_of_srun_is_refused(scontrol, monkeypatch, given):
+    """Among them the shell of a batch script, which has the number of ranks but is none of them."""
+    for name, value in {"SLURM_JOB_NODELIST": "n[7-8]", **given}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="4 ranks need MASTER_ADDR and MASTER_PORT"):
+        World.find()
+
+
+def test_the_port_is_that_of_the_batch_script(scontrol, monkeypatch):
+    import cp_ring.launch
+
+    (folder,) = cp_ring.launch.__path__
+    (expression,) = re.findall(r"MASTER_PORT=(\S+ \+ .*\)\)) #", (Path(folder) / "slurm" / "train.sbatch").read_text())
+    said = subprocess.check_output(["bash", "-c", f"try=$SLURM_RESTART_COUNT; echo {expression}"], text=True)
+    monkeypatch.setenv(NODES, "n[7-8]")
+    assert World.find().port == int(said or 0) == 20017
+
+
+def test_port_in_use_is_refused(tmp_path):
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = alone(tmp_path, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert done.returncode == 2
+    assert f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in done.stderr, done.stderr
+
+
+def test_where_ranks_cannot_meet_links_are_not_measured_and_the_reason_is_printed(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    line = [sys.executable, "-m", "cp_ring.cli", "preflight", str(path)]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            line,
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = ranks[0].communicate(timeout=120)[0]
+    assert [rank.wait() for rank in ranks] == [2, 2]
+    assert "error: n0: GLOO_SOCKET_IFNAME is lo" in output and "hop 1" not in output, output

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.megatron.certificate.kinds import Kind
+from cp_ring.megatron.certificate.layer_kinds import Kind
+from cp_ring.megatron.certificate.microbatch import Scene, Split, scene
 from cp_ring.megatron.certificate.oracle import attend, declared_mask
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.certificate.scenes import Scene, Split, scene
 
 # Largest norm of an error over the norm of the truth: three times what kernels leave that round partial results to the input's
 # precision and add them up in float32.

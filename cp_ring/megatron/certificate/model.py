@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring.megatron import compat, settings
-from cp_ring.megatron.certificate import scenes
-from cp_ring.megatron.certificate.kinds import Kind, declared_scale, declared_window
+from cp_ring.megatron.certificate import microbatch
+from cp_ring.megatron.certificate.layer_kinds import Kind, declared_scale, declared_window
 from cp_ring.megatron.certificate.oracle import DenseAttention, Spans
 from cp_ring.megatron.certificate.report import Probe
 
@@ -45,8 +45,8 @@ class Microbatch:
     def draw(cls, n: int, documents: bool, uneven: bool, seed: int) -> Microbatch:
         """Random tokens; with `documents` two rows of some; with `uneven` a loss mask that differs between ranks."""
         random = torch.Generator().manual_seed(seed)
-        cuts = [scenes.cut(n, 3, row) for row in (1, 2)] if documents else [scenes.cut(n, 0, 1)]
-        spans = [scenes.spans_of(edges) for edges in cuts]
+        cuts = [microbatch.cut(n, 3, row) for row in (1, 2)] if documents else [microbatch.cut(n, 0, 1)]
+        spans = [microbatch.spans_of(edges) for edges in cuts]
         tokens = torch.randint(VOCABULARY, (len(spans), n + 1), generator=random)
         share = torch.linspace(0.4, 1.0, n) if uneven else torch.ones(n)
         mask = (torch.rand(len(spans), n, generator=random) < share).float()
@@ -181,7 +181,7 @@ def _positions(batch: Microbatch, kind: Kind) -> Tensor:
     tokens = batch.data["tokens"]
     if kind.mask == "documents":
         stream = _stream(batch)
-        made = scenes.documents_in_rows(stream, len(batch.spans), cp)
+        made = microbatch.documents_in_rows(stream, len(batch.spans), cp)
         return made.shard(torch.arange(tokens.shape[1]).expand(tokens.shape), rank).to(own_device())
     whole = torch.arange(tokens.shape[1])[None]
     return on_this_cp_rank({"tokens": whole}, rank, cp)["tokens"].to(own_device())

@@ -14,11 +14,10 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import saved
-from cp_ring.megatron.checkpoints import folders, manifest
+from cp_ring.megatron.checkpoints import folders, inspection, manifest
 from cp_ring.megatron.checkpoints.saving import agree
 from cp_ring.megatron.checkpoints.unpickle import one_line_refusal, restricted
-from cp_ring.megatron.refuse import note
+from cp_ring.megatron.rejection import note
 
 
 def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +44,7 @@ def tracker_reader(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
     def read(tracker: Any) -> tuple[int, bool]:
         load = Path(tracker).parent
         if folders.is_tracker(tracker) and folders.tracker_is_broken(load):
-            return saved.chosen(load) or 0, False
+            return inspection.chosen(load) or 0, False
         result: tuple[int, bool] = read_metadata(tracker)
         return result
 
@@ -64,27 +63,27 @@ def agree_on_iteration(args: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         if str(load) == str(getattr(args, "save", None)):
             _tidy(load)
-        plan = [*saved.candidates(load, saved.asked(args))]
+        plan = [*inspection.candidates(load, inspection.asked(args))]
     dist.broadcast_object_list(plan, src=0)
     numbers, latest = plan
     problem = ""
     for number in numbers:
         defects = _defects(folders.folder_of(load, number))
         if not defects:
-            saved.take(args, load, number, latest, problem)
+            inspection.take(args, load, number, latest, problem)
             if not (folders.folder_of(load, number) / manifest.NAME).is_file():
                 note(f"the checkpoint of iteration {number} has no manifest: it is loaded unverified")
             return
         problem = problem or defects[0]
     if numbers:
-        raise ConfigError(saved.nothing_whole(args, load, problem))
+        raise ConfigError(inspection.nothing_whole(args, load, problem))
 
 
 def _defects(folder: Path) -> list[str]:
     """What any rank finds wrong with the checkpoint; each rank reads a part of its files."""
     problem = manifest.defect(folder, (dist.get_rank(), dist.get_world_size()))
     if not problem and dist.get_rank() == 0:
-        problem = saved.defect(folder)
+        problem = inspection.defect(folder)
     if agree(not problem):
         return []
     found: list[str] = [""] * dist.get_world_size()

@@ -305,9 +305,9 @@ def _write_manifest(folder: Path) -> None:
 
     Raises `ValueError` or `OSError` where they are not.
     """
-    from cp_ring.megatron import saved
+    from cp_ring.megatron.checkpoints import inspection
 
-    problem = saved.structure_defect(folder)
+    problem = inspection.structure_defect(folder)
     if problem:
         raise ValueError(problem)
     sums: dict[str, manifest.Entry] = {}

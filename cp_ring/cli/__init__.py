@@ -1,0 +1,61 @@
+"""The `cp-ring` command. Heavy modules are imported by the command that needs them, so that help is quick."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+
+from cp_ring.cli.bench_accuracy import bench_accuracy
+from cp_ring.cli.bench_attention import bench_attention
+from cp_ring.cli.bench_overlap import bench_overlap
+from cp_ring.cli.bench_plan import bench_plan
+from cp_ring.cli.bench_replay import bench_replay
+from cp_ring.cli.certify import certify_command
+from cp_ring.cli.doctor import doctor_command
+from cp_ring.cli.patches import patches_command
+from cp_ring.cli.plan import plan_command
+from cp_ring.cli.slurm import preflight_command, status_command, submit_command
+from cp_ring.cli.train import train_command
+from cp_ring.errors import ConfigError, KernelError, PlanError
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer has it from click or from a copy of its own, and exports it from neither
+
+app = typer.Typer(name="cp-ring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+app.command("plan")(plan_command)
+app.command("train")(train_command)
+app.command("certify")(certify_command)
+app.command("doctor")(doctor_command)
+bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
+bench.command("plan")(bench_plan)
+bench.command("attention")(bench_attention)
+bench.command("accuracy")(bench_accuracy)
+bench.command("replay")(bench_replay)
+bench.command("overlap")(bench_overlap)
+app.add_typer(bench, name="bench")
+app.command("submit")(submit_command)
+app.command("status")(status_command)
+app.command("preflight")(preflight_command)
+app.command("patches")(patches_command)
+
+
+@app.callback()
+def _about() -> None:
+    """Context parallelism for Megatron-core: ring attention planned as data and proven before it runs."""
+
+
+def main() -> None:
+    """Entry point of the console script: bad input is one line on stderr and exit code 2, never a traceback."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except typer.Abort:  # Ctrl-C
+        sys.exit("Aborted!")
+    except _USAGE_ERROR as error:
+        message = error.format_message()
+    except (ConfigError, PlanError, KernelError) as error:
+        message = str(error)
+    if message:  # none with the help that a command without arguments prints
+        print(f"cp_ring: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

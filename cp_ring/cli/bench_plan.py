@@ -1,0 +1,28 @@
+"""`cp-ring bench plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def bench_plan(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Each time is the best of so many.")] = 5,
+) -> None:
+    """Measure planning: time, memory, bytes on the wire and balance, each beside its goal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from cp_ring.bench.plan import run
+
+    rows = run(repeats)
+    if as_json:
+        typer.echo(json.dumps([dict(zip(("what", "measured", "unit", "goal"), row, strict=True)) for row in rows]))
+        return
+    table = Table("", "measured", "goal (at most)", title="cp_ring planning")
+    for what, measured, unit, goal in rows:
+        table.add_row(what, f"{measured:.3g} {unit}", f"{goal:g} {unit}" if goal else "")
+    Console().print(table)

@@ -1,0 +1,64 @@
+"""The command line of `cp-ring bench replay`; the measuring itself is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def bench_replay(
+    cp: Annotated[list[int] | None, typer.Option(min=1, help="Ranks to play; repeatable. Default: 1, 2, 4, 8.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one rank.")] = 8192,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    kernel: Annotated[str, typer.Option(help="As --cp-ring-kernel.")] = "auto",
+    window: Annotated[int, typer.Option(help="Keys that a query sees before its own; -1 for all.")] = -1,
+    document: Annotated[int, typer.Option(help="Average tokens of packed documents; 0 for one sequence.")] = 0,
+    layout: Annotated[str, typer.Option(help="zigzag or balanced. Default: balanced with --document, else zigzag.")] = "",
+    bandwidth: Annotated[float, typer.Option(help="GB a second of the link to pretend; 0 for none (CUDA alone).")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Each time is the median of so many.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """One device plays every rank of a group in turn: efficiency against one kernel call, without a network."""
+    import torch
+
+    from cp_ring.bench import samples
+    from cp_ring.bench.machine import facts
+    from cp_ring.bench.replay import Sizes, efficiency
+    from cp_ring.errors import ConfigError
+    from cp_ring.plan import Mask
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ConfigError(f"--dtype {dtype}: it is bfloat16, float16 or float32")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device}: it is cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no CUDA device; --device cpu plays on the CPU")
+    layout = layout or ("balanced" if document else "zigzag")
+    if layout not in ("zigzag", "balanced"):
+        raise ConfigError(f"--layout {layout}: it is zigzag or balanced")
+    sizes = Sizes(tokens, heads, kv_heads, head_dim, head_dim, getattr(torch, dtype), device)
+    rows = []
+    for ranks in cp or [1, 2, 4, 8]:
+        n = ranks * tokens
+        mask = (
+            Mask.documents(samples.exponential(n, document, 0), window=(window, 0)) if document else Mask.causal(n, (window, 0))
+        )
+        options = {"kernel": kernel, "repeats": repeats, "bandwidth": bandwidth * 1e9 or None, "layout": layout}
+        rows.append(efficiency(ranks, mask, sizes, **options))
+    if as_json:
+        typer.echo(json.dumps({**facts(), "rows": rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("cp", "kernel", "forward", "forward + backward", "slowest rank, ms", title="single-device replay, no network")
+    for row in rows:
+        shares = f"{row['efficiency_forward']:.3f}", f"{row['efficiency_both']:.3f}"
+        table.add_row(str(row["cp"]), row["kernel"], *shares, f"{1e3 * row['slowest_both_s']:.1f}")
+    Console().print(table)

@@ -1,0 +1,215 @@
+"""A text corpus as Megatron's IndexedDataset: found, tokenized and split once, then reused.
+
+The sources are the running interpreter's standard library (long documents that are always there), a folder of text
+files, or .jsonl files with a "text" key. A byte-level BPE is trained on them, so nothing has to be downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cp_ring.errors import ConfigError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+FORMAT = 1  # part of the cache key: raise it when what is built from the same sources changes
+TOKENIZER_DOCUMENTS_BYTES = 32 << 20  # the tokenizer is trained on the first documents up to this size
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sources and the folder that their tokens are (or will be) in.
+
+    `train` and `valid` are IndexedDataset prefixes, `tokenizer` is a folder that Megatron's HuggingFaceTokenizer loads.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    name: str
+    vocab_size: int
+    validation_fraction: float
+
+    @property
+    def train(self) -> str:
+        return str(self.folder / "train")
+
+    @property
+    def valid(self) -> str:
+        return str(self.folder / "valid")
+
+    @property
+    def tokenizer(self) -> str:
+        return str(self.folder / "tokenizer")
+
+    @property
+    def ready(self) -> bool:
+        """The folder appears under its name only when it is complete."""
+        return self.folder.is_dir()
+
+    def summary(self) -> dict[str, Any]:
+        """Documents, tokens and vocabulary size, as written when the corpus was built."""
+        return json.loads((self.folder / "corpus.json").read_text())
+
+
+def find(path: Path | None, cache: Path, *, vocab_size: int = 4096, validation_fraction: float = 0.05) -> Corpus:
+    """Finds the sources and names the folder of their corpus; reads and builds nothing.
+
+    path: a folder, a .jsonl file, or None for the standard library. The folder's name holds a hash of the sources'
+    names, sizes and times and of the settings, so a change of any of them makes a new corpus.
+    Raises `ConfigError` when the path does not exist or has no files.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
+    if not root.exists():
+        raise ConfigError(f"data.path {root}: no such file or folder")
+    files = tuple(sorted(_source_files(root, only_python=path is None)))
+    if not any(file.stat().st_size for file in files):
+        raise ConfigError(f'data.path {root}: is empty; it needs text files, or .jsonl files with a "text" key')
+    identity = hashlib.sha256(repr((FORMAT, vocab_size, validation_fraction, str(root.resolve()))).encode())
+    for file in files:
+        stat = file.stat()
+        identity.update(repr((str(file.relative_to(root)), stat.st_size, stat.st_mtime_ns)).encode())
+    name = "standard-library" if path is None else root.stem
+    folder = (cache / f"{name}-{identity.hexdigest()[:16]}").absolute()
+    return Corpus(folder, files, name, vocab_size, validation_fraction)
+
+
+def build(corpus: Corpus) -> None:
+    """Builds the corpus beside its place and publishes it by one rename, so that a half-built one is never used.
+
+    Raises `ConfigError` when the sources hold fewer than two documents (one to train on, one to validate on).
+    """
+    if corpus.ready:
+        return
+    corpus.folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".building-", dir=corpus.folder.parent))
+    try:
+        work.chmod(0o755)
+        _build_in(work, corpus)
+        try:
+            work.rename(corpus.folder)
+        except OSError:
+            if not corpus.ready:  # otherwise another process published the same corpus first
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _build_in(work: Path, corpus: Corpus) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        counting = progress.add_task(f"{corpus.name}: reading", total=None)
+        documents = 0
+        sample: list[str] = []
+        sampled = 0
+        for text in _documents(corpus.files):
+            documents += 1
+            if sampled < TOKENIZER_DOCUMENTS_BYTES:
+                sample.append(text)
+                sampled += len(text)
+            progress.update(counting, completed=documents)
+        if documents < 2:
+            raise ConfigError(
+                f"data.path: found {documents} document(s) with text, at least 2 are needed (one of them to validate on)"
+            )
+        progress.update(counting, total=documents, description=f"{corpus.name}: training a tokenizer")
+        tokenizer = _train_tokenizer(sample, corpus.vocab_size)
+        _save_tokenizer(tokenizer, work / "tokenizer")
+        progress.update(counting, completed=0, description=f"{corpus.name}: tokenising")
+        stride = min(documents, max(2, round(1 / corpus.validation_fraction)))
+        tokens = _write(work, tokenizer, _documents(corpus.files), stride, lambda done: progress.update(counting, completed=done))
+    summary = {"documents": documents, "tokens": tokens, "vocab_size": tokenizer.get_vocab_size()}
+    (work / "corpus.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _write(work: Path, tokenizer: Any, documents: Iterable[str], stride: int, report: Any) -> dict[str, int]:
+    """Every `stride`-th document goes to `valid`, the others to `train`; returns the number of tokens in each."""
+    from cp_ring.megatron.token_files import TokenFile
+
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    files = {split: TokenFile(work / split, tokenizer.get_vocab_size()) for split in ("train", "valid")}
+    tokens = dict.fromkeys(files, 0)
+    stream, index = iter(documents), 0
+    while batch := list(islice(stream, 64)):
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            split = "valid" if index % stride == stride - 1 else "train"
+            files[split].add([*encoding.ids, end])
+            tokens[split] += len(encoding.ids) + 1
+            index += 1
+        report(index)
+    for file in files.values():
+        file.close()
+    return tokens
+
+
+def _train_tokenizer(documents: list[str], vocab_size: int) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer, length=len(documents))
+    return tokenizer
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Writes the two files from which `transformers.AutoTokenizer` loads a tokenizer without a network."""
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _source_files(root: Path, only_python: bool) -> Iterator[Path]:
+    if root.is_file():
+        yield root
+        return
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if not name.startswith(".") and not (only_python and name in SKIPPED_FOLDERS)]
+        for file in files:
+            if file.endswith(".py") if only_python else not file.startswith("."):
+                yield Path(folder, file)
+
+
+def _documents(files: Iterable[Path]) -> Iterator[str]:
+    """One document per text file, one per line of a .jsonl; files that are not UTF-8 text are passed over."""
+    for file in files:
+        if file.suffix == ".jsonl":
+            yield from _json_lines(file)
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip() and "\0" not in text:
+            yield text
+
+
+def _json_lines(file: Path) -> Iterator[str]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(f'data.path {file}: line {number} is not a JSON object with a "text" key') from None
+            if text.strip():
+                yield text

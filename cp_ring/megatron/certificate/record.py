@@ -1,0 +1,152 @@
+"""The certificate beside the checkpoints, and what a resumed job must have in common with it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.certificate.report import Certificate
+from cp_ring.megatron.rejection import note
+
+NAME = "cp_ring_certificate.json"
+
+# The settings that decide what attention computes. Those of the mask may not change under a checkpoint; layout, kernel, route and
+# sizes of parallel groups may, and are not among them.
+_MASK = {
+    "window_size": "--window-size",
+    "window_attn_skip_freq": "--window-attn-skip-freq",
+    "document_mask": "--cp-ring-document-mask",
+    "inter_document_masking": "--dataloader-inter-document-masking",
+}
+_OTHERS = {
+    "softmax_type": "--softmax-type",
+    "softmax_scale": "--softmax-scale",
+    "num_attention_heads": "--num-attention-heads",
+    "kv_channels": "--kv-channels",
+    "multi_latent_attention": "--multi-latent-attention",
+    "qk_head_dim": "--qk-head-dim",
+    "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
+    "v_head_dim": "--v-head-dim",
+    "position_embedding_type": "--position-embedding-type",
+    "rotary_base": "--rotary-base",
+    "rotary_percent": "--rotary-percent",
+    "rotary_scaling_factor": "--rotary-scaling-factor",
+    "mtp_num_layers": "--mtp-num-layers",
+}
+
+
+def attention_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What of `args` decides what attention computes, in plain values."""
+    found = {name: getattr(args, name, None) for name in (*_MASK, *_OTHERS)}
+    found["document_mask"] = bool(getattr(args, "cp_ring_document_mask", False))
+    found["inter_document_masking"] = bool(getattr(args, "dataloader_inter_document_masking", False))
+    latent = bool(found["multi_latent_attention"])
+    if not latent:  # Megatron gives these a value whether they are used or not
+        found |= dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor"))
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return plain
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """Versions, date, sizes, and the settings that the certificate is for, with their hash."""
+    import torch
+
+    from cp_ring.megatron.compat import megatron_version
+    from cp_ring.megatron.settings import current
+
+    found = attention_settings(args)
+    used = current()
+    sizes = {
+        "tp": args.tensor_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "cp": args.context_parallel_size,
+        "world": args.world_size,
+    }
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"megatron-core": megatron_version(), "torch": torch.__version__},
+        "sizes": sizes,
+        "ring": {"kernel": used.kernel, "layout": used.layout, "route": used.route, "wire_dtype": used.wire_dtype},
+        "dtype": str(args.params_dtype).removeprefix("torch."),
+        "attention": found,
+        "hash": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16],
+    }
+
+
+def save(args: argparse.Namespace, certificate: Certificate) -> None:
+    """Writes the certificate into --save, whole or not at all; nothing without --save."""
+    folder = getattr(args, "save", None)
+    if not folder:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write(Path(folder) / NAME, certificate.as_dict())
+    except OSError as error:
+        note(f"the certificate could not be written to {folder}: {error.strerror}")
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Writes JSON so that `path` holds either what it held or all of `content`, whenever the machine stops."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Compares the job with the certificate beside the checkpoints of --load, where there are both.
+
+    Says in one line what differs. Raises `ConfigError` where the mask does: the model was trained with another one.
+    """
+    before = _read(getattr(args, "load", None))
+    if before is None:
+        return
+    now = attention_settings(args)
+    changed = {name: (before[name], now[name]) for name in now if name in before and before[name] != now[name]}
+    masks = [name for name in _MASK if name in changed]
+    if masks:
+        raise ConfigError(
+            f"--load {args.load}: its certificate is for another mask ({_shown(changed, masks, _MASK)}); give the same, or "
+            f"remove {NAME} there if the change is meant"
+        )
+    if changed:
+        note(
+            f"the checkpoints in --load {args.load} are certified for other attention: {_shown(changed, list(changed), _OTHERS)}"
+        )
+
+
+def _shown(changed: dict[str, tuple[Any, Any]], names: list[str], flags: dict[str, str]) -> str:
+    return ", ".join(f"{flags[name]} was {changed[name][0]}, now {changed[name][1]}" for name in names)
+
+
+def _read(folder: str | None) -> dict[str, Any] | None:
+    """The settings that the certificate in `folder` is for; None if there is no checkpoint or no certificate there."""
+    if not folder or not (Path(folder) / "latest_checkpointed_iteration.txt").is_file():
+        return None
+    path = Path(folder) / NAME
+    if not path.is_file():
+        return None
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text())["about"]["attention"]
+        return dict(settings)
+    except (OSError, ValueError, KeyError, TypeError):
+        note(f"{path} is not readable: the job is compared with nothing")
+        return None

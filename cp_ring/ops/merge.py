@@ -1,0 +1,43 @@
+"""The online-softmax merge of one tile's (out, lse) into the running ones."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
+    """Merges in place: out [b, q, h, e] and lse [b, h, q], the running ones in float32 (or float64).
+
+    out += sigmoid(lse_tile - lse) * (out_tile - out);  lse = log(exp(lse) + exp(lse_tile)).
+    Rows that saw nothing on either side (lse -inf) keep the other side's values; on both sides, out 0 and lse -inf.
+
+    On CUDA it is one kernel that passes over memory once, where Triton is installed.
+    """
+    fused = _fused() if out.is_cuda and out.dtype == lse.dtype == torch.float32 and out.stride(-1) == 1 else None
+    with record_function("cp_ring: merge"):
+        (fused or _merge_)(out, lse, out_tile, lse_tile)
+
+
+@cache
+def _fused() -> Merge | None:
+    try:
+        return importlib.import_module("cp_ring.ops.merge_triton").merge_
+    except ImportError:
+        return None
+
+
+def _merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
+    lse_tile = lse_tile.to(lse.dtype)
+    # -inf - -inf is NaN: such a row weighs nothing.
+    weight = torch.sigmoid(lse_tile - lse).masked_fill_(lse_tile == -math.inf, 0.0)
+    out.lerp_(out_tile.to(out.dtype), weight.transpose(1, 2)[..., None])
+    torch.logaddexp(lse, lse_tile, out=lse)

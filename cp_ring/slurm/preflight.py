@@ -1,0 +1,316 @@
+"""`cp-ring preflight`: before training, all ranks report what they see and measure their links; rank 0 judges."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cp_ring.errors import ConfigError
+from cp_ring.job import command_line as commands
+from cp_ring.job import config as configs
+from cp_ring.slurm import attention_plan
+from cp_ring.slurm.placement import Placement, context_groups
+from cp_ring.slurm.preflight_checks import Facts, Finding, Link, from_json, judge, slowest_rate, summary
+
+TIMEOUT_S = 25
+MEASURED_HOPS = 16
+_PACKAGES = ("torch", "megatron-core", "cp-ring", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """This rank among all: from torchrun's variables, or those of a Slurm task; alone where there are neither."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+
+    @classmethod
+    def find(cls) -> World:
+        rank = _variable(("RANK", "SLURM_PROCID"), 0)
+        size = _variable(("WORLD_SIZE", "SLURM_NTASKS"), 1)
+        local = _variable(("LOCAL_RANK", "SLURM_LOCALID"), 0)
+        if rank >= size:
+            raise ConfigError(f"cp-ring preflight: the environment says rank {rank} (RANK) of {size} ranks (WORLD_SIZE)")
+        address, port = os.environ.get("MASTER_ADDR"), _variable(("MASTER_PORT",), 0)
+        nodes = os.environ.get("SLURM_STEP_NODELIST")
+        if size > 1 and nodes is not None:  # a task of srun: the shell of a batch script has no ranks beside it
+            address, port = address or _first_host(nodes), port or _slurm_port()
+        if size > 1 and not (address and port):
+            raise ConfigError(
+                f"cp-ring preflight: {size} ranks need MASTER_ADDR and MASTER_PORT, the host of rank 0 and a free port there: "
+                "start all ranks by srun or torchrun"
+            )
+        return cls(rank, size, local, address or "127.0.0.1", port)
+
+
+def _variable(names: tuple[str, ...], default: int) -> int:
+    """The first of the environment variables that has a value."""
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
+        return default
+    if not os.environ[name].isdecimal():
+        raise ConfigError(f"cp-ring preflight: environment variable {name}={os.environ[name]} is not a number from 0 up")
+    return int(os.environ[name])
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of Slurm's short form of a list (n[1-4]), or "" where Slurm cannot be asked."""
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter(done.stdout.split()), "")
+
+
+def _slurm_port() -> int:
+    """The port that launch/slurm/train.sbatch takes for this try of the job."""
+    number, restarts = (_variable((name,), 0) for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+    return 20000 + (number + restarts) % 12000
+
+
+def preflight(source: str, overrides: list[str]) -> int:
+    """Checks the job on all ranks that run this, and returns 0, or 2 if it must not train. Raises `ConfigError`."""
+    job = configs.load(source, overrides)
+    world = World.find()
+    began = time.monotonic()
+    store = _store(world)
+    facts = _gather_facts(job, source, world, store)
+    if world.size > 1 and _sound(job, world, store, facts):
+        _measure(job, world, store, facts)
+    store.set(f"facts/{world.rank}", json.dumps(dataclasses.asdict(facts)))
+    if world.rank == 0:
+        ranks = [from_json(json.loads(store.get(f"facts/{rank}"))) for rank in range(world.size)]
+        findings = judge(job, ranks)
+        for line in report(job, ranks, findings):
+            print(f"cp_ring: preflight: {line}", flush=True)
+        print(f"cp_ring: preflight: {time.monotonic() - began:.1f} s", flush=True)
+        store.set("verdict", "2" if any(finding.fatal for finding in findings) else "0")
+    code = int(store.get("verdict"))
+    store.add("left", 1)
+    if world.rank == 0:  # the store lives in this process
+        while store.add("left", 0) < world.size:
+            time.sleep(0.05)
+    return code
+
+
+def _sound(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> bool:
+    """Whether links can be measured: ranks with fatal findings (a host name that means loopback, no GPU) wait for one another."""
+    store.set(f"seen/{world.rank}", json.dumps(dataclasses.asdict(facts)))
+    if world.rank == 0:
+        seen = [from_json(json.loads(store.get(f"seen/{rank}"))) for rank in range(world.size)]
+        store.set("sound", "" if any(finding.fatal for finding in judge(job, seen)) else "yes")
+    return bool(store.get("sound"))
+
+
+def report(job: configs.JobConfig, ranks: list[Facts], findings: list[Finding]) -> list[str]:
+    """All lines for a person: findings, placement, links, prediction."""
+    lines = [("error: " if finding.fatal else "warning: ") + finding.line for finding in findings]
+    hosts = list(dict.fromkeys(facts.host for facts in ranks))
+    fits = not any(finding.fatal for finding in findings)
+    if fits and len(ranks) > 1:
+        lines += attention_plan.lines(job, Placement(tuple(hosts), len(ranks) // len(hosts)))
+    lines += summary(ranks)
+    rate = slowest_rate(ranks)
+    if fits and rate and job.parallel.context_parallel_size > 1:
+        made = attention_plan.predict(job, min(facts.flops for facts in ranks), rate)
+        lines.append(f"predicted at these speeds: {made.share:.0%} of the forward attention of a layer is waiting for keys")
+    alone = "; links are measured when all ranks run this: srun cp-ring preflight ..." if len(ranks) == 1 else ""
+    lines.append(f"{len(ranks)} ranks on {len(hosts)} hosts: {'may train' if fits else 'must not train'}{alone}")
+    return lines
+
+
+def _store(world: World) -> Any:
+    """A store on rank 0's host at the port that training will use: it must be free. Raises `ConfigError`."""
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=TIMEOUT_S)
+    if world.size == 1:
+        return dist.HashStore()
+    try:
+        return dist.TCPStore(world.address, world.port, world.size, world.rank == 0, timeout=limit, wait_for_workers=False)
+    except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
+        what = "is in use" if world.rank == 0 else "cannot be reached"
+        raise ConfigError(
+            f"port {world.port} of {world.address} {what}, from rank {world.rank}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _gather_facts(job: configs.JobConfig, source: str, world: World, store: Any) -> Facts:
+    run_dir = commands.run_dir(job)
+    writable = _write_probe(run_dir, world)
+    token = Path(run_dir) / ".preflight"
+    if world.rank == 0 and not writable:
+        token.write_text(f"{os.getpid()} {time.time()}")
+        store.set("token", token.read_text())
+    elif world.rank == 0:
+        store.set("token", "")
+    expected = store.get("token").decode()
+    store.add("clock", 1)
+    while int(store.add("clock", 0)) < world.size:  # all read their clocks at the same time
+        time.sleep(0.01)
+    clock = time.time()
+    shared = bool(expected) and token.is_file() and token.read_text() == expected
+    address = _address()
+    facts = Facts(
+        rank=world.rank,
+        host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        address=address,
+        interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        config_hash=hashlib.sha256(configs.find(source).read_bytes()).hexdigest(),
+        versions=_versions(),
+        clock=clock,
+        writable=writable,
+        shared=shared,
+        free=0 if writable else shutil.disk_usage(run_dir).free,
+        flops=0.0,
+        gpu=_gpu(job, world.local_rank),
+    )
+    facts.flops = _flops(bool(facts.gpu))
+    return facts
+
+
+def _write_probe(run_dir: Path, world: World) -> str:
+    """Why this rank cannot write into the run directory, or ""."""
+    probe = run_dir / f".preflight-{world.rank}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with probe.open("wb") as file:
+            file.write(b"x" * 4096)
+            os.fsync(file.fileno())
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    found = {"Python": platform.python_version(), "CUDA": str(torch.version.cuda)}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def _gpu(job: configs.JobConfig, index: int) -> dict[str, Any]:
+    """The rank's GPU, if the job uses GPUs and there is one."""
+    import torch
+
+    if job.launch.device == "cpu" or index >= torch.cuda.device_count():
+        return {}
+    torch.cuda.set_device(index)
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "index": index,
+        "name": torch.cuda.get_device_name(),
+        "free": free,
+        "total": total,
+        "uncorrected_errors": _memory_errors(index),
+    }
+
+
+def _memory_errors(index: int) -> int:
+    """Uncorrected memory errors since the driver was loaded, as nvidia-smi counts them; 0 where it does not."""
+    query = ["nvidia-smi", f"--id={index}", "--query-gpu=ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
+    try:
+        word = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return int(word) if word.isdigit() else 0
+
+
+def _flops(gpu: bool) -> float:
+    """FLOPs per second of a matrix product, the best of three."""
+    import torch
+
+    size, dtype, device = (8192, torch.bfloat16, "cuda") if gpu else (512, torch.float32, "cpu")
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(4):  # the first one warms up
+        start = time.perf_counter()
+        left @ left
+        if gpu:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _measure(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> None:
+    """Every hop of the context-parallel groups, all groups at once as in training: fills in `facts.links`."""
+    import torch
+    import torch.distributed as dist
+
+    tp, cp = job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size
+    if job.parallel.ranks != world.size or cp == 1:
+        return
+    gpu = bool(facts.gpu)
+    dist.init_process_group(
+        "nccl" if gpu else "gloo",
+        store=dist.PrefixStore("links", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+    )
+    device = "cuda" if gpu else "cpu"
+    dist.all_reduce(torch.zeros(1, device=device))  # torch wants all ranks in the first collective
+    group = next(group for group in context_groups(tp, cp, world.size).tolist() if world.rank in group)
+    place = group.index(world.rank)
+    large = torch.zeros((64 if gpu else 2) * 2**20, dtype=torch.uint8, device=device)
+    for hop in range(1, min(cp, MEASURED_HOPS + 1)):
+        sender, receiver = group[(place - hop) % cp], group[(place + hop) % cp]
+        latency = min(_exchange(large[:8], sender, receiver) for _ in range(5))
+        seconds = min(_exchange(large, sender, receiver) for _ in range(2))
+        facts.links.append(Link(hop, sender, world.rank, large.numel() / seconds, latency))
+    dist.destroy_process_group()
+
+
+def _exchange(data: Any, sender: int, receiver: int) -> float:
+    """Seconds until what `sender` sends is here, while this rank sends as much to `receiver`."""
+    import torch
+    import torch.distributed as dist
+
+    buffer = torch.empty_like(data)
+    dist.barrier()
+    start = time.perf_counter()
+    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, buffer, sender), dist.P2POp(dist.isend, data, receiver)])
+    works[0].wait()
+    if data.is_cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    for work in works[1:]:
+        work.wait()
+    return seconds
+
+
+def main(source: str, overrides: list[str]) -> int:
+    """As `preflight`, with refusals on one line each, of any rank: each sees a host of its own."""
+    try:
+        return preflight(source, overrides)
+    except ConfigError as error:
+        print(f"cp_ring: preflight: error: {error}", file=sys.stderr, flush=True)
+        return 2

@@ -1,0 +1,174 @@
+"""`cp-ring submit`: a job's batch script, written, checked and handed to Slurm."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cp_ring.errors import ConfigError
+from cp_ring.job import command_line as commands
+from cp_ring.job import config as configs
+from cp_ring.job.train import prepare_corpus, record_job, say
+from cp_ring.slurm import attempts, attention_plan, batch_script
+from cp_ring.slurm.placement import Placement
+
+
+@dataclass(frozen=True)
+class Site:
+    """How ranks are started on this cluster. `python` is that inside the container, if there is one."""
+
+    launcher: Literal["srun", "torchrun"] = "srun"
+    env_file: Path | None = None
+    rank_order: Path | None = None
+    container_image: str | None = None
+    container_mounts: str | None = None
+    python: str | None = None
+    preflight: bool = True
+
+    def __post_init__(self) -> None:
+        if self.launcher not in ("srun", "torchrun"):
+            raise ConfigError(f"--launcher {self.launcher}: there are srun and torchrun")
+        for flag, path in (("--env-file", self.env_file), ("--rank-order", self.rank_order)):
+            if path is not None and not path.is_file():
+                raise ConfigError(f"{flag} {path}: no such file")
+        if self.container_mounts and not self.container_image:
+            raise ConfigError("--container-mounts needs --container-image")
+
+    def srun_options(self, run_dir: Path) -> list[str]:
+        """Those of the pyxis plugin (enroot containers); the run directory is the same inside."""
+        if self.container_image is None:
+            return []
+        mounts = [f"{run_dir}:{run_dir}", *filter(None, [self.container_mounts])]
+        return [
+            f"--container-image={self.container_image}",
+            f"--container-mounts={','.join(mounts)}",
+            "--no-container-mount-home",
+            "--container-workdir=" + str(run_dir),
+        ]
+
+
+def submit(
+    source: str, resources: batch_script.Resources, site: Site, overrides: Sequence[str] = (), dry_run: bool = False
+) -> str | None:
+    """Submits the job of a YAML file and returns Slurm's job id; with `dry_run`, prints the script and returns None.
+
+    Everything that can be refused is refused before anything is queued. Raises `ConfigError`.
+    """
+    job = configs.load(source, overrides)
+    launch = job.launch.model_copy(update={"run_dir": commands.run_dir(job).absolute()})  # ranks may start elsewhere
+    job = job.model_copy(update={"launch": launch})
+    check(job, resources, source)
+    _placement(resources, site)
+    corpus = commands.find_corpus(job)
+    flags = commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu")
+    if not (site.container_image or site.python):  # the ranks run this Python
+        commands.check_layers(flags, dry_run, "; --python or --container-image name another Python of the ranks")
+    script, line = build(job, resources, site, flags)
+    text = script.render((_folder() / "train.sbatch").read_text())
+    batch_script.lint(text)
+    if dry_run:
+        print(text, end="")
+        for said in [*attention_plan.lines(job, _placement(resources, site)), shlex.join(line)]:
+            print(f"cp_ring: {said}", file=sys.stderr)
+        return None
+    if shutil.which("sbatch") is None:
+        raise ConfigError("cp-ring submit: no sbatch here; run it on a login node, or train without Slurm: cp-ring train")
+    _refuse_second(script.run_dir)
+    if corpus is not None:
+        prepare_corpus(corpus)
+    record_job(job)
+    _write(script, site, text)
+    _run([*line[:1], "--test-only", *line[1:]])
+    number = _run([*line[:1], "--parsable", *line[1:]]).strip().partition(";")[0]
+    attempts.append(script.run_dir, number, "submit")
+    say(f"job {number}; output: {script.run_dir}/logs/job-{number}.log, of the ranks: {script.run_dir}/logs/{number}.0/")
+    say(f"to watch it: cp-ring status {shlex.quote(str(commands.run_dir(job)))}; to end it: scancel {number}")
+    return number
+
+
+def check(job: configs.JobConfig, resources: batch_script.Resources, source: str) -> None:
+    """The job fits the nodes. Raises `ConfigError` that names what to change."""
+    for key, default in (("nnodes", 1), ("node_rank", 0), ("master_addr", None), ("max_restarts", 0)):
+        if getattr(job.launch, key) != default:
+            raise ConfigError(f"{source}: launch.{key} is for cp-ring train: leave it out, Slurm decides on nodes and restarts")
+    if job.launch.device == ("cpu" if resources.gpus else "cuda"):
+        other = "--ranks-per-node" if resources.gpus else "--gpus-per-node"
+        raise ConfigError(f"launch.device {job.launch.device}: give {other} instead of {resources.per_node_flag}")
+    if job.parallel.ranks == resources.ranks:
+        return
+    model = job.parallel.ranks // job.parallel.data_parallel_size
+    asked = f"--nodes {resources.nodes} x {resources.per_node_flag} {resources.ranks_per_node} = {resources.ranks} ranks"
+    if resources.ranks % model:
+        raise ConfigError(f"{asked}: not a multiple of tensor x pipeline x context parallel size in section parallel, {model}")
+    raise ConfigError(
+        f"{asked}, but the sizes in section parallel make {job.parallel.ranks}: "
+        f"--set parallel.data_parallel_size={resources.ranks // model}"
+    )
+
+
+def build(
+    job: configs.JobConfig, resources: batch_script.Resources, site: Site, flags: Sequence[str]
+) -> tuple[batch_script.Script, list[str]]:
+    """The job's batch script and the sbatch command that submits it."""
+    run_dir = commands.run_dir(job).absolute()
+    python = site.python or ("python3" if site.container_image else sys.executable)
+    script = batch_script.Script(
+        resources=resources,
+        run_dir=run_dir,
+        checkpoints=commands.checkpoints(job),
+        env_file=run_dir / "env.sh",
+        command=[python, "-m", commands.ENTRY, *flags],
+        preflight=[python, "-m", "cp_ring.cli", "preflight", str(run_dir / "job.yaml")] if site.preflight else [],
+        launcher=site.launcher,
+        rank_order=site.rank_order.absolute() if site.rank_order else None,
+        srun_options=site.srun_options(run_dir),
+    )
+    return script, ["sbatch", f"--output={batch_script.output_pattern(run_dir / 'logs')}", str(run_dir / "job.sbatch")]
+
+
+def _placement(resources: batch_script.Resources, site: Site) -> Placement:
+    """On the first hosts of --rank-order; without one, Slurm has yet to choose them."""
+    hosts = [f"node{index}" for index in range(resources.nodes)]
+    if site.rank_order:
+        try:
+            named = site.rank_order.read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--rank-order {site.rank_order}: cannot read host names: {error}") from None
+        if len(named) < resources.nodes:
+            raise ConfigError(f"--rank-order {site.rank_order}: it names {len(named)} hosts for --nodes {resources.nodes}")
+        hosts = named[: resources.nodes]
+    return Placement(tuple(hosts), resources.ranks_per_node)
+
+
+def _folder() -> Path:
+    import cp_ring.launch
+
+    return Path(next(iter(cp_ring.launch.__path__))) / "slurm"
+
+
+def _write(script: batch_script.Script, site: Site, text: str) -> None:
+    """The script, and the environment that its ranks source, as they are submitted; Slurm does not make the folder of its log."""
+    (script.run_dir / "logs").mkdir(exist_ok=True)
+    (script.run_dir / "job.sbatch").write_text(text)
+    shutil.copyfile(site.env_file or _folder() / "env.sh", script.env_file)
+
+
+def _refuse_second(run_dir: Path) -> None:
+    """Two jobs would write each other's checkpoints."""
+    number = attempts.last_job(run_dir)
+    state = attempts.queue_state(number) if number else None
+    if state is not None:
+        raise ConfigError(f"launch.run_dir {run_dir}: job {number} is {state.name} there; scancel it, or give another folder")
+
+
+def _run(line: Sequence[str]) -> str:
+    done = subprocess.run(list(line), capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"{shlex.join(line[:2])}: {' '.join((done.stderr or done.stdout).split())}")
+    return done.stdout

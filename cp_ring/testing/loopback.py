@@ -1,0 +1,88 @@
+"""A transport without peers, for one device that plays one rank of many: what would arrive is copied from its own memory.
+
+The schedule, the buffers, the stream and the events are those of a real run; the values are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cp_ring.comm.transport import Batch, Buffers, Done, Pending
+from cp_ring.plan.tables import Transfer
+
+
+class LoopbackTransport:
+    """Each receive is a copy of as many bytes within the device; on CUDA on a stream of its own.
+
+    `bandwidth` in bytes a second slows the stream down to a link of that speed (CUDA alone); None is as fast as memory.
+    `bytes_received` counts payload.
+    """
+
+    def __init__(self, rank: int, size: int, bandwidth: float | None = None):
+        self.rank, self.size = rank, size
+        self.bytes_received = 0
+        self._bandwidth = bandwidth
+        self._sources: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def post(self, batch: Batch) -> Pending:
+        """Starts the copies for what the batch receives, and returns at once."""
+        if not batch.receives:
+            return Done()
+        device = batch.receives[0][1][0].device
+        if device.type != "cuda":
+            self._copy(batch.receives)
+            return Done()
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            moved = self._copy(batch.receives)
+            if self._bandwidth:
+                torch.cuda._sleep(int(moved / self._bandwidth * _cycles_per_second(device)))
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _Arrived(event, device)
+
+    def _copy(self, receives: Sequence[tuple[Transfer, Buffers]]) -> int:
+        moved = 0
+        for transfer, buffers in receives:
+            for x in buffers:
+                for start, end in transfer.ranges:
+                    x[start:end].copy_(self._source(x)[: end - start])
+                    moved += x[start:end].nbytes
+        self.bytes_received += moved
+        return moved
+
+    def _source(self, x: Tensor) -> Tensor:
+        """Rows to copy from: small numbers, made once for each kind of buffer."""
+        key = x.shape[1:], x.dtype, x.device
+        if key not in self._sources or len(self._sources[key]) < len(x):
+            self._sources[key] = torch.full(x.shape, 2.0**-7, dtype=x.dtype, device=x.device)
+        return self._sources[key]
+
+
+class _Arrived:
+    def __init__(self, event: torch.cuda.Event, device: torch.device):
+        self._event, self._device = event, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+_measured: dict[int, float] = {}
+
+
+def _cycles_per_second(device: torch.device) -> float:
+    """How fast the device counts down `torch.cuda._sleep`, measured once."""
+    index = device.index or 0
+    if index not in _measured:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(20_000_000)
+        end.record()
+        end.synchronize()
+        _measured[index] = 20_000_000 / (start.elapsed_time(end) / 1e3)
+    return _measured[index]

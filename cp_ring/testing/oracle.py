@@ -1,0 +1,71 @@
+"""Brute force in float64: dense-mask attention and its gradients by autograd, which no code of cp_ring has a part in."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_ring import Layout, RingPlan, ring_attention
+from cp_ring.observe.counters import Ledger, record
+
+
+class Case(NamedTuple):
+    """Inputs of one attention, [b, n, heads, head size], drawn from a seed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @classmethod
+    def draw(cls, n: int, *, b: int = 1, h: int = 4, g: int = 2, d: int = 16, e: int | None = None, seed: int = 0,
+             dtype: torch.dtype = torch.float32, sharpness: float = 1.0) -> Case:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        shapes = (b, n, h, d), (b, n, g, d), (b, n, g, e or d), (b, n, h, e or d)
+        q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+        return cls(*(x.to(dtype) for x in (q * sharpness, k, v, dout)))
+
+
+class Grads(NamedTuple):
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> Grads:
+    """Attention over the pairs that the boolean [n, n] `allowed` permits; rows without any give out 0."""
+    q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
+    groups = q.shape[2] // k.shape[2]
+    k_heads, v_heads = (x.repeat_interleave(groups, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k_heads) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    mask = torch.from_numpy(allowed)
+    scores = scores.masked_fill(~mask, float("-inf")).masked_fill(~mask.any(1)[:, None], 0.0)
+    p = scores.softmax(-1) * mask.any(1)[:, None]
+    out = torch.einsum("bhqk,bkhe->bqhe", p, v_heads)
+    return Grads(out.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.double()))
+
+
+def on_rank(group, case: Case, plan: RingPlan, **options) -> tuple[Grads, Ledger]:  # type: ignore[no-untyped-def]
+    """A rank's part: its shard's out and gradients, and what its transport counted."""
+    rank = group.rank() if group is not None else 0
+    dim = 0 if options.get("qkv_format") == "sbhd" else 1
+    shard = [plan.layout.shard(x.transpose(0, 1) if dim == 0 else x, rank, dim) for x in case]
+    q, k, v = (x.detach().requires_grad_() for x in shard[:3])
+    with record() as ledger:
+        out = ring_attention(q, k, v, plan, group, **options)
+        grads = torch.autograd.grad(out, (q, k, v), shard[3])
+    return Grads(*(x.detach().transpose(0, 1) if dim == 0 else x.detach() for x in (out, *grads))), ledger
+
+
+def whole(layout: Layout, parts: list[tuple[Grads, Ledger]]) -> Grads:
+    return Grads(*(layout.unshard(list(column), 1) for column in zip(*(part[0] for part in parts), strict=True)))
+
+
+def error(x: Tensor, truth: Tensor) -> float:
+    """Norm of the difference over the norm of the truth."""
+    x, truth = x.detach().double(), truth.detach()
+    return float((x - truth).norm() / truth.norm())

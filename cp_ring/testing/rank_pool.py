@@ -1,0 +1,95 @@
+"""A pool of gloo ranks on this machine that stays up and runs many cases: starting a rank costs seconds, a case milliseconds."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing as mp
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from cp_ring.testing.network import Network, enter
+
+
+class RankError(AssertionError):
+    """A case failed on some rank; carries the rank's traceback."""
+
+
+class Ranks:
+    """`size` processes of one thread each.
+
+    `run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in rank order.
+    `case` is a function of a module; `group` is the process group of those ranks, None for cp 1. With `networks`, one a
+    rank, they talk over these instead of loopback; with the backend nccl each rank has a CUDA device.
+    """
+
+    def __init__(self, size: int, networks: Sequence[Network] | None = None, backend: str = "gloo"):
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            network, store = networks[rank] if networks else None, f"file://{self._folder.name}/store"
+            process = context.Process(target=_serve, args=(rank, size, store, theirs, network, backend), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, case: Callable[..., Any], cp: int, /, *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
+        for pipe in self._pipes[:cp]:
+            pipe.send((case, cp, args, kwargs))
+        results: list[Any] = [None] * cp
+        left = set(range(cp))
+        while left:
+            ready = wait([self._pipes[rank] for rank in left], timeout)
+            if not ready:
+                self.close()
+                raise RankError(f"ranks {sorted(left)} of {cp} did not answer in {timeout} s")
+            for rank in [r for r in left if self._pipes[r] in ready]:
+                good, results[rank] = self._pipes[rank].recv()
+                left.remove(rank)
+                if not good:
+                    # The others may wait for this rank for ever.
+                    self.close()
+                    raise RankError(f"rank {rank} of {cp}:\n{results[rank]}")
+        return results
+
+    @property
+    def closed(self) -> bool:
+        return not self._pipes
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection, network: Network | None, backend: str) -> None:
+    import os
+
+    if network:
+        enter(network)
+        os.environ["GLOO_SOCKET_IFNAME"] = network.interface
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=90))
+    groups = {cp: dist.new_group(list(range(cp))) for cp in range(2, size + 1)}
+    while True:
+        try:
+            case, cp, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, case(groups.get(cp), *args, **kwargs)))
+        except BaseException:  # also SystemExit, so that the test sees it
+            pipe.send((False, traceback.format_exc()))

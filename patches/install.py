@@ -1,0 +1,56 @@
+"""Applies the patches that a command line asks for, and puts its settings in force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cp_ring import patches
+from cp_ring.config import ContextParallelConfig
+from cp_ring.megatron.compat import check_version
+from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, configure, flags
+
+
+def install(argv: Sequence[str]) -> ContextParallelConfig:
+    """Applies the patches that the flags in `argv` ask for, and returns the settings; none without --cp-ring or --cp-ring-cpu.
+
+    Raises `ConfigError` for a bad value, or where the installed Megatron is outside the supported versions.
+    """
+    config = flags(argv)
+    if not (config.enabled or config.cpu):
+        return config
+    check_version()
+    names = ["dataset_helpers", "arguments", "optimizer_step", "safe_checkpoints", "restricted_unpickling"]
+    if config.cpu:
+        names.insert(0, "cpu_runtime")
+    if "--exit-signal-handler" in argv:
+        names.append("exit_signal")
+    if config.enabled:
+        names += _patches_of_models(config, argv)
+        names += ["certificate"] if config.certify else []
+    for name in names:
+        patches.get(name).apply()
+    configure(config, whole_rows=INTER_DOCUMENT in argv)
+    return config
+
+
+def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> list[str]:
+    """The patches that the models of a job with ring attention need."""
+    given = {word.split("=")[0] for word in argv}
+    wanted = {
+        "core_attention": True,
+        "recompute": config.recompute == "keep",
+        "rotary_layout": config.layout != "zigzag",
+        "rotary_documents": INTER_DOCUMENT in argv,
+        "document_mask": config.document_mask,
+        "loss_bias": PER_TOKEN_LOSS not in argv,
+        "mtp_roll": "--mtp-num-layers" in given,
+        "moe_aux_loss": "--num-experts" in given,
+    }
+    return [name for name, needed in wanted.items() if needed]
+
+
+def log_steps() -> None:
+    """Makes Megatron's training loop print and write a line per step, in versions of Megatron that the patch is for."""
+    step_line = patches.get("step_line")
+    if not step_line.refusal():
+        step_line.apply()

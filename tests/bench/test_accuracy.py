@@ -1,0 +1,77 @@
+"""The ring is as accurate as one kernel call on the whole sequence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cp_ring import Mask
+from cp_ring.bench import accuracy
+from cp_ring.cli import app
+from cp_ring.errors import ConfigError
+
+LIMITS = {"float32": (1.15, 1.05), "bfloat16": (1.15, 1.10)}
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_error_over_that_of_one_call(dtype):
+    """N(0, 1) inputs, every kind of mask, mean of 5 draws."""
+    rows = accuracy.run(2048, 2, 1, 64, ["cpu"], [dtype], [2, 8], 5, "cpu")
+    assert {(row["mask"], row["cp"]) for row in rows} == {(name, cp) for name in accuracy.masks(2048) for cp in (2, 8)}
+    out, grads = LIMITS[dtype]
+    for row in rows:
+        assert row["out"] <= out, row
+        assert max(row["dq"], row["dk"], row["dv"]) <= grads, row
+
+
+def test_sharp_softmax(monkeypatch):
+    """Scores four times as large, the hardest of ordinary inputs."""
+    plain = accuracy.draw
+    monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
+    monkeypatch.setattr(accuracy, "draw", lambda *sizes: [plain(*sizes)[0] * 4, *plain(*sizes)[1:]])
+    (row,) = accuracy.run(2048, 2, 1, 64, ["cpu"], ["float32"], [4], 5, "cpu")
+    assert max(row[part] for part in accuracy.PARTS) <= 1.5
+
+
+def test_a_lossy_merge_is_seen(monkeypatch):
+    """The measure itself: accumulators rounded to bfloat16 are far outside the limits."""
+    from cp_ring.kernels import calls
+
+    exact = calls.merge_
+
+    def lossy(out, lse, out_tile, lse_tile):
+        exact(out, lse, out_tile, lse_tile)
+        if out.dtype == torch.float32:  # not the float64 of the truth
+            out.copy_(out.bfloat16())
+
+    monkeypatch.setattr(calls, "merge_", lossy)
+    monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
+    (row,) = accuracy.run(256, 2, 1, 16, ["cpu"], ["float32"], [2], 1, "cpu")
+    assert row["out"] > 100
+
+
+def test_command_gives_json_and_says_what_is_refused():
+    line = ["bench", "accuracy", "--seq-length", "64", "--cp", "2", "--seeds", "1", "--dtype", "float32", "--json"]
+    found = json.loads(CliRunner().invoke(app, [*line, "--kernel", "cpu", "--kernel", "cudnn"]).stdout)
+    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {row["kernel"] for row in found["rows"] if "refused" in row} == {"cudnn"}
+    assert all(row["cp"] == 2 for row in found["rows"] if row["kernel"] == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (["--kernel", "warp"], "--kernel warp: unknown; known are auto, transformer_engine"),
+        (["--dtype", "int"], "--dtype int: unknown; known are float16, bfloat16, float32, float64"),
+        (["--device", "tpu"], "--device tpu: unknown; known are cpu, cuda"),
+        (["--device", "cuda"], "--device cuda: there is no CUDA device"),
+    ],
+)
+def test_bad_options(option, says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    error = CliRunner().invoke(app, ["bench", "accuracy", *option]).exception
+    assert isinstance(error, ConfigError)
+    assert says in str(error)

@@ -1,0 +1,75 @@
+"""Replay on the CPU: the schedule and the bytes are the plan's; times are only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cp_ring import Layout, Mask, RingPlan
+from cp_ring.bench.replay import Sizes, efficiency, replay, single_call
+from cp_ring.errors import KernelError
+from cp_ring.plan.cost import Sizes as PlanSizes
+from cp_ring.plan.cost import cost
+
+SIZES = Sizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")
+
+
+def test_a_rank_receives_what_its_plan_says():
+    plan = RingPlan.build(Mask.causal(256), Layout.zigzag(256, 4))
+    for rank in range(4):
+        hops = plan.rank_plan(rank).hops
+        keys = sum(hop.receive.tokens for hop in hops if hop.receive)
+        grads = sum(transfer.tokens for hop in hops for transfer in hop.grad_receives)
+        found = replay(plan, rank, SIZES, repeats=1)
+        # Keys in forward and again in backward; gradients in backward.
+        assert found["bytes_received"] == (2 * keys + grads) * SIZES.g * (SIZES.d + SIZES.e) * 4
+        assert 0 < found["forward_s"] < 60
+
+
+def test_efficiency_row():
+    row = efficiency(2, Mask.causal(128), SIZES, repeats=1)
+    assert row["efficiency_both"] == row["single_both_s"] / (2 * row["slowest_both_s"])
+    assert row["what"] == "single-device replay, no network"
+    assert row["kernel"] == "cpu"
+
+
+def test_documents_are_balanced():
+    mask = Mask.documents([0, 100, 104, 120, 128])
+    plan = RingPlan.build(mask, Layout.balanced(mask, 2))
+    row = efficiency(2, mask, SIZES, repeats=1, layout="balanced", whole={"kernel": "none", "forward_s": 1.0, "both_s": 1.0})
+    assert row["layout"] == plan.layout.name
+    sent = max(sum(hop.receive.tokens for hop in plan.rank_plan(r).hops if hop.receive) for r in range(2))
+    assert row["bytes_received"] >= 2 * sent * SIZES.g * (SIZES.d + SIZES.e) * 4
+
+
+def test_single_call_is_one_kernel_call():
+    found = single_call(Mask.causal(96), SIZES, repeats=1)
+    assert found["kernel"] == "cpu"
+    assert found["forward_s"] > 0
+    with pytest.raises(KernelError, match="no kernel attends to 96 tokens with this mask in one call on cpu"):
+        single_call(Mask.causal(96, window=(40, 0)), SIZES, repeats=1)
+
+
+def test_memory_does_not_grow_with_ranks():
+    """The allocator's peak over q, k, v, out and lse: the same to the byte from 4 ranks to 64; 2 ranks use one slot alone."""
+    n = SIZES.tokens
+
+    def peaks(cp):
+        plan = RingPlan.build(Mask.causal(cp * n), Layout.zigzag(cp * n, cp))
+        return [replay(plan, rank, SIZES, repeats=1)["peak_extra_bytes"] for rank in (0, cp // 2, cp - 1)]
+
+    few, many = peaks(4), peaks(64)
+    assert few == many
+    slot = n * SIZES.g * (SIZES.d + SIZES.e) * 4
+    assert 0 <= max(many) - max(peaks(2)) < 2 * slot
+    assert max(many) > 4 * slot  # it measures something
+
+
+def test_planned_memory_is_flat():
+    """What `cp-ring plan` says of every buffer."""
+    tables = []
+    for cp in (4, 16, 64):
+        plan = RingPlan.build(Mask.causal(cp * 128), Layout.zigzag(cp * 128, cp))
+        tables.append(cost(plan.verify(), PlanSizes()).memory)
+    assert tables[0] == tables[1] == tables[2]
+    assert all(tables[0].values())

@@ -1,0 +1,120 @@
+"""Costs, the picture, and the `cp-ring plan` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_ring.cli import app
+from cp_ring.cli.drawing import draw
+from cp_ring.errors import PlanError
+from cp_ring.plan import Layout, Mask, RingPlan
+from cp_ring.plan.cost import Sizes, between_nodes, cost, timeline
+
+
+def run(*args: str):
+    return CliRunner().invoke(app, ["plan", "--seq-length", "4096", "--cp", "4", *args])
+
+
+def test_cost_by_hand() -> None:
+    plan = RingPlan.build(Mask.full(8), Layout.contiguous(8, 2))
+    costs = cost(plan.verify(), Sizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32"), num_slots=2)
+    # 16 pairs a hop, 4 heads, a multiply and an add for each element of q and v.
+    assert costs.forward_flops.tolist() == [[2 * 16 * 4 * 24] * 2] * 2
+    assert costs.backward_flops.tolist() == [[2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2] * 2
+    assert costs.bytes_in.tolist() == [[0, 4 * 2 * 24 * 4]] * 2
+    assert costs.memory["both: key and value slots"] == 2 * 4 * 2 * 24 * 4
+    assert costs.memory["kept: lse"] == 4 * 4 * 4
+
+
+def test_bytes_between_nodes() -> None:
+    plan = RingPlan.build(Mask.full(64), Layout.contiguous(64, 8))
+    assert between_nodes(plan, 8) == 0.0
+    assert between_nodes(plan, 4) == pytest.approx(4 / 7)
+    assert between_nodes(RingPlan.build(Mask.full(64), Layout.contiguous(64, 8), "ring"), 4) == pytest.approx(2 / 8)
+
+
+def test_timeline_overlaps_and_keeps_order() -> None:
+    plan = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4))
+    compute, transfers = timeline(plan, cost(plan.verify(), Sizes()))
+    assert len(compute) == 16 and len(transfers) == 12
+    ready = {(span.rank, span.hop): span.end for span in transfers}
+    assert all(span.start >= ready.get((span.rank, span.hop), 0) for span in compute)
+
+
+@pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
+def test_draws(tmp_path: Path, name: str) -> None:
+    draw(RingPlan.build(Mask.documents([0, 100, 250, 256]), Layout.zigzag(256, 4), "ring"), str(tmp_path / name))
+    data = (tmp_path / name).read_bytes()
+    assert len(data) > 10_000 and (data.startswith(b"\x89PNG") or b"<svg" in data[:1000])
+
+
+def test_draws_only_what_it_can(tmp_path: Path) -> None:
+    plan = RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2))
+    with pytest.raises(PlanError, match=r"must end in \.png, \.svg or \.pdf"):
+        draw(plan, "plan.gif")
+    with pytest.raises(PlanError, match="cannot write"):
+        draw(plan, str(tmp_path / "none" / "plan.png"))
+
+
+def test_json_has_its_keys() -> None:
+    facts = json.loads(run("--window", "512", "--json").stdout)
+    assert {"tokens_per_rank", "work_per_rank", "bytes_in_per_rank", "share_of_full_ring", "balance", "moving_hops", "build_ms",
+            "verify_ms"} <= set(facts)  # fmt: skip
+    assert facts["tokens_per_rank"] == [1024] * 4
+    assert sum(facts["work_per_rank"]) == Mask.causal(4096, (512, 0)).area()
+    assert facts["bytes_in_per_rank"] == facts["bytes_out_per_rank"]
+
+
+def test_table_and_picture(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("1000 2000\n500\n")
+    for options in (
+        ["--documents", str(lengths), "--layout", "balanced", "--draw", str(tmp_path / "plan.png")],
+        ["--documents-mean", "300", "--route", "ring", "--seed", "3", "--prefix", "20"],
+        ["--full", "--layout", "contiguous", "--window", "64"],
+        ["--layout", "per_document_zigzag"],
+    ):
+        result = run(*options)
+        assert result.exit_code == 0, result.output
+        assert "balance" in result.stdout and "MiB in" in result.stdout
+    assert (tmp_path / "plan.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layout", "spiral"], "--layout 'spiral': known are zigzag"),
+        (["--route", "scenic"], "unknown route 'scenic'"),
+        (["--window", "-2"], r"window \(-2, 0\)"),
+        (["--documents", "/does/not/exist"], "--documents /does/not/exist: cannot read"),
+        (["--documents", "x", "--documents-mean", "5"], "exclude one another"),
+        (["--kv-heads", "5"], "5 key/value heads do not divide 32 heads"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--num-slots", "1"], "num_slots is 1"),
+        (["--cp", "0"], "context parallel size 0"),
+        (["--seq-length", "0"], "--seq-length 0"),
+        (["--seq-length", "1000000000000"], "--seq-length 1000000000000: it must be at least 1 and at most"),
+        (["--documents-mean", "nan"], "documents of nan tokens"),
+        (["--documents-mean", "inf"], "documents of inf tokens"),
+        (["--documents-mean", "5", "--seed", "-1"], "--seed -1"),
+        (["--chunks-per-rank", "3"], "--chunks-per-rank 3 is for --layout balanced, not zigzag"),
+        (["--draw", "plan.gif"], "must end in .png"),
+    ],
+)
+def test_bad_input_is_one_line(options: list[str], message: str) -> None:
+    result = run(*options)
+    with pytest.raises(PlanError, match=message) as caught:
+        raise result.exception
+    assert not result.stdout and "\n" not in str(caught.value)
+
+
+def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
+    def full(*_):
+        raise MemoryError("Unable to allocate 1 PiB")
+
+    monkeypatch.setattr(RingPlan, "build", full)
+    assert str(run().exception) == "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"

@@ -1,0 +1,45 @@
+"""Messages of CUDA tensors over gloo pass through host memory: only the rows that move, and only when there are some."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_ring.comm import transport
+from cp_ring.comm.transport import Batch, Done, StagedTransport
+from cp_ring.plan.tables import Transfer
+
+
+class Mailbox:
+    """In place of the process group: what is posted is there to look at."""
+
+    def post(self, batch):
+        self.batch = batch
+        return Done()
+
+
+def test_only_moved_rows_pass_through_the_host(monkeypatch):
+    made, waits, box = [], [], Mailbox()
+    monkeypatch.setattr(transport.torch, "empty", lambda shape, dtype, pin_memory: made.append(shape) or torch.zeros(shape))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: type("S", (), {"synchronize": lambda _: waits.append(device)})()
+    )
+    monkeypatch.setattr(transport.GroupTransport, "post", lambda self, batch: box.post(batch))
+    staged = object.__new__(StagedTransport)
+    assert isinstance(staged.post(Batch([], [])), Done)
+    assert not made
+    assert not waits
+
+    keys, values = torch.arange(24.0).view(12, 2), torch.arange(36.0).view(12, 3)
+    target = torch.full((12, 2), -1.0), torch.full((12, 3), -1.0)
+    out, back = Transfer(1, ((2, 4), (7, 10))), Transfer(1, ((0, 2), (5, 8)))
+    pending = staged.post(Batch([(out, (keys, values))], [(back, target)]))
+    assert made == [(5, 2), (5, 3), (5, 2), (5, 3)]
+    assert waits == [torch.device("cpu")]
+    sent, arriving = transport.messages(box.batch.sends), transport.messages(box.batch.receives)
+    for (peer, rows), (_, wanted) in zip(sent, transport.messages([(out, (keys, values))]), strict=True):
+        assert peer == 1
+        assert torch.equal(rows, wanted)
+    for number, (_, rows) in enumerate(arriving):
+        rows.fill_(number)
+    pending.wait()
+    assert [x[:, 0].tolist() for x in target] == [[a, a, -1, -1, -1, b, b, b, -1, -1, -1, -1] for a, b in ((0, 2), (1, 3))]

@@ -1,0 +1,119 @@
+"""A hop's kernel calls, single and packed, against brute force."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from cp_ring import Layout, Mask, RingPlan
+from cp_ring.kernels.base import Capabilities
+from cp_ring.kernels.calls import Statistics, _Packed, program
+from cp_ring.kernels.reference import KERNEL
+from cp_ring.plan import OPEN, Tile
+from cp_ring.plan.mask import paint
+from cp_ring.plan.tables import Hop
+from cp_ring.plan.tiles import Tiles
+from cp_ring.testing.oracle import Case, Grads, brute_force, error
+
+CAPABILITIES = [Capabilities(bands, 0, varlen) for bands in (False, True) for varlen in (False, True)]
+
+
+def hop_of(tiles: Tiles, shift=0) -> Hop:
+    columns = int(tiles.k1.max())
+    return Hop(0, 0, tiles, columns, None, (), columns + 8, np.full(len(tiles), shift), (), ())
+
+
+def run(hop: Hop, case: Case, capabilities: Capabilities, shift: int = 0) -> Grads:
+    q, k, v, dout = (x.transpose(0, 1).double() for x in case)
+    out, lse = torch.zeros_like(dout), torch.full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=torch.float64)
+    steps = program(hop, capabilities)
+    for step in steps:
+        step.forward_(KERNEL, q, k, v, out, lse, 0.25)
+    dq, (dk, dv) = torch.zeros_like(q), (torch.zeros(x.shape[0] + 8, *x.shape[1:], dtype=x.dtype) for x in (k, v))
+    for step in steps:
+        step.backward_(KERNEL, dout, q, k, v, out, Statistics(lse), dq, dk, dv, 0.25)
+    rows = slice(shift, shift + k.shape[0])
+    assert not dk[: rows.start].any()
+    assert not dk[rows.stop :].any()
+    return Grads(*(x.transpose(0, 1) for x in (out, dq, dk[rows], dv[rows])))
+
+
+def random_tiles(generator: np.random.Generator, n: int) -> Tiles:
+    """Bands on rectangles that share no row; key rows overlap."""
+    cuts = np.unique(np.concatenate([[0, n], generator.integers(1, n, 6)])).tolist()
+    rows = []
+    for q0, q1 in pairwise(cuts):
+        k0, k1 = sorted(generator.choice(n + 1, 2, replace=False).tolist())
+        kind, height = generator.integers(5), min(q1 - q0, n - k0)
+        if kind == 0:
+            rows.append((q0, q1, k0, k1, -OPEN, OPEN))
+        elif kind == 1:
+            rows.append((q0, q0 + height, k0, k0 + height, -OPEN, k0 - q0))
+        elif kind == 2:
+            rows.append((q0, q0 + height, k0, k0 + height, k0 - q0, OPEN))
+        elif kind == 3:
+            lo = int(generator.integers(-n, n))
+            rows.append((q0, q1, k0, k1, lo, lo + int(generator.integers(0, n))))
+    return Tiles.of(rows or [(0, n, 0, n, -OPEN, OPEN)])
+
+
+@pytest.mark.parametrize("capabilities", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("b", [1, 2])
+def test_random_tiles(capabilities, b):
+    for seed in range(5):
+        n = 40
+        tiles = random_tiles(np.random.default_rng(seed), n)
+        case = Case.draw(n, b=b, h=4, g=2, d=8, e=12, seed=seed, dtype=torch.float64)
+        truth = brute_force(case, paint(tiles, n, n) > 0, scale=0.25)
+        shift = seed % 8
+        columns = int(tiles.k1.max())
+        seen = Case(case.q, case.k[:, :columns], case.v[:, :columns], case.dout)
+        got = run(hop_of(tiles, shift), seen, capabilities, shift)
+        for name, x, y in zip(Grads._fields, got, truth, strict=True):
+            y = y[:, : x.shape[1]]
+            assert float((x - y).abs().max()) < 1e-12, (name, seed)
+
+
+def documents(count: int, size: int) -> list[int]:
+    return np.cumsum([0, *np.random.default_rng(0).integers(3, 2 * size, count).tolist()]).tolist()
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (9, 0)])
+@pytest.mark.parametrize("capabilities", CAPABILITIES, ids=str)
+def test_packed_documents(capabilities, window):
+    cu = documents(12, 16)
+    plan = RingPlan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1))
+    case = Case.draw(cu[-1], dtype=torch.float64)
+    got = run(plan.rank_plan(0).hops[0], case, capabilities)
+    for x, y in zip(got, brute_force(case, plan.mask.dense(), scale=0.25), strict=True):
+        assert error(x, y) < 1e-12
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (1, 0)])
+def test_calls_do_not_grow_with_documents(window):
+    """Side by side, they are one call on a slice of rows: nothing is gathered."""
+    for count in (8, 64):
+        cu = documents(count, 16)
+        hop = RingPlan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1)).rank_plan(0).hops[0]
+        (step,) = program(hop, Capabilities(bands=True, varlen=True))
+        assert isinstance(step, _Packed)
+        assert step.q.index is step.k.index is step.grad.index is None
+        assert (step.left, step.right) == window
+        assert len(program(hop, Capabilities(bands=True))) == count
+
+
+def test_program_is_made_once_and_dies_with_its_hop():
+    import gc
+    import weakref
+
+    hop = hop_of(Tiles.of([Tile(0, 8, 0, 8)]))
+    capabilities = Capabilities()
+    assert program(hop, capabilities) is program(hop, capabilities)
+    gone = weakref.ref(hop)
+    del hop
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,103 @@
+"""Kernels on single tiles, and the merge, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cp_ring.config import Kernel
+from cp_ring.errors import KernelError
+from cp_ring.kernels import REGISTRY, choose, merge_
+from cp_ring.plan import OPEN, Tile
+from cp_ring.plan.mask import paint
+from cp_ring.testing.oracle import Case, brute_force, error
+
+CPU = torch.device("cpu")
+
+
+def kernel(name, dtype=torch.float32):
+    return choose(name, device=CPU, dtype=dtype, d=16, e=16)
+
+
+FULL, CAUSAL, BANDS = (-OPEN, OPEN), (-OPEN, 0), [(-3, OPEN), (-5, 2), (4, 9), (18, OPEN)]
+
+
+@pytest.mark.parametrize(
+    ("name", "band"),
+    [("cpu", FULL), ("cpu", CAUSAL), *[("reference", band) for band in (FULL, CAUSAL, *BANDS)]],
+)
+def test_tile_equals_brute_force(name, band):
+    lo, hi = band
+    case = Case.draw(20, b=2)
+    truth = brute_force(case, paint([Tile(0, 20, 0, 20, lo, hi)], 20, 20) > 0)
+    chosen, options = kernel(name), {"lo": lo, "hi": hi, "scale": 16**-0.5}
+    out, lse = chosen.forward(*case[:3], **options)
+    grads = chosen.backward(case.dout, *case[:3], out, lse, **options)
+    assert lse.shape == (2, 4, 20)
+    assert (lse.isneginf() == (out == 0).all(-1).transpose(1, 2)).all()
+    for x, y in zip((out, *grads), truth, strict=True):
+        assert error(x, y) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_rectangles_and_strided_views(name):
+    """More queries than keys and the reverse; tensors that are views of tokens-first storage."""
+    for rows, columns in ((5, 19), (19, 5), (1, 2)):
+        q, dout = (torch.randn(rows, 2, 4, 16).transpose(0, 1) for _ in range(2))
+        k, v = (torch.randn(columns, 2, 2, 16).transpose(0, 1) for _ in range(2))
+        options = {"lo": -OPEN, "hi": OPEN, "scale": 0.25}
+        out, lse = kernel(name).forward(q, k, v, **options)
+        oracle = kernel("reference")
+        truth, truth_lse = oracle.forward(q, k, v, **options)
+        assert error(out, truth) < 2e-6
+        assert error(lse, truth_lse) < 1e-6
+        got = kernel(name).backward(dout, q, k, v, out, lse, **options)
+        for x, y in zip(got, oracle.backward(dout, q, k, v, truth, truth_lse, **options), strict=True):
+            assert error(x, y) < 5e-6
+
+
+def test_merge_equals_float64():
+    torch.manual_seed(0)
+    outs, lses = torch.randn(6, 2, 9, 3, 4, dtype=torch.float64), 20 * torch.randn(6, 2, 3, 9, dtype=torch.float64)
+    lses[:, 0, 0, 0] = -math.inf  # seen by no tile
+    lses[1:, 0, 0, 1] = -math.inf  # by the first alone
+    lses[:-1, 0, 0, 2] = -math.inf  # by the last alone
+    outs = outs.where(lses.transpose(2, 3)[..., None] > -math.inf, 0.0)
+    truth_lse = lses.logsumexp(0)
+    weights = torch.where(lses == -math.inf, 0.0, (lses - truth_lse).exp()).transpose(2, 3)[..., None]
+    truth = (outs * weights).sum(0)
+    out, lse = torch.zeros(2, 9, 3, 4), torch.full((2, 3, 9), -math.inf)
+    for out_tile, lse_tile in zip(outs.float(), lses.float(), strict=True):
+        merge_(out, lse, out_tile, lse_tile)
+    assert error(out, truth) < 5e-7
+    assert torch.equal(lse.isneginf(), truth_lse.isneginf())
+    seen = ~truth_lse.isneginf()
+    assert error(lse[seen], truth_lse[seen]) < 1e-7
+    assert (out[0, 0, 0] == 0).all()
+
+
+def test_auto_takes_the_fastest_that_can():
+    assert kernel("auto").name == "cpu"
+    assert choose("auto", device=CPU, dtype=torch.float16, d=8, e=8).name == "cpu"
+
+
+def test_explicit_choice_is_never_replaced():
+    with pytest.raises(KernelError, match=r"--cp-ring-kernel cpu: cpu runs on the CPU, the tensors are on cuda"):
+        choose("cpu", device=torch.device("cuda"), dtype=torch.float32, d=8, e=8)
+    with pytest.raises(KernelError, match=r"--cp-ring-kernel auto: .*cpu does not know torch.int64; reference reads floating"):
+        choose("auto", device=CPU, dtype=torch.int64, d=8, e=8)
+
+
+def test_flag_lists_the_registry():
+    assert set(Kernel.__args__) == {"auto", *REGISTRY}
+
+
+def test_choice_is_said_once(caplog):
+    with caplog.at_level("INFO", logger="cp_ring.kernels"):
+        for _ in range(3):
+            choose("auto", device=CPU, dtype=torch.float32, d=13, e=11)
+    assert [record.message for record in caplog.records] == [
+        "attention kernel: cpu (auto; torch.float32 on cpu, head sizes 13 and 11)"
+    ]

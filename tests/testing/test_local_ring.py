@@ -1,0 +1,74 @@
+"""A whole group in one process: more ranks than this machine has cores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.routes import ROUTES
+from cp_ring.testing import local_ring
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case, brute_force, error
+
+N = 128
+
+
+def on_rank(group, case: Case, plan: RingPlan, **options):
+    q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = ring_attention(q, k, v, plan, group, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("cp", [1, 5, 8, 13])
+def test_many_ranks_equal_brute_force(cp, route):
+    for mask in (Mask.causal(N), Mask.documents([0, 3, 60, 61, 120], window=(30, 0), n=N), Mask.prefix(N, 40)):
+        plan = RingPlan.build(mask, Layout.zigzag(N, cp), route=route)
+        case = Case.draw(N, b=2)
+        parts = LocalRing(cp).run(on_rank, case, plan, num_slots=3)
+        for i, truth in enumerate(brute_force(case, mask.dense())):
+            assert error(plan.layout.unshard([part[i] for part in parts], 1), truth) < 3e-6
+
+
+def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
+    monkeypatch.setattr(local_ring, "TIMEOUT", 0.2)
+    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 2))
+
+    def only_rank_0(group):
+        return on_rank(group, Case.draw(N), plan) if group.rank == 0 else None
+
+    with pytest.raises(ConfigError, match=r"rank 0 of a local ring waited 0.2 s for message 0 of rank 1"):
+        LocalRing(2).run(only_rank_0)
+
+
+def test_a_ring_of_another_size():
+    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 4))
+    with pytest.raises(PlanError, match="the plan is for 4 ranks, the group has 2"):
+        LocalRing(2).run(on_rank, Case.draw(N), plan)
+
+
+def test_ranks_without_tokens():
+    """A layout may leave ranks empty; with b > 1 too, their shards are just empty."""
+    layout = Layout(N, 3, np.array([0, 50, N]), np.array([2, 0]))
+    plan = RingPlan.build(Mask.causal(N), layout)
+    plan.verify(rank_plans=True)
+    case = Case.draw(N, b=2)
+    parts = LocalRing(3).run(on_rank, case, plan)
+    for i, truth in enumerate(brute_force(case, plan.mask.dense())):
+        assert error(layout.unshard([part[i] for part in parts], 1), truth) < 3e-6
+
+
+def test_the_failure_of_a_rank_is_the_failure_of_all():
+    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 3))
+
+    def case(group):
+        if group.rank == 2:
+            raise RuntimeError("rank 2 is broken")
+        return on_rank(group, Case.draw(N), plan)
+
+    with pytest.raises(RuntimeError, match="rank 2 is broken"):
+        LocalRing(3).run(case)
