@@ -10,7 +10,7 @@ import sys
 
 from cp_ring import signals
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.rejection import refusing
+from cp_ring.megatron.rejection import rejecting
 from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS
 from cp_ring.patches.install import install, log_steps
 
@@ -21,10 +21,10 @@ def main() -> None:
     """Trains as the command line says; exits with code 2 and one line where it cannot."""
     signals.listen_if_asked(sys.argv)
     sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
-    with refusing():
+    with rejecting():
         config = install(sys.argv[1:])
         if config.enabled:
-            _refuse_scripts_flags(sys.argv)
+            _reject_flags_of_scripts(sys.argv)
         from cp_ring.megatron import compat, gpt, gpt_model, training_log
         from cp_ring.megatron.checkpoints.saving import ending
 
@@ -34,7 +34,7 @@ def main() -> None:
         training_log.finish(config.run_dir)
 
 
-def _refuse_scripts_flags(argv: list[str]) -> None:
+def _reject_flags_of_scripts(argv: list[str]) -> None:
     """The flags of Megatron's `pretrain_gpt.py` that need its own batches."""
     if INTER_DOCUMENT in argv:
         raise ConfigError(

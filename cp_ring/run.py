@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cp_ring import signals
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.rejection import refuse, refusing
+from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.patches.install import install, log_steps
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
@@ -25,10 +25,10 @@ def main() -> None:
         raise SystemExit(0 if len(sys.argv) > 1 else 2)
     script = Path(sys.argv[1])
     if not script.is_file():
-        refuse(f"{script} does not exist ({_USAGE})")
+        reject(f"{script} does not exist ({_USAGE})")
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.resolve().parent)
-    with refusing():
+    with rejecting():
         config = install(sys.argv[1:])
         if config.enabled or config.cpu:
             signals.listen_if_asked(sys.argv)

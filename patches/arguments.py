@@ -27,14 +27,14 @@ def _replacements() -> Iterator[Replacement]:
 
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.certificate import record
-        from cp_ring.megatron.rejection import refusing
+        from cp_ring.megatron.rejection import rejecting
         from cp_ring.megatron.validate import accept_complete
 
         result = validate_args(args, *rest, **kwargs)
         accept_complete(args)
         config = ContextParallelConfig.from_args(args)
         if config.enabled and config.certify:
-            with refusing():
+            with rejecting():
                 record.check(args)
         return result
 

@@ -52,5 +52,5 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
 def log_steps() -> None:
     """Makes Megatron's training loop print and write a line per step, in versions of Megatron that the patch is for."""
     step_line = patches.get("step_line")
-    if not step_line.refusal():
+    if not step_line.rejection():
         step_line.apply()

@@ -53,7 +53,7 @@ class Patch:
         """
         if self.applied or self.unneeded():
             return
-        problem = self.refusal()
+        problem = self.rejection()
         if problem:
             raise ConfigError(problem)
         wanted = list(self.replacements())
@@ -79,7 +79,7 @@ class Patch:
                 setattr(owner, name, value)
         self.applied = False
 
-    def refusal(self) -> str:
+    def rejection(self) -> str:
         """Why the patch cannot be applied to the installed version, or ""."""
         version = _version(self.package)
         if version is None:
@@ -95,7 +95,7 @@ class Patch:
         reason = self.unneeded()
         if reason:
             return f"not needed: {reason}"
-        problem = self.refusal()
+        problem = self.rejection()
         return f"refused: {problem}" if problem else "not applied"
 
     def row(self) -> dict[str, str]:

@@ -6,14 +6,14 @@ import os
 import sys
 from pathlib import Path
 
-from cp_ring.megatron.rejection import refuse, refusing
+from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.patches.install import install
 
 
 def main() -> None:
     """Probes the job of the command line; rank 0 writes REPORT.json. Exits with code 2 where a probe fails."""
     report = Path(sys.argv.pop(1))
-    with refusing():
+    with rejecting():
         install(sys.argv[1:])
         sys.argv += [flag for flag in ("--calculate-per-token-loss",) if flag not in sys.argv]
         from cp_ring.megatron import compat
@@ -23,7 +23,7 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             record.write(report, certificate.as_dict())
         if certificate.failures:
-            refuse(certificate.failures[0].refusal())
+            reject(certificate.failures[0].refusal())
 
 
 if __name__ == "__main__":

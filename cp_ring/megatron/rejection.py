@@ -15,7 +15,7 @@ _HEAD_START_S = 5.0
 _noted: set[str] = set()
 
 
-def refuse(message: str) -> NoReturn:
+def reject(message: str) -> NoReturn:
     """Prints `cp_ring: error: <message>` on rank 0 alone and exits with code 2.
 
     The other ranks wait a moment: a launcher ends every rank as soon as one has failed, and rank 0 must have spoken by then.
@@ -35,14 +35,14 @@ def note(message: str) -> None:
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Turns cp_ring's own errors into `refuse` while no process group exists; a later error is raised as it is."""
+def rejecting() -> Iterator[None]:
+    """Turns cp_ring's own errors into `reject` while no process group exists; a later error is raised as it is."""
     try:
         yield
     except (ConfigError, KernelError, PlanError) as error:
         if _running():
             raise
-        refuse(str(error))
+        reject(str(error))
 
 
 def _running() -> bool:

@@ -12,7 +12,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import implementations
 from cp_ring.megatron.checkpoints import inspection
-from cp_ring.megatron.rejection import note, refusing
+from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import configure
 
 # What Megatron must be told where there is no CUDA: attribute, value, the flag by which a user might have said otherwise.
@@ -30,7 +30,7 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
 )
 
 # What ring attention does not do: attribute, the value that is no request for it, flag, what it asks for.
-_REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+_REJECTED: tuple[tuple[str, Any, str, str], ...] = (
     ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
     ("hierarchical_context_parallel_sizes", None, "--hierarchical-context-parallel-sizes", "nested context-parallel groups"),
     ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
@@ -55,7 +55,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
     Ends the process with one line and exit code 2 if they cannot run.
     """
-    with refusing():
+    with rejecting():
         config = ContextParallelConfig.from_args(args)
         if config.cpu:
             run_on_cpu(args, sys.argv[1:])
@@ -76,7 +76,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     """As `accept`, for what can be checked only once Megatron has validated and completed `args`."""
-    with refusing():
+    with rejecting():
         inspection.check_model(args)
         config = ContextParallelConfig.from_args(args)
         if config.enabled:
@@ -143,7 +143,7 @@ def check_attention(args: argparse.Namespace) -> None:
     backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
     if backend != "auto":
         note(f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel chooses its kernel")
-    for name, served, flag, what in _REFUSED:
+    for name, served, flag, what in _REJECTED:
         value = getattr(args, name, None)
         if value and value != served:
             shown = flag if value is True else f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"

@@ -62,7 +62,7 @@ def write(path: Path, line: dict) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def refuse(message: str) -> None:
+def reject(message: str) -> None:
     raise Refused(message)
 
 
@@ -71,7 +71,7 @@ def run(job: dict, folder: Path) -> None:
     from cp_ring import pretrain_gpt
     from cp_ring import run as scripts
     from cp_ring.errors import ConfigError, KernelError, PlanError
-    from cp_ring.megatron import rejection as refusals
+    from cp_ring.megatron import rejection
     from cp_ring.observe.counters import record
     from cp_ring.patches.install import install
 
@@ -81,7 +81,7 @@ def run(job: dict, folder: Path) -> None:
     sys.argv = ["cp_ring.run" if by_script else "pretrain_gpt", *job["argv"]]
     path = folder / f"{job['name']}.{os.environ['RANK']}.jsonl"
     path.unlink(missing_ok=True)
-    refusals.refuse = refuse
+    rejection.reject = reject
     try:
         install(sys.argv[1:])
         with record() as ledger, delivered(job["data"]), planted(job["fault"]):

@@ -21,7 +21,7 @@ from cp_ring.megatron.certificate import attention, model, record
 from cp_ring.megatron.certificate.layer_kinds import Kind, kinds
 from cp_ring.megatron.certificate.model import Step
 from cp_ring.megatron.certificate.report import Certificate, Probe
-from cp_ring.megatron.rejection import note, refuse
+from cp_ring.megatron.rejection import note, reject
 from cp_ring.observe import watchdog
 
 SEED = 20261121
@@ -38,7 +38,7 @@ def certify(args: argparse.Namespace, step: Step | None = None) -> Certificate:
     certificate = examine(args, step=step)
     failures = certificate.failures
     if failures:
-        refuse(failures[0].refusal() + (f" (and {len(failures) - 1} more probes failed)" if len(failures) > 1 else ""))
+        reject(failures[0].refusal() + (f" (and {len(failures) - 1} more probes failed)" if len(failures) > 1 else ""))
     note(summary(certificate))
     if dist.get_rank() == 0:
         record.save(args, certificate)

@@ -124,7 +124,7 @@ def test_flags(parse, capsys, flags, named):
 
 def test_every_refused_flag_is_one_of_megatron():
     known = argument_parser.build_parser()._option_string_actions
-    assert [flag for name, _, flag, _ in validate._REFUSED if flag not in known or known[flag].dest != name] == []
+    assert [flag for name, _, flag, _ in validate._REJECTED if flag not in known or known[flag].dest != name] == []
 
 
 @pytest.mark.parametrize(
