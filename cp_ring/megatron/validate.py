@@ -104,7 +104,7 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 def check_model(args: argparse.Namespace) -> None:
     """The sizes without which Megatron makes no model are given, unless it reads them from a file of its own."""
-    if getattr(args, "use_checkpoint_args", False) or getattr(args, "yaml_cfg", None):
+    if _sizes_from_a_file(args):
         return
     others = {"num_layers": ("encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"),
               "seq_length": ("encoder_seq_length",)}  # fmt: skip
@@ -115,7 +115,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def check_sizes(args: argparse.Namespace) -> None:
-    """The sequence splits into 2 * cp chunks, and tp * pp * cp divides the number of ranks."""
+    """The ranks split into tp x pp x cp, and the sequence, the heads and the batches over them; intervals are positive."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     for dimension, size in (("tensor-model", tp), ("pipeline-model", pp), ("context", cp)):
         if size < 1:
@@ -129,6 +129,64 @@ def check_sizes(args: argparse.Namespace) -> None:
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} "
             f"= {tp * pp * cp} does not divide the {args.world_size} ranks of this job"
         )
+    if not _sizes_from_a_file(args):
+        _check_heads(args, tp)
+        _check_batch(args, data_parallel=args.world_size // (tp * pp * cp))
+    unused = ("eval_interval",) if getattr(args, "full_validation", False) else ()
+    for name in ("save_interval", "log_interval", "eval_interval"):
+        interval = getattr(args, name, None)
+        if name not in unused and interval is not None and interval < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {interval} must be at least 1")
+
+
+def _sizes_from_a_file(args: argparse.Namespace) -> bool:
+    """Whether Megatron reads the model's sizes from a checkpoint or a YAML file of its own, and the flags may lack them."""
+    return bool(getattr(args, "use_checkpoint_args", False) or getattr(args, "yaml_cfg", None))
+
+
+def _check_heads(args: argparse.Namespace, tp: int) -> None:
+    """The query heads split evenly over the key/value heads, and both over the tensor-parallel ranks."""
+    heads = args.num_attention_heads
+    if heads is None:
+        return
+    if heads < 1:
+        raise ConfigError(f"--num-attention-heads {heads} must be at least 1")
+    if heads % tp:
+        raise ConfigError(f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}: change either")
+    if args.kv_channels is None and args.hidden_size and args.hidden_size % heads:
+        raise ConfigError(
+            f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}: change either, or give "
+            "--kv-channels"
+        )
+    if not args.group_query_attention:  # Megatron then ignores --num-query-groups
+        return
+    groups = args.num_query_groups
+    if groups < 1:
+        raise ConfigError(f"--num-query-groups {groups} must be at least 1")
+    if heads % groups:
+        raise ConfigError(f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: change either")
+    if groups % tp and tp % groups:
+        raise ConfigError(
+            f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}: change either"
+        )
+
+
+def _check_batch(args: argparse.Namespace, data_parallel: int) -> None:
+    """Every global batch, from the first of --rampup-batch-size on, is a whole number of microbatches on each data-parallel rank."""
+    micro, whole = args.micro_batch_size, args.global_batch_size
+    for flag, size in (("--micro-batch-size", micro), ("--global-batch-size", whole)):
+        if size is not None and size < 1:
+            raise ConfigError(f"{flag} {size} must be at least 1")
+    if micro is None or whole is None or getattr(args, "decrease_batch_size_if_needed", False):
+        return
+    first = getattr(args, "rampup_batch_size", None)
+    flag, sizes = ("--rampup-batch-size", first[:2]) if first else ("--global-batch-size", [whole])
+    for size in map(int, sizes):
+        if size % (micro * data_parallel):
+            raise ConfigError(
+                f"{flag} {size} is not divisible by --micro-batch-size {micro} x {data_parallel} data-parallel ranks "
+                f"= {micro * data_parallel}: change either"
+            )
 
 
 def check_attention(args: argparse.Namespace) -> None:
