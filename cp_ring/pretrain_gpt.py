@@ -10,6 +10,7 @@ import sys
 
 from cp_ring import signals
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import argument_parser
 from cp_ring.megatron.rejection import rejecting
 from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS
 from cp_ring.patches.install import install, log_steps
@@ -19,6 +20,10 @@ _FLAGS = (PER_TOKEN_LOSS, "--no-create-attention-mask-in-dataloader")
 
 def main() -> None:
     """Trains as the command line says; exits with code 2 and one line where it cannot."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        with rejecting():
+            argument_parser.build_parser().print_help()
+        return
     signals.listen_if_asked(sys.argv)
     sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
     with rejecting():

@@ -1,7 +1,7 @@
 """Runs an unmodified Megatron script with ring attention: `torchrun ... -m cp_ring.run pretrain_gpt.py <flags> --cp-ring`.
 
-The script runs as `__main__`, with its own `sys.argv` and its own folder first on `sys.path`, just as Python would run it.
-Without --cp-ring and --cp-ring-cpu among the flags nothing at all is changed.
+The script runs as `__main__`, with its own `sys.argv` and its own folder first on `sys.path`, as if Python ran it.
+Without --cp-ring, --cp-ring-cpu or --help among the flags, nothing in Megatron is changed.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import runpy
 import sys
 from pathlib import Path
 
-from cp_ring import signals
+from cp_ring import patches, signals
+from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.patches.install import install, log_steps
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
+_HELP = {"-h", "--help"}
 
 
 def main() -> None:
     """Runs the script named by the first argument; exits with code 2 and one line where it cannot."""
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+    if len(sys.argv) < 2 or sys.argv[1] in _HELP:
         print(_USAGE)
         raise SystemExit(0 if len(sys.argv) > 1 else 2)
     script = Path(sys.argv[1])
@@ -28,41 +30,57 @@ def main() -> None:
         reject(f"{script} does not exist ({_USAGE})")
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.resolve().parent)
+    if _HELP & set(sys.argv[1:]):
+        _show_help(script)
+        return
     with rejecting():
         config = install(sys.argv[1:])
         if config.enabled or config.cpu:
-            signals.listen_if_asked(sys.argv)
-        if config.document_mask:
-            raise ConfigError(
-                f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "
-                "--dataloader-inter-document-masking does"
-            )
-        if config.enabled and config.layout != "zigzag":
-            raise ConfigError(
-                f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag"
-            )
-        if not (config.enabled or config.cpu):
+            _run_patched(script, config)
+        else:
+            _check_batches(script, config)
             runpy.run_path(str(script), run_name="__main__")
-            return
-        from cp_ring.megatron import training_log
-        from cp_ring.megatron.checkpoints.saving import ending
-
-        if config.run_dir:
-            log_steps()
-        with ending():
-            _run_to_its_end(script)
-        training_log.finish(config.run_dir)
 
 
-def _run_to_its_end(script: Path) -> None:
-    """Runs the script; one that ends by `sys.exit(0)` after its last step of training counts as one that returns."""
-    from cp_ring.megatron import training_log
+def _show_help(script: Path) -> None:
+    """Prints the usage of this module, then runs the script for its own help, which lists cp_ring's flags too."""
+    print(f"{_USAGE}\n\n{script}:", flush=True)
+    arguments = patches.get("arguments")
+    if not arguments.rejection():  # else there is no Megatron that cp_ring knows: the script's help is shown as it is
+        arguments.apply()
+    runpy.run_path(str(script), run_name="__main__")
 
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        if end.code or not training_log.all_steps_done():  # Megatron too ends with 0 where a signal stops it
-            raise
+
+def _run_patched(script: Path, config: ContextParallelConfig) -> None:
+    """Runs the script with the patches in force, and writes what the run directory is to hold."""
+    signals.listen_if_asked(sys.argv)
+    from cp_ring.megatron import training_log  # these load torch and Megatron, which takes seconds: listen first
+    from cp_ring.megatron.checkpoints.saving import ending
+
+    _check_batches(script, config)
+    if config.run_dir:
+        log_steps()
+    with ending():
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            # A script may end with `sys.exit(0)` after its last step. Megatron too exits with 0 where a signal stops it earlier.
+            if end.code or not training_log.all_steps_done():
+                raise
+    training_log.finish(config.run_dir)
+
+
+def _check_batches(script: Path, config: ContextParallelConfig) -> None:
+    """Raises `ConfigError` for settings that need the batches of `cp_ring.pretrain_gpt`."""
+    if config.document_mask:
+        raise ConfigError(
+            f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "
+            "--dataloader-inter-document-masking does"
+        )
+    if config.enabled and config.layout != "zigzag":
+        raise ConfigError(
+            f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag"
+        )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.config import ContextParallelConfig
+from cp_ring.megatron.argument_parser import add_own_arguments
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -18,7 +19,7 @@ def _replacements() -> Iterator[Replacement]:
     parse_args, validate_args = arguments.parse_args, arguments.validate_args
 
     def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return ContextParallelConfig.add_arguments(add_megatron_arguments(parser))
+        return add_own_arguments(add_megatron_arguments(parser))
 
     def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
         from cp_ring.megatron.validate import accept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -20,16 +21,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The installed Megatron's parser with cp_ring's flags; importing Megatron for it takes several seconds."""
+    """The parser of the installed Megatron with cp_ring's flags. Importing Megatron takes several seconds.
+
+    Raises `ConfigError` if Megatron cannot be imported.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of optional packages that are not installed; the ranks show them
+            warnings.simplefilter("ignore")  # about optional packages that are not installed; the ranks show them
             from megatron.training.arguments import add_megatron_arguments
     except ImportError as error:
         raise ConfigError(f"megatron.training cannot be imported ({error}); install megatron-core[training] >= 0.17") from error
-    parser = add_megatron_arguments(_Parser(prog="cp_ring.pretrain_gpt", allow_abbrev=False))
-    if "--cp-ring" not in parser._option_string_actions:
-        ContextParallelConfig.add_arguments(parser)
+    parser = _Parser(prog="python -m cp_ring.pretrain_gpt", usage="%(prog)s [flags]", allow_abbrev=False)
+    add_megatron_arguments(parser)
+    if "--cp-ring" not in parser._option_string_actions:  # the patch `arguments` adds them too
+        add_own_arguments(parser)
+    return parser
+
+
+def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds cp_ring's flags to a parser that has Megatron's, as the first group of its help, and repairs that help."""
+    ContextParallelConfig.add_arguments(parser)
+    parser._action_groups.insert(0, parser._action_groups.pop())
+    for action in parser._actions:
+        if action.help:  # some of Megatron's have a bare %, which argparse reads as the start of a format
+            action.help = re.sub(r"%(?!\(\w+\)[a-z])", "%%", action.help.replace("%%", "%"))
     return parser
 
 

@@ -89,3 +89,32 @@ def test_refuses_before_the_script_starts(monkeypatch, capsys, arguments, messag
     error = capsys.readouterr().err
     assert stop.value.code == 2
     assert error.startswith("cp_ring: error: ") and message in error and error.count("\n") == 1
+
+
+def test_help_of_the_gpt_entry_lists_cp_ring_first():
+    done = launch_alone("cp_ring.pretrain_gpt", "--help")
+    shown = done.stdout
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert shown.startswith("usage: python -m cp_ring.pretrain_gpt [flags]")
+    assert 0 < shown.index("--cp-ring-kernel KERNEL") < shown.index("--num-layers") < shown.index("--lr ")
+
+
+def test_help_of_a_script_follows_the_usage_of_cp_ring_run():
+    done = launch_alone("cp_ring.run", SCRIPT, "--help")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("usage: python -m cp_ring.run SCRIPT.py")
+    shown = done.stdout[done.stdout.index("\ncp_ring:") :]
+    assert 0 < shown.index("--cp-ring-kernel KERNEL") < shown.index("--num-layers")
+
+
+def test_help_of_a_script_without_megatron(tmp_path):
+    script = tmp_path / "other.py"
+    script.write_text("import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--own')\nparser.parse_args()\n")
+    done = launch_alone("cp_ring.run", str(script), "--help")
+    assert done.returncode == 0 and "--own OWN" in done.stdout
+    assert done.stdout.startswith("usage: python -m cp_ring.run SCRIPT.py")
+
+
+def launch_alone(module, *arguments):
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
