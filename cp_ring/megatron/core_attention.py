@@ -14,8 +14,9 @@ from megatron.core.transformer.module import MegatronModule
 from cp_ring.attention import ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.documents import documents_of
-from cp_ring.megatron.plans import make_plan
+from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
@@ -88,28 +89,24 @@ class RingDotProductAttention(MegatronModule):
             query: [s, b, h, d], or [s, h, d] of packed documents (thd).
             key: [s, b, g, d] or [s, g, d].
             value: [s, b, g, dv] or [s, g, dv].
-            attention_mask: must be None; the mask is the declared one, `attn_mask_type`.
+            attention_mask: None, or the causal mask of this rank's tokens where that is the declared one (see `batch_mask`).
+            attn_mask_type: `causal` or `no_mask`, as Megatron's enum or its name; by default that of the layer.
+            packed_seq_params: the documents of the batch; None for sequences without documents.
 
         Returns:
             [s, b, h * dv], or [s, h * dv] of packed documents, in the dtype of `query`; zero where a token is padding.
 
         Raises:
-            ConfigError: for a mask tensor, a bias, or packed sequences that cannot be served.
+            ConfigError: for another mask, a bias, or packed sequences that ring attention does not support.
         """
-        if attention_bias is not None:
-            raise ConfigError("--cp-ring does not serve an attention bias")
-        if attention_mask is not None:
-            raise ConfigError(
-                "--cp-ring computes its mask itself, but the batch holds an attention mask: "
-                "give --no-create-attention-mask-in-dataloader"
-            )
-        if any(value is not None for value in unknown.values()):
-            raise ConfigError(f"ring attention does not know these inputs: {', '.join(unknown)}")
         mask = _check_mask(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
-        plan = self._plan(query, mask, packed_seq_params)
-        packed = query.dim() == 3  # thd: Megatron has dropped the batch dimension
+        _check_inputs(attention_bias, unknown)
+        packed = query.dim() == 3  # thd: the documents lie end to end, and Megatron has no batch dimension
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        if attention_mask is not None:
+            self._check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
+        plan = self._plan(query, mask, packed_seq_params)
         results = results_for(self)
         if results is None or results.place is None:
             watchdog.enter(self.layer_number, compat.training_step())
@@ -131,13 +128,23 @@ class RingDotProductAttention(MegatronModule):
         return out.squeeze(1) if packed else out
 
     def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> RingPlan | RankPlan:
-        """What is to be computed for queries [s, b, h, d], packed ones [s, h, d], under the mask type `mask`."""
+        """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any, the documents of the batch."""
+        rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
+        if packed_seq_params is None:
+            return make_plan(mask, tokens * cp, cp, self.settings.layout, self.settings.route, self.window)
+        documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
+        return documents.plan(rank, self.settings.route, self.window, causal=mask == "causal")
+
+    def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
+        """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""
+        if packed_seq_params is not None or mask != "causal":
+            declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
+            raise ConfigError(
+                f"the batch holds an attention mask beside {declared}, which ring attention computes itself: give "
+                "--no-create-attention-mask-in-dataloader"
+            )
         cp = self.cp_group.size()
-        if packed_seq_params is not None:
-            tokens = query.shape[0] * (query.shape[1] if query.dim() == 4 else 1)
-            documents = documents_of(packed_seq_params, tokens, cp, packed_in_whole_rows())
-            return documents.plan(self.cp_group.rank(), self.settings.route, self.window, causal=mask == "causal")
-        return make_plan(mask, query.shape[0] * cp, cp, self.settings.layout, self.settings.route, self.window)
+        accept_causal(attention_mask, make_layout(self.settings.layout, tokens * cp, cp), self.cp_group.rank())
 
     def _make_softmax_offset(self) -> None:
         """The offset of each head's softmax, [h]: None, a constant, or a parameter."""
@@ -176,6 +183,13 @@ class RingDotProductAttention(MegatronModule):
 def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Passes over what TransformerEngine's attention keeps for fp8."""
     state.pop(prefix + "_extra_state", None)
+
+
+def _check_inputs(attention_bias: Any, unknown: dict[str, Any]) -> None:
+    if attention_bias is not None:
+        raise ConfigError("--cp-ring does not support an attention bias")
+    if any(value is not None for value in unknown.values()):
+        raise ConfigError(f"ring attention does not know these inputs: {', '.join(unknown)}")
 
 
 def _check_mask(mask_type: Any) -> str:

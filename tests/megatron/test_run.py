@@ -35,6 +35,11 @@ def test_an_unmodified_script_trains_with_ring_attention():
     assert stock.returncode == ring.returncode == 0, stock.stdout[-3000:] + ring.stdout[-3000:]
     assert len(losses(stock.stdout)) == 3
     assert losses(ring.stdout) == pytest.approx(losses(stock.stdout), rel=1e-5)
+    by_spec = ["--spec", "cp_ring.megatron.specs", "gpt_local", "--context-parallel-size", "2"]
+    spec = launch(2, ["-m", "cp_ring.run", SCRIPT, *FLAGS, "--cp-ring-cpu", *by_spec])  # its batches hold an attention mask
+    assert spec.returncode == 0, spec.stdout[-3000:]
+    assert losses(spec.stdout) == losses(ring.stdout)
+    assert spec.stdout.count("the batches hold the causal attention mask, which ring attention does not need") == 1
 
 
 @pytest.mark.parametrize("flags", [["--some-flag", "3"], ["--cp-ring-run-dir", "kept"]])

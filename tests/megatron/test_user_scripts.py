@@ -12,7 +12,7 @@ from tests.megatron.launch import TINY, launch
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
 FLAGS = [*TINY, "--train-iters", "5", "--log-interval", "1", "--eval-iters", "1", "--eval-interval", "3", "--cp-ring-cpu"]
 CP = "--context-parallel-size"
-BY_SPEC = ["--spec", "cp_ring.megatron.specs", "gpt_local", "--no-create-attention-mask-in-dataloader"]
+BY_SPEC = ["--spec", "cp_ring.megatron.specs", "gpt_local"]
 
 
 def losses(flags, ranks, checkout):

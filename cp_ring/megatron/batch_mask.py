@@ -1,0 +1,51 @@
+"""The attention mask tensor that a data loader may put into its batches: accepted where it says what the layer declares."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.rejection import note
+from cp_ring.plan.layout import Layout
+
+_QUERIES_AT_ONCE = 1024  # bounds the memory of a comparison
+_accepted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Version of each mask tensor that was found causal. All layers of a microbatch get the same tensor."""
+
+
+def accept_causal(mask: torch.Tensor, layout: Layout, rank: int) -> None:
+    """Checks that `mask` is the causal one of the tokens that `rank` holds under `layout`; ring attention then ignores it.
+
+    Args:
+        mask: bool [1 or batch, 1 or heads, n / cp queries, n keys], true where the query does not see the key, as Megatron's
+            data sets make it.
+
+    Raises:
+        ConfigError: if it is anything else.
+    """
+    version = -1 if mask.is_inference() else mask._version
+    if version >= 0 and _accepted.get(mask) == version:
+        return
+    positions = torch.from_numpy(layout.positions(rank)).to(mask.device)
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2:] != (len(positions), layout.n):
+        raise _rejected(mask)
+    keys = torch.arange(layout.n, device=mask.device)
+    equal = torch.ones((), dtype=torch.bool, device=mask.device)
+    for first in range(0, len(positions), _QUERIES_AT_ONCE):
+        queries = slice(first, first + _QUERIES_AT_ONCE)
+        equal &= (mask[:, :, queries] == (keys > positions[queries, None])).all()
+    if not equal:
+        raise _rejected(mask)
+    _accepted[mask] = version
+    note(
+        "the batches hold the causal attention mask, which ring attention does not need: "
+        "--no-create-attention-mask-in-dataloader saves making it"
+    )
+
+
+def _rejected(mask: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"the batch holds an attention mask that is not the declared one ({mask.dtype} {list(mask.shape)}): ring attention takes "
+        "the causal mask of this rank's tokens, or none (--no-create-attention-mask-in-dataloader)"
+    )
