@@ -240,9 +240,9 @@ def checks(machine):
     for tool in ("ln", "ls"):
         (machine.tools / tool).symlink_to(shutil.which(tool))
     tell = f'echo "${{0##*/}} $*" >> "{machine.root}/calls"; [[ "$*" != *"${{FAIL:-nothing}}"* && "${{0##*/}}" != "${{FAIL:-}}" ]]'
-    for place in (".venv/bin", ".compat/torch-2.15.0/bin"):
-        for name in ("python", "ruff", "mypy", "lint-imports"):
-            script(machine.root / place / name, tell)
+    for program in ("python", "ruff", "mypy", "lint-imports"):
+        script(machine.root / ".venv" / "bin" / program, tell)
+    script(machine.root / ".compat" / "torch-2.15.0" / "bin" / "python", tell)
     (machine.root / ".compat" / "0.16.1").mkdir()
     (machine.root / "mkdocs.yml").touch()
 
