@@ -239,7 +239,7 @@ def checks(machine):
     script(machine.tools / "id", "echo 1000")
     for tool in ("ln", "ls"):
         (machine.tools / tool).symlink_to(shutil.which(tool))
-    tell = f'echo "${{0##*/}} $*" >> "{machine.root}/calls"; [[ "$*" != *"${{FAIL:-nothing}}"* && "${{0##*/}}" != "${{FAIL:-}}" ]]'
+    tell = f'call="${{0##*/}} $*"; echo "$call" >> "{machine.root}/calls"; [[ "$call" != *"${{FAIL:-nothing}}"* ]]'
     for program in ("python", "ruff", "mypy", "lint-imports"):
         script(machine.root / ".venv" / "bin" / program, tell)
     script(machine.root / ".compat" / "torch-2.15.0" / "bin" / "python", tell)
