@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh: finds a Python, makes .venv at the root of the repository, installs cp_ring in it, and other
-# versions of megatron-core beside it for test.sh --compat.
+# Sourced by quickstart.sh, test.sh and .ci/run: finds a Python, makes .venv at the root of the repository, installs cp_ring in it,
+# and beside it other versions of megatron-core and torch for `test.sh --compat` and `test.sh --torch`.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
@@ -91,8 +91,24 @@ prepare_compat() {
     mv "$part" "$ROOT/.compat/$version"
 }
 
+# Puts torch VERSION, with those of its CUDA libraries that differ, into a virtual environment of its own over .venv, once:
+# .compat/torch-VERSION. It sees everything else in .venv.
+prepare_torch() {
+    local version="$1" place="$ROOT/.compat/torch-$1" part="$ROOT/.compat/.part-torch-$1" below
+    if [[ -d "$place" ]]; then
+        return
+    fi
+    rm -rf "$part"
+    echo "cp_ring: installing torch $version in .compat/torch-$version (5 GB)"
+    "$VENV/bin/python" -m venv --without-pip "$part"
+    below="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    echo "import site; site.addsitedir('$below')" >"$("$part/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+    "$VENV/bin/python" -m pip --python "$part/bin/python" install --quiet --disable-pip-version-check "torch==$version"
+    mv "$part" "$place"
+}
+
 # The package as an installed one, patches/, configs/ and launch/ inside cp_ring/, by symbolic links: for tools that read a package
-# from its folder (mypy, import-linter). Prints the folder.
+# from its folder (mypy, import-linter). Prints the folder. Made anew, so that nothing stays of an earlier state.
 package_tree() {
     local tree="$ROOT/.cache/package" part
     rm -rf "$tree"

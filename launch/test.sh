@@ -1,25 +1,75 @@
 #!/usr/bin/env bash
-# Makes the environment and runs every check: ruff, mypy, import-linter, then the tests. Options go to pytest.
-# `test.sh --compat [VERSION...]` runs the tests marked compat with other versions of megatron-core instead (default: all of them).
+# Makes the environment and runs every check, the quickest first: ruff, mypy, import-linter, the documentation, the tests.
+# The tests run in parallel worker processes (`-n 0`: in one process). Options go to pytest.
+#
+#   test.sh [OPTION...]                  for example: test.sh -m slow; test.sh -x -k layout
+#   test.sh --compat [VERSION...]        only the tests marked compat, with other versions of megatron-core (default: all)
+#   test.sh --torch VERSION [OPTION...]  only the tests that depend on torch, with another version of it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
-prepare_environment "[test]"
-if [[ "${1:-}" == --compat ]]; then
+
+PARALLEL=(-n auto --dist loadgroup --no-loadscope-reorder --durations=15)
+COMPAT=(0.16.1 0.17.1 0.18.2 0.19.2) # the last of each minor version that cp_ring supports
+TORCH_TESTS=(tests/test_attention.py tests/test_attention_masks.py tests/kernels tests/ops tests/comm tests/plan
+    tests/megatron/test_documents.py tests/megatron/test_recompute.py tests/megatron/test_run.py tests/megatron/test_specs.py)
+
+times=()
+
+# stage NAME COMMAND...: runs the command and remembers its wall time; its failure ends the script.
+stage() {
+    local name="$1" start=$SECONDS code=0
     shift
-    (($#)) || set -- 0.16.1 0.17.1 0.18.2 0.19.2 # the last of each minor version that cp_ring serves
-    for version in "$@"; do
-        prepare_compat "$version"
-        tests=(tests/megatron/test_core.py)
-        # The wheel of 0.16 is without megatron.training: only what concerns megatron.core can be tried.
-        [[ "$version" == 0.16.* ]] || tests+=(tests/megatron/test_versions.py)
-        echo "cp_ring: tests with megatron-core $version"
-        PYTHONPATH="$ROOT/.compat/$version" "$VENV/bin/python" -m pytest -m compat "${tests[@]}"
-    done
-    exit
-fi
-prepare_system
-"$VENV/bin/ruff" check .
-tree="$(package_tree)"
-(cd "$tree" && "$VENV/bin/mypy" && PYTHONPATH="$tree" "$VENV/bin/lint-imports" --no-logo)
-exec "$VENV/bin/python" -m pytest "$@"
+    echo "cp_ring: $name"
+    "$@" || code=$?
+    times+=("$(printf '%-28s %4d s' "$name" $((SECONDS - start)))")
+    if ((code)); then
+        times[-1]+="  FAILED"
+        exit "$code"
+    fi
+}
+
+summary() {
+    ((${#times[@]})) || return 0
+    printf 'cp_ring: %s\n' "${times[@]}" "$(printf '%-28s %4d s' "all, without installation" $((SECONDS - started)))"
+}
+trap summary EXIT
+
+compat() {
+    local tests=(tests/megatron/test_core.py)
+    # The wheel of 0.16 is without megatron.training: only what concerns megatron.core can be tried.
+    [[ "$1" == 0.16.* ]] || tests+=(tests/megatron/test_versions.py)
+    PYTHONPATH="$ROOT/.compat/$1" "$VENV/bin/python" -m pytest -m compat "${tests[@]}"
+}
+
+in_package_tree() {
+    (cd "$tree" && PYTHONPATH="$tree" "$@")
+}
+
+prepare_environment "[test]"
+case "${1:-}" in
+--compat)
+    shift
+    (($#)) || set -- "${COMPAT[@]}"
+    for version in "$@"; do prepare_compat "$version"; done
+    started=$SECONDS
+    for version in "$@"; do stage "megatron-core $version" compat "$version"; done
+    ;;
+--torch)
+    version="${2:?give a version of torch, for example --torch 2.15.0}"
+    shift 2
+    prepare_torch "$version"
+    started=$SECONDS
+    stage "torch $version" "$ROOT/.compat/torch-$version/bin/python" -m pytest "${PARALLEL[@]}" "${TORCH_TESTS[@]}" "$@"
+    ;;
+*)
+    prepare_system
+    started=$SECONDS
+    tree="$(package_tree)"
+    stage ruff "$VENV/bin/ruff" check .
+    stage mypy in_package_tree "$VENV/bin/mypy"
+    stage import-linter in_package_tree "$VENV/bin/lint-imports" --no-logo
+    [[ ! -e mkdocs.yml ]] || stage documentation "$VENV/bin/python" -m mkdocs build --quiet --strict --site-dir "$ROOT/.cache/site"
+    stage tests "$VENV/bin/python" -m pytest "${PARALLEL[@]}" "$@"
+    ;;
+esac

@@ -1,4 +1,4 @@
-"""Settings of the whole test suite, and fixtures that all tests share."""
+"""Settings of the whole test suite, fixtures that several tests use, and how tests are divided among worker processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,77 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# What takes longest starts first, so that no worker is busy with it at the end when the others have nothing left to do.
+# In descending order of wall time; a name is that of a group (see `group`) or of a test function.
+LONG = (
+    "slurm",
+    "tests/megatron/test_training.py",
+    "test_a_part_trains_as_without_context_parallelism_and_planted_faults_show",
+    "pool",
+    "test_train_and_resume_at_another_size",
+    "test_killed_rank_is_started_again_and_resumes",
+    "tests/megatron/test_certificate.py",
+    "tests/megatron/test_recompute.py",
+    "test_jobs_recover_from_kills_damage_and_a_full_disk",
+    "test_an_unmodified_script_trains_with_ring_attention",
+    "tests/job/test_configs.py",
+    "test_error_over_that_of_one_call",
+    "test_a_job_on_two_ranks",
+    "test_random_plans_are_right",
+    "tests/megatron/test_documents.py",
+    "tests/megatron/test_checkpoints.py",
+    "test_failure_of_a_rank_is_the_exit_code",
+    "test_a_rank_that_sleeps_in_a_hop_is_named",
+    "test_a_rank_that_others_wait_for_in_a_collective_is_named",
+    "tests/launch/test_wheel.py",
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--megatron-lm", action="append", default=[], help="a checkout of Megatron-LM whose script to run; repeatable"
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: one worker more than there are cores, since many tests wait; not more than 9, for the memory of ranks."""
+    return min(len(os.sched_getaffinity(0)), 8) + 1
+
+
+def group(item: pytest.Item) -> str | None:
+    """The tests of a group run one after another in one worker. They share what is started once: a Slurm cluster, the pool of
+    ranks, or what a fixture of their module has trained. Other tests run alone, in any worker: None."""
+    names = [marker.args[0] for marker in item.iter_markers("xdist_group")]
+    if names:
+        return str(names[0])
+    if "pool" in getattr(item, "fixturenames", ()):
+        return "pool"
+    fixtures = getattr(item, "_fixtureinfo", None)
+    shared = fixtures and any(defs[-1].scope == "module" for defs in fixtures.name2fixturedefs.values())
+    return item.location[0] if shared else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks groups for `--dist loadgroup`, and puts long tests first when workers divide them."""
+    places = {name: place for place, name in enumerate(LONG)}
+
+    def place(item: pytest.Item) -> int:
+        function = getattr(item, "originalname", item.name)
+        return min(places.get(group(item) or "", len(LONG)), places.get(function, len(LONG)))
+
+    if hasattr(config, "workerinput"):
+        items.sort(key=place)  # stable: apart from this the order is that of pytest-randomly
+        for item in items:
+            if name := group(item):
+                item.add_marker(pytest.mark.xdist_group(name))
+
+
+@pytest.fixture(autouse=True)
+def same_random_tensors() -> None:
+    """A test draws the same numbers of torch whichever tests ran before; pytest-randomly does so for random and numpy."""
+    torch.manual_seed(1)
 
 
 @pytest.fixture

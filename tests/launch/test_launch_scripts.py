@@ -205,3 +205,80 @@ def test_a_missing_program_skips_a_test_and_fails_it_in_ci(monkeypatch, ci, outc
 def test_constraints_name_no_host_or_path():
     for line in (LAUNCH / "constraints.txt").read_text().splitlines():
         assert line.startswith("#") or (line.count("==") == 1 and "/" not in line and "@" not in line), line
+
+
+def test_another_torch_is_installed_once_over_the_environment(machine):
+    """The lane's Python is that of .venv; pip is told to install into the lane, and what an interruption left is made anew."""
+    (machine.tools / "python3.12").symlink_to(sys.executable)
+    calls, fail = machine.root / "calls", machine.root / "fail"
+    venv = machine.root / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    pip = next(venv.glob("lib/python*/site-packages")) / "pip"
+    pip.mkdir()
+    (pip / "__main__.py").write_text(
+        f"import pathlib, sys\nopen({str(calls)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+        f"sys.exit(pathlib.Path({str(fail)!r}).exists())\n"
+    )
+    place = machine.root / ".compat" / "torch-2.15.0"
+    fail.touch()
+    assert machine("prepare_torch 2.15.0").returncode != 0 and not place.exists()
+    fail.unlink()
+    for _ in range(2):
+        done = machine("prepare_torch 2.15.0")
+        assert done.returncode == 0, done.stderr
+    said = calls.read_text().splitlines()
+    assert len(said) == 2 and said[1].endswith(" torch==2.15.0") and str(place.parent) in said[1]
+    (pip.parent / "only_below.py").touch()
+    assert subprocess.run([place / "bin" / "python", "-c", "import only_below"]).returncode == 0
+
+
+@pytest.fixture
+def checks(machine):
+    """launch/test.sh in a checkout whose programs only write down how they were called; one named in FAIL fails."""
+    shutil.copy(LAUNCH / "test.sh", machine.root / "launch" / "test.sh")
+    script(machine.tools / "id", "echo 1000")
+    for tool in ("ln", "ls"):
+        (machine.tools / tool).symlink_to(shutil.which(tool))
+    tell = f'call="${{0##*/}} $*"; echo "$call" >> "{machine.root}/calls"; [[ "$call" != *"${{FAIL:-nothing}}"* ]]'
+    for program in ("python", "ruff", "mypy", "lint-imports"):
+        script(machine.root / ".venv" / "bin" / program, tell)
+    script(machine.root / ".compat" / "torch-2.15.0" / "bin" / "python", tell)
+    (machine.root / ".compat" / "0.16.1").mkdir()
+    (machine.root / "mkdocs.yml").touch()
+
+    def run(options="", fail=""):
+        ready = 'touch "$VENV/complete-$(environment_hash)[test]"'
+        done = machine(f"{ready}; FAIL={fail} {shutil.which('bash')} launch/test.sh {options}")
+        calls = (machine.root / "calls").read_text().splitlines()
+        (machine.root / "calls").unlink()
+        return done, calls
+
+    return run
+
+
+def test_quick_checks_come_first_and_each_tells_its_time(checks):
+    done, calls = checks("-m slow -k layout")
+    assert done.returncode == 0, done.stderr
+    words = [call.split() for call in calls]
+    assert [word[0] for word in words[:3]] == ["ruff", "mypy", "lint-imports"]
+    assert words[3][:4] == ["python", "-m", "mkdocs", "build"] and "--strict" in words[3]
+    assert words[4][:3] == ["python", "-m", "pytest"] and words[4][-4:] == ["-m", "slow", "-k", "layout"]
+    assert "--durations=15" in words[4] and "loadgroup" in words[4]
+    times = [line.split("cp_ring: ")[1].split("  ")[0] for line in done.stdout.splitlines() if line.endswith(" s")]
+    assert times == ["ruff", "mypy", "import-linter", "documentation", "tests", "all, without installation"]
+
+
+@pytest.mark.parametrize(("fail", "stages"), [("mypy", 2), ("mkdocs", 4), ("loadgroup", 5)])
+def test_a_failure_ends_the_run(checks, fail, stages):
+    done, calls = checks(fail=fail)
+    assert done.returncode != 0 and len(calls) == stages
+    assert done.stdout.count("FAILED") == 1
+
+
+def test_lanes_run_their_own_tests_only(checks):
+    done, (call,) = checks("--torch 2.15.0 -x")
+    assert done.returncode == 0, done.stderr
+    assert "tests/test_attention.py" in call and call.endswith(" -x")
+    done, (call,) = checks("--compat 0.16.1")
+    assert done.returncode == 0, done.stderr
+    assert call == "python -m pytest -m compat tests/megatron/test_core.py"

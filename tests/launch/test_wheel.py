@@ -1,9 +1,11 @@
 """The wheel alone, away from the checkout, serves the command line, patches, configs and launch."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "cp_ring", "patches", "conf
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder into which the wheel is installed; built from a copy, so that the checkout stays as it is."""
+    """A folder into which the wheel is unpacked; built from a copy, so that the checkout stays as it is."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
@@ -26,26 +28,40 @@ def installed(tmp_path_factory):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(work), str(source)], check=True)
     (wheel,) = work.glob("cp_ring-*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(work / "target"), str(wheel)], check=True)
+    zipfile.ZipFile(wheel).extractall(work / "target")
     shutil.rmtree(source)
     return work / "target"
 
 
-def python(installed, elsewhere, *arguments):
-    """Runs Python in another folder with the installed wheel before everything else."""
+PROGRAM = """
+import contextlib, io, json
+import cp_ring, cp_ring.configs, cp_ring.job, cp_ring.launch, cp_ring.patches
+from cp_ring.cli import app
+
+files = [module.__file__ for module in (cp_ring, cp_ring.patches, cp_ring.configs, cp_ring.launch, cp_ring.job)]
+patches = [line["name"] for line in cp_ring.patches.table()]
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    app(["train", "quickstart", "--dry-run", "--set", "data.path=texts"], standalone_mode=False)
+print(json.dumps({"files": files, "patches": patches, "dry run": shown.getvalue()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(installed, tmp_path_factory):
+    """What a program in another folder finds, where the installed wheel comes before everything else."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (elsewhere / "texts" / name).write_text(name)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return {"folder": elsewhere, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def test_packages_come_from_the_wheel(installed, tmp_path):
-    code = "import cp_ring, cp_ring.patches, cp_ring.configs, cp_ring.launch, cp_ring.job as j\n"
-    code += "for m in (cp_ring, cp_ring.patches, cp_ring.configs, cp_ring.launch, j): print(m.__file__)"
-    files = [Path(line) for line in python(installed, tmp_path, "-c", code).splitlines()]
-    assert files == [
+def test_packages_come_from_the_wheel(installed, told):
+    assert [Path(file) for file in told["files"]] == [
         installed / "cp_ring" / "__init__.py",
         *(installed / "cp_ring" / name / "__init__.py" for name in ("patches", "configs", "launch", "job")),
     ]
@@ -70,18 +86,12 @@ def test_every_module_is_in_the_wheel(installed):
     assert modules(installed / "cp_ring") == wanted
 
 
-def test_dry_run_from_another_folder(installed, tmp_path):
-    (tmp_path / "texts").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "texts" / name).write_text(name)
-    arguments = ["-m", "cp_ring.cli", "train", "quickstart", "--dry-run", "--set", "data.path=texts"]
-    shown = python(installed, tmp_path, *arguments)
-    assert "-m cp_ring.pretrain_gpt" in shown and "--context-parallel-size 2" in shown
-    assert str(tmp_path / "runs" / "quickstart" / "checkpoints") in shown
+def test_dry_run_from_another_folder(told):
+    assert "-m cp_ring.pretrain_gpt" in told["dry run"] and "--context-parallel-size 2" in told["dry run"]
+    assert str(told["folder"] / "runs" / "quickstart" / "checkpoints") in told["dry run"]
 
 
-def test_patches_are_found(installed, tmp_path):
+def test_patches_are_found(told):
     from cp_ring.patches import NAMES
 
-    shown = python(installed, tmp_path, "-c", "import cp_ring.patches as p; print([row['name'] for row in p.table()])")
-    assert shown.strip() == str(list(NAMES))
+    assert told["patches"] == list(NAMES)

@@ -28,6 +28,8 @@ RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-i
 SAVE = ["--save-interval", "2", "--exit-interval", "8"]
 ASYNC = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
 
+pytestmark = pytest.mark.xdist_group("pool")  # many use the pool of ranks, and nearly all what `jobs` has saved
+
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):

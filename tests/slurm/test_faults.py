@@ -11,6 +11,7 @@ import pytest
 from tests import needs
 from tests.slurm.cluster import Job, running
 
+pytestmark = pytest.mark.xdist_group("slurm")  # one cluster at a time
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter")
 QUICK = ("--warn-seconds", "10", "--no-preflight")
 CP4 = {"parallel__context_parallel_size": 4}

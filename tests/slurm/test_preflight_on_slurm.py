@@ -5,6 +5,7 @@ import pytest
 from tests.slurm.cluster import Job, running
 from tests.slurm.test_faults import CP4, QUICK, needs_cluster
 
+pytestmark = pytest.mark.xdist_group("slurm")  # one cluster at a time
 TOPOLOGY = """SwitchName=s2 Nodes=n1,n4
 SwitchName=s10 Nodes=n2,n3
 SwitchName=top Switches=s2,s10"""
