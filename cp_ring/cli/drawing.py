@@ -13,9 +13,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import Sizes, Span, cost, timeline
+from cp_ring.plan.cost import AttentionSizes, Span, cost, timeline
 from cp_ring.plan.tiles import Tile
-from cp_ring.plan.verify import Report, in_tokens
+from cp_ring.plan.verify import Report, tiles_in_stream
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ MAX_LEGEND = 16
 INK, FAINT = "#22272e", "#8b949e"
 
 
-def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Sizes | None = None) -> None:
+def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: AttentionSizes | None = None) -> None:
     """Writes the picture to `path`, as PNG, SVG or PDF by its ending. Raises `PlanError` on any other ending."""
     check_path(path)
     report = report or plan.verify(num_slots=plan.cp)
@@ -36,7 +36,7 @@ def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Sizes |
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _scores(left, plan)
-    _timeline(right, plan, report, sizes or Sizes())
+    _timeline(right, plan, report, sizes or AttentionSizes())
     figure.suptitle(
         f"{plan.mask.name} mask, {plan.layout.name} layout, {plan.route} route: {plan.n:,} tokens on {plan.cp} ranks\n"
         f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full ring on the wire",
@@ -65,7 +65,7 @@ def color(rank: int, hop: int, cp: int) -> Color:
 
 def _scores(axes: Axes, plan: RingPlan) -> None:
     """Queries down, keys to the right; each tile in the color of the rank that computes it, paler at later hops."""
-    tiles, parent = in_tokens(plan)
+    tiles, parent = tiles_in_stream(plan)
     rank, hop = plan.tile_rank[parent], plan.tile_hop[parent]
     shapes = [_outline(tile) for tile in tiles]
     colors = [color(r, h, plan.cp) for r, h in zip(rank.tolist(), hop.tolist(), strict=True)]
@@ -102,7 +102,7 @@ def _outline(tile: Tile) -> list[tuple[int, int]]:
     return left + right[::-1]
 
 
-def _timeline(axes: Axes, plan: RingPlan, report: Report, sizes: Sizes) -> None:
+def _timeline(axes: Axes, plan: RingPlan, report: Report, sizes: AttentionSizes) -> None:
     """A lane for each rank: its hops above, the keys and values that it receives below."""
     compute, transfers = timeline(plan, cost(report, sizes))
     for spans, offset, height in ((compute, -0.38, 0.5), (transfers, 0.16, 0.2)):

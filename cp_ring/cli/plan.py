@@ -14,7 +14,7 @@ from rich.table import Table
 
 from cp_ring.bench import samples
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import Cost, Sizes, between_nodes, cost
+from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
@@ -53,7 +53,7 @@ def plan_command(
         from cp_ring.cli.drawing import check_path
 
         check_path(draw)
-    sizes = Sizes(heads, kv_heads, head_dim, dtype=dtype)
+    sizes = AttentionSizes(heads, kv_heads, head_dim, dtype=dtype)
     with _memory(seq_length, cp):
         offsets = _offsets(seq_length, documents, documents_mean, seed)
         mask = _mask(seq_length, offsets, window, full, prefix)

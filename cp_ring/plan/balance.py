@@ -14,7 +14,7 @@ import numpy as np
 from cp_ring.errors import PlanError
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, union
-from cp_ring.plan.tiles import cut
+from cp_ring.plan.tiles import split_at_edges
 
 GOOD_BALANCE = 1.05
 """Maximum over mean work that is good enough; from there on, less on the wire is better."""
@@ -55,18 +55,18 @@ def balanced_split(mask: Mask, cp: int, chunks_per_rank: int | None, others: Seq
     if mask.n < chunks:
         raise PlanError(f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {mask.n} tokens")
     if chunks_per_rank is not None:
-        return _draw_together(mask, _level(mask, cp, chunks_per_rank, GOOD_BALANCE), GOOD_BALANCE)
+        return _reduce_traffic(mask, _equalize_work(mask, cp, chunks_per_rank, GOOD_BALANCE), GOOD_BALANCE)
     limit = min(GOOD_BALANCE, first_limit)
     measured: list[tuple[float, Chunks]] = [(balance(mask, other), other) for other in others]
     for count in [count for count in CHUNKS_PER_RANK if count * cp <= mask.n] or [1]:
-        split = _level(mask, cp, count, limit)
+        split = _equalize_work(mask, cp, count, limit)
         measured.append((balance(mask, split), split))
         if measured[-1][0] <= limit:
             break
     limit = max(limit, min(its for its, _ in measured))
     good = [split for its, split in measured if its <= limit]
-    good = [_draw_together(mask, split, limit) if isinstance(split, Split) else split for split in good]
-    return min(good, key=lambda split: wire(mask, split))
+    good = [_reduce_traffic(mask, split, limit) if isinstance(split, Split) else split for split in good]
+    return min(good, key=lambda split: tokens_moved(mask, split))
 
 
 def balance(mask: Mask, layout: Chunks) -> float:
@@ -75,9 +75,9 @@ def balance(mask: Mask, layout: Chunks) -> float:
     return float(work.max() / work.mean()) if work.any() else 1.0
 
 
-def wire(mask: Mask, layout: Chunks) -> int:
+def tokens_moved(mask: Mask, layout: Chunks) -> int:
     """Tokens whose keys and values move, with no byte moved twice to one rank."""
-    tiles, query_chunk, key_chunk = cut(mask.pieces, layout.edges)
+    tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, layout.edges)
     reader = layout.owner[query_chunk]
     away = np.flatnonzero(reader != layout.owner[key_chunk])
     _, start, end = union(reader[away], tiles.k0[away], tiles.k1[away])
@@ -86,7 +86,7 @@ def wire(mask: Mask, layout: Chunks) -> int:
 
 def chunk_work(mask: Mask, edges: Ints) -> Ints:
     """Allowed pairs of the queries of each chunk, int64 [chunks]."""
-    tiles, chunk, _ = cut(mask.pieces, edges, columns=np.array([0, mask.n]))
+    tiles, chunk, _ = split_at_edges(mask.pieces, edges, columns=np.array([0, mask.n]))
     return np.bincount(chunk, tiles.area(), len(edges) - 1).astype(np.int64)
 
 
@@ -113,7 +113,7 @@ def _by_size(size: Ints) -> tuple[Ints, Ints]:
     return np.flatnonzero(size > size.min()), np.flatnonzero(size == size.min())
 
 
-def _level(mask: Mask, cp: int, per_rank: int, limit: float) -> Split:
+def _equalize_work(mask: Mask, cp: int, per_rank: int, limit: float) -> Split:
     """Longest first, and then swaps of the busiest rank with others, of chunks of one size, until the limit is reached."""
     edges = np.arange(cp * per_rank + 1) * mask.n // (cp * per_rank)
     size, work = np.diff(edges), chunk_work(mask, edges)
@@ -136,7 +136,7 @@ def _level(mask: Mask, cp: int, per_rank: int, limit: float) -> Split:
     return Split(edges, owner, cp)
 
 
-def _draw_together(mask: Mask, split: Split, limit: float) -> Split:
+def _reduce_traffic(mask: Mask, split: Split, limit: float) -> Split:
     """The split with chunks of one size swapped so that less travels; no rank exceeds the limit, or the present maximum."""
     if split.cp == 1 or len(split.owner) > MAX_CHUNKS:
         return split
@@ -201,7 +201,7 @@ def _traffic(mask: Mask, edges: Ints) -> Ints:
 
     A chunk that many others read is fetched once by each rank, not by each reader, so its rows count for less.
     """
-    tiles, query_chunk, key_chunk = cut(mask.pieces, edges)
+    tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, edges)
     count = len(edges) - 1
     group, start, end = union(query_chunk * count + key_chunk, tiles.k0, tiles.k1)
     reads = np.bincount(group, end - start, count * count).astype(np.int64).reshape(count, count)

@@ -16,7 +16,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AttentionSizes:
     """Of one attention layer. `dtype` is that of queries, keys and values, `wire_dtype` that of traveling gradients."""
 
     heads: int = 32
@@ -80,7 +80,7 @@ class Cost:
     memory: dict[str, int]
 
 
-def cost(report: Report, sizes: Sizes, num_slots: int = 2) -> Cost:
+def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
     """The cost of a proven plan for tensors of these sizes."""
     work = report.work.astype(np.float64)
     keys, gradients = sizes.key_width * sizes.element, sizes.key_width * sizes.wire_element
@@ -95,7 +95,7 @@ def cost(report: Report, sizes: Sizes, num_slots: int = 2) -> Cost:
     )
 
 
-def memory(report: Report, sizes: Sizes, num_slots: int = 2) -> dict[str, int]:
+def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[str, int]:
     """Bytes of every buffer on the rank that needs most of it. Only the first two are kept from forward to backward."""
     rows = int(report.tokens_per_rank.max())
     width, element, wire, single = sizes.key_width, sizes.element, sizes.wire_element, 4

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, order, spread
+from cp_ring.plan.ranges import Ints, expand, sort_index
 from cp_ring.plan.tiles import OPEN, Tiles
 
 BLOCK = 128
@@ -65,11 +65,11 @@ def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
     tiles, parent = tiles[live], parent[live]
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent, capabilities.narrow_bands)
-    kind = kinds(tiles)
+    kind = band_kinds(tiles)
     return Lowered(tiles, parent, kind, _batches(tiles, kind) if capabilities.varlen else np.arange(len(tiles)))
 
 
-def kinds(tiles: Tiles) -> Ints:
+def band_kinds(tiles: Tiles) -> Ints:
     """FULL, CAUSAL, REVERSED or BAND of each tile, int64 [tiles]."""
     square = tiles.q1 - tiles.q0 == tiles.k1 - tiles.k0
     diagonal = tiles.k0 - tiles.q0
@@ -83,7 +83,7 @@ def kinds(tiles: Tiles) -> Ints:
 
 def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     """Bands as FULL, CAUSAL and reversed tiles, with narrow ones left as bands in small rectangles."""
-    strips, parent = _strips(tiles, parent, narrow)
+    strips, parent = _cut_at_slopes(tiles, parent, narrow)
     q0, q1, k0, k1, lo, hi = strips.data
     left, right = k0 < q1 - 1 + lo, q0 + hi < k1 - 1
     dense = left & right & (hi - lo < narrow)
@@ -99,11 +99,11 @@ def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     full, down = inner0 < inner1, right & (lo != hi)
     data = np.concatenate([strips.data[:, flat], above, middle[:, full], below[:, down]], axis=1)
     origin = parent[np.concatenate([flat, sloped[left], sloped[full], sloped[down]])]
-    sort = order(origin, data[0], data[2])
+    sort = sort_index(origin, data[0], data[2])
     return Tiles(data[:, sort]).fitted(), origin[sort]
 
 
-def _strips(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
+def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     """Tiles cut into strips of rows in which each side of the band either slopes or does not.
 
     Strips where both sides slope are cut further, to at most the band's width, so that their triangles do not meet;
@@ -121,7 +121,7 @@ def _strips(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
         start, end = cuts[index], cuts[index + 1]
         step = np.where(both & (index == 1), height, np.maximum(end - start, 1))
         count = -(-(end - start) // step)
-        which, number = spread(np.zeros_like(count), count)
+        which, number = expand(np.zeros_like(count), count)
         first = start[which] + number * step[which]
         parts.append((which, first, np.minimum(first + step[which], end[which])))
     which, first, last = (np.concatenate(column) for column in zip(*parts, strict=True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import Ints, integer, integers, order
+from cp_ring.plan.ranges import Ints, integer, integers, sort_index
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
 
 
@@ -79,7 +79,7 @@ class Mask:
         early = np.stack([start, turn, start, stop, lo, open_])
         late = np.stack([turn, end, start, end, lo, hi])
         pieces = Tiles(np.concatenate([early, late], axis=1)).trimmed()
-        return cls(n, pieces[order(pieces.q0)], "prefix")
+        return cls(n, pieces[sort_index(pieces.q0)], "prefix")
 
     def allowed(self, i: int, j: int) -> bool:
         """Whether query i may see key j."""

@@ -30,7 +30,7 @@ def integers(values: object, what: str) -> Ints:
     return array.astype(np.int64)
 
 
-def order(*keys: Ints) -> Ints | slice:
+def sort_index(*keys: Ints) -> Ints | slice:
     """What sorts by non-negative `keys`, the most significant first: indices, or `slice(None)` where all is in order."""
     key = keys[0]
     for minor in keys[1:]:
@@ -43,7 +43,7 @@ def order(*keys: Ints) -> Ints | slice:
 
 def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """Union of the ranges of each group: sorted, disjoint, not touching."""
-    sort = order(group, start)
+    sort = sort_index(group, start)
     group, start, end = group[sort], start[sort], end[sort]
     base = group * (int(end.max(initial=0)) + 1)
     reach = np.maximum.accumulate(end + base)
@@ -56,10 +56,10 @@ def overlaps(start: Ints, end: Ints, edges_start: Ints, edges_end: Ints) -> tupl
     """All pairs (range, cell) that overlap, where the cells are sorted and disjoint."""
     first = np.searchsorted(edges_end, start, side="right")
     count = np.maximum(np.searchsorted(edges_start, end, side="left") - first, 0)
-    return spread(first, count)
+    return expand(first, count)
 
 
-def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
+def expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
     """For each i the numbers from `first[i]`, `count[i]` of them, as pairs (i, number)."""
     which = np.repeat(np.arange(len(first)), count)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - first, count)

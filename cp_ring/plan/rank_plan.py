@@ -6,11 +6,11 @@ from itertools import groupby
 
 import numpy as np
 
-from cp_ring.plan.ranges import Ints, order
+from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.tables import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 
 
-class _Packing:
+class _HopBuffers:
     """Buffers in which ranges of a shard lie end to end, one buffer a hop; hop 0 is the whole shard."""
 
     def __init__(self, ranges: Transfers, num_tokens: int, cp: int):
@@ -49,7 +49,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     for table in (arriving, grads_leaving):
         source[table.hop] = table.owner
 
-    keys, grads = _Packing(arriving, num_tokens, cp), _Packing(grads_leaving, num_tokens, cp)
+    keys, grads = _HopBuffers(arriving, num_tokens, cp), _HopBuffers(grads_leaving, num_tokens, cp)
     key_slide = keys.slide(tile_hop, tiles.k0)
     grad_shift = grads.slide(tile_hop, tiles.k0) - key_slide
     tiles = tiles.shifted(0, key_slide)
@@ -79,11 +79,11 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
 class _Messages:
     """The messages of a table, in rows of the packed buffers numbered `buffer`."""
 
-    def __init__(self, table: Transfers, peer: str, buffer: Ints, packing: _Packing):
+    def __init__(self, table: Transfers, peer: str, buffer: Ints, packing: _HopBuffers):
         slide, peers = packing.slide(buffer, table.start), getattr(table, peer)
         # A buffer that is filled at its own hop goes without saying; only others are named.
         named = np.where(buffer == table.hop, 0, buffer)
-        sort = order(table.hop, peers, named, table.start)
+        sort = sort_index(table.hop, peers, named, table.start)
         self._hop = table.hop[sort]
         self._rows = np.stack([peers, named, table.start + slide, table.end + slide])[:, sort]
 

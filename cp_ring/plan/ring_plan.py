@@ -19,7 +19,7 @@ from cp_ring.plan.ranges import Ints, union
 from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.routes import LOCAL, ROUTES
 from cp_ring.plan.tables import Need, PlanTables, RankPlan
-from cp_ring.plan.tiles import Tiles, coalesce, cut
+from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 from cp_ring.plan.verify import Report, verify
 from cp_ring.plan.verify_ranks import verify_rank_plans
 
@@ -34,7 +34,7 @@ class RingPlan(PlanTables):
     def build(cls, mask: Mask, layout: Layout, route: str = "direct") -> RingPlan:
         """The plan of all ranks. Raises `PlanError` when mask and layout differ in length, or the route is unknown."""
         _check(mask, layout, route)
-        return cls._from_cut(mask, layout, route, cut(mask.pieces, layout.edges))
+        return cls._from_cut(mask, layout, route, split_at_edges(mask.pieces, layout.edges))
 
     @classmethod
     def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, route: str = "direct") -> RankPlan:
@@ -44,7 +44,7 @@ class RingPlan(PlanTables):
         if route not in LOCAL:
             return cls.build(mask, layout, route).rank_plan(rank)
         mine = layout.owner == rank
-        parts = [cut(mask.pieces, layout.edges, keep=keep) for keep in ((mine, ~mine), (~mine, mine), (mine, mine))]
+        parts = [split_at_edges(mask.pieces, layout.edges, keep=keep) for keep in ((mine, ~mine), (~mine, mine), (mine, mine))]
         tiles = Tiles(np.concatenate([part[0].data for part in parts], axis=1))
         query_chunk, key_chunk = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
         return cls._from_cut(mask, layout, route, (tiles, query_chunk, key_chunk)).rank_plan(rank)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_ring.plan.ranges import Ints, order, overlaps, spread, union
+from cp_ring.plan.ranges import Ints, expand, overlaps, sort_index, union
 from cp_ring.plan.tables import Need, Transfers
 
 
@@ -28,11 +28,11 @@ def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     buffer that leaves it has what it, or a rank before it, needed.
     """
     owner, start, end, first, last = _reach(need)
-    which, hop = spread(np.ones_like(last), last)
+    which, hop = expand(np.ones_like(last), last)
     at, low, high = union(owner[which] * cp + hop, start[which], end[which])
     owner_, hop = np.divmod(at, cp)
     keys = Transfers(hop, (owner_ + hop - 1) % cp, (owner_ + hop) % cp, owner_, low, high, hop - 1)
-    which, hop = spread(first, cp - first)
+    which, hop = expand(first, cp - first)
     at, low, high = union(owner[which] * cp + hop, start[which], end[which])
     owner_, hop = np.divmod(at, cp)
     grads = Transfers(hop, (owner_ + hop) % cp, (owner_ + hop + 1) % cp, owner_, low, high, (hop + 1) % cp)
@@ -45,7 +45,7 @@ def _reach(need: Need) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     low, high = need.owner * span + need.start, need.owner * span + need.end
     cuts = np.unique(np.concatenate([low, high]))
     which, cell = overlaps(low, high, cuts[:-1], cuts[1:])
-    sort = order(cell, need.hop[which])
+    sort = sort_index(cell, need.hop[which])
     cell, hop = cell[sort], need.hop[which][sort]
     begins = np.flatnonzero(np.diff(cell, prepend=-1))
     ends = np.append(begins[1:], len(cell))[: len(begins)] - 1

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, order
-from cp_ring.plan.tiles import Tiles, halfway
+from cp_ring.plan.ranges import Ints, sort_index
+from cp_ring.plan.tiles import Tiles, split_in_half
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Transfers:
 
     def sorted_by(self, *names: str) -> Transfers:
         """Sorted by the named columns, the most significant first."""
-        return self[order(*(getattr(self, name) for name in names))]
+        return self[sort_index(*(getattr(self, name) for name in names))]
 
     def between(self, column: str, value: int) -> Transfers:
         """The rows with this value in the column by which the table is sorted first; a view."""
@@ -200,7 +200,7 @@ class RankPlan:
         if len(self.hops) < 2 or self.hops[0].index:
             return self.hops
         first, *others = self.hops
-        start, rest = (replace(first, tiles=t, grad_shift=first.grad_shift[which]) for t, which in halfway(first.tiles))
+        start, rest = (replace(first, tiles=t, grad_shift=first.grad_shift[which]) for t, which in split_in_half(first.tiles))
         return (start, *others, rest) if len(start.tiles) and len(rest.tiles) else self.hops
 
     @property

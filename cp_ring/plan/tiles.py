@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, order, overlaps
+from cp_ring.plan.ranges import Ints, overlaps, sort_index
 
 OPEN = 1 << 60
 """A bound that never cuts."""
@@ -165,7 +165,7 @@ def _fit(data: Ints) -> Ints:
     return data
 
 
-def cut(
+def split_at_edges(
     pieces: Tiles, rows: Ints, columns: Ints | None = None, keep: tuple[Ints, Ints] | None = None
 ) -> tuple[Tiles, Ints, Ints]:
     """Pieces cut at `rows` and `columns` (by default the same edges): (tiles, index of the row cell, of the column cell).
@@ -189,7 +189,7 @@ def cut(
     return tiles[live], row_cell[strip[live]], column_cell[live]
 
 
-def halfway(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
+def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
     """The tiles cut at a row that leaves about half of the pairs above it and half below.
 
     Each half comes with the index of the tile that each of its tiles is part of. The row is a multiple of 128 where
@@ -212,7 +212,7 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
     """
     for rows in (False, True, False):
         while True:
-            sort = order(group, tiles.k0, tiles.q0) if rows else order(group, tiles.q0, tiles.k0)
+            sort = sort_index(group, tiles.k0, tiles.q0) if rows else sort_index(group, tiles.q0, tiles.k0)
             tiles, group = tiles[sort], group[sort]
             joined, first = _join_pairs(tiles, group, rows)
             if not len(first):

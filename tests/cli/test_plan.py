@@ -12,7 +12,7 @@ from cp_ring.cli import app
 from cp_ring.cli.drawing import draw
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, RingPlan
-from cp_ring.plan.cost import Sizes, between_nodes, cost, timeline
+from cp_ring.plan.cost import AttentionSizes, between_nodes, cost, timeline
 
 
 def run(*args: str):
@@ -21,7 +21,7 @@ def run(*args: str):
 
 def test_cost_by_hand() -> None:
     plan = RingPlan.build(Mask.full(8), Layout.contiguous(8, 2))
-    costs = cost(plan.verify(), Sizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32"), num_slots=2)
+    costs = cost(plan.verify(), AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32"), num_slots=2)
     # 16 pairs a hop, 4 heads, a multiply and an add for each element of q and v.
     assert costs.forward_flops.tolist() == [[2 * 16 * 4 * 24] * 2] * 2
     assert costs.backward_flops.tolist() == [[2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2] * 2
@@ -39,7 +39,7 @@ def test_bytes_between_nodes() -> None:
 
 def test_timeline_overlaps_and_keeps_order() -> None:
     plan = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4))
-    compute, transfers = timeline(plan, cost(plan.verify(), Sizes()))
+    compute, transfers = timeline(plan, cost(plan.verify(), AttentionSizes()))
     assert len(compute) == 16 and len(transfers) == 12
     ready = {(span.rank, span.hop): span.end for span in transfers}
     assert all(span.start >= ready.get((span.rank, span.hop), 0) for span in compute)
