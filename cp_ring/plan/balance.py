@@ -86,7 +86,7 @@ def tokens_moved(mask: Mask, layout: Chunks) -> int:
 
 def chunk_work(mask: Mask, edges: Ints) -> Ints:
     """Allowed pairs of the queries of each chunk, int64 [chunks]."""
-    tiles, chunk, _ = split_at_edges(mask.pieces, edges, columns=np.array([0, mask.n]))
+    tiles, chunk, _ = split_at_edges(mask.pieces, edges, key_edges=np.array([0, mask.n]))
     return np.bincount(chunk, tiles.area(), len(edges) - 1).astype(np.int64)
 
 
