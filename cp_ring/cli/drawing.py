@@ -6,16 +6,20 @@ import colorsys
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from cp_ring.errors import PlanError
-from cp_ring.plan.cost import Sizes, Span, cost, timeline
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.cost import AttentionSizes, Span, cost, timeline
 from cp_ring.plan.tiles import Tile
-from cp_ring.plan.verify import Report, in_tokens
+from cp_ring.plan.verify import Report, tiles_in_stream
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
+except ModuleNotFoundError:
+    raise ConfigError("drawing a plan needs matplotlib: pip install 'cp-ring[draw]'") from None
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,17 +32,21 @@ MAX_LEGEND = 16
 INK, FAINT = "#22272e", "#8b949e"
 
 
-def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Sizes | None = None) -> None:
-    """Writes the picture to `path`, as PNG, SVG or PDF by its ending. Raises `PlanError` on any other ending."""
+def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: AttentionSizes | None = None) -> None:
+    """Writes the picture to `path`, as PNG, SVG or PDF by its ending.
+
+    `report` is by default made by `plan.verify`; `sizes` give the bytes and FLOPs of the predicted timeline. Raises
+    `PlanError` if the ending is another one or the file cannot be written.
+    """
     check_path(path)
     report = report or plan.verify(num_slots=plan.cp)
     figure = Figure(figsize=(15, 7.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _scores(left, plan)
-    _timeline(right, plan, report, sizes or Sizes())
+    _timeline(right, plan, report, sizes or AttentionSizes())
     figure.suptitle(
-        f"{plan.mask.name} mask, {plan.layout.name} layout, {plan.route} route: {plan.n:,} tokens on {plan.cp} ranks\n"
+        f"{plan.mask.describe()}; {plan.layout.name} layout, {plan.route} route: {plan.n:,} tokens on {plan.cp} ranks\n"
         f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full ring on the wire",
         fontsize=13, color=INK,
     )  # fmt: skip
@@ -51,7 +59,7 @@ def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Sizes |
 
 
 def check_path(path: str) -> None:
-    """Raises `PlanError` for a kind of picture that is not written."""
+    """Raises `PlanError` if `path` does not end as a supported kind of picture does."""
     if not path.lower().endswith((".png", ".svg", ".pdf")):
         raise PlanError(f"--draw {path}: the file must end in .png, .svg or .pdf")
 
@@ -64,8 +72,8 @@ def color(rank: int, hop: int, cp: int) -> Color:
 
 
 def _scores(axes: Axes, plan: RingPlan) -> None:
-    """Queries down, keys to the right; each tile in the color of the rank that computes it, paler at later hops."""
-    tiles, parent = in_tokens(plan)
+    """The score matrix, with queries down and keys to the right. A tile has the color of its rank, paler at later hops."""
+    tiles, parent = tiles_in_stream(plan)
     rank, hop = plan.tile_rank[parent], plan.tile_hop[parent]
     shapes = [_outline(tile) for tile in tiles]
     colors = [color(r, h, plan.cp) for r, h in zip(rank.tolist(), hop.tolist(), strict=True)]
@@ -76,7 +84,7 @@ def _scores(axes: Axes, plan: RingPlan) -> None:
             x, y = _center(np.array(shape))
             axes.text(x, y, str(one), ha="center", va="center", fontsize=8, color="white" if one < plan.cp / 2 else INK)
     axes.set(xlim=(0, plan.n), ylim=(plan.n, 0), aspect="equal", xlabel="key position", ylabel="query position")
-    axes.set_title("who computes what, with the number of the hop", fontsize=11, color=INK)
+    axes.set_title("which rank computes which pairs, and at which hop (number)", fontsize=11, color=INK)
     _plain(axes)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MultipleLocator(max(plan.n // 8, 1)))
@@ -96,19 +104,19 @@ def _center(shape: np.ndarray) -> tuple[float, float]:
 def _outline(tile: Tile) -> list[tuple[int, int]]:
     """Corners (key, query) of the area that a tile allows."""
     q0, q1, k0, k1, lo, hi = tile
-    rows = sorted({q0, q1, *(row for row in (k0 - lo, k1 - hi) if q0 < row < q1)})
-    left = [(max(k0, row + lo), row) for row in rows]
-    right = [(min(k1, row + hi), row) for row in rows]
+    corners = sorted({q0, q1, *(query for query in (k0 - lo, k1 - hi) if q0 < query < q1)})
+    left = [(max(k0, query + lo), query) for query in corners]
+    right = [(min(k1, query + hi), query) for query in corners]
     return left + right[::-1]
 
 
-def _timeline(axes: Axes, plan: RingPlan, report: Report, sizes: Sizes) -> None:
-    """A lane for each rank: its hops above, the keys and values that it receives below."""
+def _timeline(axes: Axes, plan: RingPlan, report: Report, sizes: AttentionSizes) -> None:
+    """A lane for each rank: the computation of its hops above, the keys and values that it receives below."""
     compute, transfers = timeline(plan, cost(report, sizes))
     for spans, offset, height in ((compute, -0.38, 0.5), (transfers, 0.16, 0.2)):
         shapes, colors = [], []
         for span in spans:
-            # A transfer has the color of the compute that waits for it.
+            # A transfer has the color of the computation that waits for it.
             low, high, top = span.start * 1e3, span.end * 1e3, span.rank + offset
             shapes.append([(low, top), (high, top), (high, top + height), (low, top + height)])
             colors.append(color(span.rank, span.hop, plan.cp))
@@ -119,7 +127,7 @@ def _timeline(axes: Axes, plan: RingPlan, report: Report, sizes: Sizes) -> None:
     axes.set(xlim=(0, end * 1.01 or 1), ylim=(plan.cp - 0.4, -0.6), xlabel="time of one layer's forward pass (ms), predicted")
     axes.set_yticks(range(plan.cp) if plan.cp <= 32 else range(0, plan.cp, plan.cp // 16))
     axes.set_ylabel("rank")
-    axes.set_title("when: compute (solid) and keys that arrive (hatched)", fontsize=11, color=INK)
+    axes.set_title("when: computation (solid) and arriving keys (hatched)", fontsize=11, color=INK)
     _plain(axes)
 
 

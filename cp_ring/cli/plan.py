@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -13,48 +13,85 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.bench import samples
+from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import Cost, Sizes, between_nodes, cost
-from cp_ring.plan.layout import Layout
+from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost
+from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints
 from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.verify import Report
 
-LAYOUTS = ("zigzag", "contiguous", "balanced", "per_document_zigzag")
-MAX_ROWS = 32
+PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets, which the layouts of LAYOUTS do not get
+MAX_RANKS_SHOWN = 32
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
+_MASK, _LAYOUT, _SIZES, _OUTPUT = "Mask", "Layout and route", "Sizes", "Output"
+_TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS"}
+_MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS"}
 
 def plan_command(
-    seq_length: Annotated[int, typer.Option(help="Tokens of the sequence, or of the stream of packed documents.")],
-    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")],
-    window: Annotated[int, typer.Option(help="A query sees itself and so many keys before it; -1 for all.")] = -1,
-    full: Annotated[bool, typer.Option("--full", help="No causal mask: a query sees later keys too.")] = False,
-    prefix: Annotated[int, typer.Option(help="Every query sees the first so many keys of its document.")] = 0,
-    documents: Annotated[str | None, typer.Option(help="File of document lengths, separated by white space.")] = None,
-    documents_mean: Annotated[float, typer.Option(help="Random documents, exponential lengths of this mean; 0 for none.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random documents.")] = 0,
-    layout: Annotated[str, typer.Option(help=f"One of {', '.join(LAYOUTS)}.")] = "zigzag",
-    chunks_per_rank: Annotated[int | None, typer.Option(help="Chunks per rank of the balanced layout.")] = None,
-    route: Annotated[str, typer.Option(help="direct or ring.")] = "direct",
-    num_slots: Annotated[int, typer.Option(help="Receive buffers for keys and values.")] = 2,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads; only these travel.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    ranks_per_node: Annotated[int, typer.Option(help="Neighboring ranks on one node.")] = 8,
-    draw: Annotated[str | None, typer.Option(metavar="PATH", help="Write the picture to a .png, .svg or .pdf file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-) -> None:
+    seq_length: Annotated[
+        int,
+        typer.Option(help="Length of the sequence, or of the stream of packed documents; 64K and 1M are understood.",
+                     rich_help_panel=_MASK, **_TOKENS),
+    ],
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.", rich_help_panel=_LAYOUT)],
+    window: Annotated[
+        int, typer.Option(help="A query sees itself and this many keys before it; -1 for all.", rich_help_panel=_MASK, **_TOKENS)
+    ] = -1,
+    full: Annotated[
+        bool, typer.Option("--full", help="No causal mask: a query sees later keys too.", rich_help_panel=_MASK)
+    ] = False,
+    prefix: Annotated[
+        int,
+        typer.Option(help="Every query sees this many keys at the start of its document.", rich_help_panel=_MASK, **_TOKENS),
+    ] = 0,
+    documents: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="File of document lengths, separated by white space.", rich_help_panel=_MASK),
+    ] = None,
+    documents_mean: Annotated[
+        float,
+        typer.Option(help="Random documents, exponential lengths of this mean; 0 for none.", rich_help_panel=_MASK,
+                     **_MEAN_TOKENS),
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random documents.", rich_help_panel=_MASK)] = 0,
+    layout: Annotated[
+        str, typer.Option(metavar="NAME", help=f"{', '.join(LAYOUTS)} or {PER_DOCUMENT}.", rich_help_panel=_LAYOUT)
+    ] = "zigzag",
+    chunks_per_rank: Annotated[
+        int | None, typer.Option(help="Chunks per rank of the balanced layout.", rich_help_panel=_LAYOUT)
+    ] = None,
+    route: Annotated[
+        str, typer.Option(metavar="NAME", help=f"{' or '.join(ROUTES)}.", rich_help_panel=_LAYOUT)
+    ] = "direct",
+    num_slots: Annotated[int, typer.Option(help="Receive buffers for keys and values.", rich_help_panel=_LAYOUT)] = 2,
+    heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=_SIZES)] = 32,
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads; only these travel.", rich_help_panel=_SIZES)] = 8,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.", rich_help_panel=_SIZES)] = 128,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="bf16, fp16 or fp32.", rich_help_panel=_SIZES)] = "bf16",
+    ranks_per_node: Annotated[int, typer.Option(help="Neighboring ranks on one node.", rich_help_panel=_SIZES)] = 8,
+    draw: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Write the picture to a .png, .svg or .pdf file.", rich_help_panel=_OUTPUT),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of the table.", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> None:  # fmt: skip
     """Plan, prove, cost and draw the attention of one layer; needs no GPU and no process group."""
     if ranks_per_node < 1:
         raise PlanError(f"--ranks-per-node {ranks_per_node}: it must be at least 1")
+    if route not in ROUTES:
+        raise PlanError(f"--route {route!r}: known are {', '.join(ROUTES)}")
     if draw:
         from cp_ring.cli.drawing import check_path
 
         check_path(draw)
-    sizes = Sizes(heads, kv_heads, head_dim, dtype=dtype)
-    with _memory(seq_length, cp):
+    sizes = AttentionSizes(heads, kv_heads, head_dim, dtype=dtype)
+    with _name_options_if_out_of_memory(seq_length, cp):
         offsets = _offsets(seq_length, documents, documents_mean, seed)
         mask = _mask(seq_length, offsets, window, full, prefix)
         chosen = _layout(layout, mask, offsets, cp, chunks_per_rank)
@@ -99,19 +136,20 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
     }
 
 
-def _offsets(n: int, path: str | None, mean: float, seed: int) -> Any:
+def _offsets(n: int, path: str | None, mean: float, seed: int) -> Ints | None:
+    """Offsets of the documents, int64 [documents + 1]; None for one sequence."""
     if not 1 <= n <= MAX_TOKENS:
         raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
     if seed < 0:
         raise PlanError(f"--seed {seed}: it must be at least 0")
     if path and mean:
-        raise PlanError("--documents and --documents-mean exclude one another")
+        raise PlanError("--documents and --documents-mean exclude one another: give one of them")
     if path:
         return samples.from_file(path, n)
     return samples.exponential(n, mean, seed) if mean else None
 
 
-def _mask(n: int, offsets: Any, window: int, full: bool, prefix: int) -> Mask:
+def _mask(n: int, offsets: Ints | None, window: int, full: bool, prefix: int) -> Mask:
     if prefix:
         lengths = prefix if offsets is None else (offsets[1:] - offsets[:-1]).clip(max=prefix)
         return Mask.prefix(n, lengths, offsets, (window, -1 if full else 0))
@@ -120,28 +158,27 @@ def _mask(n: int, offsets: Any, window: int, full: bool, prefix: int) -> Mask:
     return Mask.documents(offsets, causal=not full, window=(window, window if full else 0), n=n)
 
 
-def _layout(name: str, mask: Mask, offsets: Any, cp: int, chunks_per_rank: int | None) -> Layout:
-    if name not in LAYOUTS:
-        raise PlanError(f"--layout {name!r}: known are {', '.join(LAYOUTS)}")
+def _layout(name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None) -> Layout:
+    if name not in (*LAYOUTS, PER_DOCUMENT):
+        raise PlanError(f"--layout {name!r}: known are {', '.join((*LAYOUTS, PER_DOCUMENT))}")
     if chunks_per_rank is not None and name != "balanced":
         raise PlanError(f"--chunks-per-rank {chunks_per_rank} is for --layout balanced, not {name}")
-    if name == "balanced":
-        return Layout.balanced(mask, cp, chunks_per_rank)
-    if name == "per_document_zigzag":
+    if name == PER_DOCUMENT:
         return Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
-    return (Layout.zigzag if name == "zigzag" else Layout.contiguous)(mask.n, cp)
+    return LAYOUTS[name](mask, cp) if chunks_per_rank is None else Layout.balanced(mask, cp, chunks_per_rank)
 
 
 @contextmanager
-def _memory(n: int, cp: int) -> Iterator[None]:
-    """Refuses what does not fit into this machine's memory."""
+def _name_options_if_out_of_memory(n: int, cp: int) -> Iterator[None]:
+    """Turns `MemoryError` into one line that names the options that set the size of the plan."""
     try:
         yield
     except MemoryError as error:
         raise PlanError(f"--seq-length {n} --cp {cp}: the plan does not fit into memory: {error}") from None
 
 
-def _timed(make: Any) -> tuple[Any, float]:
+def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
+    """What `make` returns, and the milliseconds that it takes."""
     start = time.perf_counter()
     made = make()
     return made, (time.perf_counter() - start) * 1e3
@@ -149,18 +186,19 @@ def _timed(make: Any) -> tuple[Any, float]:
 
 def _print(plan: RingPlan, facts: dict[str, Any]) -> None:
     console = Console()
-    table = Table(title=f"{plan.mask!r}, {plan.layout!r}, {plan.route} route")
+    title = f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks, {plan.layout.name} layout, {plan.route} route"
+    table = Table(title=title)
     for name in ("rank", "tokens", "work (pairs)", "of mean", "MiB in", "MiB out", "moving hops"):
         table.add_column(name, justify="right")
     mean = sum(facts["work_per_rank"]) / plan.cp or 1
-    for rank in range(plan.cp)[:MAX_ROWS]:
+    for rank in range(plan.cp)[:MAX_RANKS_SHOWN]:
         work, bytes_in, bytes_out = (facts[f"{name}_per_rank"][rank] for name in ("work", "bytes_in", "bytes_out"))
         moved = [f"{amount / 2**20:,.1f}" for amount in (bytes_in, bytes_out)]
-        row = (rank, f"{facts['tokens_per_rank'][rank]:,}", f"{work:,}", f"{work / mean:.3f}", *moved)
-        table.add_row(*map(str, row), str(facts["moving_hops_per_rank"][rank]))
+        tokens, hops = facts["tokens_per_rank"][rank], facts["moving_hops_per_rank"][rank]
+        table.add_row(str(rank), f"{tokens:,}", f"{work:,}", f"{work / mean:.3f}", *moved, str(hops))
     console.print(table)
-    if plan.cp > MAX_ROWS:
-        console.print(f"... and {plan.cp - MAX_ROWS} more ranks (--json has all)")
+    if plan.cp > MAX_RANKS_SHOWN:
+        console.print(f"... and {plan.cp - MAX_RANKS_SHOWN} more ranks (--json has all)")
     console.print(
         f"balance {facts['balance']:.3f} (max / mean work); {facts['share_of_full_ring']:.1%} of a full ring on the wire, "
         f"{facts['share_between_nodes']:.1%} of that between nodes; proven: built in {facts['build_ms']:.1f} ms, "

@@ -1,7 +1,8 @@
-"""The balanced layout: equal tokens per rank, minimal maximum work, and little on the wire.
+"""The balanced layout: equal tokens per rank, the least maximum work, and few moved keys.
 
 Chunks go to ranks by longest processing time first, one to each rank in every round, so that token counts are equal.
-Swaps then lower the maximum, and after that bring chunks that read one another onto one rank as far as balance allows.
+Swaps of chunks then lower the maximum. Further swaps bring chunks that read each other to one rank, as far as balance
+allows.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import numpy as np
 from cp_ring.errors import PlanError
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, union
-from cp_ring.plan.tiles import cut
+from cp_ring.plan.tiles import split_at_edges
 
 GOOD_BALANCE = 1.05
-"""Maximum over mean work that is good enough; from there on, less on the wire is better."""
+"""Maximum over mean work that is good enough; among layouts that reach it, the one that moves fewest keys is taken."""
 
 CHUNKS_PER_RANK = (2, 4, 8, 16, 32)
 
 PAIRS, ROUNDS, MAX_CHUNKS = 1 << 13, 64, 1024
-"""Bounds on the search for swaps: about so many are compared at once, so often, for layouts of so many chunks."""
+"""Search limits of the swaps that reduce traffic: pairs per round (roughly), rounds, and chunks of a layout."""
 
 
 class Chunks(Protocol):
@@ -45,9 +46,10 @@ class Split(NamedTuple):
 
 
 def balanced_split(mask: Mask, cp: int, chunks_per_rank: int | None, others: Sequence[Chunks], first_limit: float) -> Chunks:
-    """The split of `Layout.balanced`, or one of `others` where that is as balanced and moves less.
+    """The split of `Layout.balanced`, or one of `others` if that is as balanced and moves fewer keys.
 
-    `first_limit` is the maximum over mean work that is good enough for as long as no split does better.
+    The search for balance stops at a maximum over mean work of `first_limit` or `GOOD_BALANCE`, the smaller of the two.
+    Raises `PlanError` if there are fewer tokens than chunks.
     """
     if chunks_per_rank is not None and chunks_per_rank < 1:
         raise PlanError(f"chunks_per_rank {chunks_per_rank} must be at least 1")
@@ -55,18 +57,18 @@ def balanced_split(mask: Mask, cp: int, chunks_per_rank: int | None, others: Seq
     if mask.n < chunks:
         raise PlanError(f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {mask.n} tokens")
     if chunks_per_rank is not None:
-        return _draw_together(mask, _level(mask, cp, chunks_per_rank, GOOD_BALANCE), GOOD_BALANCE)
+        return _reduce_traffic(mask, _equalize_work(mask, cp, chunks_per_rank, GOOD_BALANCE), GOOD_BALANCE)
     limit = min(GOOD_BALANCE, first_limit)
     measured: list[tuple[float, Chunks]] = [(balance(mask, other), other) for other in others]
     for count in [count for count in CHUNKS_PER_RANK if count * cp <= mask.n] or [1]:
-        split = _level(mask, cp, count, limit)
+        split = _equalize_work(mask, cp, count, limit)
         measured.append((balance(mask, split), split))
         if measured[-1][0] <= limit:
             break
-    limit = max(limit, min(its for its, _ in measured))
-    good = [split for its, split in measured if its <= limit]
-    good = [_draw_together(mask, split, limit) if isinstance(split, Split) else split for split in good]
-    return min(good, key=lambda split: wire(mask, split))
+    limit = max(limit, min(reached for reached, _ in measured))
+    good = [split for reached, split in measured if reached <= limit]
+    good = [_reduce_traffic(mask, split, limit) if isinstance(split, Split) else split for split in good]
+    return min(good, key=lambda split: tokens_moved(mask, split))
 
 
 def balance(mask: Mask, layout: Chunks) -> float:
@@ -75,9 +77,9 @@ def balance(mask: Mask, layout: Chunks) -> float:
     return float(work.max() / work.mean()) if work.any() else 1.0
 
 
-def wire(mask: Mask, layout: Chunks) -> int:
-    """Tokens whose keys and values move, with no byte moved twice to one rank."""
-    tiles, query_chunk, key_chunk = cut(mask.pieces, layout.edges)
+def tokens_moved(mask: Mask, layout: Chunks) -> int:
+    """Tokens whose keys and values move, counted once for each rank that reads them."""
+    tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, layout.edges)
     reader = layout.owner[query_chunk]
     away = np.flatnonzero(reader != layout.owner[key_chunk])
     _, start, end = union(reader[away], tiles.k0[away], tiles.k1[away])
@@ -86,14 +88,15 @@ def wire(mask: Mask, layout: Chunks) -> int:
 
 def chunk_work(mask: Mask, edges: Ints) -> Ints:
     """Allowed pairs of the queries of each chunk, int64 [chunks]."""
-    tiles, chunk, _ = cut(mask.pieces, edges, columns=np.array([0, mask.n]))
+    tiles, chunk, _ = split_at_edges(mask.pieces, edges, key_edges=np.array([0, mask.n]))
     return np.bincount(chunk, tiles.area(), len(edges) - 1).astype(np.int64)
 
 
 def _longest_first(work: Ints, size: Ints, cp: int) -> Ints:
-    """Owner of each chunk. In every round each rank gets one chunk, the rank with the least work the one with the most.
+    """Owner of each chunk, int64 [chunks].
 
-    A round's chunks are of one size, so that token counts are equal; at most one round has to mix both sizes.
+    In every round each rank gets one chunk: the rank with the least work so far gets the chunk with the most. The chunks of
+    a round have the same size, so that token counts are equal; at most one round mixes the two sizes.
     """
     large, small = (chunks[np.argsort(-work[chunks], kind="stable")] for chunks in _by_size(size))
     whole = len(large) // cp * cp
@@ -113,8 +116,8 @@ def _by_size(size: Ints) -> tuple[Ints, Ints]:
     return np.flatnonzero(size > size.min()), np.flatnonzero(size == size.min())
 
 
-def _level(mask: Mask, cp: int, per_rank: int, limit: float) -> Split:
-    """Longest first, and then swaps of the busiest rank with others, of chunks of one size, until the limit is reached."""
+def _equalize_work(mask: Mask, cp: int, per_rank: int, limit: float) -> Split:
+    """Longest first, then swaps of equally large chunks between the busiest rank and others, until `limit` is reached."""
     edges = np.arange(cp * per_rank + 1) * mask.n // (cp * per_rank)
     size, work = np.diff(edges), chunk_work(mask, edges)
     owner = _longest_first(work, size, cp)
@@ -136,21 +139,21 @@ def _level(mask: Mask, cp: int, per_rank: int, limit: float) -> Split:
     return Split(edges, owner, cp)
 
 
-def _draw_together(mask: Mask, split: Split, limit: float) -> Split:
-    """The split with chunks of one size swapped so that less travels; no rank exceeds the limit, or the present maximum."""
+def _reduce_traffic(mask: Mask, split: Split, limit: float) -> Split:
+    """The split after swaps of equally large chunks that reduce traffic. No rank exceeds `limit` or the present maximum."""
     if split.cp == 1 or len(split.owner) > MAX_CHUNKS:
         return split
     size, work = np.diff(split.edges), chunk_work(mask, split.edges)
     swaps = _Swaps(split, work, _traffic(mask, split.edges))
     ceiling = max(limit * swaps.load.mean(), swaps.load.max())
     for _ in range(ROUNDS):
-        a, b, gain = swaps.offers()
+        a, b, gain = swaps.candidates()
         more = work[b] - work[a]
         light = (swaps.load[swaps.owner[a]] + more <= ceiling) & (swaps.load[swaps.owner[b]] - more <= ceiling)
         good = np.flatnonzero(light & (size[a] == size[b]) & (gain > 0))
         if not len(good):
             break
-        # Swaps between different ranks do not change one another's gain, so the best of them are made together.
+        # Swaps between different pairs of ranks do not change each other's gain, so a round makes the best of them together.
         used: set[int] = set()
         for pair in good[np.argsort(-gain[good], kind="stable")[: 8 * split.cp]].tolist():
             ranks = {int(swaps.owner[a[pair]]), int(swaps.owner[b[pair]])}
@@ -161,47 +164,52 @@ def _draw_together(mask: Mask, split: Split, limit: float) -> Split:
 
 
 class _Swaps:
-    """Which chunks to swap so that chunks that read one another come together.
+    """Owners of chunks while chunks are swapped, and the traffic between chunks and ranks.
 
-    `ties` int64 [chunks, cp] is what each chunk trades with the chunks of each rank.
+    traffic: int64 [chunks, chunks], see `_traffic`. `_with_rank` int64 [chunks, cp] is the traffic of each chunk with all
+    chunks of each rank.
     """
 
     def __init__(self, split: Split, work: Ints, traffic: Ints):
         self.owner = split.owner.copy()
         self.load = np.bincount(split.owner, work, split.cp).astype(np.int64)
         self._traffic = traffic
-        self._ties = np.stack([self._traffic[:, self.owner == rank].sum(1) for rank in range(split.cp)], axis=1)
+        self._with_rank = np.stack([self._traffic[:, self.owner == rank].sum(1) for rank in range(split.cp)], axis=1)
         self._per_rank = len(self.owner) // split.cp
         self._ranks = int(np.clip(PAIRS // (len(self.owner) * self._per_rank), 1, split.cp - 1)) if split.cp > 1 else 0
 
-    def offers(self) -> tuple[Ints, Ints, Ints]:
-        """Swaps (chunk, other chunk, gain in traffic) of each chunk with all of the ranks with which it trades most."""
+    def candidates(self) -> tuple[Ints, Ints, Ints]:
+        """Possible swaps (chunk, other chunk, gain): of each chunk with all chunks of the ranks with most traffic to it.
+
+        The gain is the traffic between ranks that the swap saves.
+        """
         chunks, owner = np.arange(len(self.owner)), self.owner
-        wish = self._ties - self._ties[chunks, owner][:, None]
-        wish[chunks, owner] = -1 << 60
-        targets = np.argpartition(-wish, self._ranks - 1, axis=1)[:, : self._ranks]
+        gain = self._with_rank - self._with_rank[chunks, owner][:, None]
+        gain[chunks, owner] = -1 << 60
+        targets = np.argpartition(-gain, self._ranks - 1, axis=1)[:, : self._ranks]
         members = np.argsort(owner, kind="stable").reshape(-1, self._per_rank)
         b = members[targets].reshape(-1)
         a = np.repeat(chunks, self._ranks * self._per_rank)
-        return a, b, wish[a, owner[b]] + wish[b, owner[a]] - 2 * self._traffic[a, b]
+        return a, b, gain[a, owner[b]] + gain[b, owner[a]] - 2 * self._traffic[a, b]
 
     def make(self, a: int, b: int, more: int) -> None:
-        """Swaps two chunks; the rank of `a` has `more` work after it."""
+        """Swaps chunks `a` and `b`, after which the rank of `a` has `more` work than before."""
         one, other = self.owner[a], self.owner[b]
         change = self._traffic[:, b] - self._traffic[:, a]
-        self._ties[:, one] += change
-        self._ties[:, other] -= change
+        self._with_rank[:, one] += change
+        self._with_rank[:, other] -= change
         self.load[one] += more
         self.load[other] -= more
         self.owner[a], self.owner[b] = other, one
 
 
 def _traffic(mask: Mask, edges: Ints) -> Ints:
-    """What two chunks read of one another, symmetric int64 [chunks, chunks], in 1/64 tokens.
+    """Keys that two chunks read of each other, symmetric int64 [chunks, chunks], in 1/64 tokens.
 
-    A chunk that many others read is fetched once by each rank, not by each reader, so its rows count for less.
+    A rank fetches a chunk once, however many of its chunks read it. So the tokens of a chunk count for less the more
+    chunks read it.
     """
-    tiles, query_chunk, key_chunk = cut(mask.pieces, edges)
+    tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, edges)
     count = len(edges) - 1
     group, start, end = union(query_chunk * count + key_chunk, tiles.k0, tiles.k1)
     reads = np.bincount(group, end - start, count * count).astype(np.int64).reshape(count, count)

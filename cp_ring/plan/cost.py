@@ -16,8 +16,12 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of one attention layer. `dtype` is that of queries, keys and values, `wire_dtype` that of traveling gradients."""
+class AttentionSizes:
+    """Sizes of one attention layer's tensors: heads, elements of a head, batch rows, and dtypes.
+
+    `value_dim` is by default `head_dim`. `dtype` is that of queries, keys and values, `wire_dtype` that of gradients that
+    travel, by default the same. Raises `PlanError` for sizes that do not fit together.
+    """
 
     heads: int = 32
     kv_heads: int = 8
@@ -43,32 +47,32 @@ class Sizes:
 
     @property
     def wire_element(self) -> int:
-        """Bytes of an element of a gradient on its way."""
+        """Bytes of an element of a gradient that travels."""
         return DTYPE_BYTES[self.wire_dtype or self.dtype]
 
     @property
     def query_width(self) -> int:
-        """Elements of a token's queries."""
+        """Elements of a token's queries, in all batch rows."""
         return self.batch * self.heads * self.head_dim
 
     @property
     def out_width(self) -> int:
-        """Elements of a token's output."""
+        """Elements of a token's output, in all batch rows."""
         return self.batch * self.heads * (self.value_dim or self.head_dim)
 
     @property
     def key_width(self) -> int:
-        """Elements of a token's keys and values."""
+        """Elements of a token's keys and values, in all batch rows."""
         return self.batch * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """Of one layer's attention. Arrays are [cp, cp], rank by hop; FLOPs are float64, bytes int64.
+    """Cost of one layer's attention. Arrays are [cp, cp], rank by hop; FLOPs are float64, bytes int64.
 
-    Forward FLOPs count two matrix products on allowed pairs, backward ones five. `bytes_in` and `bytes_out` are keys and
-    values of one pass, and the backward pass moves them again beside the gradients. `memory` is bytes on the rank that
-    needs most of each.
+    Forward FLOPs count two matrix products over the allowed pairs, backward FLOPs five. `bytes_in` and `bytes_out` are the
+    keys and values of the forward pass; the backward pass moves them again, beside the gradients. `memory` names every
+    buffer and its bytes on the rank where it is largest.
     """
 
     forward_flops: NDArray[np.float64]
@@ -80,7 +84,7 @@ class Cost:
     memory: dict[str, int]
 
 
-def cost(report: Report, sizes: Sizes, num_slots: int = 2) -> Cost:
+def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
     """The cost of a proven plan for tensors of these sizes."""
     work = report.work.astype(np.float64)
     keys, gradients = sizes.key_width * sizes.element, sizes.key_width * sizes.wire_element
@@ -95,36 +99,36 @@ def cost(report: Report, sizes: Sizes, num_slots: int = 2) -> Cost:
     )
 
 
-def memory(report: Report, sizes: Sizes, num_slots: int = 2) -> dict[str, int]:
-    """Bytes of every buffer on the rank that needs most of it. Only the first two are kept from forward to backward."""
-    rows = int(report.tokens_per_rank.max())
-    width, element, wire, single = sizes.key_width, sizes.element, sizes.wire_element, 4
+def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[str, int]:
+    """Bytes of every buffer on the rank where it is largest. Only the first two are kept from forward to backward."""
+    tokens = int(report.tokens_per_rank.max())
+    width, element, wire, float32 = sizes.key_width, sizes.element, sizes.wire_element, 4
     heads = sizes.batch * sizes.heads
     arriving, leaving, returning = (int(table.max(initial=0)) for table in (report.keys_in, report.grads_out, report.grads_in))
     return {
-        "kept: q, k, v, out": rows * (sizes.query_width + sizes.out_width + width) * element,
-        "kept: lse": rows * heads * single,
-        "forward: out in float32": rows * sizes.out_width * single,
+        "kept: q, k, v, out": tokens * (sizes.query_width + sizes.out_width + width) * element,
+        "kept: lse": tokens * heads * float32,
+        "forward: out in float32": tokens * sizes.out_width * float32,
         "both: key and value slots": num_slots * arriving * width * element,
-        "backward: dq in float32": rows * sizes.query_width * single,
-        "backward: dk, dv in float32": rows * width * single,
-        "backward: a hop's dk, dv in float32": leaving * width * single,
+        "backward: dq in float32": tokens * sizes.query_width * float32,
+        "backward: dk, dv in float32": tokens * width * float32,
+        "backward: a hop's dk, dv in float32": leaving * width * float32,
         "backward: a hop's dk, dv that leave": leaving * width * wire,
         "backward: dk, dv that arrive": returning * width * wire,
     }
 
 
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
-    """Share of the moved keys that pass from one node to another, with neighboring ranks on a node."""
+    """Share of the moved keys that go from one node to another, if each `ranks_per_node` neighboring ranks share a node."""
     keys = plan.transfers
-    away = keys.sender // ranks_per_node != keys.receiver // ranks_per_node
+    crosses = keys.sender // ranks_per_node != keys.receiver // ranks_per_node
     total = int(keys.tokens.sum())
-    return int(keys.tokens[away].sum()) / total if total else 0.0
+    return int(keys.tokens[crosses].sum()) / total if total else 0.0
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank does at a hop, from `start` to `end` in seconds."""
+    """A computation or a transfer of a rank at a hop, from `start` to `end` in seconds."""
 
     rank: int
     hop: int
@@ -135,10 +139,10 @@ class Span:
 def timeline(
     plan: PlanTables, costs: Cost, flops_per_second: float = 4e14, bytes_per_second: float = 4e10
 ) -> tuple[list[Span], list[Span]]:
-    """A prediction of the forward pass: (compute, transfers), the latter at the rank that receives.
+    """A prediction of the forward pass: (computations, transfers). The rank of a transfer is its receiver.
 
-    A transfer starts when both ranks have begun the hop before it and its two links, one out and one in, are free; a hop's
-    compute starts when its keys are there and the hop before it is done.
+    A transfer starts when both ranks have begun the previous hop and both links, out of the sender and into the receiver,
+    are free. The computation of a hop starts when its keys have arrived and the previous hop is done.
     """
     cp = plan.cp
     done, posted, busy_out, busy_in = (np.zeros(cp) for _ in range(4))

@@ -1,4 +1,18 @@
-"""Layouts: which rank holds which tokens of the stream."""
+"""Layouts: which rank holds which tokens of the stream.
+
+To add a layout, write one function from a mask and a number of ranks to a `Layout`, and enter it in `LAYOUTS` under the
+name that users give:
+
+    def striped(mask: Mask, cp: int) -> Layout:
+        edges = np.arange(mask.n + 1)  # chunks of one token
+        return Layout(mask.n, cp, edges, edges[:-1] % cp, "striped")
+
+    LAYOUTS["striped"] = striped
+
+Flags and settings take their choices from `LAYOUTS`, so the entry must be made before they are read. Any chunks and any
+owners are right for attention; `Layout` says what the arrays must hold, and the layout's plans must pass
+`RingPlan.build(mask, layout).verify(rank_plans=True)`. Training needs equal tokens on all ranks besides.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +36,9 @@ if TYPE_CHECKING:
 class Layout:
     """A stream of `n` tokens cut into chunks, each owned by one of `cp` ranks; a rank holds its chunks in ascending order.
 
-    `rows` is how many batch rows the stream is made of, one after another.
-    `edges` int64 [chunks + 1]: chunk c is `[edges[c], edges[c + 1])`; `owner` int64 [chunks]: its rank.
+    edges: int64 [chunks + 1], from 0 up to `n`; chunk c is the tokens `[edges[c], edges[c + 1])`, at least one.
+    owner: int64 [chunks], the rank that holds each chunk, from 0 to cp - 1.
+    rows: how many batch rows the stream holds, one after another.
     """
 
     n: int
@@ -35,24 +50,46 @@ class Layout:
 
     @classmethod
     def zigzag(cls, n: int, cp: int) -> Layout:
-        """2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r, so that causal work is equal (Megatron's split)."""
+        """2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r, so that causal work is equal (Megatron's split).
+
+        A causal mask of 8 chunks on 4 ranks, one line for each chunk of queries: `#` is a chunk of keys that all of them
+        see, `+` the chunk on the diagonal, of which they see half. Work is in chunk pairs.
+
+                  contiguous                            zigzag
+                  keys  0 1 2 3 4 5 6 7  work           keys  0 1 2 3 4 5 6 7  work
+            rank 0  q0  + . . . . . . .           rank 0  q0  + . . . . . . .
+                    q1  # + . . . . . .   2.0             q7  # # # # # # # +   8.0
+            rank 1  q2  # # + . . . . .           rank 1  q1  # + . . . . . .
+                    q3  # # # + . . . .   6.0             q6  # # # # # # + .   8.0
+            rank 2  q4  # # # # + . . .           rank 2  q2  # # + . . . . .
+                    q5  # # # # # + . .  10.0             q5  # # # # # + . .   8.0
+            rank 3  q6  # # # # # # + .           rank 3  q3  # # # + . . . .
+                    q7  # # # # # # # +  14.0             q4  # # # # + . . .   8.0
+
+        All ranks wait for the slowest: rank 3 of the contiguous layout works 1.75 times the mean (nearly 2 times on many
+        ranks), and the zigzag ranks work alike. Chunks differ by one token where 2 * cp does not divide `n`. Raises
+        `PlanError` if there are fewer tokens than chunks.
+        """
         ranks = np.arange(_size(cp))
         return cls._even(n, cp, np.concatenate([ranks, ranks[::-1]]), "zigzag")
 
     @classmethod
     def contiguous(cls, n: int, cp: int) -> Layout:
-        """One chunk a rank, in order."""
+        """One chunk for each rank, in order. Raises `PlanError` if there are fewer tokens than ranks."""
         return cls._even(n, cp, np.arange(_size(cp)), "contiguous")
 
     @classmethod
     def batch(cls, rows: Sequence[Layout]) -> Layout:
-        """Batch rows, each split by its own layout, as one stream in which row follows row.
+        """Batch rows, each split by its own layout, as one stream: row after row.
 
-        All are for the same ranks, and give each rank as many tokens of one row as of another: tensors are [b, s, ...].
+        Tensors are [b, s, ...], so each rank must hold the same number of tokens of every row. Raises `PlanError` if not.
         """
         if not rows or any(not np.array_equal(row.tokens_per_rank, rows[0].tokens_per_rank) for row in rows):
             held = "; ".join(", ".join(map(str, row.tokens_per_rank[:8])) for row in rows[:4])
-            raise PlanError(f"batch rows must be split over the same ranks, as many tokens each; here {held or 'there are none'}")
+            raise PlanError(
+                "a batch must have at least one row, and each rank must hold the same number of tokens of every row; "
+                f"tokens per rank are {held or 'not given'}"
+            )
         starts = np.cumsum([0, *(row.n for row in rows)])
         edges = np.concatenate([row.edges[:-1] + start for row, start in zip(rows, starts, strict=False)])
         owner = np.concatenate([row.owner for row in rows])
@@ -60,14 +97,15 @@ class Layout:
 
     @classmethod
     def per_document_zigzag(cls, cu_seqlens_padded: Sequence[int] | np.ndarray, cp: int) -> Layout:
-        """Zigzag of every document by itself, as TransformerEngine splits packed (thd) sequences.
+        """Zigzag within every document, as TransformerEngine splits packed (thd) sequences.
 
-        Raises `PlanError` where a document is not a multiple of 2 * cp tokens.
+        `cu_seqlens_padded` are offsets of documents, from 0 to the number of tokens. Raises `PlanError` if a document is
+        not a multiple of 2 * cp tokens long.
         """
         cp, offsets = _size(cp), integers(cu_seqlens_padded, "cu_seqlens_padded")
         length = np.diff(offsets)
         if offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or (length < 0).any() or not length.any():
-            raise PlanError("cu_seqlens_padded must start at 0, not decrease, and hold a token")
+            raise PlanError("cu_seqlens_padded must start at 0, not decrease, and end above 0")
         bad = np.flatnonzero(length % (2 * cp))
         if len(bad):
             raise PlanError(f"document {bad[0]} has {length[bad[0]]} tokens, not a multiple of 2 * cp = {2 * cp}: pad it")
@@ -79,11 +117,11 @@ class Layout:
 
     @classmethod
     def balanced(cls, mask: Mask, cp: int, chunks_per_rank: int | None = None) -> Layout:
-        """Equal tokens on each rank (they differ by one where cp does not divide n) and minimal maximum work for `mask`.
+        """Equal tokens on each rank (they differ by one if cp does not divide n), and the least maximum work for `mask`.
 
-        `chunks_per_rank` is by default the smallest of 2, 4, 8, 16 and 32 with maximum / mean work of at most 1.05; zigzag
-        or contiguous is taken where that is as balanced and moves less. Deterministic: ranks need not agree on it by
-        message. Raises `PlanError` where there are fewer tokens than chunks.
+        `chunks_per_rank` is by default the smallest of 2, 4, 8, 16 and 32 with maximum / mean work of at most 1.05. The
+        result is zigzag or contiguous if that is as balanced and moves less. It is deterministic, so ranks find the same
+        layout without communication. Raises `PlanError` if there are fewer tokens than chunks.
         """
         cp = _size(cp)
         zigzag = [cls.zigzag(mask.n, cp)] if mask.n >= 2 * cp else []
@@ -102,13 +140,13 @@ class Layout:
 
     @cached_property
     def starts(self) -> Ints:
-        """Row of its owner's shard at which each chunk begins, int64 [chunks]."""
-        order = np.argsort(self.owner, kind="stable")
-        sizes = np.diff(self.edges)[order]
+        """Token of its owner's shard at which each chunk begins, int64 [chunks]."""
+        by_owner = np.argsort(self.owner, kind="stable")
+        sizes = np.diff(self.edges)[by_owner]
         before = np.cumsum(sizes) - sizes
         shard_start = np.cumsum(self.tokens_per_rank) - self.tokens_per_rank
         starts = np.empty_like(before)
-        starts[order] = before - shard_start[self.owner[order]]
+        starts[by_owner] = before - shard_start[self.owner[by_owner]]
         return starts
 
     @cached_property
@@ -117,7 +155,7 @@ class Layout:
         return np.bincount(self.owner, np.diff(self.edges), self.cp).astype(np.int64)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """The rank's token ranges, ascending, neighbors joined. Raises `PlanError` where there is no such rank."""
+        """The rank's token ranges, ascending, neighbors joined. Raises `PlanError` if there is no such rank."""
         check_rank(rank, self.cp)
         joined: list[tuple[int, int]] = []
         for chunk in np.flatnonzero(self.owner == rank).tolist():
@@ -133,7 +171,7 @@ class Layout:
         return np.concatenate([np.arange(start, end) for start, end in self.ranges(rank)] or [np.empty(0, np.int64)])
 
     def shard(self, x: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
-        """The rank's part of a whole tensor along `dim`, which must hold `n` tokens."""
+        """The rank's part of a whole tensor along `dim`. Raises `PlanError` if `dim` does not hold `n` tokens."""
         if x.shape[dim] != self.n:
             raise PlanError(f"tensor of {x.shape[dim]} tokens in dimension {dim}, but the layout is for {self.n}")
         import torch
@@ -141,15 +179,18 @@ class Layout:
         return torch.cat([x.narrow(dim, start, end - start) for start, end in self.ranges(rank) or [(0, 0)]], dim)
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole tensor from all ranks' parts, in rank order: the inverse of `shard`."""
+        """The whole tensor from the parts of all ranks, in the order of the ranks: the inverse of `shard`.
+
+        Raises `PlanError` if the parts differ in size from `tokens_per_rank` along `dim`.
+        """
         import torch
 
         sizes = [part.shape[dim] for part in parts]
         if sizes != self.tokens_per_rank.tolist():
             raise PlanError(f"parts of {sizes} tokens, but the layout gives {self.tokens_per_rank.tolist()}")
-        order = np.argsort(np.concatenate([self.positions(rank) for rank in range(self.cp)]))
-        whole = torch.cat(list(parts), dim)
-        return whole.index_select(dim, torch.from_numpy(order).to(whole.device))
+        place = np.argsort(np.concatenate([self.positions(rank) for rank in range(self.cp)]))
+        joined = torch.cat(list(parts), dim)
+        return joined.index_select(dim, torch.from_numpy(place).to(joined.device))
 
     def __repr__(self) -> str:
         return f"Layout.{self.name}(n={self.n}, cp={self.cp}, chunks={len(self.owner)})"
@@ -162,7 +203,7 @@ def _size(cp: int) -> int:
 
 
 def check_rank(rank: int, cp: int) -> None:
-    """Raises `PlanError` where `rank` is not one of `cp`: Python would count -1 from the end."""
+    """Raises `PlanError` if `rank` is not one of `cp`: Python would count -1 from the end."""
     if not 0 <= integer(rank, "rank") < cp:
         raise PlanError(f"there is no rank {rank} among the {cp} of the layout, 0 to {cp - 1}")
 
@@ -172,7 +213,4 @@ LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
     "contiguous": lambda mask, cp: Layout.contiguous(mask.n, cp),
     "balanced": Layout.balanced,
 }
-"""The layouts that settings can name: each makes the layout of a mask's tokens over `cp` ranks. A new one joins here."""
-
-FOLLOWS_MASK = frozenset({"balanced"})
-"""Layouts that depend on the mask, not on the number of tokens alone."""
+"""Layouts that flags and settings can name. Each is a function from a mask and a number of ranks to a `Layout`."""

@@ -1,8 +1,8 @@
-"""Lowering: rewriting tiles into ones that a kernel knows.
+"""Lowering: rewriting tiles into tiles that a kernel supports.
 
-Every kernel knows FULL (an uncut rectangle) and CAUSAL (a square cut by its main diagonal). That is enough for any
-band: it is lower triangles, upper triangles and the rectangles between them, and an upper triangle becomes causal when
-both its query and its key order are reversed. Native bands and varlen batches are faster ways, not needs.
+Every kernel supports FULL (an uncut rectangle) and CAUSAL (a square cut by its main diagonal). That is enough for any
+band: a band consists of lower triangles, upper triangles and rectangles between them, and an upper triangle is causal
+after both its query order and its key order are reversed. Native bands and varlen calls are faster, but not required.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, order, spread
+from cp_ring.plan.ranges import Ints, expand, sort_index
 from cp_ring.plan.tiles import OPEN, Tiles
 
 BLOCK = 128
-"""Heights of the strips of a sloping band are multiples of this, because kernels work in blocks of it."""
+"""Strips of a sloping band have a multiple of this many queries, because kernels work in blocks of it."""
 
 FULL, CAUSAL, REVERSED, BAND = range(4)
 
@@ -25,10 +25,10 @@ FULL, CAUSAL, REVERSED, BAND = range(4)
 class Capabilities:
     """What a kernel can do beyond FULL and CAUSAL squares.
 
-    bands: any band on any rectangle whose rows all see a key, as flash-attn's bottom-right aligned windows do.
+    bands: any band on any rectangle of which every query sees a key, as with flash-attn's bottom-right aligned windows.
     narrow_bands: bands of up to this many diagonals on a rectangle small enough for a dense mask; 0 for none.
-    varlen: many tiles of one kind in one call, so long as no two of them share a query row.
-    deterministic: the same bits in every run where that is asked for. It changes no tile.
+    varlen: many tiles of one kind in one call, as long as no two of them share a query.
+    deterministic: the same bits in every run, if the caller asks for it. It changes no tile.
     """
 
     bands: bool = False
@@ -39,12 +39,11 @@ class Capabilities:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """Tiles for a kernel, in the coordinates of the tiles that they came from and sorted by `parent`.
+    """Tiles for a kernel, in the coordinates of the tiles that they are parts of, and sorted by `parent`.
 
-    parent int64 [count]: index of the tile that each one is part of.
-    reverse bool [count]: causal once query and key order are both reversed; `lo` is then the square's diagonal.
-    kind int64 [count]: FULL, CAUSAL, REVERSED or BAND.
-    batch int64 [count]: tiles of one number may go to the kernel in one call; all different without `varlen`.
+    parent: int64 [count], index of the tile that each one is part of.
+    kind: int64 [count], FULL, CAUSAL, REVERSED or BAND.
+    batch: int64 [count], tiles of one number may go to the kernel in one varlen call; all different without `varlen`.
     """
 
     tiles: Tiles
@@ -54,22 +53,23 @@ class Lowered:
 
     @property
     def reverse(self) -> NDArray[np.bool_]:
+        """bool [count]: causal after query and key order are both reversed; `lo` is then the square's diagonal."""
         return self.kind == REVERSED
 
 
 def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
-    """Rewrites `tiles` into disjoint ones that cover the same pairs and that a kernel of these capabilities knows."""
+    """Rewrites `tiles` into disjoint tiles that allow the same pairs and that a kernel of these capabilities supports."""
     parent = np.arange(len(tiles))
     tiles = tiles.fitted()
     live = tiles.live()
     tiles, parent = tiles[live], parent[live]
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent, capabilities.narrow_bands)
-    kind = kinds(tiles)
+    kind = band_kinds(tiles)
     return Lowered(tiles, parent, kind, _batches(tiles, kind) if capabilities.varlen else np.arange(len(tiles)))
 
 
-def kinds(tiles: Tiles) -> Ints:
+def band_kinds(tiles: Tiles) -> Ints:
     """FULL, CAUSAL, REVERSED or BAND of each tile, int64 [tiles]."""
     square = tiles.q1 - tiles.q0 == tiles.k1 - tiles.k0
     diagonal = tiles.k0 - tiles.q0
@@ -82,15 +82,15 @@ def kinds(tiles: Tiles) -> Ints:
 
 
 def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
-    """Bands as FULL, CAUSAL and reversed tiles, with narrow ones left as bands in small rectangles."""
-    strips, parent = _strips(tiles, parent, narrow)
+    """Bands as FULL, CAUSAL and REVERSED tiles; narrow ones stay bands, in small rectangles."""
+    strips, parent = _cut_at_slopes(tiles, parent, narrow)
     q0, q1, k0, k1, lo, hi = strips.data
     left, right = k0 < q1 - 1 + lo, q0 + hi < k1 - 1
     dense = left & right & (hi - lo < narrow)
     flat, sloped = np.flatnonzero(dense | ~(left | right)), np.flatnonzero((left | right) & ~dense)
     q0, q1, k0, k1, lo, hi = strips.data[:, sloped]
     left, right = left[sloped], right[sloped]
-    # The rectangle between the triangles: what the strip's first and its last row both see, less the diagonals.
+    # The rectangle between the triangles: the keys that the strip's first and last query both see, less the diagonals.
     inner0, inner1 = np.where(left, q1 + lo, k0), np.where(right, q0 + hi, k1)
     open_ = np.full(len(sloped), OPEN)
     above = np.stack([q0, q1, q0 + lo, q1 + lo, lo, open_])[:, left]
@@ -99,18 +99,18 @@ def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     full, down = inner0 < inner1, right & (lo != hi)
     data = np.concatenate([strips.data[:, flat], above, middle[:, full], below[:, down]], axis=1)
     origin = parent[np.concatenate([flat, sloped[left], sloped[full], sloped[down]])]
-    sort = order(origin, data[0], data[2])
+    sort = sort_index(origin, data[0], data[2])
     return Tiles(data[:, sort]).fitted(), origin[sort]
 
 
-def _strips(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
-    """Tiles cut into strips of rows in which each side of the band either slopes or does not.
+def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
+    """Tiles cut into strips of queries in which each side of the band either slopes everywhere or nowhere.
 
-    Strips where both sides slope are cut further, to at most the band's width, so that their triangles do not meet;
-    those of narrow bands have at least a block of rows.
+    Strips in which both sides slope are cut further, to at most as many queries as the band is wide, so that their
+    triangles do not meet. Strips of narrow bands have at least a block of queries.
     """
     q0, q1, k0, k1, lo, hi = tiles.data
-    # The left side slopes from row `slopes`, the right side up to row `levels`.
+    # The left side slopes from query `slopes` on, the right side slopes before query `levels`.
     slopes, levels = np.clip(k0 - lo, q0, q1), np.clip(k1 - hi, q0, q1)
     cuts = np.stack([q0, np.minimum(slopes, levels), np.maximum(slopes, levels), q1])
     both = slopes < levels
@@ -119,18 +119,18 @@ def _strips(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     parts: list[tuple[Ints, Ints, Ints]] = []
     for index in range(3):
         start, end = cuts[index], cuts[index + 1]
-        step = np.where(both & (index == 1), height, np.maximum(end - start, 1))
-        count = -(-(end - start) // step)
-        which, number = spread(np.zeros_like(count), count)
-        first = start[which] + number * step[which]
-        parts.append((which, first, np.minimum(first + step[which], end[which])))
+        size = np.where(both & (index == 1), height, np.maximum(end - start, 1))
+        count = -(-(end - start) // size)
+        which, number = expand(np.zeros_like(count), count)
+        first = start[which] + number * size[which]
+        parts.append((which, first, np.minimum(first + size[which], end[which])))
     which, first, last = (np.concatenate(column) for column in zip(*parts, strict=True))
     open_ = np.full(len(which), OPEN)
     return tiles[which].within(first, last, -open_, open_), parent[which]
 
 
 def _batches(tiles: Tiles, kind: Ints) -> Ints:
-    """Numbers the tiles so that those of one number are of one kind and share no query row, with few numbers."""
+    """Numbers the tiles so that tiles of one number are of one kind and share no query; uses few numbers."""
     batch = np.zeros(len(tiles), np.int64)
     open_batches: list[tuple[int, int, int]] = []  # kind, end of the last tile, number
     for index in np.lexsort((tiles.q0, kind)).tolist():

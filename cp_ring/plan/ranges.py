@@ -1,4 +1,4 @@
-"""Vectorised helpers for many half-open ranges at once."""
+"""Vectorized operations on many half-open ranges `[start, end)` at once, and checks of whole numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ints = NDArray[np.int64]
 
 
 def integer(value: object, what: str) -> int:
-    """`value` as an int. Raises `PlanError` where it is none: nothing is rounded."""
+    """`value` as an int. Raises `PlanError` if it is not a whole number: nothing is rounded."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -21,7 +21,7 @@ def integer(value: object, what: str) -> int:
 
 
 def integers(values: object, what: str) -> Ints:
-    """`values` as an int64 array. Raises `PlanError` where they are no integers: nothing is rounded."""
+    """`values` as an int64 array. Raises `PlanError` if they are not integers: nothing is rounded."""
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise PlanError(
@@ -30,8 +30,8 @@ def integers(values: object, what: str) -> Ints:
     return array.astype(np.int64)
 
 
-def order(*keys: Ints) -> Ints | slice:
-    """What sorts by non-negative `keys`, the most significant first: indices, or `slice(None)` where all is in order."""
+def sort_index(*keys: Ints) -> Ints | slice:
+    """Index that sorts by the non-negative `keys`, the most significant first; `slice(None)` if they are sorted already."""
     key = keys[0]
     for minor in keys[1:]:
         span = int(minor.max(initial=0)) + 1
@@ -42,8 +42,8 @@ def order(*keys: Ints) -> Ints | slice:
 
 
 def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """Union of the ranges of each group: sorted, disjoint, not touching."""
-    sort = order(group, start)
+    """Union of the ranges of each group, as (group, start, end): sorted, disjoint, and joined where they touch."""
+    sort = sort_index(group, start)
     group, start, end = group[sort], start[sort], end[sort]
     base = group * (int(end.max(initial=0)) + 1)
     reach = np.maximum.accumulate(end + base)
@@ -53,13 +53,13 @@ def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def overlaps(start: Ints, end: Ints, edges_start: Ints, edges_end: Ints) -> tuple[Ints, Ints]:
-    """All pairs (range, cell) that overlap, where the cells are sorted and disjoint."""
+    """All pairs (range, cell) that overlap. The cells `[edges_start, edges_end)` must be sorted and disjoint."""
     first = np.searchsorted(edges_end, start, side="right")
     count = np.maximum(np.searchsorted(edges_start, end, side="left") - first, 0)
-    return spread(first, count)
+    return expand(first, count)
 
 
-def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
-    """For each i the numbers from `first[i]`, `count[i]` of them, as pairs (i, number)."""
+def expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """Pairs (i, number): for each i, the `count[i]` numbers that start at `first[i]`."""
     which = np.repeat(np.arange(len(first)), count)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - first, count)

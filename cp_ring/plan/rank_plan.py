@@ -1,4 +1,4 @@
-"""One rank's plan, made from the tables of all ranks: its tokens are counted in the buffers that the executor holds."""
+"""One rank's plan, made from the tables of all ranks. Its tokens are counted in the buffers that the executor holds."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from itertools import groupby
 
 import numpy as np
 
-from cp_ring.plan.ranges import Ints, order
+from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.tables import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 
 
-class _Packing:
-    """Buffers in which ranges of a shard lie end to end, one buffer a hop; hop 0 is the whole shard."""
+class _HopBuffers:
+    """One buffer for each hop, in which the hop's ranges of a shard lie end to end; that of hop 0 is the whole shard."""
 
     def __init__(self, ranges: Transfers, num_tokens: int, cp: int):
         self._hop, self._start, size = ranges.hop, ranges.start, ranges.tokens
@@ -22,7 +22,7 @@ class _Packing:
         self.sizes[0] = num_tokens
 
     def slide(self, hop: Ints, start: Ints) -> Ints:
-        """What to add to a row of the shard to get its row of the hop's buffer."""
+        """What to add to a token of the shard to get its place in the hop's buffer."""
         if not len(self._hop):
             return np.zeros_like(hop)
         key = hop * self._span + np.minimum(start, self._span - 1)
@@ -31,14 +31,14 @@ class _Packing:
 
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
-    """The row of one rank, from the tables of the plan."""
+    """The plan of one rank, from the tables of all ranks."""
     cp, num_tokens = plan.cp, int(plan.layout.tokens_per_rank[rank])
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
     tiles, tile_hop = plan.tiles[mine], plan.tile_hop[mine]
-    arriving = plan.transfers.between("receiver", rank)
-    leaving = plan.transfers_by_sender.between("sender", rank)
-    grads_leaving = plan.gradients.between("sender", rank)
-    grads_arriving = plan.gradients_by_receiver.between("receiver", rank)
+    arriving = plan.transfers.where("receiver", rank)
+    leaving = plan.transfers_by_sender.where("sender", rank)
+    grads_leaving = plan.gradients.where("sender", rank)
+    grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
 
     live = np.zeros(cp, bool)
     for hop in (tile_hop, arriving.hop, leaving.hop, grads_leaving.hop, grads_arriving.hop):
@@ -49,7 +49,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     for table in (arriving, grads_leaving):
         source[table.hop] = table.owner
 
-    keys, grads = _Packing(arriving, num_tokens, cp), _Packing(grads_leaving, num_tokens, cp)
+    keys, grads = _HopBuffers(arriving, num_tokens, cp), _HopBuffers(grads_leaving, num_tokens, cp)
     key_slide = keys.slide(tile_hop, tiles.k0)
     grad_shift = grads.slide(tile_hop, tiles.k0) - key_slide
     tiles = tiles.shifted(0, key_slide)
@@ -77,18 +77,18 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
 
 
 class _Messages:
-    """The messages of a table, in rows of the packed buffers numbered `buffer`."""
+    """The messages of a table, with ranges counted in the buffers of the hops `buffer`. `peer` is the other end's field."""
 
-    def __init__(self, table: Transfers, peer: str, buffer: Ints, packing: _Packing):
-        slide, peers = packing.slide(buffer, table.start), getattr(table, peer)
-        # A buffer that is filled at its own hop goes without saying; only others are named.
+    def __init__(self, table: Transfers, peer: str, buffer: Ints, buffers: _HopBuffers):
+        slide, peers = buffers.slide(buffer, table.start), getattr(table, peer)
+        # `Transfer.buffer` is 0 for the buffer of the message's own hop.
         named = np.where(buffer == table.hop, 0, buffer)
-        sort = order(table.hop, peers, named, table.start)
+        sort = sort_index(table.hop, peers, named, table.start)
         self._hop = table.hop[sort]
-        self._rows = np.stack([peers, named, table.start + slide, table.end + slide])[:, sort]
+        self._messages = np.stack([peers, named, table.start + slide, table.end + slide])[:, sort]
 
     def at(self, hop: int) -> tuple[Transfer, ...]:
-        """Those of one hop, grouped by peer."""
-        rows = self._rows[:, slice(*np.searchsorted(self._hop, [hop, hop + 1]))].T.tolist()
-        groups = groupby(rows, key=lambda row: (row[0], row[1]))
-        return tuple(Transfer(peer, tuple((row[2], row[3]) for row in part), named) for (peer, named), part in groups)
+        """The messages of one hop, one transfer for each peer and buffer."""
+        messages = self._messages[:, slice(*np.searchsorted(self._hop, [hop, hop + 1]))].T.tolist()
+        groups = groupby(messages, key=lambda message: message[:2])
+        return tuple(Transfer(peer, tuple((start, end) for _, _, start, end in group), named) for (peer, named), group in groups)

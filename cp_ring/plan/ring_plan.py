@@ -1,9 +1,9 @@
 """RingPlan: for each rank and hop, the tiles to compute and the token ranges to move, as data.
 
-At hop t a rank computes on the keys of one source rank: its own at hop 0, later those of rank (r - t) mod cp. The plan
-is three tables over all ranks: tiles (which rank computes what on whose keys, at which hop), transfers (which rows of
-whose keys move between which ranks, at which hop) and gradients (likewise, on their way home). `plan.rank_plan(rank)`
-is one rank's part, which the executor runs.
+At hop t rank r computes on the keys of one source rank: its own at hop 0, later those of rank (r - t) mod cp. The plan
+is three tables over all ranks: tiles (which rank computes which pairs, on whose keys, at which hop), transfers (which
+tokens' keys and values move between which ranks, at which hop) and gradients (the same for the gradients of keys and
+values). `plan.rank_plan(rank)` is one rank's part, which the executor runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cp_ring.plan.ranges import Ints, union
 from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.routes import LOCAL, ROUTES
 from cp_ring.plan.tables import Need, PlanTables, RankPlan
-from cp_ring.plan.tiles import Tiles, coalesce, cut
+from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 from cp_ring.plan.verify import Report, verify
 from cp_ring.plan.verify_ranks import verify_rank_plans
 
@@ -32,19 +32,19 @@ class RingPlan(PlanTables):
 
     @classmethod
     def build(cls, mask: Mask, layout: Layout, route: str = "direct") -> RingPlan:
-        """The plan of all ranks. Raises `PlanError` when mask and layout differ in length, or the route is unknown."""
+        """The plan of all ranks. Raises `PlanError` if mask and layout differ in length, or the route is not in `ROUTES`."""
         _check(mask, layout, route)
-        return cls._from_cut(mask, layout, route, cut(mask.pieces, layout.edges))
+        return cls._from_cut(mask, layout, route, split_at_edges(mask.pieces, layout.edges))
 
     @classmethod
     def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, route: str = "direct") -> RankPlan:
-        """One rank's row, without planning for the others where the route allows that. Raises as `build` does."""
+        """One rank's plan, without planning for the others if the route is in `LOCAL`. Raises as `build` does."""
         _check(mask, layout, route)
         check_rank(rank, layout.cp)
         if route not in LOCAL:
             return cls.build(mask, layout, route).rank_plan(rank)
         mine = layout.owner == rank
-        parts = [cut(mask.pieces, layout.edges, keep=keep) for keep in ((mine, ~mine), (~mine, mine), (mine, mine))]
+        parts = [split_at_edges(mask.pieces, layout.edges, keep=keep) for keep in ((mine, ~mine), (~mine, mine), (mine, mine))]
         tiles = Tiles(np.concatenate([part[0].data for part in parts], axis=1))
         query_chunk, key_chunk = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
         return cls._from_cut(mask, layout, route, (tiles, query_chunk, key_chunk)).rank_plan(rank)
@@ -64,9 +64,9 @@ class RingPlan(PlanTables):
         return cls(mask, layout, route, tiles, rank, hop, source, transfers, gradients)
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """The part of one rank, with tile columns counted in the packed key buffer of their hop.
+        """The plan of one rank, with keys of tiles counted in the key buffer of their hop; made once.
 
-        Raises `PlanError` where there is no such rank.
+        Raises `PlanError` if there is no such rank.
         """
         check_rank(rank, self.cp)
         if rank not in self._rank_plans:
@@ -74,9 +74,10 @@ class RingPlan(PlanTables):
         return self._rank_plans[rank]
 
     def verify(self, num_slots: int = 2, rank_plans: bool = False) -> Report:
-        """Proves the plan for all ranks; with `rank_plans`, also the rank plans that the executor runs.
+        """Proves the plan for all ranks, run with `num_slots` receive buffers; see `cp_ring.plan.verify`.
 
-        Raises `PlanError` that names the rank, the hop and the tokens.
+        With `rank_plans` it also proves the rank plans that the executor runs, at a higher cost; see
+        `cp_ring.plan.verify_ranks`. Raises `PlanError` that names the rank, the hop and the tokens.
         """
         proven = verify(self, num_slots)
         if rank_plans:
@@ -92,7 +93,7 @@ def _check(mask: Mask, layout: Layout, route: str) -> None:
 
 
 def _need(tiles: Tiles, rank: Ints, hop: Ints, source: Ints, cp: int) -> Need:
-    """What each rank reads of others' keys at each hop."""
+    """What each rank reads of the other ranks' keys at each hop."""
     away = np.flatnonzero(hop > 0)
     group, start, end = union(rank[away] * cp + hop[away], tiles.k0[away], tiles.k1[away])
     first = away[np.searchsorted(rank[away] * cp + hop[away], group)]

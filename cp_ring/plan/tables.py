@@ -1,7 +1,7 @@
 """The tables of a plan: what every rank needs, computes and moves, for all ranks and for one.
 
-Everything else of the plan reads or makes these: routes turn `Need` into `Transfers`, `RingPlan` is a `PlanTables`, the
-proof judges it, and the executor runs one rank's `RankPlan`.
+The rest of the plan makes or reads these tables. A route turns `Need` into `Transfers`; a `RingPlan` is a `PlanTables`;
+the proof checks it; the executor runs one rank's `RankPlan`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, order
-from cp_ring.plan.tiles import Tiles, halfway
+from cp_ring.plan.ranges import Ints, sort_index
+from cp_ring.plan.tiles import Tiles, split_in_half
 
 
 @dataclass(frozen=True, eq=False)
 class Need:
-    """Rows `[start, end)` of `owner`'s shard that `rank` reads at `hop`: int64 arrays, sorted by rank, hop and row."""
+    """Tokens `[start, end)` of `owner`'s shard that `rank` reads at `hop`: int64 arrays, sorted by rank, hop and start."""
 
     rank: Ints
     hop: Ints
@@ -34,11 +34,11 @@ class Need:
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Messages between ranks, one a column: rows `[start, end)` of `owner`'s shard go from `sender` to `receiver`.
+    """Messages between ranks: tokens `[start, end)` of `owner`'s shard go from `sender` to `receiver`.
 
-    All are int64 arrays of one length. `hop` is when: keys fill the receiver's buffer of that hop, gradients leave the
-    sender's. `buffer` is the other end: the hop of the sender's key buffer, or of the receiver's gradient buffer; 0 is
-    the rank's own shard, or its own accumulators.
+    All fields are int64 arrays of one length, one entry a message. `hop` tells when: keys fill the receiver's key buffer
+    of that hop, gradients leave the sender's gradient buffer of that hop. `buffer` is the hop of the buffer at the other
+    end: the sender's key buffer, or the receiver's gradient buffer; 0 is the rank's own shard or accumulators.
     """
 
     hop: Ints
@@ -60,21 +60,22 @@ class Transfers:
         return self.end - self.start
 
     def sorted_by(self, *names: str) -> Transfers:
-        """Sorted by the named columns, the most significant first."""
-        return self[order(*(getattr(self, name) for name in names))]
+        """Sorted by the named fields, the most significant first."""
+        return self[sort_index(*(getattr(self, name) for name in names))]
 
-    def between(self, column: str, value: int) -> Transfers:
-        """The rows with this value in the column by which the table is sorted first; a view."""
-        return self[slice(*np.searchsorted(getattr(self, column), [value, value + 1]))]
+    def where(self, name: str, value: int) -> Transfers:
+        """A view of the messages with this value in field `name`, by which the table must be sorted first."""
+        return self[slice(*np.searchsorted(getattr(self, name), [value, value + 1]))]
 
 
 @dataclass(frozen=True, eq=False)
 class PlanTables:
     """Tiles and transfers of all ranks.
 
-    tiles: queries counted in the rank's shard, keys in the source's shard; `tile_rank`, `tile_hop`, `tile_source`
-    int64 [tiles]; sorted by rank and hop.
-    transfers: keys, sorted by receiver, hop and start. gradients: sorted by sender, hop and start.
+    tiles: queries counted in the rank's shard, keys in the source's shard; sorted by rank and hop.
+    tile_rank, tile_hop, tile_source: int64 [tiles], the rank and hop that compute each tile, and the owner of its keys.
+    transfers: messages of keys and values, sorted by receiver, hop and start.
+    gradients: messages of their gradients, sorted by sender, hop and start.
     """
 
     mask: Mask
@@ -106,9 +107,10 @@ class PlanTables:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows `[start, end)` of a buffer, sent to or received from `peer`, one message for each range.
+    """Tokens `[start, end)` of a buffer, sent to or received from `peer`, one message for each range.
 
-    `buffer` tells whose rows: 0 is the rank's own shard, t > 0 the buffer of hop t.
+    `buffer` names the buffer: 0 is the rank's own shard, t > 0 the buffer of hop t. It is 0 as well for the buffer of the
+    hop that the transfer belongs to.
     """
 
     peer: int
@@ -120,7 +122,7 @@ class Transfer:
         return sum(end - start for start, end in self.ranges)
 
     def packed(self, first: int = 0) -> Transfer:
-        """The same messages laid end to end from row `first` of another buffer."""
+        """The same messages laid end to end, from token `first` of another buffer."""
         cuts = list(accumulate((end - start for start, end in self.ranges), initial=first))
         return Transfer(self.peer, tuple(pairwise(cuts)), self.buffer)
 
@@ -129,15 +131,15 @@ class Transfer:
 class Hop:
     """What one rank does at one hop.
 
-    Keys: `receive` fills the `num_keys` rows of this hop's key buffer (at hop 0 it is the rank's own shard, and nothing
-    is received); `sends` leave at the same time. Both are posted before the hop before this one is computed.
+    Keys: `receive` fills the `num_keys` tokens of this hop's key buffer. At hop 0 the buffer is the rank's own shard, and
+    nothing is received. `sends` leave at the same time. Both are posted before the previous hop is computed.
 
-    Tiles: rows of the rank's shard, columns of this hop's key buffer, which holds keys of rank `source` (-1 where the
-    hop only sends).
+    Tiles: queries are tokens of the rank's shard; keys are tokens of this hop's key buffer, which holds keys of rank
+    `source` (-1 if the hop only sends).
 
-    Gradients, backward only: column k of tile i belongs to row `k + grad_shift[i]` of this hop's gradient buffer of
-    `num_grads` rows. Once computed, `grad_sends` leave from that buffer, and `grad_receives` are added to the rank's own
-    accumulators (`buffer` 0) or to the gradient buffer of a later hop.
+    Gradients, backward only: key k of tile i belongs to token `k + grad_shift[i]` of this hop's gradient buffer of
+    `num_grads` tokens. After the hop is computed, `grad_sends` leave from that buffer, and `grad_receives` are added to
+    the rank's own accumulators (`buffer` 0) or to the gradient buffer of a later hop.
     """
 
     index: int
@@ -153,7 +155,7 @@ class Hop:
 
 
 class Hops(Sequence[Hop]):
-    """Hops that are made when first asked for: a rank among 1,024 has 1,024, and needs one at a time."""
+    """Hops that are made when first read: one rank of 1,024 has 1,024 hops, and needs one at a time."""
 
     def __init__(self, make: Callable[[int], Hop], live: list[int]):
         self._make, self._live = make, live
@@ -183,7 +185,10 @@ class Hops(Sequence[Hop]):
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """One rank's hops, dead ones left out. `batch` is how many batch rows its `num_tokens` tokens are of."""
+    """One rank's hops; hops at which the rank neither computes nor moves anything are left out.
+
+    `num_tokens` is the size of the rank's shard, `batch` the number of batch rows that the shard holds.
+    """
 
     rank: int
     cp: int
@@ -193,32 +198,32 @@ class RankPlan:
 
     @cached_property
     def backward(self) -> Sequence[Hop]:
-        """The hops in the order of the backward pass: half the work on the rank's own keys is left for the end.
+        """The hops in the order of the backward pass: half of hop 0, the other hops, the other half of hop 0.
 
-        The last hop's gradients travel while it is done, as the first hop's keys do during the other half.
+        The first remote keys travel during the first half, the last gradients during the second.
         """
         if len(self.hops) < 2 or self.hops[0].index:
             return self.hops
         first, *others = self.hops
-        start, rest = (replace(first, tiles=t, grad_shift=first.grad_shift[which]) for t, which in halfway(first.tiles))
-        return (start, *others, rest) if len(start.tiles) and len(rest.tiles) else self.hops
+        start, end = (replace(first, tiles=t, grad_shift=first.grad_shift[which]) for t, which in split_in_half(first.tiles))
+        return (start, *others, end) if len(start.tiles) and len(end.tiles) else self.hops
 
     @property
     def packed(self) -> bool:
-        """Many tiles of many sizes on the rank's own keys, as packed documents have."""
+        """Whether the rank's own keys have many tiles, as with packed documents."""
         return any(len(hop.tiles) > 4 for hop in self.hops[:1])
 
     @property
     def max_keys(self) -> int:
-        """Rows of the largest key buffer that a hop receives."""
+        """Tokens of the largest key buffer that a hop receives."""
         return max((hop.num_keys for hop in self.hops if hop.receive), default=0)
 
     @property
     def max_grads(self) -> int:
-        """Rows of the largest gradient buffer of a hop other than hop 0."""
+        """Tokens of the largest gradient buffer of a hop other than hop 0."""
         return max((hop.num_grads for hop in self.hops if hop.index), default=0)
 
     @property
     def max_grad_receives(self) -> int:
-        """Rows of the most gradients that arrive at one hop."""
+        """Tokens of the most gradients that arrive at one hop."""
         return max((sum(t.tokens for t in hop.grad_receives) for hop in self.hops), default=0)

@@ -1,7 +1,7 @@
 """Tiles: rectangles of the score matrix, each cut by a diagonal band.
 
-A tile allows query row q and key column k where `q0 <= q < q1`, `k0 <= k < k1` and `lo <= k - q <= hi`. The same type
-describes a mask (rows and columns are token positions) and a hop's work (rows of a rank's shard, rows of a key buffer).
+A tile allows query q and key k if `q0 <= q < q1`, `k0 <= k < k1` and `lo <= k - q <= hi`. The same type describes a mask
+(queries and keys are token positions) and a hop's work (queries are tokens of a rank's shard, keys tokens of a buffer).
 
 Many tiles are one `[6, count]` array, because a plan for packed documents on many ranks has millions of them.
 """
@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, order, overlaps
+from cp_ring.plan.ranges import Ints, overlaps, sort_index
 
 OPEN = 1 << 60
-"""A bound that never cuts."""
+"""An open bound of a band: it cuts nothing."""
 
 
 class Tile(NamedTuple):
-    """One tile, for people and kernels. `lo` of -OPEN and `hi` of OPEN leave that side unbounded."""
+    """One tile, for people and kernels. `lo` = -OPEN and `hi` = OPEN leave that side unbounded."""
 
     q0: int
     q1: int
@@ -32,17 +32,13 @@ class Tile(NamedTuple):
     hi: int = OPEN
 
     @property
-    def is_full(self) -> bool:
-        return self.lo == -OPEN and self.hi == OPEN
-
-    @property
     def is_causal(self) -> bool:
-        """A square cut by its main diagonal: row i sees columns 0 to i."""
+        """A square cut by its main diagonal: query i sees keys 0 to i."""
         return self.lo == -OPEN and self.hi == self.k0 - self.q0 and self.q1 - self.q0 == self.k1 - self.k0
 
 
 class Tiles:
-    """A frozen batch of tiles; iterating yields `Tile`."""
+    """Tiles as one int64 array `data` [6, count]: q0, q1, k0, k1, lo, hi. Iterating yields `Tile`."""
 
     __slots__ = ("data",)
 
@@ -51,9 +47,9 @@ class Tiles:
         self.data = data
 
     @classmethod
-    def of(cls, rows: Iterable[Tile | tuple[int, ...]]) -> Tiles:
+    def of(cls, tiles: Iterable[Tile | tuple[int, ...]]) -> Tiles:
         """Tiles from an iterable of (q0, q1, k0, k1, lo, hi)."""
-        return cls(np.array(list(rows), dtype=np.int64).reshape(-1, 6).T.copy())
+        return cls(np.array(list(tiles), dtype=np.int64).reshape(-1, 6).T.copy())
 
     @property
     def q0(self) -> Ints:
@@ -83,7 +79,7 @@ class Tiles:
         return self.data.shape[1]
 
     def __iter__(self) -> Iterator[Tile]:
-        return (Tile(*row) for row in self.data.T.tolist())
+        return (Tile(*numbers) for numbers in self.data.T.tolist())
 
     def __getitem__(self, index: NDArray[np.generic] | slice) -> Tiles:
         return Tiles(self.data[:, index])
@@ -94,18 +90,18 @@ class Tiles:
     def __repr__(self) -> str:
         return f"Tiles({list(self)[:4]}{'...' if len(self) > 4 else ''})"
 
-    def shifted(self, rows: Ints | int, columns: Ints | int) -> Tiles:
-        """The same tiles with rows and columns renumbered by adding `rows` and `columns`."""
+    def shifted(self, queries: Ints | int, keys: Ints | int) -> Tiles:
+        """The same tiles, with `queries` added to query positions and `keys` to key positions."""
         data = self.data.copy()
-        data[0:2] += rows
-        data[2:4] += columns
-        slide = np.asarray(columns) - np.asarray(rows)
+        data[0:2] += queries
+        data[2:4] += keys
+        slide = np.asarray(keys) - np.asarray(queries)
         np.add(data[4], slide, out=data[4], where=data[4] != -OPEN)
         np.add(data[5], slide, out=data[5], where=data[5] != OPEN)
         return Tiles(data)
 
     def within(self, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> Tiles:
-        """Each tile cut to its own rectangle, fitted; the count stays, empty tiles have `q0 >= q1`."""
+        """Each tile cut to its own rectangle and fitted. The count stays; empty tiles have `q0 >= q1`."""
         data = self.data.copy()
         np.maximum(data[0], q0, out=data[0])
         np.minimum(data[1], q1, out=data[1])
@@ -114,7 +110,7 @@ class Tiles:
         return Tiles(_fit(data))
 
     def fitted(self) -> Tiles:
-        """Without empty rows and columns, the count unchanged: empty tiles have `q0 >= q1`.
+        """Without queries that see no key and keys that no query sees. The count stays; empty tiles have `q0 >= q1`.
 
         Bounds that cut nothing become open, so that equal areas compare equal.
         """
@@ -126,7 +122,7 @@ class Tiles:
         return fitted[fitted.live()]
 
     def live(self) -> Ints | slice:
-        """Index of the tiles that are not empty, of fitted tiles."""
+        """Index of the tiles that are not empty. The tiles must be fitted."""
         live = self.q0 < self.q1
         return slice(None) if live.all() else np.flatnonzero(live)
 
@@ -160,48 +156,49 @@ def _fit(data: Ints) -> Ints:
     np.minimum(k1, q1 + hi, out=k1)
     lo[lo <= k0 - (q1 - 1)] = -OPEN
     hi[hi >= k1 - 1 - q0] = OPEN
-    # An empty column range or band empties the rows too, so that `q0 < q1` alone tells a live tile.
+    # A tile without keys, or with an empty band, gets no queries either, so that `q0 < q1` alone tells a live tile.
     np.copyto(q1, q0, where=empty | (k0 >= k1))
     return data
 
 
-def cut(
-    pieces: Tiles, rows: Ints, columns: Ints | None = None, keep: tuple[Ints, Ints] | None = None
+def split_at_edges(
+    pieces: Tiles, edges: Ints, key_edges: Ints | None = None, keep: tuple[Ints, Ints] | None = None
 ) -> tuple[Tiles, Ints, Ints]:
-    """Pieces cut at `rows` and `columns` (by default the same edges): (tiles, index of the row cell, of the column cell).
+    """Pieces of a mask cut at chunk edges, as (tiles, query chunk of each, key chunk of each).
 
-    `keep`, bool arrays of the row and of the column cells, chooses the cells whose tiles are wanted.
+    Queries are cut at `edges`, keys at `key_edges`, by default the same. `keep`, a bool array of the query chunks and one
+    of the key chunks, chooses the chunks whose tiles are wanted.
     """
-    columns = rows if columns is None else columns
-    row_cells, column_cells = (np.arange(len(edges) - 1) for edges in (rows, columns))
+    key_edges = edges if key_edges is None else key_edges
+    query_chunks, key_chunks = (np.arange(len(cuts) - 1) for cuts in (edges, key_edges))
     if keep is not None:
-        row_cells, column_cells = np.flatnonzero(keep[0]), np.flatnonzero(keep[1])
+        query_chunks, key_chunks = np.flatnonzero(keep[0]), np.flatnonzero(keep[1])
     open_ = np.full(1, OPEN)
-    piece, cell = overlaps(pieces.q0, pieces.q1, rows[row_cells], rows[row_cells + 1])
-    row_cell = row_cells[cell]
-    strips = pieces[piece].within(rows[row_cell], rows[row_cell + 1], -open_, open_)
-    live = strips.live()
-    strips, row_cell = strips[live], row_cell[live]
-    strip, cell = overlaps(strips.k0, strips.k1, columns[column_cells], columns[column_cells + 1])
-    column_cell = column_cells[cell]
-    tiles = strips[strip].within(-open_, open_, columns[column_cell], columns[column_cell + 1])
+    piece, place = overlaps(pieces.q0, pieces.q1, edges[query_chunks], edges[query_chunks + 1])
+    query_chunk = query_chunks[place]
+    parts = pieces[piece].within(edges[query_chunk], edges[query_chunk + 1], -open_, open_)
+    live = parts.live()
+    parts, query_chunk = parts[live], query_chunk[live]
+    part, place = overlaps(parts.k0, parts.k1, key_edges[key_chunks], key_edges[key_chunks + 1])
+    key_chunk = key_chunks[place]
+    tiles = parts[part].within(-open_, open_, key_edges[key_chunk], key_edges[key_chunk + 1])
     live = tiles.live()
-    return tiles[live], row_cell[strip[live]], column_cell[live]
+    return tiles[live], query_chunk[part[live]], key_chunk[live]
 
 
-def halfway(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
-    """The tiles cut at a row that leaves about half of the pairs above it and half below.
+def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
+    """The tiles in two parts of about half of the pairs each: those before and those from one query.
 
-    Each half comes with the index of the tile that each of its tiles is part of. The row is a multiple of 128 where
-    there are many, because kernels work in blocks of it.
+    Each part comes with the index of the tile that each of its tiles is part of. With many queries, the cut is at a
+    multiple of 128, because kernels work in blocks of 128 queries.
     """
     open_ = np.full(1, OPEN)
     low, high = int(tiles.q0.min(initial=OPEN)), int(tiles.q1.max(initial=0))
     block, total = min(128, max((high - low) // 8, 1)), tiles.area().sum()
     blocks = range(low // block + 1, -(-high // block))
     place = bisect_left(blocks, total, key=lambda i: 2 * tiles.within(-open_, np.full(1, i * block), -open_, open_).area().sum())
-    row = np.full(1, blocks[min(place, len(blocks) - 1)] * block if blocks else high)
-    parts = [tiles.within(-open_, row, -open_, open_), tiles.within(row, open_, -open_, open_)]
+    query = np.full(1, blocks[min(place, len(blocks) - 1)] * block if blocks else high)
+    parts = [tiles.within(-open_, query, -open_, open_), tiles.within(query, open_, -open_, open_)]
     return [(part[live], live) for part in parts for live in [np.flatnonzero(part.q0 < part.q1)]]
 
 
@@ -210,11 +207,11 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
 
     `group` numbers each tile's group; the result is sorted by (group, q0, k0).
     """
-    for rows in (False, True, False):
+    for along_queries in (False, True, False):
         while True:
-            sort = order(group, tiles.k0, tiles.q0) if rows else order(group, tiles.q0, tiles.k0)
+            sort = sort_index(group, tiles.k0, tiles.q0) if along_queries else sort_index(group, tiles.q0, tiles.k0)
             tiles, group = tiles[sort], group[sort]
-            joined, first = _join_pairs(tiles, group, rows)
+            joined, first = _join_pairs(tiles, group, along_queries)
             if not len(first):
                 break
             keep = np.delete(np.arange(len(tiles)), first + 1)
@@ -223,17 +220,21 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
     return tiles, group
 
 
-def _join_pairs(tiles: Tiles, group: Ints, rows: bool) -> tuple[Tiles, Ints]:
-    """Disjoint pairs (i, i + 1) that join, as joined tiles and their first indices; neighbors by rows or by columns."""
+def _join_pairs(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Tiles, Ints]:
+    """Disjoint pairs (i, i + 1) whose union is one tile, as (joined tiles, index i of each).
+
+    The two are neighbors in queries or, with the same queries, in keys.
+    """
     a, b = tiles.data[:, :-1], tiles.data[:, 1:]
-    near = (group[:-1] == group[1:]) & ((a[1] == b[0]) if rows else (a[3] == b[2]) & (a[0] == b[0]) & (a[1] == b[1]))
+    touch = (a[1] == b[0]) if along_queries else (a[3] == b[2]) & (a[0] == b[0]) & (a[1] == b[1])
+    near = (group[:-1] == group[1:]) & touch
     first = np.flatnonzero(near)
     left, right = tiles[first], tiles[first + 1]
     a, b = left.data, right.data
     whole = Tiles(np.stack([np.minimum(a[0], b[0]), np.maximum(a[1], b[1]), np.minimum(a[2], b[2]), np.maximum(a[3], b[3]),
                             np.maximum(a[4], b[4]), np.minimum(a[5], b[5])]))  # fmt: skip
     far = np.full(len(first), OPEN)
-    if rows:
+    if along_queries:
         back = [whole.within(t.q0, t.q1, -far, far).data == t.data for t in (left, right)]
     else:
         back = [whole.within(-far, far, t.k0, t.k1).data == t.data for t in (left, right)]

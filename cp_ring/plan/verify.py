@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, order, overlaps, spread, union
+from cp_ring.plan.ranges import Ints, expand, overlaps, sort_index, union
 from cp_ring.plan.tables import PlanTables, Transfers
 from cp_ring.plan.tiles import Tiles
 
@@ -107,7 +107,7 @@ def check_tables(plan: PlanTables) -> None:
         ("transfers are not sorted by receiver, hop and row", (keys.receiver, keys.hop, keys.start)),
         ("gradients are not sorted by sender, hop and row", (grads.sender, grads.hop, grads.start)),
     ):
-        if not isinstance(order(*columns), slice):
+        if not isinstance(sort_index(*columns), slice):
             raise PlanError(what)
     inside = (tiles.q0 >= 0) & (tiles.k0 >= 0) & (tiles.q1 <= size[plan.tile_rank]) & (tiles.k1 <= size[plan.tile_source])
     rows = (tiles.q0 < tiles.q1) & (tiles.q0 >= tiles.k0 - tiles.hi) & (tiles.q1 <= tiles.k1 - tiles.lo)
@@ -158,8 +158,8 @@ def check_cover(plan: PlanTables) -> None:
     all sides are straight, so it is enough that at its first and at its last row the tiles, from left to right, lead
     from the mask's left side to its right side with neither gap nor overlap.
     """
-    tiles, parent = in_tokens(plan)
-    pieces = plan.mask.pieces[order(plan.mask.pieces.q0)]
+    tiles, parent = tiles_in_stream(plan)
+    pieces = plan.mask.pieces[sort_index(plan.mask.pieces.q0)]
     if (pieces.q1[:-1] > pieces.q0[1:]).any():
         raise PlanError("the mask is no interval mask: two of its pieces share a query")
     marks = np.zeros(plan.n + 1, bool)
@@ -167,12 +167,12 @@ def check_cover(plan: PlanTables) -> None:
         for row in (part.q0, part.q1, np.clip(part.k0 - part.lo, part.q0, part.q1), np.clip(part.k1 - part.hi, part.q0, part.q1)):
             marks[row] = True
     cuts = np.flatnonzero(marks)
-    which, strip = _strips(tiles, cuts)
+    which, strip = _strips_of(tiles, cuts)
     left, right = _sides(tiles, which, cuts[strip]), _sides(tiles, which, cuts[strip + 1] - 1)
-    sort = order(strip, left[0])
+    sort = sort_index(strip, left[0])
     which, strip, sides = which[sort], strip[sort], np.concatenate([left, right])[:, sort]
 
-    piece, allowed_strip = _strips(pieces, cuts)
+    piece, allowed_strip = _strips_of(pieces, cuts)
     allowed = np.full((4, len(cuts)), -1)
     allowed[:, allowed_strip] = np.concatenate(
         [_sides(pieces, piece, cuts[allowed_strip]), _sides(pieces, piece, cuts[allowed_strip + 1] - 1)]
@@ -195,10 +195,10 @@ def check_cover(plan: PlanTables) -> None:
     )
 
 
-def _strips(tiles: Tiles, cuts: Ints) -> tuple[Ints, Ints]:
+def _strips_of(tiles: Tiles, cuts: Ints) -> tuple[Ints, Ints]:
     """All pairs (tile, strip of rows between two cuts)."""
     first = np.searchsorted(cuts, tiles.q0)
-    return spread(first, np.searchsorted(cuts, tiles.q1) - first)
+    return expand(first, np.searchsorted(cuts, tiles.q1) - first)
 
 
 def _sides(tiles: Tiles, which: Ints, row: Ints) -> Ints:
@@ -207,7 +207,7 @@ def _sides(tiles: Tiles, which: Ints, row: Ints) -> Ints:
     return np.stack([np.maximum(k0, row + lo), np.minimum(k1, row + hi + 1)])
 
 
-def in_tokens(plan: PlanTables) -> tuple[Tiles, Ints]:
+def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
     """The plan's tiles in token positions, split where chunks of a shard meet, and the index of the tile of each."""
     layout = plan.layout
     chunk = np.argsort(layout.owner, kind="stable")

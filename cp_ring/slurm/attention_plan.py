@@ -8,7 +8,7 @@ import numpy as np
 
 from cp_ring.errors import ConfigError
 from cp_ring.job.config import JobConfig
-from cp_ring.plan.cost import Sizes, cost, timeline
+from cp_ring.plan.cost import AttentionSizes, cost, timeline
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
@@ -26,7 +26,7 @@ def plan_of(job: JobConfig) -> RingPlan:
     return RingPlan.build(Mask.causal(n), layout, job.cp_ring.route)
 
 
-def sizes_of(job: JobConfig) -> Sizes:
+def sizes_of(job: JobConfig) -> AttentionSizes:
     """Heads of one tensor-parallel rank, and the dtype, from Megatron's settings."""
     given, tp = job.megatron, job.parallel.tensor_model_parallel_size
     heads = int(given.get("num_attention_heads") or 1)
@@ -37,7 +37,7 @@ def sizes_of(job: JobConfig) -> Sizes:
         groups, width = heads, nope + rotary
     dtype = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
     batch = int(given.get("micro_batch_size") or 1)
-    return Sizes(max(1, heads // tp), max(1, groups // tp), max(1, width), max(1, value_width), dtype=dtype, batch=batch)
+    return AttentionSizes(max(1, heads // tp), max(1, groups // tp), max(1, width), max(1, value_width), dtype=dtype, batch=batch)
 
 
 def lines(job: JobConfig, placement: Placement) -> list[str]:

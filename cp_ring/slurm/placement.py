@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ring.errors import ConfigError
-from cp_ring.plan.cost import Sizes
+from cp_ring.plan.cost import AttentionSizes
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.ring_plan import RingPlan
 
@@ -115,7 +115,7 @@ def describe(placement: Placement, groups: Ints, hops: Sequence[HopTraffic]) -> 
     return [*lines, f"inside nodes: {'hops ' + ', '.join(local) if local else 'no hop'}"]
 
 
-def token_bytes(sizes: Sizes) -> int:
+def token_bytes(sizes: AttentionSizes) -> int:
     """Bytes of a token's keys and values."""
     return sizes.key_width * sizes.element
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cp_ring.cli import app
+from cp_ring.cli import app, main
 from cp_ring.cli.drawing import draw
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, RingPlan
-from cp_ring.plan.cost import Sizes, between_nodes, cost, timeline
+from cp_ring.plan.cost import AttentionSizes, between_nodes, cost, timeline
+from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.routes import ROUTES
 
 
 def run(*args: str):
@@ -21,7 +26,7 @@ def run(*args: str):
 
 def test_cost_by_hand() -> None:
     plan = RingPlan.build(Mask.full(8), Layout.contiguous(8, 2))
-    costs = cost(plan.verify(), Sizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32"), num_slots=2)
+    costs = cost(plan.verify(), AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32"), num_slots=2)
     # 16 pairs a hop, 4 heads, a multiply and an add for each element of q and v.
     assert costs.forward_flops.tolist() == [[2 * 16 * 4 * 24] * 2] * 2
     assert costs.backward_flops.tolist() == [[2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2] * 2
@@ -39,7 +44,7 @@ def test_bytes_between_nodes() -> None:
 
 def test_timeline_overlaps_and_keeps_order() -> None:
     plan = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4))
-    compute, transfers = timeline(plan, cost(plan.verify(), Sizes()))
+    compute, transfers = timeline(plan, cost(plan.verify(), AttentionSizes()))
     assert len(compute) == 16 and len(transfers) == 12
     ready = {(span.rank, span.hop): span.end for span in transfers}
     assert all(span.start >= ready.get((span.rank, span.hop), 0) for span in compute)
@@ -85,10 +90,90 @@ def test_table_and_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "title"),
+    [
+        ([], "causal; 4,096 tokens on 4 ranks, zigzag layout, direct route"),
+        (["--window", "1K"], "causal, window 1024; 4,096 tokens"),
+        (["--full"], "full; 4,096 tokens"),
+        (["--full", "--window", "64"], "full, window 64 on both sides; 4,096 tokens"),
+        (["--documents-mean", "1k", "--seed", "3"], "documents: 4, mean 1024 tokens; 4,096 tokens"),
+        (["--prefix", "20"], "prefix: 20 tokens; 4,096 tokens"),
+    ],
+)
+def test_table_names_the_mask_in_words(options: list[str], title: str) -> None:
+    assert title in " ".join(run(*options).stdout.split())
+
+
+TOKENS = {"64K": 65536, "128k": 131072, "1M": 1 << 20, "1.5k": 1536, "10_000": 10000}
+
+
+@pytest.mark.parametrize(("text", "tokens"), TOKENS.items())
+def test_tokens_with_a_unit(text: str, tokens: int) -> None:
+    result = CliRunner().invoke(app, ["plan", "--seq-length", text, "--cp", "2", "--window", "1K", "--json"])
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["n"] == tokens and sum(facts["work_per_rank"]) == Mask.causal(tokens, (1024, 0)).area()
+
+
+@pytest.mark.parametrize("option", ["--seq-length", "--window", "--prefix", "--documents-mean"])
+@pytest.mark.parametrize("text", ["64Q", "K", "1.3", "1,000", "1.0001K"])
+def test_bad_tokens_are_one_line_that_names_the_option(
+    option: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (option, text) == ("--documents-mean", "1.3"):
+        return  # a mean need not be whole
+    monkeypatch.setattr(sys, "argv", ["cp-ring", "plan", "--seq-length", "4096", "--cp", "4", option, text])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    expected = f"cp_ring: error: Invalid value for '{option}': '{text}' is not a number of tokens such as 65536, 64K or 1M\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_help_names_every_option_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    shown = run("--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    options = set(shown.replace("│", " ").split())
+    assert {"--seq-length", "--chunks-per-rank", "--documents-mean", "--ranks-per-node", "--num-slots"} <= options
+    assert all(f"─ {panel} ─" in shown for panel in ("Mask", "Layout and route", "Sizes", "Output"))
+
+
+def test_registered_layouts_and_routes_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def striped(mask: Mask, cp: int) -> Layout:
+        edges = np.arange(mask.n + 1)
+        return Layout(mask.n, cp, edges, edges[:-1] % cp, "striped")
+
+    monkeypatch.setitem(LAYOUTS, "striped", striped)
+    monkeypatch.setitem(ROUTES, "mine", ROUTES["direct"])
+    result = CliRunner().invoke(
+        app, ["plan", "--seq-length", "256", "--cp", "4", "--layout", "striped", "--route", "mine", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert (facts["layout"], facts["route"], facts["tokens_per_rank"]) == ("striped", "mine", [64] * 4)
+    plan = RingPlan.build(Mask.causal(256), striped(Mask.causal(256), 4), "mine")
+    plan.verify(rank_plans=True)
+    assert repr(RingPlan.build_rank_plan(plan.mask, plan.layout, 3, "mine")) == repr(plan.rank_plan(3))
+    assert "striped" in str(run("--layout", "spiral").exception) and "mine" in str(run("--route", "scenic").exception)
+
+
+def test_drawing_without_matplotlib_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.backends.backend_agg'] = None;"
+        "sys.argv = ['cp-ring', 'plan', '--seq-length', '64', '--cp', '2', '--draw', 'plan.png'];"
+        "from cp_ring.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == "cp_ring: error: drawing a plan needs matplotlib: pip install 'cp-ring[draw]'\n"
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--layout", "spiral"], "--layout 'spiral': known are zigzag"),
-        (["--route", "scenic"], "unknown route 'scenic'"),
+        (["--route", "scenic"], "--route 'scenic': known are direct, ring"),
         (["--window", "-2"], r"window \(-2, 0\)"),
         (["--documents", "/does/not/exist"], "--documents /does/not/exist: cannot read"),
         (["--documents", "x", "--documents-mean", "5"], "exclude one another"),

@@ -12,14 +12,14 @@ from dataclasses import replace
 import numpy as np
 
 from cp_ring.plan import Hop, RankPlan, RingPlan, Tiles, Transfer
-from cp_ring.plan.ranges import order
+from cp_ring.plan.ranges import sort_index
 from cp_ring.plan.tables import Transfers
 
 Rng = np.random.Generator
 
 
 def _with_tiles(plan: RingPlan, tiles: Tiles, rank: np.ndarray, hop: np.ndarray, source: np.ndarray) -> RingPlan:
-    sort = order(rank, hop)
+    sort = sort_index(rank, hop)
     return replace(plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort], _rank_plans={})
 
 
@@ -243,7 +243,7 @@ def _away(hop: Hop) -> bool:
     return bool(hop.index and len(hop.tiles))
 
 
-ROW_MUTATIONS: dict[str, Callable[[Rows, Rng], Rows | None]] = {
+RANK_PLAN_MUTATIONS: dict[str, Callable[[Rows, Rng], Rows | None]] = {
     "tile dropped": _hop_mutation(_busy, lambda hop: _pick(hop, np.arange(1, len(hop.tiles)))),
     "tile doubled": _hop_mutation(_busy, lambda hop: _pick(hop, np.append(np.arange(len(hop.tiles)), 0))),
     "tile shifted": _hop_mutation(_busy, lambda hop: replace(hop, tiles=hop.tiles.shifted(0, 1))),

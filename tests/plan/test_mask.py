@@ -64,6 +64,29 @@ def test_full_and_causal(n: int, window: tuple[int, int]) -> None:
     assert np.array_equal(Mask.causal(n, window).dense(), painted(n, [0, n], window, causal=True))
 
 
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (Mask.causal(64), "causal"),
+        (Mask.causal(64, (8, 0)), "causal, window 8"),
+        (Mask.full(64), "full"),
+        (Mask.full(64, (4, 4)), "full, window 4 on both sides"),
+        (Mask.full(64, (-1, 0)), "full, window all before, 0 after"),
+        (Mask.documents([0, 10, 10, 40], n=64), "documents: 2, mean 20 tokens, 24 tokens of padding"),
+        (Mask.documents([0, 64], causal=False, window=(3, -1)),
+         "documents: 1, mean 64 tokens, not causal, window 3 before, all after"),
+        (Mask.prefix(64, 3), "prefix: 3 tokens"),
+        (Mask.prefix(64, [1, 3], [0, 5, 64], (4, 0)), "prefix: mean 2 tokens, documents: 2, mean 32 tokens, window 4"),
+        (Mask.batch([Mask.causal(8)] * 2), "batch: 2 rows (causal)"),
+        (Mask.batch([Mask.causal(8), Mask.full(8)]), "batch: 2 rows (causal; full)"),
+        (Mask.documents([0], n=3), "documents: 0, mean 0 tokens, 3 tokens of padding"),
+    ],
+)  # fmt: skip
+def test_masks_describe_themselves(mask: Mask, words: str) -> None:
+    assert mask.describe() == words
+    assert repr(mask) == f"<Mask of {mask.n} tokens, {words}>"
+
+
 def test_one_prefix_for_a_whole_sequence() -> None:
     mask = Mask.prefix(6, 3)
     assert mask.dense().astype(int).tolist() == [[1, 1, 1, 0, 0, 0]] * 3 + [[1] * 4 + [0] * 2, [1] * 5 + [0], [1] * 6]

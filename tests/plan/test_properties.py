@@ -13,9 +13,9 @@ from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, RingPlan, lower
 from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED
 from cp_ring.plan.mask import paint
-from cp_ring.plan.verify import in_tokens
+from cp_ring.plan.verify import tiles_in_stream
 from cp_ring.plan.verify_ranks import verify_rank_plans
-from tests.plan.mutations import PLAN_MUTATIONS, ROW_MUTATIONS
+from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
 from tests.plan.strategies import CAPABILITIES, plans
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
@@ -24,7 +24,7 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_bl
 def check_plan(plan: RingPlan) -> None:
     """The plan proves itself, does what a painted mask says, and stays so when lowered; a row alone is the same row."""
     report = plan.verify(rank_plans=True)
-    tiles, _ = in_tokens(plan)
+    tiles, _ = tiles_in_stream(plan)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
     for capabilities in CAPABILITIES:
@@ -49,14 +49,14 @@ def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     if not len(plan.tiles):
         return
-    name = [*PLAN_MUTATIONS, *ROW_MUTATIONS][pick % (len(PLAN_MUTATIONS) + len(ROW_MUTATIONS))]
+    name = [*PLAN_MUTATIONS, *RANK_PLAN_MUTATIONS][pick % (len(PLAN_MUTATIONS) + len(RANK_PLAN_MUTATIONS))]
     if name in PLAN_MUTATIONS:
         spoiled = PLAN_MUTATIONS[name](plan, rng)
         if spoiled is not None:
             with pytest.raises(PlanError):
                 spoiled.verify()
     else:
-        rows = ROW_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], rng)
+        rows = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], rng)
         if rows is not None:
             with pytest.raises(PlanError):
                 verify_rank_plans(plan, rows)
@@ -100,11 +100,11 @@ def test_each_mutation_of_the_tables_is_refused_by_name(name: str, route: str) -
 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
-@pytest.mark.parametrize("name", ROW_MUTATIONS)
+@pytest.mark.parametrize("name", RANK_PLAN_MUTATIONS)
 def test_each_mutation_of_the_rows_is_refused_by_name(name: str, route: str) -> None:
     plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route)
     for seed in range(5):
-        rows = ROW_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(4)], np.random.default_rng(seed))
+        rows = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(4)], np.random.default_rng(seed))
         assert rows is not None
         with pytest.raises(PlanError, match=r"rank \d"):
             verify_rank_plans(plan, rows)

@@ -7,7 +7,7 @@ import pytest
 
 from cp_ring.errors import ConfigError
 from cp_ring.job import config
-from cp_ring.plan.cost import Sizes, between_nodes
+from cp_ring.plan.cost import AttentionSizes, between_nodes
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
@@ -92,7 +92,7 @@ def test_order_from_file():
 
 def test_nodes_and_bytes():
     assert np.array_equal(Placement(("a", "b"), 2).nodes, [0, 0, 1, 1])
-    assert token_bytes(Sizes(heads=8, kv_heads=2, head_dim=64, dtype="bf16")) == 2 * 2 * 64 * 2
+    assert token_bytes(AttentionSizes(heads=8, kv_heads=2, head_dim=64, dtype="bf16")) == 2 * 2 * 64 * 2
     with pytest.raises(ConfigError):
         Placement((), 2)
 

@@ -1,0 +1,32 @@
+"""Parsers of option values that several commands share, for `typer.Option(parser=...)`."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+_FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
+
+
+def parse_tokens(text: str | int) -> int:
+    """A number of tokens, with K = 1,024, M = 1,024 K or G = 1,024 M behind it if wanted: 65536, 64K, 128k, 1M.
+
+    Raises `typer.BadParameter`, which becomes one line that names the option.
+    """
+    found = _NUMBER.fullmatch(str(text).strip())
+    value = float(found[1].replace("_", "")) * _FACTORS[found[2].lower()] if found and "." in found[1] else None
+    if found and value is None:
+        return int(found[1]) * _FACTORS[found[2].lower()]
+    if value is None or value != int(value):
+        raise typer.BadParameter(f"{str(text)!r} is not a number of tokens such as 65536, 64K or 1M")
+    return int(value)
+
+
+def parse_mean_tokens(text: str | float) -> float:
+    """An average number of tokens: any number, or one that `parse_tokens` takes."""
+    try:
+        return float(text)
+    except ValueError:
+        return float(parse_tokens(str(text)))
