@@ -3,26 +3,66 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cp_ring.attention import ring_attention
     from cp_ring.config import ContextParallelConfig
+    from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.plan import Layout, Mask, RingPlan
+    from cp_ring.sharding import roll, shard, unshard
 
-__all__ = ["ContextParallelConfig", "Layout", "Mask", "RingPlan", "ring_attention"]
+    __version__: str
+    with_ring_attention: Any  # cp_ring.megatron.specs; not imported here, because nothing below cp_ring.megatron knows it
 
-_HOMES = {
+__all__ = [
+    "ConfigError",
+    "ContextParallelConfig",
+    "KernelError",
+    "Layout",
+    "Mask",
+    "PlanError",
+    "RingPlan",
+    "__version__",
+    "ring_attention",
+    "roll",
+    "shard",
+    "unshard",
+    "with_ring_attention",
+]
+
+_MODULES = {
+    "ConfigError": "cp_ring.errors",
     "ContextParallelConfig": "cp_ring.config",
+    "KernelError": "cp_ring.errors",
     "Layout": "cp_ring.plan",
     "Mask": "cp_ring.plan",
+    "PlanError": "cp_ring.errors",
     "RingPlan": "cp_ring.plan",
     "ring_attention": "cp_ring.attention",
+    "roll": "cp_ring.sharding",
+    "shard": "cp_ring.sharding",
+    "unshard": "cp_ring.sharding",
+    "with_ring_attention": "cp_ring.megatron.specs",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: the command line answers at once, without loading torch.
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    # Imported on first use, so that the command line starts without loading torch.
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'cp_ring' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("cp-ring")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path without being installed
+        return "0+unknown"

@@ -1,14 +1,28 @@
-"""ring_attention: the autograd function that executes a RingPlan.
+"""ring_attention: the public call, and the autograd function that executes a plan.
 
 Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of queries and keys,
 e head size of values. Inside, tokens come first (sbhd): any token range of keys is then contiguous and travels uncopied.
+
+The way of a key from the caller to the kernel, one Python frame a line:
+
+    ring_attention              makes or takes the plan            (Megatron: RingDotProductAttention.forward)
+    attend                      checks tensors, chooses the kernel
+    _RingAttention.forward      torch's autograd function
+    _run_forward                the hop loop; KeyStream hands it each hop's keys
+    KernelCall.attend           cuts the call's queries and keys out of the buffers
+    kernel.forward              the adapter of a kernel, at most three frames
+
+Backward starts in `_RingAttention.backward` and goes on through `_run_backward` and `KernelCall.gradients`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, overload
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,23 +31,138 @@ from torch.profiler import record_function
 
 from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport, transport_for
-from cp_ring.config import ContextParallelConfig
-from cp_ring.errors import PlanError
+from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
-from cp_ring.kernels.calls import Statistics, prepare, program
+from cp_ring.kernels.calls import Statistics, kernel_calls, prepare
 from cp_ring.observe.watchdog import WATCH, Place
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import RankPlan
+from cp_ring.plan_cache import check_mask_arguments, plan_of_call
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+# fmt: off
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
+    mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
+    softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False,
+    deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire_dtype: str = "input",
+    qkv_format: str = "bshd",
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
+    mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
+    softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True],
+    deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire_dtype: str = "input",
+    qkv_format: str = "bshd",
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
 def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
+    mask: Mask | None = None,
+    plan: RingPlan | RankPlan | None = None,
+    layout: str | Layout = "zigzag",
+    route: str = "direct",
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    kernel: str = "auto",
+    num_slots: int = 2,
+    wire_dtype: str = "input",
+    qkv_format: str = "bshd",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence that is sharded across the ranks of `group`; differentiable.
+
+    Every rank of `group` makes the same call with its own shard of the sequence (`cp_ring.shard` cuts it). It is the
+    counterpart of flash-attn's `flash_attn_func(q, k, v, causal=..., window_size=...)` and of torch's
+    `scaled_dot_product_attention` for a sequence that one device does not hold.
+
+    Args:
+        q: queries [b, s, h, d] of this rank; s is the number of its tokens. float16, bfloat16, float32 or float64.
+        k: keys [b, s, g, d], where g divides h (grouped-query attention). Only the g heads travel.
+        v: values [b, s, g, e]; e may differ from d.
+        group: the context-parallel ranks: a ProcessGroup, a one-dimensional DeviceMesh, a transport (such as a rank of
+            `cp_ring.testing.local_ring.LocalRing`), or None for a single rank.
+        causal: each query sees only keys at its own position and before it.
+        window_size: (left, right) as in flash-attn: query i sees keys i - left to i + right; -1 leaves a side open.
+        cu_seqlens: where packed documents begin and end in the whole sequence, [0, ..., n], as in flash-attn's varlen functions.
+            Documents do not see one another. The offsets are those of the whole sequence, the same on every rank.
+        mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It replaces `causal`, `window_size`
+            and `cu_seqlens`. FlexAttention's `mask_mod` functions are not supported, because a plan needs the mask as intervals:
+            `Mask.causal(n)` is the closest to a causal mask_mod, `Mask.causal(n, window=(w, 0))` to a sliding window,
+            `Mask.documents(cu_seqlens)` to a document mask, `Mask.prefix(n, length)` to a prefix-LM mask.
+        plan: a plan made with `RingPlan.build`, or this rank's part of it. It replaces mask, layout and route. Without one, a
+            plan is made for the given mask and layout, proven, and kept for later calls with the same arguments.
+        layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`), another name in
+            `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`, `cu_seqlens` or a `Layout`, all ranks must hold
+            equally many tokens.
+        route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`.
+        softmax_scale: factor of the scores; d ** -0.5 by default.
+        sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each query. Zeros give the
+            off-by-one softmax. Its gradient is this rank's share; sum it over `group`, as for any replicated parameter.
+        return_lse: also return the log-sum-exp of the scores. Gradients flow through `out` only.
+        deterministic: True asks for the same bits in every run, False does not; None follows
+            `torch.use_deterministic_algorithms`.
+        kernel: `auto`, or a name in `cp_ring.kernels.REGISTRY`.
+        num_slots: receive buffers for keys and values, 2 to 8. Memory grows with it, not with the number of ranks.
+        wire_dtype: the dtype in which partial gradients of keys and values travel: `input` or `float32`.
+        qkv_format: `bshd`, or `sbhd` for tensors [s, b, heads, head size]; `out` has the same format.
+
+    Returns:
+        out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64 for float64 inputs).
+        Queries that see no key have out 0 and lse -inf. Sums are accumulated in float32 (float64 for float64 inputs).
+
+    Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a plan for them.
+
+    Raises:
+        ConfigError: arguments that contradict each other, or a group that cannot be used.
+        PlanError: tensors, group and plan that disagree.
+        KernelError: the kernel is unknown, not installed, or cannot compute such tensors.
+        All three are ValueErrors whose one line names the argument.
+
+    Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
+    """
+    check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route)
+    if plan is None:
+        transport = transport_for(group, q.device)
+        rank, size = (transport.rank, transport.size) if transport else (0, 1)
+        tokens, batch = _tokens_and_batch(q, qkv_format)
+        plan = plan_of_call(
+            tokens, batch, rank, size,
+            causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, mask=mask, layout=layout, route=route,
+        )  # fmt: skip
+    out, lse = attend(
+        q, k, v, plan, group,
+        softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots, wire_dtype=wire_dtype,
+        qkv_format=qkv_format, deterministic=deterministic,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     plan: RingPlan | RankPlan,
-    group: dist.ProcessGroup | Transport | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None,
     *,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
@@ -41,69 +170,47 @@ def ring_attention(
     num_slots: int = 2,
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
-    results: Results | None = None,
     deterministic: bool | None = None,
-) -> Tensor:
-    """Attention of a sequence that is sharded over `group` as `plan` says; differentiable.
+    results: Results | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`ring_attention` with a plan, for callers inside cp_ring; returns out and lse.
 
-    Every rank of `group` calls it with its own shard, `plan.layout.shard(x, rank, dim)` of the whole; `plan` may also be its own
-    row of the plan alone, `RingPlan.build_rank_plan`.
-
-    q [b, s, h, d], k [b, s, g, d], v [b, s, g, e] ("sbhd": [s, b, ...]) to out [b, s, h, e]; g divides h, and only the
-    g heads travel. Any floating-point dtype; accumulation is in float32 (float64 for float64). `softmax_scale` defaults
-    to d ** -0.5. `sink` [h] adds exp(sink) to each row's softmax denominator (a learned softmax offset; zeros give the
-    off-by-one softmax); its gradient is this rank's share, to be summed over `group` as that of any replicated parameter.
-    `wire_dtype` is the dtype in which partial gradients travel: "input" or "float32".
-    `deterministic` wants the same bits in every run, which takes a kernel that promises them; None does as
-    `torch.use_deterministic_algorithms` says.
-
-    `group` may be None where the plan has one rank, or a transport such as a rank of `cp_ring.testing.local_ring.LocalRing`.
-    Where batch rows have different masks, the plan is for the stream of b * n tokens in which row follows row
-    (`Mask.batch`, `Layout.batch`), and each rank passes its part of every row.
-
-    Empty `results` are filled, for another call with the same inputs on every rank, as where activations are recomputed: that
-    call takes out and lse from them and leaves them empty; it computes and sends nothing, and its backward is the usual one.
-
-    Raises `PlanError` when tensors, group and plan disagree, `KernelError` when the kernel cannot do the job.
-
-    Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
+    `results` serves the recomputation of activations. A call with empty `results` fills them. A later call with the same
+    inputs on every rank takes out and lse from them instead of computing and sending; its backward is the usual one.
     """
-    ContextParallelConfig.make(num_slots=num_slots, wire_dtype=wire_dtype)
-    if qkv_format not in ("bshd", "sbhd"):
-        raise PlanError(f"qkv_format {qkv_format!r}: it is bshd or sbhd")
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
-        raise PlanError(f"softmax_scale {softmax_scale}: it must be a finite number above 0")
+    _check_values(num_slots, wire_dtype, qkv_format, softmax_scale)
     _check_tensors(q, k, v, sink)
     if qkv_format == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    transport = None if group is None else transport_for(group, q.device)
-    row, batch = _row(plan, transport), q.shape[1]
-    if row.batch == batch > 1:
+    transport = transport_for(group, q.device)
+    rank_plan, batch = _rank_plan(plan, transport), q.shape[1]
+    if rank_plan.batch == batch > 1:
         q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
-    _check_rows(q, k, v, row)
+    _check_tokens(q, k, v, rank_plan)
     with determinism(deterministic) as exact:
-        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=row.packed)
-    run = _Run(
-        row=row,
-        transport=transport if plan.cp > 1 else None,
+        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=rank_plan.packed)
+    call = _Call(
+        rank_plan=rank_plan,
+        transport=transport if rank_plan.cp > 1 else None,
         kernel=chosen,
         scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
         wire_dtype=q.dtype if wire_dtype == "input" else torch.promote_types(q.dtype, torch.float32),
-        sums=torch.promote_types(q.dtype, torch.float32),
-        results=results,
+        sum_dtype=torch.promote_types(q.dtype, torch.float32),
         exact=exact,
         place=results.at(WATCH.place) if results is not None else WATCH.place,
+        results=results,
     )
-    out: Tensor = _RingAttention.apply(q, k, v, sink, run)
+    out, lse = _RingAttention.apply(q, k, v, sink, call)
     if out.shape[1] != batch:
         out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
-    return out.transpose(0, 1) if qkv_format == "bshd" else out
+        lse = lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
+    return out.transpose(0, 1) if qkv_format == "bshd" else out, lse
 
 
 @dataclass
 class Results:
-    """What the forward pass of one call made: out [s, b, h, e] in the dtype of q, lse [b, h, s] in that of sums; or nothing."""
+    """Out [s, b, h, e] in the dtype of q and lse [b, h, s] of one forward pass, kept for its recomputation; empty at first."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -113,12 +220,12 @@ class Results:
         self.out, self.lse = out.detach(), lse
 
     def at(self, place: Place) -> Place:
-        """The place of the call that fills them, also for the one that takes from them."""
+        """The place of the call that fills the results; the call that takes them has the same place."""
         self.place = self.place or place
         return self.place
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """Out and lse, which are no longer here then; None if there are none."""
+        """Out and lse, which are removed from here; None if empty."""
         out, lse, self.out, self.lse = self.out, self.lse, None, None
         return None if out is None or lse is None else (out, lse)
 
@@ -128,79 +235,87 @@ class Results:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What one call is made with. `sums` is the dtype of everything that is accumulated; `exact` wants determinism."""
+class _Call:
+    """What forward and backward of one call share. `sum_dtype` is the dtype of all sums; `exact` asks for determinism."""
 
-    row: RankPlan
+    rank_plan: RankPlan
     transport: Transport | None
     kernel: AttentionKernel
     scale: float
     num_slots: int
     wire_dtype: torch.dtype
-    sums: torch.dtype
-    place: Place = field(default_factory=Place)
-    results: Results | None = None
-    exact: bool = False
+    sum_dtype: torch.dtype
+    exact: bool
+    place: Place
+    results: Results | None
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, run: _Run) -> Tensor:  # type: ignore[no-untyped-def]
-        WATCH.place, WATCH.backward = run.place, False
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor]:
+        WATCH.place, WATCH.backward = call.place, False
         q = q if q.stride(-1) == 1 else q.contiguous()
         k, v = k.contiguous(), v.contiguous()
-        out, lse = (run.results.take() if run.results is not None else None) or _results(run, q, k, v, sink)
+        kept = call.results.take() if call.results is not None else None
+        if kept is not None:
+            out, lse = kept
+        else:
+            with determinism(call.exact), torch.cuda.device_of(q):
+                out, lse = _run_forward(call, q, k, v)
+            if sink is not None:
+                lse = _add_sink(out, lse, sink)
+            out = out.to(q.dtype)
+            if call.results is not None:
+                call.results.fill(out, lse)
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.run = run
-        return out
+        ctx.call = call
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    def backward(ctx, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         q, k, v, sink, out, lse = ctx.saved_tensors
-        WATCH.place, WATCH.backward = ctx.run.place, True
-        with determinism(ctx.run.exact), torch.cuda.device_of(q):
-            dq, dk, dv = _backward(ctx.run, dout.contiguous(), q, k, v, out, lse)
+        # Other ranks wait for this rank's messages, also where nothing depends on its out.
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        WATCH.place, WATCH.backward = ctx.call.place, True
+        with determinism(ctx.call.exact), torch.cuda.device_of(q):
+            dq, dk, dv = _run_backward(ctx.call, dout, q, k, v, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None
 
 
-def _results(run: _Run, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Out [s, b, h, e] in the dtype of q, and lse [b, h, s] with the sink in it."""
-    with determinism(run.exact), torch.cuda.device_of(q):
-        out, lse = _forward(run, q, k, v)
-    if sink is not None:
-        lse = _add_sink(out, lse, sink)
-    out = out.to(q.dtype)
-    if run.results is not None:
-        run.results.fill(out, lse)
-    return out, lse
-
-
-def _forward(run: _Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The hop loop: while a hop's tiles are computed, the next hop's keys travel. Out [s, b, h, e], lse [b, h, s]."""
-    out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=run.sums)
-    lse = q.new_full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=run.sums)
-    prepare(run.row.hops, run.kernel.capabilities, q.device)
-    for hop, k_hop, v_hop in KeyStream(run.row, run.transport, k, v, run.num_slots):
+def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e], lse [b, h, s]."""
+    out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=call.sum_dtype)
+    lse = q.new_full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=call.sum_dtype)
+    prepare(call.rank_plan.hops, call.kernel.capabilities, q.device)
+    for hop, k_hop, v_hop in KeyStream(call.rank_plan, call.transport, k, v, call.num_slots):
         with record_function(f"cp_ring: forward, hop {hop.index}"):
-            for step in program(hop, run.kernel.capabilities):
-                step.forward_(run.kernel, q, k_hop, v_hop, out, lse, run.scale)
+            for kernel_call in kernel_calls(hop, call.kernel.capabilities):
+                partial = kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale)
+                kernel_call.merge_(out, lse, *partial)
     return out, lse
 
 
-def _backward(run: _Run, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """As forward; besides the next keys, the last hop's partial gradients travel to the owners of their keys."""
-    dq = torch.zeros_like(q, dtype=run.sums, memory_format=torch.contiguous_format)
-    keys = KeyStream(run.row, run.transport, k, v, run.num_slots, backward=True)
-    prepare(run.row.backward, run.kernel.capabilities, q.device)
+def _run_backward(
+    call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The hop loop of backward: partial gradients of the last hop's keys travel home while the next hop is computed."""
+    dq = torch.zeros_like(q, dtype=call.sum_dtype, memory_format=torch.contiguous_format)
+    keys = KeyStream(call.rank_plan, call.transport, k, v, call.num_slots, backward=True)
+    prepare(call.rank_plan.backward, call.kernel.capabilities, q.device)
     statistics = Statistics(lse)
-    grads = GradStream(run.row, run.transport, k, v, run.sums, run.wire_dtype)
+    grads = GradStream(call.rank_plan, call.transport, k, v, call.sum_dtype, call.wire_dtype)
     for hop, k_hop, v_hop in keys:
         dk, dv = grads.start(hop)
         with record_function(f"cp_ring: backward, hop {hop.index}"):
-            for step in program(hop, run.kernel.capabilities):
-                step.backward_(run.kernel, dout, q, k_hop, v_hop, out, statistics, dq, dk, dv, run.scale)
+            for kernel_call in kernel_calls(hop, call.kernel.capabilities):
+                partial = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, call.scale)
+                kernel_call.add_(dq, dk, dv, *partial)
         grads.send(hop)
     return dq, *grads.finish()
 
@@ -213,52 +328,76 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Of softmax with a sink: -sum over rows of exp(sink - lse) * (dout . out), [h]."""
+    """Of softmax with a sink: -sum over queries of exp(sink - lse) * (dout . out), [h]."""
     share = _weight(sink.to(lse.dtype)[:, None], lse)
     product = (dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
     return -(share * product).sum((0, 2)).to(sink.dtype)
 
 
 def _weight(part: Tensor, whole: Tensor) -> Tensor:
-    """exp(part - whole), and 0 where both are -inf: nothing of nothing."""
+    """exp(part - whole), and 0 where both are -inf."""
     return torch.where(whole == -math.inf, 0.0, (part - whole).exp())
 
 
-def _row(plan: RingPlan | RankPlan, transport: Transport | None) -> RankPlan:
+def _rank_plan(plan: RingPlan | RankPlan, transport: Transport | None) -> RankPlan:
+    if not isinstance(plan, RingPlan | RankPlan):
+        hint = (
+            "mask=" if isinstance(plan, Mask) else "layout=" if isinstance(plan, Layout) else "plan=RingPlan.build(mask, layout)"
+        )
+        raise PlanError(f"plan is a {type(plan).__name__}, not a RingPlan: pass {hint}")
     if transport is None and plan.cp > 1:
-        raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group")
+        raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group as group=")
     if transport is not None and transport.size != plan.cp:
         raise PlanError(f"the plan is for {plan.cp} ranks, the group has {transport.size}")
     rank = transport.rank if transport else 0
-    row = plan if isinstance(plan, RankPlan) else plan.rank_plan(rank)
-    if row.rank != rank:
-        raise PlanError(f"the plan is that of rank {row.rank} alone, and this is rank {rank}")
-    return row
+    rank_plan = plan if isinstance(plan, RankPlan) else plan.rank_plan(rank)
+    if rank_plan.rank != rank:
+        raise PlanError(f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group")
+    return rank_plan
+
+
+def _check_values(num_slots: int, wire_dtype: str, qkv_format: str, softmax_scale: float | None) -> None:
+    if not isinstance(num_slots, int) or not 2 <= num_slots <= 8:
+        raise ConfigError(f"num_slots={num_slots!r}: it must be a whole number from 2 to 8")
+    if wire_dtype not in ("input", "float32"):
+        raise ConfigError(f"wire_dtype={wire_dtype!r}: it must be 'input' or 'float32'")
+    if qkv_format not in ("bshd", "sbhd"):
+        raise ConfigError(f"qkv_format={qkv_format!r}: it must be 'bshd' or 'sbhd'")
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
+        raise ConfigError(f"softmax_scale={softmax_scale}: it must be a finite number above 0")
+
+
+def _tokens_and_batch(q: Tensor, qkv_format: str) -> tuple[int, int]:
+    if q.dim() != 4:
+        raise PlanError(f"q must have 4 dimensions, batch, tokens, heads and head size, not the shape {tuple(q.shape)}")
+    return (q.shape[0], q.shape[1]) if qkv_format == "sbhd" else (q.shape[1], q.shape[0])
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise PlanError(f"q, k and v have 4 dimensions, batch, tokens, heads and head size; here {shapes}")
+        raise PlanError(f"q, k and v must have 4 dimensions, batch, tokens, heads and head size; here {shapes}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
-        raise PlanError(f"q, k and v share one floating-point dtype of 16 to 64 bits; here {q.dtype}, {k.dtype}, {v.dtype}")
+        raise PlanError(f"q, k and v must share one floating-point dtype of 16 to 64 bits; here {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
-        raise PlanError(f"q, k and v are on one device; here {q.device}, {k.device}, {v.device}")
+        raise PlanError(f"q, k and v must be on one device; here {q.device}, {k.device}, {v.device}")
     if 0 in (*q.shape[2:], *k.shape[2:], v.shape[3]):
-        raise PlanError(f"there is at least one head, of size at least 1; here {shapes}")
+        raise PlanError(f"q, k and v need at least one head, of size at least 1; here {shapes}")
     if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise PlanError(
-            f"batch sizes and tokens agree, q and k share a head size, key/value heads divide query heads; here {shapes}"
+            f"batch sizes and tokens must agree, q and k must share a head size, key/value heads must divide query heads; "
+            f"here {shapes}"
         )
     if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
         raise PlanError(
-            f"sink is one number for each of {q.shape[2]} query heads on {q.device}, not {tuple(sink.shape)} of {sink.dtype} "
-            f"on {sink.device}"
+            f"sink must hold one number for each of {q.shape[2]} query heads on {q.device}, not {tuple(sink.shape)} of "
+            f"{sink.dtype} on {sink.device}"
         )
 
 
-def _check_rows(q: Tensor, k: Tensor, v: Tensor, row: RankPlan) -> None:
-    """q, k, v are tokens first."""
-    if any(x.shape[0] != row.num_tokens for x in (q, k, v)):
-        rows = f" ({row.batch} batch rows of {row.num_tokens // row.batch})" if row.batch > 1 else ""
-        raise PlanError(f"rank {row.rank} holds {row.num_tokens} tokens of the layout{rows}, the tensors {q.shape[0]}")
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan) -> None:
+    """q, k, v have tokens first."""
+    if any(x.shape[0] != rank_plan.num_tokens for x in (q, k, v)):
+        held, batch = rank_plan.num_tokens, rank_plan.batch
+        batches = f" ({batch} batch rows of {held // batch})" if batch > 1 else ""
+        raise PlanError(f"rank {rank_plan.rank} holds {held} tokens of the layout{batches}, but q, k and v have {q.shape[0]}")

@@ -75,7 +75,7 @@ def test_gradcheck():
     plan = RingPlan.build(Mask.causal(12), Layout.zigzag(12, 1))
     case = Case.draw(12, h=2, g=1, d=4, dtype=torch.float64)
     inputs = tuple(x.requires_grad_() for x in case[:3])
-    assert torch.autograd.gradcheck(lambda q, k, v: ring_attention(q, k, v, plan, kernel="reference"), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v: ring_attention(q, k, v, plan=plan, kernel="reference"), inputs)
 
 
 def _kept(group, case, plan):
@@ -88,7 +88,7 @@ def _kept(group, case, plan):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = ring_attention(q, k, v, plan, group)
+        out = ring_attention(q, k, v, group, plan=plan)
     own = {x.untyped_storage().data_ptr() for x in (q, k, v, out)}
     return len(kept), [shape for pointer, shape in kept.items() if pointer not in own]
 
@@ -150,7 +150,7 @@ def test_deterministic_reaches_the_kernel_in_forward_and_backward(monkeypatch):
         q, k, v = (x.clone().requires_grad_() for x in case[:3])
         torch.use_deterministic_algorithms(switch)
         try:
-            out = ring_attention(q, k, v, plan, kernel="cpu", deterministic=asked)
+            out = ring_attention(q, k, v, plan=plan, kernel="cpu", deterministic=asked)
         finally:
             torch.use_deterministic_algorithms(False)
         out.sum().backward()
@@ -163,9 +163,9 @@ def test_deterministic_is_refused_by_kernels_that_do_not_promise_it(monkeypatch)
     plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
     q, k, v, _ = Case.draw(16, d=11)
     monkeypatch.setattr(KERNEL, "capabilities", replace(KERNEL.capabilities, deterministic=False))
-    ring_attention(q, k, v, plan, kernel="cpu")
-    with pytest.raises(KernelError, match=r"--cp-ring-kernel cpu: cpu does not give the same bits in every run"):
-        ring_attention(q, k, v, plan, kernel="cpu", deterministic=True)
+    ring_attention(q, k, v, plan=plan, kernel="cpu")
+    with pytest.raises(KernelError, match=r"kernel='cpu': cpu does not give the same bits in every run"):
+        ring_attention(q, k, v, plan=plan, kernel="cpu", deterministic=True)
     assert choose("auto", device=q.device, dtype=q.dtype, d=11, e=11).name == "cpu"
     with determinism(True):
         assert choose("auto", device=q.device, dtype=q.dtype, d=11, e=11).name == "reference"
@@ -182,10 +182,10 @@ def _raises(group, case, plan, options):
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"kernel": "warp"}, KernelError, "--cp-ring-kernel warp: unknown; known are auto, transformer_engine, cudnn"),
-        ({"num_slots": 1}, ConfigError, "--cp-ring-num-slots 1"),
-        ({"wire_dtype": "int8"}, ConfigError, "--cp-ring-wire-dtype 'int8'"),
-        ({"qkv_format": "thd"}, PlanError, "qkv_format 'thd': it is bshd or sbhd"),
+        ({"kernel": "warp"}, KernelError, "kernel='warp': unknown; known are auto, transformer_engine, cudnn"),
+        ({"num_slots": 1}, ConfigError, "num_slots=1: it must be a whole number from 2 to 8"),
+        ({"wire_dtype": "int8"}, ConfigError, "wire_dtype='int8': it must be 'input' or 'float32'"),
+        ({"qkv_format": "thd"}, ConfigError, "qkv_format='thd': it must be 'bshd' or 'sbhd'"),
     ],
 )
 def test_bad_options(options, kind, says):
@@ -200,24 +200,24 @@ def test_bad_shapes():
     plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
     q, k, v, _ = Case.draw(16, h=4, g=2, d=8)
     with pytest.raises(PlanError, match="rank 0 holds 16 tokens of the layout"):
-        ring_attention(q[:, :8], k[:, :8], v[:, :8], plan)
-    with pytest.raises(PlanError, match="batch sizes and tokens agree"):
-        ring_attention(q[:, :8], k, v, plan)
+        ring_attention(q[:, :8], k[:, :8], v[:, :8], plan=plan)
+    with pytest.raises(PlanError, match="batch sizes and tokens must agree"):
+        ring_attention(q[:, :8], k, v, plan=plan)
     with pytest.raises(PlanError, match="at least one head"):
-        ring_attention(q[:, :, :0], k, v, plan)
+        ring_attention(q[:, :, :0], k, v, plan=plan)
     for scale in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(PlanError, match="it must be a finite number above 0"):
-            ring_attention(q, k, v, plan, softmax_scale=scale)
-    with pytest.raises(PlanError, match="key/value heads divide query heads"):
-        ring_attention(q[:, :, :3], k, v, plan)
+        with pytest.raises(ConfigError, match="softmax_scale=.*: it must be a finite number above 0"):
+            ring_attention(q, k, v, plan=plan, softmax_scale=scale)
+    with pytest.raises(PlanError, match="key/value heads must divide query heads"):
+        ring_attention(q[:, :, :3], k, v, plan=plan)
     with pytest.raises(PlanError, match="one floating-point dtype"):
-        ring_attention(q, k.double(), v, plan)
+        ring_attention(q, k.double(), v, plan=plan)
     with pytest.raises(PlanError, match="4 dimensions"):
-        ring_attention(q[0], k, v, plan)
+        ring_attention(q[0], k, v, plan=plan)
     with pytest.raises(PlanError, match="pass their process group"):
-        ring_attention(q[:, :8], k[:, :8], v[:, :8], RingPlan.build(Mask.causal(16), Layout.zigzag(16, 2)))
+        ring_attention(q[:, :8], k[:, :8], v[:, :8], plan=RingPlan.build(Mask.causal(16), Layout.zigzag(16, 2)))
     with pytest.raises(PlanError, match="of 16 to 64 bits"):
-        ring_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), plan, kernel="cpu")
+        ring_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), plan=plan, kernel="cpu")
 
 
 def test_group_of_another_size(pool):
@@ -241,7 +241,7 @@ def test_infinite_scores_do_not_leak():
 def _with_sink(group, case, plan, sink):
     q, k, v, dout = (plan.layout.shard(x, group.rank(), 1) for x in case)
     q, k, v, sink = (x.detach().requires_grad_() for x in (q, k, v, sink))
-    out = ring_attention(q, k, v, plan, group, sink=sink)
+    out = ring_attention(q, k, v, group, plan=plan, sink=sink)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, sink), dout)]
 
 
@@ -276,8 +276,8 @@ def test_queries_of_any_stride():
 def test_batch_rows_are_a_stream_only_where_the_layout_says_so():
     """Two rows of n tokens are not taken for the one sequence of 2 n tokens that the plan is for."""
     q, k, v, _ = Case.draw(16, b=2, h=2, g=2, d=8)
-    with pytest.raises(PlanError, match="rank 0 holds 32 tokens of the layout, the tensors 16"):
-        ring_attention(q, k, v, RingPlan.build(Mask.causal(32), Layout.zigzag(32, 1)))
+    with pytest.raises(PlanError, match="rank 0 holds 32 tokens of the layout, but q, k and v have 16"):
+        ring_attention(q, k, v, plan=RingPlan.build(Mask.causal(32), Layout.zigzag(32, 1)))
     with pytest.raises(PlanError, match="batch rows must be split over the same ranks, as many tokens each; here 10; 22"):
         Layout.batch([Layout.zigzag(10, 1), Layout.zigzag(22, 1)])
 
@@ -287,6 +287,6 @@ def test_a_sink_of_nothing():
     plan = RingPlan.build(Mask.documents([0, 20], n=24), Layout.zigzag(24, 1))
     case = Case.draw(24)
     sink = torch.full((4,), -math.inf, requires_grad=True)
-    out = ring_attention(*case[:3], plan, sink=sink)
-    assert torch.equal(out, ring_attention(*case[:3], plan))
+    out = ring_attention(*case[:3], plan=plan, sink=sink)
+    assert torch.equal(out, ring_attention(*case[:3], plan=plan))
     assert (torch.autograd.grad(out.sum(), sink)[0] == 0).all()

@@ -86,7 +86,7 @@ def on_rank_of_rows(group, case, plan, layout):
 
     q, k, v, dout = (layout.shard(x, group.rank(), 1) for x in case)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = ring_attention(q, k, v, plan, group)
+    out = ring_attention(q, k, v, group, plan=plan)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 

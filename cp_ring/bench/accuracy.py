@@ -60,7 +60,7 @@ def _stock_cpu(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
 def _attend(group: Any, plan: RingPlan, inputs: list[Tensor], kernel: str) -> list[Tensor]:
     q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in inputs)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = ring_attention(q, k, v, plan, group, kernel=kernel)
+    out = ring_attention(q, k, v, group, plan=plan, kernel=kernel)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 

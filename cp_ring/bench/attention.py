@@ -33,14 +33,14 @@ def cp_ring(setting: Setting, group: Any) -> tuple[Step, Layout]:
     layout = Layout.zigzag(setting.n, setting.cp)
     plan = RingPlan.build(Mask.causal(setting.n), layout)
     parts = [layout.shard(x, group.rank(), 1) for x in setting.draw()]
-    return differentiated(lambda q, k, v: ring_attention(q, k, v, plan, group), parts), layout
+    return differentiated(lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts), layout
 
 
 def one_call(setting: Setting, group: Any) -> tuple[Step, Layout]:
     """One causal kernel call on the whole sequence by one rank: the plan of cp 1."""
     layout = Layout.zigzag(setting.n, 1)
     plan = RingPlan.build(Mask.causal(setting.n), layout)
-    return differentiated(lambda q, k, v: ring_attention(q, k, v, plan), setting.draw()), layout
+    return differentiated(lambda q, k, v: ring_attention(q, k, v, plan=plan), setting.draw()), layout
 
 
 def same_tiles(setting: Setting, group: Any) -> tuple[Step, Layout]:

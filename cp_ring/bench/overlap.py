@@ -18,7 +18,7 @@ from cp_ring import Layout, Mask, RingPlan
 from cp_ring.bench.attention import Setting, _prepare, _timed
 from cp_ring.errors import ConfigError
 from cp_ring.kernels import choose
-from cp_ring.kernels.calls import program
+from cp_ring.kernels.calls import kernel_calls
 from cp_ring.testing.network import Link
 from cp_ring.testing.rank_pool import Ranks
 
@@ -35,8 +35,8 @@ def hop_seconds(group: Any, setting: Setting, repeats: int) -> float:
     for _ in range(repeats + 1):
         dist.barrier(group)
         start = time.thread_time()
-        for step in program(hop, kernel.capabilities):
-            step.forward_(kernel, q, k, v, out, lse, setting.head_dim**-0.5)
+        for call in kernel_calls(hop, kernel.capabilities):
+            call.merge_(out, lse, *call.attend(kernel, q, k, v, setting.head_dim**-0.5))
         times.append(time.thread_time() - start)
     return min(times[1:])
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.attention import _RingAttention, _Run
+from cp_ring.attention import ring_attention
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, AttentionKernel, choose
-from cp_ring.kernels.calls import Statistics, Step, program
+from cp_ring.kernels.calls import KernelCall, Statistics, kernel_calls
 from cp_ring.plan import Layout, Mask, RingPlan
 from cp_ring.testing.loopback import LoopbackTransport
 
@@ -50,13 +50,13 @@ def replay(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num
 
     `bandwidth` in bytes a second is that of the link to pretend. Raises `KernelError` when the kernel cannot do the job.
     """
-    device = torch.device(sizes.device)
-    run = run_of(plan, rank, sizes, kernel=kernel, num_slots=num_slots, bandwidth=bandwidth)
-    transport = run.transport
-    q, k, v, dout = sizes.draw(run.row.num_tokens)
+    device, rank_plan = torch.device(sizes.device), plan.rank_plan(rank)
+    kernel = choose(kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=rank_plan.packed).name
+    transport = LoopbackTransport(rank, plan.cp, bandwidth) if plan.cp > 1 else None
+    q, k, v, dout = sizes.draw(rank_plan.num_tokens)
 
     def forward() -> Tensor:
-        return _RingAttention.apply(q, k, v, None, run)
+        return ring_attention(q, k, v, transport, plan=rank_plan, kernel=kernel, num_slots=num_slots, qkv_format="sbhd")
 
     inputs = [x.requires_grad_() for x in (q, k, v)]
     times = measure(forward, inputs, dout, repeats)
@@ -64,17 +64,7 @@ def replay(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num
         transport.bytes_received = 0
     extra = _peak(lambda: torch.autograd.grad(forward(), inputs, dout), device)
     received = transport.bytes_received if transport else 0
-    return {"rank": rank, "kernel": run.kernel.name, **times, "peak_extra_bytes": extra, "bytes_received": received}
-
-
-def run_of(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num_slots: int = 2,
-           bandwidth: float | None = None) -> _Run:  # fmt: skip
-    """What one rank runs, with a transport that copies within the device."""
-    row, device = plan.rank_plan(rank), torch.device(sizes.device)
-    chosen = choose(kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=row.packed)
-    transport = LoopbackTransport(rank, plan.cp, bandwidth) if plan.cp > 1 else None
-    sums = torch.promote_types(sizes.dtype, torch.float32)
-    return _Run(row, transport, chosen, sizes.d**-0.5, num_slots, sizes.dtype, sums)
+    return {"rank": rank, "kernel": kernel, **times, "peak_extra_bytes": extra, "bytes_received": received}
 
 
 def measure(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, repeats: int) -> dict[str, float]:
@@ -144,25 +134,25 @@ def single_call(mask: Mask, sizes: Sizes, *, repeats: int = 5) -> dict[str, Any]
             kernel = choose(name, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e)
         except KernelError:
             continue
-        steps = program(hop, kernel.capabilities)
-        if len(steps) == 1:
-            times = _bare(steps[0], kernel, (q, k, v, dout), sizes.d**-0.5, repeats)
+        calls = kernel_calls(hop, kernel.capabilities)
+        if len(calls) == 1:
+            times = _bare(calls[0], kernel, (q, k, v, dout), sizes.d**-0.5, repeats)
             found.append({"kernel": name, **times})
     if not found:
         raise KernelError(f"no kernel attends to {mask.n} tokens with this mask in one call on {device}")
     return {**min(found, key=lambda x: x["both_s"]), "all": found}
 
 
-def _bare(step: Step, kernel: AttentionKernel, inputs: tuple[Tensor, ...], scale: float, repeats: int) -> dict[str, float]:
+def _bare(call: KernelCall, kernel: AttentionKernel, inputs: tuple[Tensor, ...], scale: float, repeats: int) -> dict[str, float]:
     q, k, v, dout = inputs
 
     def both() -> None:
-        out, lse = step.attend(kernel, q, k, v, scale)
-        # The running out and lse are tokens first and [b, h, s]; a packed call gives [t, b * h, e] and [b * h, t].
+        out, lse = call.attend(kernel, q, k, v, scale)
+        # The merged out and lse are [s, b, h, e] and [b, h, s]; a packed call gives [t, b * h, e] and [b * h, t].
         out, lse = (out.transpose(0, 1), lse) if out.dim() == 4 else (out[:, None], lse[None])
-        step.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
+        call.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
 
-    works = {"forward_s": lambda: step.attend(kernel, q, k, v, scale), "both_s": both}
+    works = {"forward_s": lambda: call.attend(kernel, q, k, v, scale), "both_s": both}
     return {name: statistics.median([_timed(work, q.device) for _ in range(repeats + 2)][2:]) for name, work in works.items()}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.slots import Slots
-from cp_ring.comm.transport import Batch, Done, Pending, Transport
+from cp_ring.comm.transport import MessageBatch, Done, Pending, Transport
 from cp_ring.observe.counters import ledgers
 from cp_ring.ops.sums import add_, move_
 from cp_ring.plan.tables import Hop, RankPlan, Transfer
@@ -17,9 +17,11 @@ from cp_ring.plan.tables import Hop, RankPlan, Transfer
 class KeyStream:
     """A rank's hops with their keys and values, which travel ahead of the compute as far as free buffers allow."""
 
-    def __init__(self, row: RankPlan, transport: Transport | None, k: Tensor, v: Tensor, num_slots: int, backward: bool = False):
-        self._hops, self._transport, self._backward = row.backward if backward else row.hops, transport, backward
-        self._slots = Slots(num_slots, row.max_keys, k, v)
+    def __init__(
+        self, rank_plan: RankPlan, transport: Transport | None, k: Tensor, v: Tensor, num_slots: int, backward: bool = False
+    ):
+        self._hops, self._transport, self._backward = rank_plan.backward if backward else rank_plan.hops, transport, backward
+        self._slots = Slots(num_slots, rank_plan.max_keys, k, v)
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {0: (k, v)}
         self._pending: list[Pending] = []
 
@@ -53,7 +55,7 @@ class KeyStream:
             self._buffers[hop.index] = self._slots.take(hop.num_keys)
         receives = [(hop.receive, self._buffers[hop.index])] if hop.receive else []
         sends = [(send, self._buffers[send.buffer]) for send in hop.sends]
-        self._pending.append(self._transport.post(Batch(sends, receives, "keys", hop.index)))
+        self._pending.append(self._transport.post(MessageBatch(sends, receives, "keys", hop.index)))
 
 
 class GradStream:
@@ -64,16 +66,16 @@ class GradStream:
     """
 
     def __init__(
-        self, row: RankPlan, transport: Transport | None, k: Tensor, v: Tensor, sums: torch.dtype, wire_dtype: torch.dtype
+        self, rank_plan: RankPlan, transport: Transport | None, k: Tensor, v: Tensor, sums: torch.dtype, wire_dtype: torch.dtype
     ):
         self._transport = transport
         self._home = tuple(torch.zeros_like(x, dtype=sums) for x in (k, v))
         self._sum, self._out, self._in = (
             tuple(x.new_empty((rows, *x.shape[1:]), dtype=dtype) for x in (k, v))
             for rows, dtype in (
-                (row.max_grads, sums),
-                (row.max_grads, wire_dtype),
-                (row.max_grad_receives, wire_dtype),
+                (rank_plan.max_grads, sums),
+                (rank_plan.max_grads, wire_dtype),
+                (rank_plan.max_grad_receives, wire_dtype),
             )
         )
         for x in self._sum:
@@ -101,7 +103,9 @@ class GradStream:
             self._arriving.append((transfer, transfer.packed(start)))
             start += transfer.tokens
         receives = [(packed, self._in) for _, packed in self._arriving]
-        self._pending = self._transport.post(Batch([(t, leaving) for t in hop.grad_sends], receives, "gradients", hop.index))
+        self._pending = self._transport.post(
+            MessageBatch([(t, leaving) for t in hop.grad_sends], receives, "gradients", hop.index)
+        )
 
     def finish(self) -> tuple[Tensor, ...]:
         """The gradients of the rank's own keys and values, with everything that came from afar."""

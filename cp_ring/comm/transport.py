@@ -10,19 +10,22 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe.counters import ledgers
 from cp_ring.observe.watchdog import WATCH
-from cp_ring.plan.tables import Transfer
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.tables import PlanTables, RankPlan, Transfer
 
 Buffers = Sequence[Tensor]
 """Tensors that share their rows: the keys and the values of the same tokens."""
 
 
 @dataclass
-class Batch:
+class MessageBatch:
     """Messages of a hop that leave and arrive together: each transfer with the buffers whose rows it moves.
 
     `ranks` are those of the job that the transfers' peers stand for, where they differ.
@@ -60,7 +63,7 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def post(self, batch: Batch) -> Pending:
+    def post(self, batch: MessageBatch) -> Pending:
         """Starts all messages of a batch and returns at once."""
         ...
 
@@ -73,7 +76,7 @@ class GroupTransport:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
 
-    def post(self, batch: Batch) -> Pending:
+    def post(self, batch: MessageBatch) -> Pending:
         """Follows `Transport.post`."""
         if not batch:
             return Done()
@@ -89,7 +92,7 @@ class GroupTransport:
 class StagedTransport(GroupTransport):
     """For CUDA tensors on a gloo group: messages pass through pinned host memory. Right, not fast."""
 
-    def post(self, batch: Batch) -> Pending:
+    def post(self, batch: MessageBatch) -> Pending:
         """Follows `Transport.post`, but waits for the device to have made what is sent."""
         if not batch:
             return Done()
@@ -97,22 +100,29 @@ class StagedTransport(GroupTransport):
         receives = [(t.packed(), [_on_host(x, t) for x in buffers]) for t, buffers in batch.receives]
         for device in {x.device for _, buffers in batch.sends for x in buffers}:
             torch.cuda.current_stream(device).synchronize()
-        return _Staged(super().post(Batch(sends, receives, batch.kind, batch.hop)), receives, batch.receives)
+        return _Staged(super().post(MessageBatch(sends, receives, batch.kind, batch.hop)), receives, batch.receives)
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
 
 
-def transport_for(group: dist.ProcessGroup | Transport, device: torch.device) -> Transport:
-    """The group's transport for tensors on `device`; the first call warms the group up, so all its ranks must make it.
+def transport_for(group: dist.ProcessGroup | DeviceMesh | Transport | None, device: torch.device) -> Transport | None:
+    """The transport of `group` for tensors on `device`, None for None.
 
-    torch wants all ranks of a group in its first collective, which a batch of messages between some of them is not.
-    Raises `ConfigError` when the group's backend cannot move such tensors.
+    The first call for a group is a collective of all its ranks: torch wants all of them in the group's first operation, and
+    messages between two ranks are not such an operation. Raises `ConfigError` for what is not a group, for a group without
+    this rank, and for a backend that cannot move such tensors.
     """
+    if isinstance(group, DeviceMesh):
+        group = _group_of_mesh(group)
     if not isinstance(group, dist.ProcessGroup):
-        return group
+        if group is None or all(hasattr(group, name) for name in ("rank", "size", "post")):
+            return group
+        raise ConfigError(_not_a_group(group))
     made = _transports.setdefault(group, {})
     if device.type not in made:
+        if dist.get_rank(group) < 0:
+            raise ConfigError(f"group does not contain this process, which is rank {dist.get_rank()} of {dist.get_world_size()}")
         backend = dist.get_backend(group)
         if device.type == "cpu" and backend == "nccl":
             raise ConfigError("the context-parallel group uses NCCL, but the tensors are on the CPU; use the gloo backend")
@@ -122,8 +132,26 @@ def transport_for(group: dist.ProcessGroup | Transport, device: torch.device) ->
     return made[device.type]
 
 
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        example = "mesh['cp']" if "cp" in names or not names else f"mesh[{names[-1]!r}]"
+        raise ConfigError(f"group is a DeviceMesh with {mesh.ndim} dimensions {names}: pass one of them, as {example}")
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"group does not contain this process, which is rank {dist.get_rank()} of {dist.get_world_size()}")
+    return mesh.get_group()
+
+
+def _not_a_group(group: object) -> str:
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return f"group does not contain this process, which is rank {dist.get_rank()} of {dist.get_world_size()}"
+    hints = ((PlanTables | RankPlan, "plan="), (Mask, "mask="), (Layout, "layout="))
+    hint = next((f"; pass it as {name}" for kind, name in hints if isinstance(group, kind)), "")
+    return f"group is a {type(group).__name__}, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or None{hint}"
+
+
 class _Works:
-    def __init__(self, works: list[dist.Work], batch: Batch):
+    def __init__(self, works: list[dist.Work], batch: MessageBatch):
         # The batch keeps its tensors alive until the messages are through.
         self._works, self._batch = works, batch
 
@@ -163,7 +191,7 @@ def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, T
     return [(t.peer, x[start:end]) for t, buffers in transfers for start, end in t.ranges for x in buffers]
 
 
-def count(batch: Batch) -> None:
+def count(batch: MessageBatch) -> None:
     """Tells those who are recording what a batch moves."""
     for ledger in ledgers():
         for _, rows in messages(batch.sends):

@@ -38,7 +38,7 @@ def choose(
     Raises `KernelError` when the name is unknown or the kernel cannot do the job; an explicit choice is never replaced.
     """
     if name != "auto" and name not in REGISTRY:
-        raise KernelError(f"--cp-ring-kernel {name}: unknown; known are auto, {', '.join(REGISTRY)}")
+        raise KernelError(f"kernel={name!r}: unknown; known are auto, {', '.join(REGISTRY)}")
     candidates = tuple(REGISTRY.items()) if name == "auto" else ((name, REGISTRY[name]),)
     return _chosen(name, candidates, device, dtype, d, e, packed, deterministic())
 
@@ -61,4 +61,4 @@ def _chosen(
             _log.info("attention kernel: %s (%s; %s on %s, head sizes %d and %d)", kernel.name, name, dtype, device.type, d, e)
             return kernel
         reasons.append(f"{kernel.name} {reason}")
-    raise KernelError(f"--cp-ring-kernel {name}: {'; '.join(reasons)}")
+    raise KernelError(f"kernel={name!r}: {'; '.join(reasons)}")

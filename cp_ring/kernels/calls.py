@@ -1,7 +1,9 @@
-"""The kernel calls of a hop: its tiles lowered to what a kernel can do, many small ones in one call where it can.
+"""The kernel calls of a hop: its tiles are lowered to what a kernel can do, and small tiles are packed into one call.
 
-Tensors are tokens first: q [s, b, h, d] rows of a rank's shard, k [u, b, g, d] and v [u, b, g, e] rows of a hop's key
-buffer; out [s, b, h, e] and lse [b, h, s] are the running ones, merged in place.
+Whether tiles go to a kernel one by one or packed is decided here (`_make_calls`) and nowhere else.
+
+Tensors have tokens first: q [s, b, h, d] is a rank's shard, k [u, b, g, d] and v [u, b, g, e] are a hop's key buffer. The
+running out [s, b, h, e] and lse [b, h, s] are merged in place.
 """
 
 from __future__ import annotations
@@ -26,63 +28,72 @@ from cp_ring.plan.tiles import Tile
 
 
 class Statistics:
-    """The lse [b, h, s] of all rows in backward. A part is copied once for the hops that follow with the same rows."""
+    """The lse [b, h, s] of all queries in backward. A part is copied once for consecutive calls with the same queries."""
 
     def __init__(self, lse: Tensor):
         self.whole = lse
         self._part: tuple[slice, Tensor] | None = None
 
-    def of(self, rows: slice) -> Tensor:
-        """[b, h, rows], contiguous."""
-        if self._part is None or self._part[0] != rows:
-            self._part = rows, self.whole[..., rows].contiguous()
+    def of(self, queries: slice) -> Tensor:
+        """[b, h, queries], contiguous."""
+        if self._part is None or self._part[0] != queries:
+            self._part = queries, self.whole[..., queries].contiguous()
         return self._part[1]
 
 
-class Step(Protocol):
-    """One kernel call of a hop. `attend` and `gradients` are the bare call, in the step's own order of rows and shapes."""
+class KernelCall(Protocol):
+    """One kernel call of a hop: a single tile, or many packed tiles. Which of the two is decided in `_make_calls`.
 
-    def place(self, device: torch.device) -> None:
-        """Makes the tensors that the step's calls need on `device`, so that the hops themselves make none."""
+    `attend` and `gradients` are the bare call; its results are in the call's own order of tokens, and `merge_` and `add_`
+    put them where they belong.
+    """
+
+    def prepare(self, device: torch.device) -> None:
+        """Makes the index tensors of the call on `device`, so that the hops themselves make none."""
         ...
 
-    def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]: ...
+    def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Out and lse of the call's queries."""
+        ...
+
+    def merge_(self, out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
+        """Merges what `attend` returned into the running out [s, b, h, e] and lse [b, h, s]."""
+        ...
 
     def gradients(
         self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def forward_(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
-        """Computes the step and merges it into out and lse."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The call's share of dq, dk and dv, from the merged out and lse."""
         ...
 
-    def backward_(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics,
-        dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
-    ) -> None:  # fmt: skip
-        """Adds the step's share to dq [s, b, h, d], and to dk and dv, rows of the hop's gradient buffer."""
+    def add_(self, dq: Tensor, dk: Tensor, dv: Tensor, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
+        """Adds what `gradients` returned to dq [s, b, h, d] of the shard, and to dk and dv of the hop's gradient buffer."""
         ...
 
 
-_programs: weakref.WeakKeyDictionary[Hop, dict[Capabilities, tuple[Step, ...]]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Hop, dict[Capabilities, tuple[KernelCall, ...]]] = weakref.WeakKeyDictionary()
 
 
-def program(hop: Hop, capabilities: Capabilities) -> tuple[Step, ...]:
-    """A hop's kernel calls, worked out once for each hop and kept as long as the hop is."""
-    made = _programs.setdefault(hop, {})
+def kernel_calls(hop: Hop, capabilities: Capabilities) -> tuple[KernelCall, ...]:
+    """A hop's kernel calls. They are made once for each hop and live as long as the hop."""
+    made = _made.setdefault(hop, {})
     if capabilities not in made:
-        made[capabilities] = tuple(_steps(lower(hop.tiles, capabilities), hop.grad_shift, capabilities.varlen))
+        made[capabilities] = tuple(_make_calls(lower(hop.tiles, capabilities), hop.grad_shift, capabilities.varlen))
     return made[capabilities]
 
 
 def prepare(hops: Sequence[Hop], capabilities: Capabilities, device: torch.device) -> None:
-    """Works out the kernel calls of all hops and copies what they need to `device`, ahead of the first hop."""
+    """Makes the kernel calls of all hops and copies their index tensors to `device`, before the first hop."""
     for hop in hops:
-        for step in program(hop, capabilities):
-            step.place(device)
+        for call in kernel_calls(hop, capabilities):
+            call.prepare(device)
 
 
-def _steps(lowered: Lowered, grad_shift: Ints, varlen: bool) -> Iterator[Step]:
+def _make_calls(lowered: Lowered, grad_shift: Ints, varlen: bool) -> Iterator[KernelCall]:
+    """Single or packed: a group of one tile is a call of its own; several tiles are one packed call.
+
+    Only kernels with `capabilities.varlen` get packed calls.
+    """
     tiles, reverse, shift = list(lowered.tiles), lowered.reverse.tolist(), grad_shift[lowered.parent].tolist()
     groups = _groups(tiles, lowered) if varlen else [[i] for i in range(len(tiles))]
     for group in groups:
@@ -93,9 +104,9 @@ def _steps(lowered: Lowered, grad_shift: Ints, varlen: bool) -> Iterator[Step]:
 
 
 def _groups(tiles: list[Tile], lowered: Lowered) -> list[list[int]]:
-    """Tiles that go into one call: of one batch and one window, sharing neither query nor key rows, in row order.
+    """Tiles that go into one call: they have one batch and one window, and share neither queries nor keys; in query order.
 
-    Without shared key rows, each row of dk gets one addition, so that the sum does not depend on which came first.
+    As no key is shared, each token of dk gets one addition, and the sum does not depend on the order.
     """
     groups: list[list[int]] = []
     last: dict[tuple[int, int, int], list[int]] = {}
@@ -124,7 +135,7 @@ def _single(tile: Tile, shift: int, reverse: bool) -> _Single:
     lo = tile.lo if tile.lo == -OPEN else tile.lo - slide
     hi = tile.hi if tile.hi == OPEN else tile.hi - slide
     if reverse:
-        # Column - row changes sign and counts from the other corner; for the squares that are reversed, just the sign.
+        # Key - query changes its sign and counts from the opposite corner. Only squares are reversed: their corners coincide.
         lo, hi = -hi, -lo
     return _Single(
         slice(tile.q0, tile.q1), slice(tile.k0, tile.k1), slice(tile.k0 + shift, tile.k1 + shift), lo, hi, reverse
@@ -133,9 +144,9 @@ def _single(tile: Tile, shift: int, reverse: bool) -> _Single:
 
 @dataclass(frozen=True)
 class _Single:
-    """A tile alone: rows of the shard, rows of the key buffer and of its gradient buffer, and the band within the tile.
+    """One tile: its queries in the shard, its keys in the key buffer and in the gradient buffer, and its band.
 
-    `reverse` runs the tile with query and key order reversed, which turns an upper triangle into a causal one.
+    `reverse` runs the tile with the order of queries and keys reversed, which turns an upper triangle into a causal one.
     """
 
     q: slice
@@ -145,11 +156,11 @@ class _Single:
     hi: int
     reverse: bool
 
-    def place(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device) -> None:
         return
 
     def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = (self._view(x, rows) for x, rows in ((q, self.q), (k, self.k), (v, self.k)))
+        q, k, v = (self._view(x, tokens) for x, tokens in ((q, self.q), (k, self.k), (v, self.k)))
         return kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
 
     def gradients(
@@ -160,30 +171,25 @@ class _Single:
         lse_tile = lse_tile.flip(2) if self.reverse else lse_tile
         return kernel.backward(dout, q, k, v, out, lse_tile, lo=self.lo, hi=self.hi, scale=scale)
 
-    def forward_(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
-        out_tile, lse_tile = self.attend(kernel, q, k, v, scale)
+    def merge_(self, out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
         if self.reverse:
-            out_tile, lse_tile = out_tile.flip(1), lse_tile.flip(2)
-        merge_(out[self.q].transpose(0, 1), lse[..., self.q], out_tile, lse_tile)
+            out_part, lse_part = out_part.flip(1), lse_part.flip(2)
+        merge_(out[self.q].transpose(0, 1), lse[..., self.q], out_part, lse_part)
 
-    def backward_(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics,
-        dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
-    ) -> None:  # fmt: skip
-        grads = self.gradients(kernel, dout, q, k, v, out, lse, scale)
-        parts = [(x.flip(1) if self.reverse else x).transpose(0, 1) for x in grads]
+    def add_(self, dq: Tensor, dk: Tensor, dv: Tensor, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
+        parts = [(x.flip(1) if self.reverse else x).transpose(0, 1) for x in (dq_part, dk_part, dv_part)]
         add_(*zip((dq[self.q], dk[self.grad], dv[self.grad]), parts, strict=True))
 
-    def _view(self, x: Tensor, rows: slice) -> Tensor:
-        """[s, b, ...] to the tile's [b, rows, ...]."""
-        x = x[rows].transpose(0, 1)
+    def _view(self, x: Tensor, tokens: slice) -> Tensor:
+        """[s, b, ...] to the tile's [b, tokens, ...]."""
+        x = x[tokens].transpose(0, 1)
         return x.flip(1) if self.reverse else x
 
 
 def _packed(tiles: list[Tile], shift: list[int], reverse: bool) -> _Packed:
     spans = [(t.q0, t.q1) for t in tiles], [(t.k0, t.k1) for t in tiles]
     grads = [(t.k0 + s, t.k1 + s) for t, s in zip(tiles, shift, strict=True)]
-    q, k, grad = (_Rows.of(ranges, reverse) for ranges in (*spans, grads))
+    q, k, grad = (_Tokens.of(ranges, reverse) for ranges in (*spans, grads))
     left, right = (-1, 0) if reverse else _window(tiles[0])
     return _Packed(q, k, grad, left, right, _ends(spans[0]), _ends(spans[1]))
 
@@ -193,60 +199,60 @@ def _ends(spans: list[tuple[int, int]]) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
-    """Rows of a buffer in the order in which a packed call wants them: a slice where they lie in that order anyway."""
+class _Tokens:
+    """Tokens of a buffer in the order that a packed call wants: a slice where the buffer has that order, an index elsewhere."""
 
     span: slice
     index: Ints | None
     _tensors: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, spans: list[tuple[int, int]], reverse: bool) -> _Rows:
+    def of(cls, spans: list[tuple[int, int]], reverse: bool) -> _Tokens:
         if not reverse and all(a[1] == b[0] for a, b in pairwise(spans)):
             return cls(slice(spans[0][0], spans[-1][1]), None)
         parts = [np.arange(start, end)[:: -1 if reverse else 1] for start, end in spans]
         return cls(slice(0, 0), np.concatenate(parts))
 
-    def place(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device) -> None:
         if self.index is not None and device not in self._tensors:
             self._tensors[device] = _copied(self.index, device)
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The rows: a view where they are a slice, a copy else."""
+        """The tokens of x: a view for a slice, a copy for an index."""
         if self.index is None:
             return x.narrow(dim, self.span.start, self.span.stop - self.span.start)
         return x.index_select(dim, self._on(x.device))
 
-    def put_(self, x: Tensor, rows: Tensor, dim: int = 0) -> None:
+    def put_(self, x: Tensor, taken: Tensor, dim: int = 0) -> None:
         """Writes back what `take` copied."""
         if self.index is not None:
-            x.index_copy_(dim, self._on(x.device), rows)
+            x.index_copy_(dim, self._on(x.device), taken)
+
+    def add_(self, x: Tensor, part: Tensor) -> None:
+        """Adds to the indexed tokens of x. No token occurs twice, so the result does not depend on the order."""
+        x.index_add_(0, self._on(x.device), part.to(x.dtype))
 
     def _on(self, device: torch.device) -> Tensor:
-        self.place(device)
+        self.prepare(device)
         return self._tensors[device]
-
-    def add_(self, x: Tensor, rows: Tensor) -> None:
-        """Adds to x where the rows are gathered; none comes twice, so the result does not depend on the order."""
-        x.index_add_(0, self._on(x.device), rows.to(x.dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """Many tiles of one kind in one call. The batch goes with the heads: [t, b, h, d] is a stream of b * h heads."""
+    """Many tiles of one kind in one call. The batch joins the heads: [t, b, h, d] is a stream of b * h heads."""
 
-    q: _Rows
-    k: _Rows
-    grad: _Rows
+    q: _Tokens
+    k: _Tokens
+    grad: _Tokens
     left: int
     right: int
     ends_q: Ints
     ends_k: Ints
     _packings: dict[torch.device, Packing] = field(default_factory=dict, repr=False)
 
-    def place(self, device: torch.device) -> None:
-        for rows in (self.q, self.k, self.grad):
-            rows.place(device)
+    def prepare(self, device: torch.device) -> None:
+        for tokens in (self.q, self.k, self.grad):
+            tokens.prepare(device)
         if device not in self._packings:
             cu_q, cu_k = (_copied(ends.astype(np.int32), device) for ends in (self.ends_q, self.ends_k))
             max_q, max_k = (int(np.diff(ends).max()) for ends in (self.ends_q, self.ends_k))
@@ -261,39 +267,34 @@ class _Packed:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, out = (self.q.take(x).flatten(1, 2) for x in (dout, q, out))
         k, v = (self.k.take(x).flatten(1, 2) for x in (k, v))
-        lse_rows = lse.of(self.q.span) if self.q.index is None else self.q.take(lse.whole, 2)
+        lse_part = lse.of(self.q.span) if self.q.index is None else self.q.take(lse.whole, 2)
         packing = self._packing(q.device)
-        return cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse_rows.flatten(0, 1), packing, scale)
+        return cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse_part.flatten(0, 1), packing, scale)
 
-    def forward_(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
-        out_tile, lse_tile = self.attend(kernel, q, k, v, scale)
-        out_tile = out_tile.unflatten(1, q.shape[1:3]).transpose(0, 1)
-        lse_tile = lse_tile.unflatten(0, q.shape[1:3])
-        out_rows, lse_rows = self.q.take(out), self.q.take(lse, 2)
-        merge_(out_rows.transpose(0, 1), lse_rows, out_tile, lse_tile)
-        self.q.put_(out, out_rows)
-        self.q.put_(lse, lse_rows, 2)
+    def merge_(self, out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
+        out_part = out_part.unflatten(1, out.shape[1:3]).transpose(0, 1)
+        lse_part = lse_part.unflatten(0, lse.shape[:2])
+        out_taken, lse_taken = self.q.take(out), self.q.take(lse, 2)
+        merge_(out_taken.transpose(0, 1), lse_taken, out_part, lse_part)
+        self.q.put_(out, out_taken)
+        self.q.put_(lse, lse_taken, 2)
 
-    def backward_(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics,
-        dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
-    ) -> None:  # fmt: skip
-        grads = self.gradients(kernel, dout, q, k, v, out, lse, scale)
+    def add_(self, dq: Tensor, dk: Tensor, dv: Tensor, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
         pairs = []
-        for total, rows, x in zip((dq, dk, dv), (self.q, self.grad, self.grad), grads, strict=True):
+        for total, tokens, x in ((dq, self.q, dq_part), (dk, self.grad, dk_part), (dv, self.grad, dv_part)):
             part = x.unflatten(1, total.shape[1:3])
-            if rows.index is None:
-                pairs.append((total[rows.span], part))
+            if tokens.index is None:
+                pairs.append((total[tokens.span], part))
             else:
-                rows.add_(total, part)
+                tokens.add_(total, part)
         add_(*pairs)
 
     def _packing(self, device: torch.device) -> Packing:
-        self.place(device)
+        self.prepare(device)
         return self._packings[device]
 
 
 def _copied(values: np.ndarray, device: torch.device) -> Tensor:
-    """On `device`; nobody waits for the copy but the device itself."""
+    """The values on `device`. On CUDA the copy does not block the host."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -83,12 +83,12 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
         if parameter.name not in bound and parameter.default is parameter.empty:
             if parameter.name not in _ABSENT:
                 raise KernelError(
-                    f"--cp-ring-kernel flash: {name} of the installed flash-attn wants {parameter.name}, unknown here"
+                    f"kernel='flash': {name} of the installed flash-attn wants {parameter.name}, unknown here"
                 )
             bound[parameter.name] = _ABSENT[parameter.name]
     for wanted in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}):
         if not wanted & bound.keys():
-            raise KernelError(f"--cp-ring-kernel flash: {name} of the installed flash-attn has no {' or '.join(sorted(wanted))}")
+            raise KernelError(f"kernel='flash': {name} of the installed flash-attn has no {' or '.join(sorted(wanted))}")
     # Version 4 writes None for an open side, the others -1.
     for side in ("window_size_left", "window_size_right"):
         if bound.get(side) == -1 and parameters[side].default is None:

@@ -75,7 +75,7 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
     if unknown:
         name = getattr(function, "__name__", str(function))
         raise KernelError(
-            f"--cp-ring-kernel transformer_engine: {name} of the installed version wants {', '.join(unknown)}, unknown here"
+            f"kernel='transformer_engine': {name} of the installed version wants {', '.join(unknown)}, unknown here"
         )
     return {name: values[name] for name in parameters if name in values}
 
@@ -210,7 +210,7 @@ class TransformerEngineKernel:
     def _values(self, call: Call, tensors: dict[str, Tensor], cu_q: Tensor, cu_k: Tensor, scale: float) -> dict[str, Any]:
         backend = self._backend(call)
         if backend is None:
-            raise KernelError(f"--cp-ring-kernel transformer_engine: no fused backend for {call._asdict()}")
+            raise KernelError(f"kernel='transformer_engine': no fused backend for {call._asdict()}")
         packed = call.layout == "thd"
         return {name: x.contiguous() for name, x in tensors.items()} | {
             "max_seqlen_q": call.rows, "max_seqlen_kv": call.columns, "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k,
@@ -258,7 +258,7 @@ class TransformerEngineKernel:
 def _loaded() -> Library:
     library = _library()
     if isinstance(library, str):
-        raise KernelError(f"--cp-ring-kernel transformer_engine: transformer_engine {library}")
+        raise KernelError(f"kernel='transformer_engine': transformer_engine {library}")
     return library
 
 

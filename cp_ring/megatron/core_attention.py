@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from cp_ring.attention import ring_attention
-from cp_ring.errors import ConfigError
+from cp_ring.attention import attend
+from cp_ring.errors import ConfigError, KernelError
 from cp_ring.megatron import compat
 from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.documents import documents_of
@@ -110,20 +110,24 @@ class RingDotProductAttention(MegatronModule):
         results = results_for(self)
         if results is None or results.place is None:
             watchdog.enter(self.layer_number, compat.training_step())
-        out = ring_attention(
-            query,
-            key,
-            value,
-            plan,
-            self.cp_group if plan.cp > 1 else None,
-            softmax_scale=self.softmax_scale,
-            sink=self.softmax_offset,
-            kernel=self.settings.kernel,
-            num_slots=self.settings.num_slots,
-            wire_dtype=self.settings.wire_dtype,
-            qkv_format="sbhd",
-            results=results,
-        )
+        try:
+            out, _ = attend(
+                query,
+                key,
+                value,
+                plan,
+                self.cp_group if plan.cp > 1 else None,
+                softmax_scale=self.softmax_scale,
+                sink=self.softmax_offset,
+                kernel=self.settings.kernel,
+                num_slots=self.settings.num_slots,
+                wire_dtype=self.settings.wire_dtype,
+                qkv_format="sbhd",
+                results=results,
+            )
+        except KernelError as error:  # name the flag, not the parameter
+            kernel = self.settings.kernel
+            raise KernelError(str(error).replace(f"kernel={kernel!r}", f"--cp-ring-kernel {kernel}")) from None
         out = out.reshape(*out.shape[:2], -1)
         return out.squeeze(1) if packed else out
 

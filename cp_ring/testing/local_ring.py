@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.comm.transport import Batch, Pending, count, messages
+from cp_ring.comm.transport import MessageBatch, Pending, count, messages
 from cp_ring.errors import ConfigError
 
 TIMEOUT = 60.0
@@ -81,7 +81,7 @@ class LocalGroup:
         self._sent: dict[int, int] = defaultdict(int)
         self._awaited: dict[int, int] = defaultdict(int)
 
-    def post(self, batch: Batch) -> Pending:
+    def post(self, batch: MessageBatch) -> Pending:
         """Follows `Transport.post`."""
         for peer, rows in messages(batch.sends):
             self._ring.put((self.rank, peer, self._sent[peer]), rows.clone())

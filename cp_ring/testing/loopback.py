@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cp_ring.comm.transport import Batch, Buffers, Done, Pending
+from cp_ring.comm.transport import MessageBatch, Buffers, Done, Pending
 from cp_ring.plan.tables import Transfer
 
 
@@ -28,7 +28,7 @@ class LoopbackTransport:
         self._sources: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def post(self, batch: Batch) -> Pending:
+    def post(self, batch: MessageBatch) -> Pending:
         """Starts the copies for what the batch receives, and returns at once."""
         if not batch.receives:
             return Done()

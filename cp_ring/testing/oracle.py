@@ -56,7 +56,7 @@ def on_rank(group, case: Case, plan: RingPlan, **options) -> tuple[Grads, Ledger
     shard = [plan.layout.shard(x.transpose(0, 1) if dim == 0 else x, rank, dim) for x in case]
     q, k, v = (x.detach().requires_grad_() for x in shard[:3])
     with record() as ledger:
-        out = ring_attention(q, k, v, plan, group, **options)
+        out = ring_attention(q, k, v, group, plan=plan, **options)
         grads = torch.autograd.grad(out, (q, k, v), shard[3])
     return Grads(*(x.detach().transpose(0, 1) if dim == 0 else x.detach() for x in (out, *grads))), ledger
 

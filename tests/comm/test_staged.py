@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_ring.comm import transport
-from cp_ring.comm.transport import Batch, Done, StagedTransport
+from cp_ring.comm.transport import MessageBatch, Done, StagedTransport
 from cp_ring.plan.tables import Transfer
 
 
@@ -25,14 +25,14 @@ def test_only_moved_rows_pass_through_the_host(monkeypatch):
     )
     monkeypatch.setattr(transport.GroupTransport, "post", lambda self, batch: box.post(batch))
     staged = object.__new__(StagedTransport)
-    assert isinstance(staged.post(Batch([], [])), Done)
+    assert isinstance(staged.post(MessageBatch([], [])), Done)
     assert not made
     assert not waits
 
     keys, values = torch.arange(24.0).view(12, 2), torch.arange(36.0).view(12, 3)
     target = torch.full((12, 2), -1.0), torch.full((12, 3), -1.0)
     out, back = Transfer(1, ((2, 4), (7, 10))), Transfer(1, ((0, 2), (5, 8)))
-    pending = staged.post(Batch([(out, (keys, values))], [(back, target)]))
+    pending = staged.post(MessageBatch([(out, (keys, values))], [(back, target)]))
     assert made == [(5, 2), (5, 3), (5, 2), (5, 3)]
     assert waits == [torch.device("cpu")]
     sent, arriving = transport.messages(box.batch.sends), transport.messages(box.batch.receives)

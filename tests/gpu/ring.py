@@ -35,7 +35,7 @@ def main(backend: str, rank: int, size: int, store: str, device: str, kernel: st
         case = Case.draw(n, **HEADS, dtype=dtype)
         parts = [plan.layout.shard(x, rank, 1).to(device) for x in case]
         inputs = [x.requires_grad_() for x in parts[:3]]
-        result = ring_attention(*inputs, plan, group, kernel=kernel)
+        result = ring_attention(*inputs, group, plan=plan, kernel=kernel)
         got = (result.detach(), *torch.autograd.grad(result, inputs, parts[3]))
         truth = brute_force(case, mask.dense())
         mine = [plan.layout.shard(x, rank, 1) for x in truth]

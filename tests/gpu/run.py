@@ -25,17 +25,18 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from cp_ring import Layout, Mask, RingPlan, attention
+from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.bench import samples
 from cp_ring.bench.attention import CONTESTANTS, Setting
 from cp_ring.bench.attention import run as contest
 from cp_ring.bench.machine import facts
-from cp_ring.bench.replay import Sizes, efficiency, replay, run_of, single_call
+from cp_ring.bench.replay import Sizes, efficiency, replay, single_call
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, choose
 from cp_ring.ops.merge import _fused, _merge_
 from cp_ring.plan.tiles import OPEN
 from cp_ring.testing import conformance
+from cp_ring.testing.loopback import LoopbackTransport
 
 BUDGET_S = 450
 HEADS = ((8, 8, 64, 64), (8, 1, 128, 128), (8, 2, 192, 128), (8, 2, 256, 256))
@@ -228,19 +229,19 @@ def launches(job: Job) -> dict[str, Any]:
     """
     cp, rank = 4, 1
     plan = RingPlan.build(Mask.causal(cp * job.sizes.tokens), Layout.zigzag(cp * job.sizes.tokens, cp))
-    run = run_of(plan, rank, job.sizes)
     q, k, v, dout = job.sizes.draw(job.sizes.tokens)
-    found: dict[str, Any] = {"kernel": run.kernel.name, "hops": cp}
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    transport, d, e = LoopbackTransport(rank, cp), job.sizes.d, job.sizes.e
+    found: dict[str, Any] = {"kernel": choose("auto", device=q.device, dtype=q.dtype, d=d, e=e).name, "hops": cp}
 
-    def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        return attention._forward(run, q, k, v)
+    def forward() -> torch.Tensor:
+        return ring_attention(q, k, v, transport, plan=plan, qkv_format="sbhd")
 
-    out, lse = forward()
-    out = out.to(q.dtype)
-    # What is made before the first hop: out and lse; dq, dk, dv and a hop's sums of dk and dv.
+    out = forward()
+    # Outside the hops: out, lse and the cast of out; dq, dk, dv, a hop's sums of dk and dv, and three casts.
     for name, limit, before, work in (
-        ("forward", 2, 2, forward),
-        ("backward", 3, 5, lambda: attention._backward(run, dout, q, k, v, out, lse)),
+        ("forward", 2, 3, forward),
+        ("backward", 3, 8, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)),
     ):
         work()
         activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * job.cuda
@@ -264,11 +265,11 @@ def allocations(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for cp in (4, 8):
         plan = RingPlan.build(Mask.causal(cp * job.sizes.tokens), Layout.zigzag(cp * job.sizes.tokens, cp))
-        run, (q, k, v, _) = run_of(plan, cp - 1, job.sizes), job.sizes.draw(job.sizes.tokens)
+        transport, (q, k, v, _) = LoopbackTransport(cp - 1, cp), job.sizes.draw(job.sizes.tokens)
         for _ in range(2):
-            attention._forward(run, q, k, v)
+            ring_attention(q, k, v, transport, plan=plan, qkv_format="sbhd")
         before = job.allocator()
-        attention._forward(run, q, k, v)
+        ring_attention(q, k, v, transport, plan=plan, qkv_format="sbhd")
         after = job.allocator()
         found[f"cp {cp}"] = {name: after[name] - before[name] for name in after}
         if after.get("segment.all.allocated", 0) > before.get("segment.all.allocated", 0):

@@ -11,7 +11,7 @@ import torch
 
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.kernels.base import Capabilities
-from cp_ring.kernels.calls import Statistics, _Packed, program
+from cp_ring.kernels.calls import Statistics, _Packed, kernel_calls
 from cp_ring.kernels.reference import KERNEL
 from cp_ring.plan import OPEN, Tile
 from cp_ring.plan.mask import paint
@@ -30,20 +30,20 @@ def hop_of(tiles: Tiles, shift=0) -> Hop:
 def run(hop: Hop, case: Case, capabilities: Capabilities, shift: int = 0) -> Grads:
     q, k, v, dout = (x.transpose(0, 1).double() for x in case)
     out, lse = torch.zeros_like(dout), torch.full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=torch.float64)
-    steps = program(hop, capabilities)
-    for step in steps:
-        step.forward_(KERNEL, q, k, v, out, lse, 0.25)
+    calls = kernel_calls(hop, capabilities)
+    for call in calls:
+        call.merge_(out, lse, *call.attend(KERNEL, q, k, v, 0.25))
     dq, (dk, dv) = torch.zeros_like(q), (torch.zeros(x.shape[0] + 8, *x.shape[1:], dtype=x.dtype) for x in (k, v))
-    for step in steps:
-        step.backward_(KERNEL, dout, q, k, v, out, Statistics(lse), dq, dk, dv, 0.25)
-    rows = slice(shift, shift + k.shape[0])
-    assert not dk[: rows.start].any()
-    assert not dk[rows.stop :].any()
-    return Grads(*(x.transpose(0, 1) for x in (out, dq, dk[rows], dv[rows])))
+    for call in calls:
+        call.add_(dq, dk, dv, *call.gradients(KERNEL, dout, q, k, v, out, Statistics(lse), 0.25))
+    tokens = slice(shift, shift + k.shape[0])
+    assert not dk[: tokens.start].any()
+    assert not dk[tokens.stop :].any()
+    return Grads(*(x.transpose(0, 1) for x in (out, dq, dk[tokens], dv[tokens])))
 
 
 def random_tiles(generator: np.random.Generator, n: int) -> Tiles:
-    """Bands on rectangles that share no row; key rows overlap."""
+    """Bands on rectangles that share no query; keys overlap."""
     cuts = np.unique(np.concatenate([[0, n], generator.integers(1, n, 6)])).tolist()
     rows = []
     for q0, q1 in pairwise(cuts):
@@ -95,24 +95,24 @@ def test_packed_documents(capabilities, window):
 
 @pytest.mark.parametrize("window", [(-1, 0), (1, 0)])
 def test_calls_do_not_grow_with_documents(window):
-    """Side by side, they are one call on a slice of rows: nothing is gathered."""
+    """Side by side, they are one call on a slice of tokens: nothing is gathered."""
     for count in (8, 64):
         cu = documents(count, 16)
         hop = RingPlan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1)).rank_plan(0).hops[0]
-        (step,) = program(hop, Capabilities(bands=True, varlen=True))
-        assert isinstance(step, _Packed)
-        assert step.q.index is step.k.index is step.grad.index is None
-        assert (step.left, step.right) == window
-        assert len(program(hop, Capabilities(bands=True))) == count
+        (call,) = kernel_calls(hop, Capabilities(bands=True, varlen=True))
+        assert isinstance(call, _Packed)
+        assert call.q.index is call.k.index is call.grad.index is None
+        assert (call.left, call.right) == window
+        assert len(kernel_calls(hop, Capabilities(bands=True))) == count
 
 
-def test_program_is_made_once_and_dies_with_its_hop():
+def test_kernel_calls_are_made_once_and_die_with_their_hop():
     import gc
     import weakref
 
     hop = hop_of(Tiles.of([Tile(0, 8, 0, 8)]))
     capabilities = Capabilities()
-    assert program(hop, capabilities) is program(hop, capabilities)
+    assert kernel_calls(hop, capabilities) is kernel_calls(hop, capabilities)
     gone = weakref.ref(hop)
     del hop
     gc.collect()

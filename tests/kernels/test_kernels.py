@@ -84,9 +84,9 @@ def test_auto_takes_the_fastest_that_can():
 
 
 def test_explicit_choice_is_never_replaced():
-    with pytest.raises(KernelError, match=r"--cp-ring-kernel cpu: cpu runs on the CPU, the tensors are on cuda"):
+    with pytest.raises(KernelError, match=r"kernel='cpu': cpu runs on the CPU, the tensors are on cuda"):
         choose("cpu", device=torch.device("cuda"), dtype=torch.float32, d=8, e=8)
-    with pytest.raises(KernelError, match=r"--cp-ring-kernel auto: .*cpu does not know torch.int64; reference reads floating"):
+    with pytest.raises(KernelError, match=r"kernel='auto': .*cpu does not know torch.int64; reference reads floating"):
         choose("auto", device=CPU, dtype=torch.int64, d=8, e=8)
 
 

@@ -19,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_ring.kernels.transformer_engine as adapter
-from cp_ring import Layout, Mask, RingPlan, attention
+from cp_ring import Layout, Mask, RingPlan, attention, ring_attention
 from cp_ring.comm import streams
 from cp_ring.comm.streams import KeyStream
-from cp_ring.kernels import calls, choose
+from cp_ring.kernels import REGISTRY, calls, choose
 from cp_ring.kernels.base import OPEN, no_random_state
 from cp_ring.observe.counters import record
 from cp_ring.testing.loopback import LoopbackTransport
-from tests.kernels.emulated_te import KERNEL, installed
+from tests.kernels.emulated_te import installed
 
 
 class Launches(TorchDispatchMode):
@@ -65,8 +65,9 @@ class Launches(TorchDispatchMode):
         return run
 
     def hops(self) -> list[Counter[str]]:
-        """What each hop added; the last one has all that came after it."""
-        return [after - before for before, after in zip(self.marks, [*self.marks[1:], self.counts], strict=True)]
+        """What each hop added; then what came after the last hop. Forgets the marks."""
+        marks, self.marks = self.marks, []
+        return [after - before for before, after in zip(marks, [*marks[1:], self.counts], strict=True)]
 
 
 @pytest.fixture
@@ -84,19 +85,16 @@ def launches(monkeypatch) -> Iterator[Launches]:
             for item in super().__iter__():
                 mode.marks.append(mode.counts.copy())
                 yield item
+            mode.marks.append(mode.counts.copy())
 
     monkeypatch.setattr(attention, "KeyStream", Marked)
+    monkeypatch.setitem(REGISTRY, "emulated", "tests.kernels.emulated_te")
     with installed("2.20.2"):
         library = adapter._library()
         passes = [mode.counted_as("attention", f) for f in (library.forward, library.backward)]
         library = library._replace(forward=passes[0], backward=passes[1])
         monkeypatch.setattr(adapter, "_library", cache(lambda: library))
         yield mode
-
-
-def run_of(plan: RingPlan, rank: int) -> attention._Run:
-    transport = LoopbackTransport(rank, plan.cp)
-    return attention._Run(plan.rank_plan(rank), transport, KERNEL, 0.25, 2, torch.bfloat16, torch.float32)
 
 
 def draw(tokens: int) -> list[torch.Tensor]:
@@ -106,14 +104,17 @@ def draw(tokens: int) -> list[torch.Tensor]:
 
 def both(plan: RingPlan, rank: int, launches: Launches) -> tuple[list[Counter[str]], list[Counter[str]]]:
     """Launches of each hop, forward and backward."""
-    run, (q, k, v, dout) = run_of(plan, rank), draw(plan.n // plan.cp)
+    q, k, v, dout = draw(plan.n // plan.cp)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
     with launches:
-        out, lse = attention._forward(run, q, k, v)
+        out = ring_attention(q, k, v, LoopbackTransport(rank, plan.cp), plan=plan, kernel="emulated", qkv_format="sbhd")
         forward = launches.hops()
-        out = out.bfloat16()
-        launches.marks.clear()
-        attention._backward(run, dout, q, k, v, out, lse)
-    return forward, launches.hops()
+        torch.autograd.grad(out, inputs, dout)
+    *forward, after = forward
+    assert +after == Counter(_to_copy=1), after  # out in the dtype of q
+    *backward, after = launches.hops()
+    assert beyond(after) <= 4, after  # the last gradients that arrived, and dq, dk, dv in the dtype of q
+    return forward, backward
 
 
 OURS = ("attention", "messages", "memory")
@@ -126,10 +127,9 @@ def beyond(hop: Counter[str]) -> int:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_launches_per_hop(launches, rank):
-    """At most 2 in forward and 3 in backward; besides, the lse of a hop's rows is copied where it has others than the last."""
+    """At most 2 in forward and 3 in backward; besides, the lse of a call's queries is copied where the last call had others."""
     plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4))
     both(plan, rank, launches)  # tensors that are made once
-    launches.marks.clear()
     forward, backward = both(plan, rank, launches)
     assert [beyond(hop) for hop in forward] == [1, 1, 1, 1], forward
     copies = [hop.pop("clone", 0) for hop in backward]
@@ -141,13 +141,12 @@ def test_launches_per_hop(launches, rank):
 
 
 def test_packed_documents_upload_nothing_in_the_hops(launches):
-    """Row numbers and lengths of packed tiles go to the device before the first hop, once for each plan."""
+    """Indices and lengths of packed tiles go to the device before the first hop, once for each plan."""
     ends = np.cumsum([0, *np.random.default_rng(0).integers(20, 200, 20).tolist()])
     n = int(ends[-1]) // 8 * 8
     plan = RingPlan.build(Mask.documents(np.minimum(ends, n)), Layout.zigzag(n, 4))
     for repeat in range(2):
         launches.counts.clear()
-        launches.marks.clear()
         forward, backward = both(plan, 1, launches)
         assert not any(hop["upload"] or "_local_scalar_dense" in hop for hop in forward + backward)
         assert bool(launches.counts["upload"]) == (repeat == 0)
@@ -163,7 +162,7 @@ def test_no_buffer_is_made_per_hop(launches):
     assert ledger.slots_alive == 0
     assert len(forward) == cp
     for hop in forward[3:] + backward[3:-1]:
-        # The copy of the lse of half the rows is the one thing that is made: where ranks' rows change.
+        # The copy of the lse of half the queries is the one thing that is made: where the queries change.
         assert hop["memory"] == 0, hop
     assert sum(hop["clone"] for hop in backward) <= 4, backward
 

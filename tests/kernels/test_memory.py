@@ -27,7 +27,7 @@ def test_calls_leak_nothing(calls):
 
     def many(count):
         for i in range(count):
-            out = ring_attention(q, k, v, plan, transport)
+            out = ring_attention(q, k, v, transport, plan=plan)
             if i % 8:
                 torch.autograd.grad(out, inputs, dout)
         gc.collect()
@@ -40,7 +40,7 @@ def test_calls_leak_nothing(calls):
 def _on_rank(group, case, plan, kernel):
     q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = ring_attention(q, k, v, plan, group, kernel=kernel)
+    out = ring_attention(q, k, v, group, plan=plan, kernel=kernel)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 

@@ -110,33 +110,34 @@ def _scaled(attention: Any, *args: Any, softmax_scale: float, **kwargs: Any) -> 
 
 
 class _Rounded:
-    """A step after which what it has added to is rounded to bf16."""
+    """A kernel call after which what it has added to is rounded to bf16."""
 
-    def __init__(self, step: Any, what: str):
-        self.step, self.what = step, what
+    def __init__(self, call: Any, what: str):
+        self.call, self.what = call, what
+        self.attend, self.gradients = call.attend, call.gradients
 
-    def forward_(self, kernel: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float) -> None:
-        self.step.forward_(kernel, q, k, v, out, lse, scale)
+    def merge_(self, out: Any, lse: Any, *parts: Any) -> None:
+        self.call.merge_(out, lse, *parts)
         for sums in {"out": [out], "lse": [lse]}.get(self.what, []):
             sums.copy_(sums.bfloat16())
 
-    def backward_(self, *args: Any) -> None:
-        self.step.backward_(*args)
+    def add_(self, *args: Any) -> None:
+        self.call.add_(*args)
         if self.what == "gradients":
-            for sums in args[7:10]:
+            for sums in args[:3]:
                 sums.copy_(sums.bfloat16())
 
 
-def _out_in_bf16(program: Any, *args: Any) -> Any:
-    return [_Rounded(step, "out") for step in program(*args)]
+def _out_in_bf16(kernel_calls: Any, *args: Any) -> Any:
+    return [_Rounded(call, "out") for call in kernel_calls(*args)]
 
 
-def _lse_in_bf16(program: Any, *args: Any) -> Any:
-    return [_Rounded(step, "lse") for step in program(*args)]
+def _lse_in_bf16(kernel_calls: Any, *args: Any) -> Any:
+    return [_Rounded(call, "lse") for call in kernel_calls(*args)]
 
 
-def _gradients_in_bf16(program: Any, *args: Any) -> Any:
-    return [_Rounded(step, "gradients") for step in program(*args)]
+def _gradients_in_bf16(kernel_calls: Any, *args: Any) -> Any:
+    return [_Rounded(call, "gradients") for call in kernel_calls(*args)]
 
 
 def _loss_divided(loss: Any, mask: Any, losses: Any) -> Any:
@@ -176,10 +177,10 @@ FAULTS: dict[str, Any] = {
     "gradients of one hop lost": _streams("GradStream", "send", _hop_lost),
     "sink ignored": _parity("sink dropped"),
     "sink gradient dropped": _parity("sink gradient dropped"),
-    "softmax scale": _core("ring_attention", _scaled),
-    "softmax denominators accumulated in bf16": _ring("program", _lse_in_bf16),
-    "outputs accumulated in bf16": _ring("program", _out_in_bf16),
-    "gradients accumulated in bf16": _ring("program", _gradients_in_bf16),
+    "softmax scale": _core("attend", _scaled),
+    "softmax denominators accumulated in bf16": _ring("kernel_calls", _lse_in_bf16),
+    "outputs accumulated in bf16": _ring("kernel_calls", _out_in_bf16),
+    "gradients accumulated in bf16": _ring("kernel_calls", _gradients_in_bf16),
     "loss divided by cp twice": _gpt("loss_function", _loss_divided),
     "reported loss halved": _gpt("loss_function", _reported_loss_divided),
     "padding attended": _padding,

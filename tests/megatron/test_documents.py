@@ -160,7 +160,7 @@ def attend(group, seed, whole_row):
     generator = torch.Generator().manual_seed(seed)
     mine = torch.from_numpy(split.layout.positions(rank))
     q, k, v, dout = (torch.randn(64, 1, heads, 8, generator=generator)[mine].requires_grad_() for heads in (4, 2, 2, 4))
-    out = ring_attention(q, k, v, split.plan(rank, "direct"), group, kernel="reference", qkv_format="sbhd")
+    out = ring_attention(q, k, v, group, plan=split.plan(rank, "direct"), kernel="reference", qkv_format="sbhd")
     out.backward(dout.detach())
     return [mine, *(x.detach() for x in (out, q.grad, k.grad, v.grad))]
 

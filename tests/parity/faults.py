@@ -35,7 +35,7 @@ def _plans() -> Any:
 def _attention() -> Any:
     from cp_ring.megatron import core_attention
 
-    return core_attention, "ring_attention"
+    return core_attention, "attend"
 
 
 def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any = (-1, -1)) -> Any:

@@ -19,7 +19,7 @@ N = 128
 def on_rank(group, case: Case, plan: RingPlan, **options):
     q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = ring_attention(q, k, v, plan, group, **options)
+    out = ring_attention(q, k, v, group, plan=plan, **options)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 

@@ -1,0 +1,154 @@
+"""From the arguments of `ring_attention` to a proven plan, which is kept for later calls."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from threading import Lock
+
+import numpy as np
+from torch import Tensor
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.routes import ROUTES
+
+MAX_PLANS = 64
+"""How many plans are kept: those that were used last."""
+
+Offsets = Sequence[int] | np.ndarray | Tensor
+
+_plans: OrderedDict[bytes, RingPlan] = OrderedDict()
+_lock = Lock()
+
+
+def plan_for(mask: Mask, layout: Layout | str, cp: int, route: str = "direct") -> RingPlan:
+    """The plan for `mask`, proven; an equal mask, layout and route give the plan of an earlier call.
+
+    `layout` is a `Layout`, or a name in `LAYOUTS`. Raises `PlanError` where mask, layout and route do not fit together.
+    """
+    if isinstance(layout, str) and layout not in LAYOUTS:
+        raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
+    if route not in ROUTES:
+        raise PlanError(f"route={route!r}: unknown; known are {', '.join(ROUTES)}")
+    key = _digest(mask, layout, cp, route)
+    with _lock:
+        if key in _plans:
+            _plans.move_to_end(key)
+            return _plans[key]
+        # Made under the lock: threads that ask for one plan at the same time share it.
+        plan = RingPlan.build(mask, LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout, route)
+        plan.verify()
+        _plans[key] = plan
+        while len(_plans) > MAX_PLANS:
+            _plans.popitem(last=False)
+    return plan
+
+
+def plan_of_call(
+    tokens: int,
+    batch: int,
+    rank: int,
+    cp: int,
+    *,
+    causal: bool,
+    window_size: tuple[int, int],
+    cu_seqlens: Offsets | None,
+    mask: Mask | None,
+    layout: str | Layout,
+    route: str,
+) -> RingPlan:
+    """The plan of a call in which rank `rank` of `cp` passes `batch` rows of `tokens` tokens.
+
+    Raises `ConfigError` or `PlanError` with a line that names the argument.
+    """
+    if isinstance(layout, Layout) and layout.cp != cp:
+        raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}")
+    if mask is None:
+        if cu_seqlens is None:
+            offsets: tuple[int, ...] = (0, layout.n if isinstance(layout, Layout) else length_of(tokens, cp, layout))
+        else:
+            offsets = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor | np.ndarray) else cu_seqlens)
+        mask = _mask(offsets, causal, tuple(window_size))
+    plan = plan_for(mask, layout, cp, route)
+    held = int(plan.layout.tokens_per_rank[rank])
+    if plan.layout.rows == 1 and held != tokens:
+        name = "cu_seqlens ends at" if cu_seqlens is not None else "the sequence has"
+        raise ConfigError(
+            f"{name} {plan.n} tokens, of which rank {rank} of {cp} holds {held}, but q has {tokens} tokens of each batch row"
+        )
+    if plan.layout.rows not in (1, batch):
+        raise ConfigError(f"layout is for {plan.layout.rows} batch rows, but q has {batch}")
+    return plan
+
+
+def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
+    """Tokens of the whole sequence, where each of `cp` ranks holds `tokens` of them.
+
+    Raises `ConfigError` where a zigzag layout gives ranks different numbers of tokens.
+    """
+    if layout == "zigzag" and cp > 1 and tokens % 2:
+        raise ConfigError(
+            f"a rank holds {tokens} tokens, not a multiple of 2, so the length of the sequence is unknown: "
+            f"pad it to a multiple of {2 * cp}, or pass a Layout as layout="
+        )
+    return tokens * cp
+
+
+def check_mask_arguments(
+    plan: object,
+    mask: object,
+    causal: bool,
+    window_size: tuple[int, int],
+    cu_seqlens: Offsets | None,
+    layout: object,
+    route: str,
+) -> None:
+    """Raises `ConfigError` for arguments that say the same thing twice, or are of the wrong type."""
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise ConfigError(f"window_size={window_size!r}: it must be (left, right), with -1 for an open side")
+    masks = [("mask", mask is not None), ("causal", causal), ("window_size", tuple(window_size) != (-1, -1)),
+             ("cu_seqlens", cu_seqlens is not None)]  # fmt: skip
+    if plan is not None:
+        others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct")]
+        for name, given in others:
+            if given:
+                raise ConfigError(f"{name} and plan are both given, but a plan has its own mask, layout and route: drop one")
+    elif mask is not None:
+        for name, given in masks[1:]:
+            if given:
+                raise ConfigError(f"{name} and mask are both given, but a mask is complete by itself: drop one")
+        if not isinstance(mask, Mask):
+            hint = "; mask_mod functions are not supported, see the constructors of cp_ring.Mask" if callable(mask) else ""
+            raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
+    if not isinstance(layout, str | Layout):
+        raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}")
+
+
+@lru_cache(maxsize=64)
+def zigzag(n: int, cp: int) -> Layout:
+    """`Layout.zigzag`, made once."""
+    return Layout.zigzag(n, cp)
+
+
+@lru_cache(maxsize=64)
+def _mask(offsets: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Mask:
+    name = "documents" if len(offsets) > 2 else "causal" if causal else "full"
+    return Mask.documents(list(offsets), causal=causal, window=window, name=name)
+
+
+def _digest(mask: Mask, layout: Layout | str, cp: int, route: str) -> bytes:
+    """Equal for equal masks, layouts and routes, whatever they are called."""
+    state = hashlib.blake2b(f"{mask.n} {cp} {route} ".encode(), digest_size=16)
+    state.update(mask.pieces.data.tobytes())
+    if isinstance(layout, str):
+        state.update(f" layout {layout}".encode())
+        return state.digest()
+    state.update(f" {layout.n} {layout.cp} {layout.rows} {len(layout.owner)} ".encode())
+    for table in (layout.edges, layout.owner):
+        state.update(table.tobytes())
+    return state.digest()

@@ -1,0 +1,217 @@
+"""shard, unshard and roll: tensors of a whole sequence, and the parts of them that ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cp_ring.comm.transport import MessageBatch, Transport, transport_for
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.tables import Transfer
+from cp_ring.plan_cache import length_of, zigzag
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Tensors = TypeVar("Tensors", Tensor, tuple[Any, ...], list[Any], dict[Any, Any])
+
+
+def shard(
+    tensors: Tensors,
+    layout: Layout | RingPlan | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    dim: int = 1,
+) -> Tensors:
+    """This rank's part of whole tensors along `dim`, the dimension of tokens.
+
+    `tensors` is a tensor, or a tuple, list or dict of tensors; None inside them stays None. `layout` is a `Layout`, a plan, or
+    None for `Layout.zigzag`. Nothing is sent: every rank holds the whole tensor and takes its part. The gradient of a part
+    reaches this rank's whole tensor only, zero elsewhere.
+
+    Raises `PlanError` where a tensor has another number of tokens than the layout, `ConfigError` for what is not a group.
+    """
+    if isinstance(tensors, tuple | list):
+        parts = [None if x is None else shard(x, layout, group, dim) for x in tensors]
+        if isinstance(tensors, list):
+            return parts
+        return type(tensors)(*parts) if hasattr(tensors, "_fields") else tuple(parts)
+    if isinstance(tensors, dict):
+        return {name: None if x is None else shard(x, layout, group, dim) for name, x in tensors.items()}
+    transport = transport_for(group, tensors.device)
+    rank, size = (transport.rank, transport.size) if transport else (0, 1)
+    return _layout(layout, tensors.shape[dim], size).shard(tensors, rank, dim)
+
+
+def unshard(
+    x: Tensor,
+    layout: Layout | RingPlan | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    dim: int = 1,
+) -> Tensor:
+    """The whole tensor from the parts of all ranks: the inverse of `shard`. A collective: every rank of `group` calls it.
+
+    Every rank gets the whole tensor. Backward, also a collective, sums the gradients of all ranks' whole tensors and returns
+    this rank's part, as `torch.distributed.nn.functional.all_gather` does. So where every rank computes the same loss on the
+    whole tensor, average the parameters' gradients over `group`, as data parallelism does, or divide the loss by its size.
+
+    `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is not this rank's part of the layout.
+    """
+    transport = transport_for(group, x.device)
+    layout = _layout_of_part(layout, x, transport, dim)
+    if transport is None:
+        return layout.unshard([x], dim)
+    whole: Tensor = _Unshard.apply(x.movedim(dim, 0), layout, transport)
+    return whole.movedim(0, dim)
+
+
+def roll(
+    x: Tensor,
+    shift: int,
+    layout: Layout | RingPlan | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    dim: int = 1,
+    *,
+    cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
+    fill: float = 0,
+) -> Tensor:
+    """This rank's part of `torch.roll(whole, shift, dim)`: -1 gives each token what the next token has, as for labels.
+
+    A collective, as `unshard`, and differentiable; only tokens that change ranks travel. Without `cu_seqlens` the first
+    tokens of the sequence come after its last ones, as in `torch.roll`. With `cu_seqlens`, the ends of packed documents in
+    the whole sequence, a token whose source is outside of its own document gets `fill`. `cu_seqlens=[0, n]` fills the end of a
+    single sequence.
+    """
+    transport = transport_for(group, x.device)
+    layout = _layout_of_part(layout, x, transport, dim)
+    rank = transport.rank if transport else 0
+    rolled: Tensor = _Roll.apply(x.movedim(dim, 0), shift, layout, transport, rank)
+    if cu_seqlens is not None:
+        inside = _same_document(layout.positions(rank), shift, layout.n, cu_seqlens).to(x.device)
+        rolled = torch.where(inside.reshape(-1, *[1] * (x.dim() - 1)), rolled, fill)
+    return rolled.movedim(0, dim)
+
+
+class _Unshard(torch.autograd.Function):
+    """[tokens of the rank, ...] to [n, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, transport: Transport) -> Tensor:
+        ctx.layout, ctx.transport = layout, transport
+        x = x.contiguous()
+        sizes = layout.tokens_per_rank.tolist()
+        parts = [x if rank == transport.rank else x.new_empty((size, *x.shape[1:])) for rank, size in enumerate(sizes)]
+        _exchange(transport, [x] * len(parts), parts, "unshard")
+        return layout.unshard(parts, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        layout, transport = ctx.layout, ctx.transport
+        leaving = [layout.shard(gradient, rank, 0).contiguous() for rank in range(layout.cp)]
+        mine = leaving[transport.rank]
+        arriving = [mine if rank == transport.rank else torch.empty_like(mine) for rank in range(layout.cp)]
+        _exchange(transport, leaving, arriving, "unshard gradients")
+        total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
+        for part in arriving:  # in the order of ranks: the same bits in every run
+            total += part
+        return total.to(gradient.dtype), None, None
+
+
+class _Roll(torch.autograd.Function):
+    """[tokens of the rank, ...] to the same of the rolled sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: int, layout: Layout, transport: Transport | None, rank: int) -> Tensor:
+        ctx.arguments = shift, layout, transport, rank
+        return _rolled(x, shift, layout, transport, rank)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        shift, layout, transport, rank = ctx.arguments
+        return _rolled(gradient, -shift, layout, transport, rank), None, None, None, None
+
+
+def _rolled(x: Tensor, shift: int, layout: Layout, transport: Transport | None, rank: int) -> Tensor:
+    x = x.contiguous()
+    sources = [torch.from_numpy(_sources(layout, shift, rank, peer)).to(x.device) for peer in range(layout.cp)]
+    arriving = [x.new_empty((int((owner == peer).sum()), *x.shape[1:])) for owner in [_owners(layout, shift, rank)]
+                for peer in range(layout.cp)]  # fmt: skip
+    leaving = [x.index_select(0, index) for index in sources]
+    arriving[rank] = leaving[rank]
+    if transport is not None:
+        _exchange(transport, leaving, arriving, "roll")
+    out = torch.empty_like(x)
+    owner = torch.from_numpy(_owners(layout, shift, rank)).to(x.device)
+    for peer, part in enumerate(arriving):
+        out[owner == peer] = part
+    return out
+
+
+@lru_cache(maxsize=256)
+def _owners(layout: Layout, shift: int, rank: int) -> Ints:
+    """For each token of the rank, the rank that holds its source."""
+    source = (layout.positions(rank) - shift) % layout.n
+    return layout.owner[np.searchsorted(layout.edges, source, "right") - 1]
+
+
+@lru_cache(maxsize=1024)
+def _sources(layout: Layout, shift: int, rank: int, peer: int) -> Ints:
+    """Tokens of the rank's part that `peer` takes, in the order of the peer's tokens."""
+    source = ((layout.positions(peer) - shift) % layout.n)[_owners(layout, shift, peer) == rank]
+    chunk = np.searchsorted(layout.edges, source, "right") - 1
+    return layout.starts[chunk] + source - layout.edges[chunk]
+
+
+def _same_document(positions: Ints, shift: int, n: int, cu_seqlens: Sequence[int] | np.ndarray | Tensor) -> Tensor:
+    """For each position, whether the source of its rolled value lies in the same document."""
+    ends = np.asarray(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens, np.int64)
+    if ends.ndim != 1 or len(ends) < 2 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] != n:
+        raise PlanError(f"cu_seqlens must rise from 0 to the {n} tokens of the whole sequence, not {ends.tolist()[:8]}")
+    source = positions - shift
+    same = np.searchsorted(ends, source, "right") == np.searchsorted(ends, positions, "right")
+    return torch.from_numpy(same & (source >= 0) & (source < n))
+
+
+def _exchange(transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str) -> None:
+    """Sends leaving[r] to rank r and fills arriving[r] from it, for all other ranks r."""
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+
+    def whole(rank: int, x: Tensor) -> tuple[Transfer, list[Tensor]]:
+        return Transfer(rank, ((0, len(x)),)), [x]
+
+    sends = [whole(rank, leaving[rank]) for rank in others if leaving[rank].numel()]
+    receives = [whole(rank, arriving[rank]) for rank in others if arriving[rank].numel()]
+    transport.post(MessageBatch(sends, receives, kind)).wait()
+
+
+def _layout(layout: Layout | RingPlan | None, n: int, cp: int) -> Layout:
+    if layout is None:
+        return zigzag(n, cp)
+    if isinstance(layout, RingPlan):
+        layout = layout.layout
+    if not isinstance(layout, Layout):
+        raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout, a RingPlan or None")
+    if layout.cp != cp:
+        raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}: pass their process group as group=")
+    return layout
+
+
+def _layout_of_part(layout: Layout | RingPlan | None, x: Tensor, transport: Transport | None, dim: int) -> Layout:
+    """The layout of which x is this rank's part."""
+    rank, size = (transport.rank, transport.size) if transport else (0, 1)
+    found = _layout(layout, length_of(x.shape[dim], size) if layout is None else 0, size)
+    held = int(found.tokens_per_rank[rank])
+    if x.shape[dim] != held:
+        raise PlanError(f"rank {rank} holds {held} tokens of the layout, but dimension {dim} of the tensor has {x.shape[dim]}")
+    return found

@@ -1,0 +1,198 @@
+"""ring_attention without a plan, its arguments, and their errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import cp_ring
+from cp_ring import ConfigError, KernelError, Layout, Mask, PlanError, RingPlan, plan_cache, ring_attention
+from cp_ring.testing.loopback import LoopbackTransport
+from cp_ring.testing.oracle import Case, error
+
+N = 64
+CU_SEQLENS = [0, 7, 7, 40, N]
+MASKS = {
+    "causal": ({"causal": True}, Mask.causal(N)),
+    "full": ({}, Mask.full(N)),
+    "window": ({"causal": True, "window_size": (9, 0)}, Mask.causal(N, window=(9, 0))),
+    "open window": ({"window_size": (9, 5)}, Mask.full(N, window=(9, 5))),
+    "documents": ({"cu_seqlens": CU_SEQLENS, "causal": True}, Mask.documents(CU_SEQLENS)),
+    "documents as a tensor": (
+        {"cu_seqlens": torch.tensor(CU_SEQLENS, dtype=torch.int32)},
+        Mask.documents(CU_SEQLENS, causal=False),
+    ),
+    "mask": ({"mask": Mask.prefix(N, 20)}, Mask.prefix(N, 20)),
+}
+
+
+def _both(group, case, plan, options, more):
+    """Out, lse and gradients without a plan, and with one."""
+    found = []
+    dim = 0 if more.get("qkv_format") == "sbhd" else 1
+    whole = [x.transpose(0, 1) if dim == 0 else x for x in case]
+    for arguments in (options, {"plan": plan}):
+        q, k, v, dout = cp_ring.shard(tuple(whole), Layout.zigzag(N, plan.cp), group, dim)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out, lse = ring_attention(q, k, v, group, return_lse=True, **arguments, **more)
+        assert not lse.requires_grad
+        found.append([out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)])
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"qkv_format": "sbhd", "layout": "zigzag"}], ids=["bshd", "sbhd"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_same_bits_as_with_a_plan(pool, cp, name, more):
+    options, mask = MASKS[name]
+    plan = RingPlan.build(mask, Layout.zigzag(N, cp))
+    for without, planned in pool.run(_both, cp, Case.draw(N, b=2), plan, options, more):
+        assert all(torch.equal(x, y) for x, y in zip(without, planned, strict=True))
+
+
+def _balanced(group, case, mask):
+    layout = Layout.balanced(mask, 2)
+    q, k, v = cp_ring.shard(case[:3], layout, group)
+    return [
+        ring_attention(q, k, v, group, **options)
+        for options in ({"mask": mask, "layout": "balanced"}, {"mask": mask, "layout": layout, "route": "ring"})
+    ]
+
+
+def test_layout_and_route_by_name(pool):
+    mask = Mask.documents([0, 50, 60, N])
+    for by_name, by_value in pool.run(_balanced, 2, Case.draw(N), mask):
+        assert error(by_name, by_value.double()) < 1e-6
+
+
+def test_a_plan_is_made_and_proven_once(monkeypatch):
+    made, plain = [], RingPlan.verify
+    monkeypatch.setattr(RingPlan, "verify", lambda plan, *args: made.append(plan) or plain(plan, *args))
+    plan_cache._plans.clear()
+    q, k, v, _ = Case.draw(24)
+    for _ in range(2):
+        ring_attention(q, k, v, causal=True)
+        ring_attention(q, k, v, cu_seqlens=[0, 24], causal=True)  # the same mask
+        ring_attention(q, k, v, mask=Mask.causal(24))
+    assert len(made) == 1
+    ring_attention(q, k, v)
+    assert len(made) == 2
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 2)
+    for width in (3, 4, 5):
+        ring_attention(q, k, v, window_size=(width, 0))
+    assert len(plan_cache._plans) == 2
+
+
+def test_lse():
+    """Of float32 inputs in float32; with a sink, the sink is in it; [b, h, s] also where batch rows are one stream."""
+    q, k, v, _ = Case.draw(24, b=2, h=4, g=2)
+    _, lse = ring_attention(q, k, v, causal=True, return_lse=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * 0.25
+    truth = scores.masked_fill(torch.ones(24, 24).triu(1).bool(), -torch.inf).logsumexp(-1)
+    assert lse.dtype == torch.float32 and lse.shape == (2, 4, 24)
+    assert torch.allclose(lse, truth, atol=1e-6)
+    _, with_sink = ring_attention(q, k, v, causal=True, sink=torch.ones(4), return_lse=True)
+    assert torch.allclose(with_sink, torch.logaddexp(truth, torch.ones(())), atol=1e-6)
+    rows, layout = Mask.batch([Mask.causal(24)] * 2), Layout.batch([Layout.zigzag(24, 1)] * 2)
+    _, streamed = ring_attention(q, k, v, mask=rows, layout=layout, return_lse=True)
+    assert torch.allclose(streamed, truth, atol=1e-6)
+    assert ring_attention(*(x.double() for x in (q, k, v)), return_lse=True)[1].dtype == torch.float64
+
+
+PLAN = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"plan": PLAN, "mask": Mask.causal(16)}, ConfigError, "mask and plan are both given"),
+        ({"plan": PLAN, "causal": True}, ConfigError, "causal and plan are both given"),
+        ({"plan": PLAN, "window_size": (3, 0)}, ConfigError, "window_size and plan are both given"),
+        ({"plan": PLAN, "cu_seqlens": [0, 16]}, ConfigError, "cu_seqlens and plan are both given"),
+        ({"plan": PLAN, "layout": "contiguous"}, ConfigError, "layout and plan are both given"),
+        ({"plan": PLAN, "route": "ring"}, ConfigError, "route and plan are both given"),
+        ({"mask": Mask.causal(16), "causal": True}, ConfigError, "causal and mask are both given"),
+        ({"mask": Mask.causal(16), "window_size": (3, 0)}, ConfigError, "window_size and mask are both given"),
+        ({"mask": Mask.causal(16), "cu_seqlens": [0, 16]}, ConfigError, "cu_seqlens and mask are both given"),
+        ({"mask": lambda b, h, i, j: i >= j}, ConfigError, "mask is a function, not a Mask; mask_mod functions are not"),
+        ({"mask": Mask.causal(18)}, ConfigError, "the sequence has 18 tokens, of which rank 0 of 1 holds 18, but q has 16"),
+        ({"cu_seqlens": [0, 9]}, ConfigError, "cu_seqlens ends at 9 tokens, of which rank 0 of 1 holds 9, but q has 16"),
+        ({"cu_seqlens": [0, 9, 4, 16]}, PlanError, "cu_seqlens must start at 0 and not decrease"),
+        ({"window_size": 3}, ConfigError, "window_size=3: it must be (left, right)"),
+        ({"window_size": (-2, 0)}, PlanError, "window"),
+        ({"layout": "diagonal"}, PlanError, "layout='diagonal': unknown; known are zigzag, contiguous, balanced"),
+        ({"layout": Mask.causal(16)}, ConfigError, "layout is a Mask, not a Layout or one of zigzag"),
+        ({"layout": Layout.zigzag(16, 2)}, ConfigError, "layout is for 2 ranks, but the group has 1"),
+        ({"route": "pigeon"}, PlanError, "route='pigeon': unknown; known are direct, ring"),
+        ({"plan": Mask.causal(16)}, PlanError, "plan is a Mask, not a RingPlan: pass mask="),
+        ({"plan": Layout.zigzag(16, 1)}, PlanError, "plan is a Layout, not a RingPlan: pass layout="),
+        ({"group": PLAN}, ConfigError, "group is a RingPlan, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or"),
+        ({"group": PLAN}, ConfigError, "None; pass it as plan="),
+        ({"group": Mask.causal(16)}, ConfigError, "pass it as mask="),
+        ({"group": Layout.zigzag(16, 1)}, ConfigError, "pass it as layout="),
+        ({"group": "cp"}, ConfigError, "group is a str, not a ProcessGroup"),
+        ({"kernel": "warp"}, KernelError, "kernel='warp': unknown; known are auto"),
+    ],
+)
+def test_contradictions_are_one_line_that_names_the_argument(options, kind, says):
+    q, k, v, _ = Case.draw(16)
+    with pytest.raises(kind) as raised:
+        ring_attention(q, k, v, **options)
+    assert isinstance(raised.value, ValueError)
+    assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_the_length_of_an_uneven_sequence_is_not_guessed():
+    q, k, v, _ = Case.draw(7)
+    with pytest.raises(
+        ConfigError, match="a rank holds 7 tokens, not a multiple of 2, so the length .* pad it to a multiple of 4"
+    ):
+        ring_attention(q, k, v, LoopbackTransport(0, 2), causal=True)
+
+
+def test_a_part_of_another_rank():
+    plan = RingPlan.build(Mask.causal(32), Layout.zigzag(32, 2))
+    q, k, v, _ = Case.draw(16)
+    with pytest.raises(PlanError, match="plan is the part of rank 1, but this is rank 0 of the group"):
+        ring_attention(q, k, v, LoopbackTransport(0, 2), plan=plan.rank_plan(1))
+
+
+def _groups(group, case):
+    """The out of a DeviceMesh and of a process group, and the errors of groups that cannot be used."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    q, k, v = (Layout.zigzag(N, 2).shard(x, rank % 2, 1) for x in case[:3])
+    outs = [ring_attention(q, k, v, which, causal=True) for which in (mesh["cp"], mesh["cp"].get_group())]
+    says = []
+    for other in (mesh, dist.new_group([0, 1])):
+        try:
+            ring_attention(q, k, v, other, causal=True)
+            says.append("")
+        except ValueError as error:
+            says.append(str(error))
+    return outs, says
+
+
+def test_meshes_and_groups(pool):
+    for rank, (outs, says) in enumerate(pool.run(_groups, 4, Case.draw(N))):
+        assert torch.equal(*outs)
+        assert says[0] == "group is a DeviceMesh with 2 dimensions ('dp', 'cp'): pass one of them, as mesh['cp']"
+        member = "" if rank < 2 else f"group does not contain this process, which is rank {rank} of 4"
+        assert says[1] == member
+
+
+def test_exports_are_found_without_loading_torch():
+    """Every exported name exists; importing the package alone, as the command line does, leaves torch out."""
+    for name in cp_ring.__all__:
+        assert getattr(cp_ring, name) is not None
+    assert set(cp_ring.__all__) <= set(dir(cp_ring))
+    assert cp_ring.__version__[0].isdigit()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        cp_ring.nothing  # noqa: B018
+    line = "import sys, cp_ring; cp_ring.__version__; cp_ring.PlanError; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", line], check=False).returncode == 0

@@ -1,0 +1,118 @@
+"""shard, unshard and roll, against the whole tensor on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cp_ring
+from cp_ring import ConfigError, Layout, Mask, PlanError, RingPlan
+from cp_ring.testing.local_ring import LocalRing
+
+N = 48
+
+
+def layouts(cp: int) -> dict[str, Layout | None]:
+    uneven = Mask.documents([0, 5, 31, N + 1])
+    return {"zigzag": None, "contiguous": Layout.contiguous(N, cp), "uneven": Layout.balanced(uneven, cp)}
+
+
+def whole(layout: Layout | None, *shape: int) -> torch.Tensor:
+    n = N if layout is None else layout.n
+    return torch.randn(2, n, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_shard_takes_tensors_tuples_dicts_and_plans():
+    x = whole(None, 3)
+    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 2))
+
+    def case(group):
+        mine = plan.layout.shard(x, group.rank, 1)
+        assert torch.equal(cp_ring.shard(x, plan, group), mine)
+        assert torch.equal(cp_ring.shard(x, None, group), mine)
+        tokens, nothing = cp_ring.shard((x, None), None, group)
+        assert torch.equal(tokens, mine) and nothing is None
+        (tokens,) = cp_ring.shard([x.transpose(0, 1)], None, group, dim=0)
+        assert torch.equal(tokens, mine.transpose(0, 1))
+        assert torch.equal(cp_ring.shard({"labels": x}, None, group)["labels"], mine)
+        return True
+
+    assert all(LocalRing(2).run(case))
+    assert torch.equal(cp_ring.shard(x), x) and torch.equal(cp_ring.unshard(x), x)
+
+
+def _model(group, x, weight, layout):
+    """A loss of the whole output on every rank, and this rank's gradients of x and of a weight that all ranks share."""
+    part = cp_ring.shard(x, layout, group).detach().requires_grad_()
+    weight = weight.clone().requires_grad_()
+    everything = cp_ring.unshard(torch.tanh(part * weight), layout, group)
+    loss = (everything * torch.linspace(1, 2, everything.shape[1], dtype=x.dtype)[:, None]).square().mean()
+    loss.backward()
+    return everything.detach(), part.grad, weight.grad
+
+
+@pytest.mark.parametrize("name", layouts(2))
+@pytest.mark.parametrize("cp", [2, 4])
+def test_unshard_averaged_over_ranks_is_the_gradient_of_one_rank(pool, cp, name):
+    layout = layouts(cp)[name]
+    x = whole(layout, 3)
+    weight = torch.tensor([0.3, -1.0, 0.7], dtype=x.dtype)
+    full, dx, dweight = _model(None, x, weight, None)
+    parts = pool.run(_model, cp, x, weight, layout)
+    assert all(torch.equal(part[0], full) for part in parts)
+    made = layout or Layout.zigzag(N, cp)
+    assert torch.allclose(made.unshard([part[1] for part in parts], 1) / cp, dx, rtol=1e-12)
+    assert torch.allclose(sum(part[2] for part in parts) / cp, dweight, rtol=1e-12)
+
+
+def _roll(group, x, shift, layout, options):
+    part = cp_ring.shard(x, layout, group).detach().requires_grad_()
+    rolled = cp_ring.roll(part, shift, layout, group, **options)
+    (gradient,) = torch.autograd.grad((rolled * rolled.detach()).sum(), part)
+    return rolled.detach(), gradient
+
+
+@pytest.mark.parametrize("name", layouts(2))
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_roll_equals_torch(pool, cp, name):
+    layout = layouts(cp)[name]
+    made = layout or Layout.zigzag(N, cp)
+    x = whole(layout, 2)
+    ends = torch.tensor([0, 5, 6, 6, 31, made.n])
+    document = torch.searchsorted(ends, torch.arange(made.n), right=True)
+    for shift in (-1, 2, -17):
+        truth = torch.roll(x, shift, 1)
+        same = torch.roll(document, shift) == document
+        crossed = torch.arange(made.n) - shift
+        same &= (crossed >= 0) & (crossed < made.n)
+        for options, wanted, gradient in (
+            ({}, truth, x),
+            ({"cu_seqlens": ends, "fill": -100.0}, truth.masked_fill(~same[:, None], -100.0), None),
+        ):
+            parts = pool.run(_roll, cp, x, shift, layout, options)
+            assert torch.equal(made.unshard([part[0] for part in parts], 1), wanted)
+            back = torch.roll(wanted.masked_fill(~same[:, None], 0.0) if gradient is None else wanted, -shift, 1)
+            assert torch.equal(made.unshard([part[1] for part in parts], 1), back)
+
+
+def test_labels_of_the_next_token():
+    tokens = torch.arange(16)[None]
+
+    def case(group):
+        return cp_ring.roll(cp_ring.shard(tokens, None, group), -1, None, group, cu_seqlens=[0, 16], fill=-100)
+
+    parts = LocalRing(4).run(case)
+    assert parts[0].dtype == torch.int64
+    assert Layout.zigzag(16, 4).unshard(parts, 1).tolist() == [[*range(1, 16), -100]]
+
+
+def test_errors_are_one_line():
+    x = whole(None)
+    with pytest.raises(ConfigError, match="layout is for 2 ranks, but the group has 1: pass their process group as group="):
+        cp_ring.shard(x, Layout.zigzag(N, 2))
+    with pytest.raises(ConfigError, match="layout is a Mask, not a Layout, a RingPlan or None"):
+        cp_ring.shard(x, Mask.causal(N))
+    with pytest.raises(PlanError, match="rank 0 holds 40 tokens of the layout, but dimension 1 of the tensor has 48"):
+        cp_ring.unshard(x, Layout.zigzag(40, 1))
+    with pytest.raises(PlanError, match="cu_seqlens must rise from 0 to the 48 tokens of the whole sequence"):
+        cp_ring.roll(x, -1, cu_seqlens=[0, 40])
