@@ -1,25 +1,27 @@
-"""Signals that ask a job to save and leave (time limit, preemption): remembered from the first moment until training can act.
+"""Signals that ask a job to save and end (time limit, preemption, Ctrl-C): remembered from the start until training can act.
 
-Nothing heavy is imported here, so that a rank listens before it loads torch; a signal would otherwise end it on the spot.
+Nothing heavy is imported here, so that a rank listens before it loads torch; without a handler, a signal would end it at once.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from types import FrameType
 
-ASKING = (signal.SIGUSR1, signal.SIGTERM)
+ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 _BLOCKED = {signal.SIGUSR1}
 _received: list[signal.Signals] = []
 
 
 def listen(*more: signal.Signals) -> None:
-    """From now on the signals in `ASKING`, and `more`, are remembered and do nothing else. For the main thread.
+    """From now on the signals in `ASKING`, and `more`, are remembered and do nothing else. Call it from the main thread.
 
-    SIGUSR1 is blocked too, and stays pending: Slurm sends it to a rank's children as well, which inherit the block but would
-    not inherit a handler (helpers of the checkpoint writer), and again while Python, on its way out, has no handlers any more.
+    After SIGINT, a second SIGINT or a SIGTERM ends the process at once: torchrun sends SIGTERM at the second Ctrl-C.
+    SIGUSR1 is blocked too, and stays pending. Slurm sends it to the children of a rank as well (helpers of the checkpoint
+    writer), which inherit the block but no handler. Slurm also sends it again while Python ends and has no handlers any more.
     """
     for number in {*ASKING, *more}:
         signal.signal(number, _remember)
@@ -38,4 +40,7 @@ def received() -> signal.Signals | None:
 
 
 def _remember(number: int, frame: FrameType | None) -> None:
+    if signal.SIGINT in _received and number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     _received.append(signal.Signals(number))

@@ -27,7 +27,7 @@ def _replacements() -> Iterator[Replacement]:
             asked: list[int] = super().signals_received()
             if any(asked):
                 name = getattr(signals.received(), "name", "a signal to another rank")
-                note(f"{name}: saving, then leaving with exit code 0")
+                note(f"{name}: saving, then ending with exit code 0; the same command resumes from there")
             return asked
 
     yield module, "DistributedSignalHandler", Handler
@@ -35,7 +35,7 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="exit_signal",
-    what="--exit-signal-handler obeys SIGUSR1, SIGTERM and --exit-signal, also when they came before Megatron was loaded",
+    what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal, also when they came before Megatron was loaded",
     why="Megatron listens to one signal, and only once it is set up: Slurm's warning before the time limit would kill a rank",
     package="megatron-core",
     versions=">=0.16.1,<0.20",

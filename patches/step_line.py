@@ -1,4 +1,4 @@
-"""Tokens per second and memory of every step, beside what Megatron logs; used where a run directory is kept."""
+"""Tokens per second and memory of every logged step, in addition to what Megatron logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="step_line",
-    what="adds one line per logged step, and two TensorBoard scalars: loss, tokens per second, peak memory of a rank",
+    what="records tokens per second and the peak memory of a rank: in TensorBoard, and with the losses in the run directory",
     why="Megatron logs neither tokens per second nor, after the first step, memory, and its log function has no hook",
     package="megatron-core",
     versions=">=0.17,<0.20",

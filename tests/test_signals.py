@@ -24,7 +24,7 @@ entry.main()
 """
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_rank_listens_before_it_loads_torch(name, asked):
     flags = ["--exit-signal-handler"] if asked else []
@@ -55,6 +55,24 @@ sys.exit(code)
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
+def test_a_second_ctrl_c_ends_the_process(second):
+    """torchrun passes on the first Ctrl-C as SIGINT and, at the second one, sends SIGTERM."""
+    code = f"""
+import os, signal
+from cp_ring import signals
+
+signals.listen()
+os.kill(os.getpid(), signal.SIGINT)
+assert signals.received() is signal.SIGINT
+print("still here", flush=True)
+os.kill(os.getpid(), signal.{second})
+print("still here", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.stdout == "still here\n" and done.returncode == -getattr(signal, second), done.stderr
+
+
 @pytest.fixture
 def handlers():
     saved = {number: signal.getsignal(number) for number in (*signals.ASKING, signal.SIGUSR2)}
@@ -66,7 +84,7 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
 def test_megatron_obeys_each_signal_and_early_ones(handlers, number, capsys):
     from megatron.training import global_vars
 
@@ -81,7 +99,7 @@ def test_megatron_obeys_each_signal_and_early_ones(handlers, number, capsys):
             assert not any(handler.signals_received())
             os.kill(os.getpid(), number)
         assert all(handler.signals_received())
-        assert f"cp_ring: {number.name}: saving, then leaving" in capsys.readouterr().out
+        assert f"cp_ring: {number.name}: saving, then ending" in capsys.readouterr().out
     finally:
         patch.revert()
 

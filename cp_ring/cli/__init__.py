@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -48,6 +49,7 @@ def _about() -> None:
 
 def main() -> None:
     """Entry point of the console script: bad input is one line on stderr and exit code 2, never a traceback."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns on import where there is no GPU
     try:
         sys.exit(app(standalone_mode=False))
     except typer.Abort:  # Ctrl-C

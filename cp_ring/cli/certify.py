@@ -20,12 +20,13 @@ def certify_command(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key; the value is read as YAML. Repeatable.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")] = False,
 ) -> None:
     """Probe a job's attention, loss and gradients on its ranks, and print what was found; trains nothing."""
     from cp_ring.job.certify import certify
 
     with _stdout_as_stderr():
-        code, found = certify(config, set_ or [])
+        code, found = certify(config, set_ or [], verbose)
     if found is not None:
         if as_json:
             print(json.dumps(found, indent=2))

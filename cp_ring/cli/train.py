@@ -23,6 +23,7 @@ def train_command(
         typer.Option("--set", metavar="A.B=C", help="Override a key (the value is read as YAML), or preset=NAME. Repeatable."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact command line and stop.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")] = False,
     list_: Annotated[
         bool, typer.Option("--list", is_eager=True, callback=_list_configurations, help="List the packaged configurations.")
     ] = False,
@@ -30,4 +31,4 @@ def train_command(
     """Train, or resume, the job of a configuration on this machine's GPUs, or on its CPU where there are none."""
     from cp_ring.job.train import train
 
-    raise typer.Exit(train(config, set_ or [], dry_run))
+    raise typer.Exit(train(config, set_ or [], dry_run, verbose))

@@ -13,12 +13,14 @@ from cp_ring.errors import ConfigError
 from cp_ring.job import command_line as commands
 from cp_ring.job import config as configs
 from cp_ring.job import corpus as corpora
-from cp_ring.job.train import launch
+from cp_ring.job.launch import launch
+from cp_ring.job.train import open_output
 
 
-def certify(source: str, overrides: Sequence[str] = ()) -> tuple[int, dict[str, Any] | None]:
-    """The exit code (0: every probe passed, 2: refused) and the certificate of the job of a YAML file or packaged name.
+def certify(source: str, overrides: Sequence[str] = (), verbose: bool = False) -> tuple[int, dict[str, Any] | None]:
+    """The exit code (0: every probe passed, 2: rejected) and the certificate of the job of a YAML file or packaged name.
 
+    verbose: print all output of the ranks, which otherwise is in a log file only.
     Raises `ConfigError` for a job that cannot run, or that does not use ring attention.
     """
     job = configs.load(source, overrides)
@@ -32,5 +34,5 @@ def certify(source: str, overrides: Sequence[str] = ()) -> tuple[int, dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "certificate.json"
         entry = ("cp_ring.job.certify_ranks", str(report))
-        code = launch(dataclasses.replace(command, entry=entry))
+        code = launch(dataclasses.replace(command, entry=entry), open_output(job, "certify", verbose))
         return code, json.loads(report.read_text()) if report.is_file() else None

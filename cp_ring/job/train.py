@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +15,19 @@ from rich.console import Console
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line as commands
 from cp_ring.job import config as configs
+from cp_ring.job.launch import KILLED, launch
+from cp_ring.job.output import RankOutput, log_path
 from cp_ring.observe import progress
 
 if TYPE_CHECKING:
     from cp_ring.job.corpus import Corpus
 
 
-def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False) -> int:
+def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False, verbose: bool = False) -> int:
     """Runs, or resumes, the job of a YAML file (or packaged name) and returns the exit code.
 
-    Everything that can be refused is refused before a rank starts. Raises `ConfigError`.
+    verbose: print all output of the ranks, which otherwise is in a log file only.
+    Everything that can be rejected is rejected before a rank starts. Raises `ConfigError`.
     """
     job = configs.load(source, overrides)
     corpus = commands.find_corpus(job)
@@ -42,10 +45,25 @@ def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False) -> 
         say(f"all {wanted} steps are done: only validating; for more, --set megatron.train_iters={2 * wanted}")
     elif before:
         say(f"resuming from step {before}" + (f" of {wanted}" if wanted else ""))
-    code = launch(command)
-    if code == 0:
+    code = launch(command, open_output(job, "train", verbose))
+    if code in (0, 128 + signal.SIGTERM):
         say(_closing_line(job, source, overrides))
     return code
+
+
+def open_output(job: configs.JobConfig, name: str, verbose: bool) -> RankOutput:
+    """The output of the job's ranks on this node, in a new log file in the run directory, which is named on the console."""
+    launch = job.launch
+    several = launch.nnodes > 1
+    log = log_path(commands.run_dir(job), name, f"-node{launch.node_rank}" if several else "")
+    say(f"the output of all ranks goes to {log}" + ("" if verbose else " (--verbose shows it)"))
+    return RankOutput(
+        log,
+        run_dir=commands.run_dir(job),
+        first_rank=launch.node_rank * job.parallel.ranks // launch.nnodes,
+        steps=job.megatron.get("train_iters"),
+        verbose=verbose,
+    )
 
 
 def last_step(job: configs.JobConfig) -> int:
@@ -55,27 +73,6 @@ def last_step(job: configs.JobConfig) -> int:
         return int(tracker.read_text())
     except (OSError, ValueError):
         return 0
-
-
-def launch(command: commands.Command) -> int:
-    """Runs all ranks of this node to their end; returns 0, or the exit code of the first rank that failed."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser, run
-
-    os.environ.update(command.environment)
-    try:
-        run(get_args_parser().parse_args(command.arguments))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == 2:  # a refusal: the rank has printed its one line
-            return 2
-        ending = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        Console(stderr=True, highlight=False).print(f"cp_ring: error: rank {rank} ended with {ending}; its output is above")
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as stop:
-        return 128 + stop.sigval
-    return 0
 
 
 def prepare_corpus(corpus: Corpus) -> None:

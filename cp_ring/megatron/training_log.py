@@ -1,4 +1,4 @@
-"""What a run leaves: one line per step that a person can read (loss, tokens per second, memory), and DONE at its end."""
+"""What a run leaves in its run directory: a line per step in steps.jsonl (losses, tokens per second, memory), and DONE at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from cp_ring.observe import progress
 
 
 class StepLine:
-    """Wraps Megatron's `training_log`: calls it, then prints the step and writes it to TensorBoard.
+    """Wraps Megatron's `training_log`: calls it, then writes the step to TensorBoard and to the run directory, if there is one.
+
+    Nothing is printed: Megatron has printed the step, and `cp-ring train` shows the lines of the run directory.
 
     The clock is Megatron's own `interval-time`, which stands still during checkpoints and evaluation.
     get_args, get_timers, get_writer: Megatron's functions for its arguments, timers and TensorBoard writer.
@@ -45,17 +47,15 @@ class StepLine:
         seconds = self.get_timers()("interval-time").active_time()
         rate = (args.consumed_train_samples - done) * args.seq_length / max(seconds - self.seconds, 1e-9)
         self.samples, self.seconds = args.consumed_train_samples, seconds
-        self._report(step, args.train_iters, loss_dict, rate, peak_memory())
+        self._report(step, loss_dict, rate, peak_memory())
         return result
 
-    def _report(self, step: int, steps: int, losses: dict[str, torch.Tensor], rate: float, memory: int) -> None:
+    def _report(self, step: int, losses: dict[str, torch.Tensor], rate: float, memory: int) -> None:
         writer = self.get_writer()
         if writer:
             writer.add_scalar("tokens per second", rate, step)
             writer.add_scalar("peak memory of a rank (bytes)", memory, step)
         if dist.get_rank() == dist.get_world_size() - 1:  # the last pipeline stage is where the loss is
-            shown = " | ".join(f"{name} {float(value):.4f}" for name, value in losses.items())
-            print(f"step {step}/{steps} | {shown} | {rate:,.0f} tokens/s | {memory / 2**30:.2f} GiB per rank", flush=True)
             folder = getattr(self.get_args(), "cp_ring_run_dir", "")
             if folder:
                 values = {name: float(value) for name, value in losses.items()}

@@ -12,7 +12,7 @@ from cp_ring.cli import app
 from cp_ring.errors import ConfigError
 from cp_ring.job import certify as module
 from cp_ring.job.certify import certify
-from tests.job.test_train import TINY, command
+from tests.job.test_train import TINY, command, log_of
 
 FOUND = {
     "about": {"not_covered": ["experts, in the loss"]},
@@ -26,7 +26,7 @@ FOUND = {
 
 @pytest.fixture
 def found(monkeypatch):
-    monkeypatch.setattr(module, "certify", lambda source, overrides: (2, FOUND))
+    monkeypatch.setattr(module, "certify", lambda source, overrides, verbose: (2, FOUND))
 
 
 def test_table(found):
@@ -57,4 +57,5 @@ def test_a_job_on_two_ranks(tmp_path):
     assert re.search(r"gradient norm .* tiny model of 1 .* passed", done.stdout)
     assert done.stdout.startswith("\u250f")  # the table and the line behind it, and nothing of what the ranks print
     assert re.search(r"cp_ring: 10 of 10 probes passed in \d+\.\d s$", done.stdout.strip())
-    assert not (tmp_path / "out").exists()
+    assert len(done.stderr.splitlines()) <= 6, done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["logs"] and "hidden_size" in log_of(tmp_path, command="certify")

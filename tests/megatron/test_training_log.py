@@ -1,4 +1,4 @@
-"""The line per step: loss, tokens per second of training time alone, memory; and the patch that installs it."""
+"""The record of a step: losses, tokens per second of training time alone, memory; and the patch that installs it."""
 
 from types import SimpleNamespace
 
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron.training_log import StepLine
+from cp_ring.observe import progress
 
 
 @pytest.fixture
@@ -19,8 +20,9 @@ def one_rank():
 class Megatron:
     """What the wrapped function reads: arguments, a clock that it may stop, a TensorBoard writer."""
 
-    def __init__(self, log_interval=1, consumed=0):
+    def __init__(self, run_dir, log_interval=1, consumed=0):
         self.args = SimpleNamespace(
+            cp_ring_run_dir=str(run_dir),
             curr_iteration=consumed // 2 - 1,
             consumed_train_samples=consumed,
             train_iters=10,
@@ -48,28 +50,33 @@ class Megatron:
         return StepLine(self.training_log, lambda: self.args, lambda: lambda name: timer, lambda: writer)
 
 
-def test_each_step_has_its_own_rate(one_rank, capsys):
-    megatron = Megatron()
+def test_each_step_has_its_own_rate(one_rank, tmp_path, capsys):
+    megatron = Megatron(tmp_path)
     line = megatron.line()
     assert megatron.step(line, 2.0, 8.5) == "flag"
     megatron.step(line, 0.5, 8.25)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 1/10 | lm loss 8.5000 | 100 tokens/s | ")
-    assert lines[1].startswith("step 2/10 | lm loss 8.2500 | 400 tokens/s | ")
-    assert all(line.endswith(" GiB per rank") for line in lines)
+    steps = progress.read(tmp_path)
+    assert [(step["step"], step["lm loss"], step["tokens per second"]) for step in steps] == [(1, 8.5, 100.0), (2, 8.25, 400.0)]
+    assert all(step["memory"] > 10 << 20 for step in steps)
     assert megatron.scalars["tokens per second"] == {1: 100.0, 2: 400.0}
     assert megatron.scalars["peak memory of a rank (bytes)"][2] > 10 << 20
     assert megatron.logged == [("x", "y")] * 2
+    assert not capsys.readouterr().out, "Megatron has printed the step"
 
 
-def test_log_interval_and_resumption(one_rank, capsys):
-    megatron = Megatron(log_interval=4, consumed=10)
+def test_log_interval_and_resumption(one_rank, tmp_path):
+    megatron = Megatron(tmp_path, log_interval=4, consumed=10)
     line = megatron.line()
-    for _ in range(5):  # steps 6 to 10: the first one is always shown, then every fourth
+    for _ in range(5):  # steps 6 to 10: the first one is always recorded, then every fourth
         megatron.step(line, 1.0, 3.0)
-    lines = capsys.readouterr().out.splitlines()
-    assert [text.split(" | ")[0] for text in lines] == ["step 6/10", "step 8/10"]
-    assert [text.split(" | ")[2] for text in lines] == ["200 tokens/s", "200 tokens/s"]
+    assert [(step["step"], step["tokens per second"]) for step in progress.read(tmp_path)] == [(6, 200.0), (8, 200.0)]
+
+
+def test_without_a_run_directory_only_tensorboard_has_it(one_rank, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    megatron = Megatron("")
+    megatron.step(megatron.line(), 1.0, 3.0)
+    assert megatron.scalars["tokens per second"] == {1: 200.0} and not list(tmp_path.iterdir())
 
 
 def test_patch_wraps_and_restores_megatrons_function():

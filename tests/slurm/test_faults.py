@@ -78,7 +78,7 @@ def test_rank_killed_then_warned_then_finished(cluster, undisturbed):
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     assert job.end() == "COMPLETED", job.logs()
     assert job.starts[1] == killed_at and same(job, expected)
-    assert job.status()["state"] == "DONE" and "SIGUSR1: saving, then leaving" in job.logs()
+    assert job.status()["state"] == "DONE" and "SIGUSR1: saving, then ending" in job.logs()
 
 
 def test_canceled_stays_canceled(cluster):

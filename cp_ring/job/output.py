@@ -1,0 +1,184 @@
+"""The output of a job's ranks: all of it in a log file, and on the console only the lines that a person needs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from cp_ring.errors import ConfigError
+from cp_ring.observe import progress
+
+POLL_S = 0.1
+ERROR = "cp_ring: error: "
+_IMPORTANT = re.compile(r"cp_ring: |(?:WARNING|ERROR|CRITICAL):cp_ring\b")
+_VALIDATION = re.compile(r"\s*(validation loss at iteration .*?)[ |]*$")
+_EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Interrupt)\b.*)")
+
+
+def log_path(run_dir: Path, command: str, node: str = "") -> Path:
+    """A new log file of `command` in the run directory. Raises `ConfigError` where the folder cannot be made."""
+    folder = run_dir / "logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"launch.run_dir {run_dir}: {error.strerror}") from None
+    return folder / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}{node}.log"
+
+
+class RankOutput:
+    """Follows the files that torch's launcher writes for each rank, and the run's steps.jsonl, while the ranks run.
+
+    `folder` is the value of torchrun's --log-dir. Each line goes to `log` with its rank in front. The console gets the lines
+    that start with `cp_ring:`, validation losses and a line per step; on a terminal a progress bar stays below them.
+    With `verbose` the console gets every line. Errors are kept back and printed at the end, so that nothing follows them.
+    """
+
+    def __init__(self, log: Path, *, run_dir: Path, first_rank: int = 0, steps: int | None = None, verbose: bool = False):
+        self.log, self.folder = log, log.with_name(f".{log.stem}")
+        self.verbose = verbose
+        self.errors: dict[str, None] = {}
+        self.exceptions: dict[int, str] = {}
+        self._run_dir, self._first_rank, self._steps = run_dir, first_rank, steps
+        self._read: dict[Path, int] = {}
+        self._attempts: set[str] = set()
+        self._announced: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._ended = threading.Event()
+
+    def announce(self, line: str) -> None:
+        """Prints `cp_ring: <line>` soon, from the thread that follows the ranks: a signal handler must not print itself."""
+        self._announced.put(f"cp_ring: {line}")
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Follows the ranks that run inside; what this process itself prints meanwhile goes to the log, unless `verbose`."""
+        self.folder.mkdir()
+        steps = self._run_dir / progress.STEPS
+        self._read[steps] = steps.stat().st_size if steps.is_file() else 0  # those of earlier runs
+        with self.log.open("a", buffering=1) as log, self._console(log) as (out, err), self._bar(out) as bar:
+            err = out if bar is not None and err.is_terminal else err  # lines above the bar come from its own console
+            thread = threading.Thread(target=self._follow, args=(log, out, err, bar), daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                self._ended.set()
+                thread.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _console(self, log: TextIO) -> Iterator[tuple[Console, Console]]:
+        """Consoles on this process's stdout and stderr, which themselves become the log while this lasts."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = os.dup(1), os.dup(2)
+        try:
+            with os.fdopen(os.dup(1), "w") as out, os.fdopen(os.dup(2), "w") as err:
+                if not self.verbose:
+                    os.dup2(log.fileno(), 1)
+                    os.dup2(log.fileno(), 2)
+                yield _console_on(out), _console_on(err)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in enumerate(kept, start=1):
+                os.dup2(copy, number)
+                os.close(copy)
+
+    @contextlib.contextmanager
+    def _bar(self, console: Console) -> Iterator[Progress | None]:
+        """A progress bar on a terminal, for a job whose number of steps is known."""
+        if not console.is_terminal or self._steps is None:
+            yield None
+            return
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console, transient=True) as bar:
+            yield bar
+
+    def _follow(self, log: TextIO, out: Console, err: Console, bar: Progress | None) -> None:
+        task = None
+        while True:
+            last = self._ended.is_set()  # before reading: what the ranks wrote until then is read in this round
+            for path in sorted(self.folder.glob("*/attempt_*/*/std*.log")):
+                if self._is_new_attempt(path):
+                    self._print(out, "cp_ring: the ranks are started again")
+                for line in self._new_lines(path, last):
+                    self._pass_on(line, path, log, out if path.name == "stdout.log" else err)
+            for line in self._new_lines(self._run_dir / progress.STEPS, last):
+                with contextlib.suppress(ValueError, KeyError):  # a torn line: its writer was killed
+                    step, shown = _step_line(line, self._steps)
+                    self._print(out, shown)
+                    log.write(f"{shown}\n")
+                    if bar is not None:
+                        task = bar.add_task("", total=self._steps, completed=step) if task is None else task
+                        bar.update(task, completed=step)
+            while not self._announced.empty():
+                line = self._announced.get()
+                self._print(err, line)
+                log.write(f"{line}\n")
+            if last:
+                return
+            self._ended.wait(POLL_S)
+
+    def _is_new_attempt(self, path: Path) -> bool:
+        """Whether this is the first file of a restart that torch's launcher made."""
+        attempt = path.parent.parent.name
+        new = attempt not in self._attempts and bool(self._attempts)
+        self._attempts.add(attempt)
+        return new
+
+    def _new_lines(self, path: Path, last: bool) -> list[str]:
+        """The lines that were added to a file since the call before; a line without an end counts in the `last` call alone."""
+        try:
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        if not last:
+            added = added[: added.rfind(b"\n") + 1]
+        self._read[path] = self._read.get(path, 0) + len(added)
+        return [line.rstrip("\r") for line in added.decode(errors="replace").split("\n") if line.strip()]
+
+    def _pass_on(self, line: str, path: Path, log: TextIO, console: Console) -> None:
+        rank = self._first_rank + int(path.parent.name)
+        log.write(f"[rank {rank}] {line}\n")
+        exception = _EXCEPTION.fullmatch(line)
+        if exception:
+            self.exceptions[rank] = exception[1]
+        if line.startswith(ERROR):
+            self.errors[line] = None
+        elif self.verbose or _IMPORTANT.match(line):
+            self._print(console, line)
+        elif validation := _VALIDATION.match(line):
+            self._print(console, validation[1])
+
+    def _print(self, console: Console, line: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads the console any more; the log goes on
+            console.print(line)
+
+
+def _console_on(file: TextIO) -> Console:
+    return Console(file=file, highlight=False, markup=False, soft_wrap=True, emoji=False)
+
+
+def _step_line(line: str, steps: int | None) -> tuple[int, str]:
+    """The step, and a line for a person, of a line of steps.jsonl."""
+    values = json.loads(line)
+    step, rate, memory = values.pop("step"), values.pop("tokens per second"), values.pop("memory")
+    del values["time"]
+    losses = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
+    total = "" if steps is None else f"/{steps}"
+    return step, f"step {step}{total} | {losses} | {rate:,.0f} tokens/s | {memory / 2**30:.2f} GiB per rank"

@@ -1,0 +1,97 @@
+"""Ctrl-C: the first one saves and ends the job as SIGTERM does, the second one ends it at once."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+import yaml
+
+from cp_ring.job.launch import _Interrupts
+from cp_ring.observe import progress
+from tests.job.test_restart import until
+from tests.megatron.launch import environment
+from tests.slurm.job import TINY
+
+
+@pytest.fixture
+def job(tmp_path):
+    """`cp-ring train` and what follows it, for a job that is far from its end when a test has seen some steps."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    settings = ("parallel.context_parallel_size=2", "megatron.save_interval=100000", "megatron.train_iters=100000")
+    return [sys.executable, "-m", "cp_ring.cli", "train", str(path), *(word for one in settings for word in ("--set", one))]
+
+
+def interrupted(line, run_dir):
+    """Runs `line` in a process group of its own, sends SIGINT to all of it after a few steps; returns what it printed, and the code."""
+    with subprocess.Popen(
+        line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as run:
+        text = []
+        reader = threading.Thread(target=lambda: text.append(run.stdout.read()))
+        reader.start()
+        try:
+            until(lambda: run.poll() is not None or len(progress.read(run_dir)) >= 3)
+            processes = psutil.Process(run.pid).children(recursive=True)
+            os.killpg(run.pid, signal.SIGINT)
+            run.wait(timeout=200)
+        finally:
+            for process in psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []:
+                process.kill()
+            run.kill()
+            reader.join()
+    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return text[0], run.returncode
+
+
+def saved(run_dir):
+    return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+
+
+def test_cp_ring_train(job, tmp_path):
+    text, code = interrupted(job, tmp_path / "run")
+    assert code == 128 + signal.SIGTERM, text
+    step = progress.read(tmp_path / "run")[-1]["step"]
+    assert saved(tmp_path / "run") == step >= 3
+    assert "cp_ring: Ctrl-C: the job saves and then ends; Ctrl-C again ends it at once" in text
+    assert re.search(rf"cp_ring: step {step}: .*; to go on: cp-ring train", text.splitlines()[-1])
+    assert "Traceback" not in text and not (tmp_path / "run" / "DONE").exists()
+
+
+def test_torchrun(job, tmp_path):
+    shown = subprocess.check_output([*job, "--dry-run"], env=environment(), text=True, stderr=subprocess.DEVNULL)
+    text, code = interrupted(shlex.split(shown), tmp_path / "run")
+    assert code == 1  # torchrun's own
+    assert saved(tmp_path / "run") == progress.read(tmp_path / "run")[-1]["step"] >= 3
+    assert "cp_ring: SIGINT: saving, then ending with exit code 0; the same command resumes from there" in text
+    assert not re.search(r"\[?rank.?\d.*KeyboardInterrupt", text)
+
+
+def test_second_ctrl_c_kills_the_ranks():
+    """A rank that does not react to SIGTERM, below a process between it and the launcher."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    said = []
+
+    class Output:
+        announce = said.append
+
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as rank:
+        assert rank.stdout.readline() == b"ready\n"
+        interrupts = _Interrupts(Output())
+        with interrupts.handled():
+            with pytest.raises(SignalException) as stop:
+                os.kill(os.getpid(), signal.SIGINT)
+            assert stop.value.sigval == signal.SIGTERM
+            rank.send_signal(signal.SIGTERM)
+            assert rank.poll() is None
+            os.kill(os.getpid(), signal.SIGINT)
+        assert rank.wait(timeout=60) == -signal.SIGKILL
+    assert len(said) == 2 and interrupts.count == 2
