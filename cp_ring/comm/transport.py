@@ -122,6 +122,11 @@ def transport_for(group: dist.ProcessGroup | Transport, device: torch.device) ->
     return made[device.type]
 
 
+def forget(group: dist.ProcessGroup) -> None:
+    """Drops the group's transports, which keep its connections open; for a group that is about to be destroyed."""
+    _transports.pop(group, None)
+
+
 class _Works:
     def __init__(self, works: list[dist.Work], batch: Batch):
         # The batch keeps its tensors alive until the messages are through.
