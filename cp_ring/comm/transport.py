@@ -150,6 +150,11 @@ def _not_a_group(group: object) -> str:
     return f"group is a {type(group).__name__}, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or None{hint}"
 
 
+def forget(group: dist.ProcessGroup) -> None:
+    """Drops the group's transports, which keep its connections open; for a group that is about to be destroyed."""
+    _transports.pop(group, None)
+
+
 class _Works:
     def __init__(self, works: list[dist.Work], batch: MessageBatch):
         # The batch keeps its tensors alive until the messages are through.
