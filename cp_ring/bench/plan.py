@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,17 +13,25 @@ from cp_ring.bench import samples
 from cp_ring.plan import Layout, Mask, RingPlan
 from cp_ring.plan.balance import balance
 
-Row = tuple[str, float, str, float]  # what, measured, unit, goal
+
+class Result(NamedTuple):
+    """One measurement; `goal` is an upper limit, or 0 for none."""
+
+    what: str
+    measured: float
+    unit: str
+    goal: float
+
 
 DRAWS = 20
 
 
-def run(repeats: int) -> list[Row]:
+def run(repeats: int) -> list[Result]:
     """All measurements; each time is the best of `repeats`."""
     return [*packed(repeats), *huge(repeats), *shares(), *balances()]
 
 
-def packed(repeats: int) -> list[Row]:
+def packed(repeats: int) -> list[Result]:
     """1M tokens of 4,096 documents on 64 ranks."""
     n, cp = 1 << 20, 64
     cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, n), 4095, replace=False))
@@ -33,35 +41,35 @@ def packed(repeats: int) -> list[Row]:
     _, balanced = best(lambda: Layout.balanced(mask, cp), repeats)
     what = "1M tokens, 4,096 documents, cp 64"
     return [
-        (f"{what}: build", build, "ms", 5),
-        (f"{what}: verify", verify, "ms", 10),
-        (f"{what}: balanced layout", balanced, "ms", 50),
+        Result(f"{what}: build", build, "ms", 5),
+        Result(f"{what}: verify", verify, "ms", 10),
+        Result(f"{what}: balanced layout", balanced, "ms", 50),
     ]
 
 
-def huge(repeats: int) -> list[Row]:
-    """16M causal tokens on 1,024 ranks: one rank's row, and the whole plan built and proven."""
+def huge(repeats: int) -> list[Result]:
+    """16M causal tokens on 1,024 ranks: the plan of one rank, and the whole plan built and proven."""
     mask, layout = Mask.causal(1 << 24), Layout.zigzag(1 << 24, 1024)
-    _, row = best(lambda: RingPlan.build_rank_plan(mask, layout, 500), repeats)
+    _, alone = best(lambda: RingPlan.build_rank_plan(mask, layout, 500), repeats)
     _, whole = best(lambda: RingPlan.build(mask, layout).verify(), min(repeats, 3))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     what = "16M causal tokens, cp 1,024"
     return [
-        (f"{what}: one rank's row", row, "ms", 5),
-        (f"{what}: all ranks, built and verified", whole / 1e3, "s", 3),
-        (f"{what}: peak memory of the process", peak, "GB", 2),
+        Result(f"{what}: one rank's plan", alone, "ms", 5),
+        Result(f"{what}: all ranks, built and verified", whole / 1e3, "s", 3),
+        Result(f"{what}: peak memory of the process", peak, "GB", 2),
     ]
 
 
-def shares() -> list[Row]:
+def shares() -> list[Result]:
     """Keys and values on the wire as a share of a full ring."""
     n = 65536
     cases = [
         ("causal, cp 4", Mask.causal(n), Layout.zigzag(n, 4), 0.76),
         ("window 4,096, 64K tokens, cp 8", Mask.causal(n, (4096, 0)), Layout.zigzag(n, 8), 0.13),
     ]
-    rows = [
-        (f"share of full ring, {name}, {route}", share(mask, layout, route), "", goal if route == "direct" else 0.0)
+    results = [
+        Result(f"share of full ring, {name}, {route}", share(mask, layout, route), "", goal if route == "direct" else 0.0)
         for name, mask, layout, goal in cases
         for route in ("direct", "ring")
     ]
@@ -71,21 +79,21 @@ def shares() -> list[Row]:
         for route in ("direct", "ring"):
             worst = max(share(mask, make(mask), route) for mask in masks)
             what = f"share of full ring, documents of 2,000 tokens, cp 8, {name}, {route}, worst of {DRAWS}"
-            rows.append((what, worst, "", goal if route == "direct" else 0.0))
-    return rows
+            results.append(Result(what, worst, "", goal if route == "direct" else 0.0))
+    return results
 
 
-def balances() -> list[Row]:
+def balances() -> list[Result]:
     """Maximum / mean work of the balanced layout, and of zigzag beside it."""
     n, cp = 65536, 8
-    rows: list[Row] = []
+    results: list[Result] = []
     for name, sample in (("log-normal", samples.log_normal), ("one long, many short", samples.one_long)):
         masks = [Mask.documents(sample(n, 1000, seed)) for seed in range(DRAWS)]
         worst = max(balance(mask, Layout.balanced(mask, cp)) for mask in masks)
         plain = max(balance(mask, Layout.zigzag(n, cp)) for mask in masks)
-        rows.append((f"balance, {name} documents, cp 8, balanced, worst of {DRAWS}", worst, "", 1.05))
-        rows.append((f"balance, {name} documents, cp 8, zigzag, worst of {DRAWS}", plain, "", 0.0))
-    return rows
+        results.append(Result(f"balance, {name} documents, cp 8, balanced, worst of {DRAWS}", worst, "", 1.05))
+        results.append(Result(f"balance, {name} documents, cp 8, zigzag, worst of {DRAWS}", plain, "", 0.0))
+    return results
 
 
 def share(mask: Mask, layout: Layout, route: str) -> float:

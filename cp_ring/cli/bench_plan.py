@@ -10,7 +10,7 @@ import typer
 
 def bench_plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Each time is the best of so many.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Each time is the best of this many.")] = 5,
 ) -> None:
     """Measure planning: time, memory, bytes on the wire and balance, each beside its goal."""
     from rich.console import Console
@@ -18,11 +18,11 @@ def bench_plan(
 
     from cp_ring.bench.plan import run
 
-    rows = run(repeats)
+    results = run(repeats)
     if as_json:
-        typer.echo(json.dumps([dict(zip(("what", "measured", "unit", "goal"), row, strict=True)) for row in rows]))
+        typer.echo(json.dumps([result._asdict() for result in results]))
         return
     table = Table("", "measured", "goal (at most)", title="cp_ring planning")
-    for what, measured, unit, goal in rows:
+    for what, measured, unit, goal in results:
         table.add_row(what, f"{measured:.3g} {unit}", f"{goal:g} {unit}" if goal else "")
     Console().print(table)

@@ -1,9 +1,29 @@
-"""The proof that a plan is right, for all ranks, by interval arithmetic: its cost follows the tables, not the tokens.
+"""The proof that the tables of a plan are right, for all ranks at once.
 
-Proven, or refused with the rank, the hop and the tokens: every allowed (query, key) pair is computed exactly once and no
-other; every row that a tile reads is the rank's own or arrives at that hop; what arrives is needed; gradients come home
-exactly once; no order of messages can deadlock; the receive buffers suffice. Transfers are one row for both ends, so
-sends match receives in the tables by form; `verify(rank_plans=True)` proves it of the rows that the executor runs.
+What is proven, in this order. Each check relies on those before it.
+
+| function          | statement                                                                                             |
+|-------------------|-------------------------------------------------------------------------------------------------------|
+| `check_layout`    | The chunks cover every token exactly once, and their owners exist.                                    |
+| `check_tables`    | Ranks, hops and tokens exist; the tables are sorted; every query of a tile sees a key.                |
+| `check_sources`   | At one hop a rank holds keys of one owner, at hop 0 its own.                                          |
+| `check_cover`     | Every allowed (query, key) pair is computed exactly once, and no other pair is.                       |
+| `check_keys`      | Every key that a tile reads is the rank's own or arrives at that hop; nothing else arrives; a sender  |
+|                   | holds what it sends.                                                                                  |
+| `check_gradients` | The gradient of every key that a hop reads leaves that hop once and reaches the key's owner.          |
+| `check_slots`     | The receive buffers suffice; no order of messages can deadlock.                                       |
+
+A violation raises `PlanError` with the rank, the hop and the tokens.
+
+The arguments are stated at the functions. All are interval arithmetic on the tables: sorting, searching and running sums
+over T tiles, M messages, P pieces of the mask and C chunks. Time and memory are O((T + M + P + C) log) plus one entry for
+each (rank, hop), and, in `check_cover`, one byte for each token and one entry for each pair of a tile and a strip that it
+crosses; nothing is ever expanded to (query, key) pairs. A plan of 1M tokens, 4,096 documents and 64 ranks has 4,348 tiles
+and 126 messages.
+
+A message has one entry in the tables for both of its ends, so sends match receives by construction. That the executor's
+rank plans agree with the tables is proven by `cp_ring.plan.verify_ranks`. That kernels and transports do what a rank plan
+says is not proven here; the certificate tests it on the running job.
 """
 
 from __future__ import annotations
@@ -23,10 +43,12 @@ from cp_ring.plan.tiles import Tiles
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What a proven plan does. Work is in (query, key) pairs, transfers in tokens; arrays are int64 [cp, cp], rank by hop.
+    """What a proven plan computes and moves. Arrays are int64 [cp, cp], rank by hop.
 
-    `keys_in` and `keys_out` are keys and values of the forward pass, which the backward pass fetches once more;
-    `grads_in` and `grads_out` are its gradients. `slots` is the number of receive buffers in use at once.
+    work: (query, key) pairs computed.
+    keys_in, keys_out: tokens whose keys and values a rank receives and sends in the forward pass, and again in backward.
+    grads_in, grads_out: tokens whose gradients of keys and values a rank receives and sends in the backward pass.
+    slots: the number of receive buffers in use at once.
     """
 
     n: int
@@ -61,7 +83,7 @@ class Report:
 
 
 def verify(plan: PlanTables, num_slots: int = 2) -> Report:
-    """Proves `plan`, run with `num_slots` receive buffers.
+    """Proves `plan`, run with `num_slots` receive buffers, by all checks of this module.
 
     Raises `PlanError` that names the rank, the hop and the tokens.
     """
@@ -75,7 +97,7 @@ def verify(plan: PlanTables, num_slots: int = 2) -> Report:
 
 
 def report(plan: PlanTables, slots: int) -> Report:
-    """Sums of the plan's tables."""
+    """Sums of the plan's tables by rank and hop; proves nothing."""
     cp, keys, grads = plan.cp, plan.transfers, plan.gradients
 
     def table(rank: Ints, hop: Ints, amount: Ints) -> Ints:
@@ -94,7 +116,7 @@ def report(plan: PlanTables, slots: int) -> Report:
 
 
 def check_tables(plan: PlanTables) -> None:
-    """Ranks, hops and rows exist, tables are sorted, and every row of a tile sees a key."""
+    """Ranks, hops and tokens exist, tables are sorted as `PlanTables` says, and every query of a tile sees a key."""
     check_layout(plan.layout)
     cp, size, tiles = plan.cp, plan.layout.tokens_per_rank, plan.tiles
     for what, values in (("rank", plan.tile_rank), ("hop", plan.tile_hop), ("source", plan.tile_source)):
@@ -104,15 +126,15 @@ def check_tables(plan: PlanTables) -> None:
     keys, grads = plan.transfers, plan.gradients
     for what, columns in (
         ("tiles are not sorted by rank and hop", (plan.tile_rank, plan.tile_hop)),
-        ("transfers are not sorted by receiver, hop and row", (keys.receiver, keys.hop, keys.start)),
-        ("gradients are not sorted by sender, hop and row", (grads.sender, grads.hop, grads.start)),
+        ("transfers are not sorted by receiver, hop and start", (keys.receiver, keys.hop, keys.start)),
+        ("gradients are not sorted by sender, hop and start", (grads.sender, grads.hop, grads.start)),
     ):
         if not isinstance(sort_index(*columns), slice):
             raise PlanError(what)
     inside = (tiles.q0 >= 0) & (tiles.k0 >= 0) & (tiles.q1 <= size[plan.tile_rank]) & (tiles.k1 <= size[plan.tile_source])
-    rows = (tiles.q0 < tiles.q1) & (tiles.q0 >= tiles.k0 - tiles.hi) & (tiles.q1 <= tiles.k1 - tiles.lo)
-    good = inside & rows & (tiles.k0 < tiles.k1) & (tiles.lo <= tiles.hi)
-    _all(good, lambda i: f"{_where(plan, i)}: rows outside the shards, or rows that see no key")
+    seeing = (tiles.q0 < tiles.q1) & (tiles.q0 >= tiles.k0 - tiles.hi) & (tiles.q1 <= tiles.k1 - tiles.lo)
+    good = inside & seeing & (tiles.k0 < tiles.k1) & (tiles.lo <= tiles.hi)
+    _all(good, lambda i: f"{_where(plan, i)}: tokens outside the shards, or queries that see no key")
 
 
 def _check_range(what: str, values: Ints, first: int, end: int, where: Callable[[int], str]) -> None:
@@ -127,16 +149,21 @@ def _check_moves(table: Transfers, size: Ints, cp: int) -> None:
 
 
 def check_layout(layout: Layout) -> None:
-    """The chunks of a layout cover its tokens, and their owners exist."""
+    """The chunks of a layout cover its tokens exactly once, and their owners exist."""
     edges, owner = layout.edges, layout.owner
     if len(edges) != len(owner) + 1 or edges[0] != 0 or edges[-1] != layout.n or (np.diff(edges) <= 0).any():
-        raise PlanError(f"the layout's chunk edges do not go up from 0 to {layout.n} in {len(owner)} chunks")
+        raise PlanError(f"the edges of the layout's {len(owner)} chunks do not go up from 0 to {layout.n}")
     if owner.min() < 0 or owner.max() >= layout.cp:
-        raise PlanError(f"the layout has a chunk of rank {owner.max()}, there are {layout.cp}")
+        bad = owner.min() if owner.min() < 0 else owner.max()
+        raise PlanError(f"the layout has a chunk of rank {bad}, but ranks are 0 to {layout.cp - 1}")
 
 
 def check_sources(plan: PlanTables) -> None:
-    """The keys of one rank at one hop are of one owner, its own at hop 0."""
+    """At one hop a rank holds keys of one owner, at hop 0 its own.
+
+    Every use of a (rank, hop) buffer names an owner: tiles, arriving and forwarded keys, leaving and passed-on gradients.
+    One array holds the owner named first; all others must agree. Cost: linear in the tables, and cp * cp entries.
+    """
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
     forwarded, passed = keys[keys.buffer > 0], grads[grads.buffer > 0]
     rank = np.concatenate([plan.tile_rank, keys.receiver, forwarded.sender, grads.sender, passed.receiver])
@@ -152,20 +179,30 @@ def check_sources(plan: PlanTables) -> None:
 
 
 def check_cover(plan: PlanTables) -> None:
-    """Every allowed (query, key) pair is computed exactly once, and no other.
+    """Every allowed (query, key) pair is computed exactly once, and no other pair is.
 
-    The query axis is cut at the edges of tiles and pieces and where their sides start or stop to slope. In such a strip
-    all sides are straight, so it is enough that at its first and at its last row the tiles, from left to right, lead
-    from the mask's left side to its right side with neither gap nor overlap.
+    1. `tiles_in_stream` renames queries and keys of all tiles to positions of the stream.
+    2. The query axis is cut into strips: at the edges of all tiles and pieces, and where one of their sides starts or
+       stops to slope. Within a strip the first and last key of a tile are linear in the query (constant or slope 1).
+    3. In each strip tiles are sorted by their first key. At the first and at the last query of the strip the first tile
+       must begin where the mask begins, each further tile where the one before it ends, and the last must end where the
+       mask ends. So there is neither gap nor overlap at these two queries.
+    4. Two linear functions that agree at both ends of a strip agree in all of it, so the same holds for all its queries.
+
+    Two tiles of a strip that overlap, or that are out of order at one end, break step 3 at that end. The mask must have
+    one piece for each query (it is an interval mask), which is checked first.
+
+    Cost: sorting of the pairs (tile, strip) and one byte for each token, which marks the cuts.
     """
     tiles, parent = tiles_in_stream(plan)
     pieces = plan.mask.pieces[sort_index(plan.mask.pieces.q0)]
     if (pieces.q1[:-1] > pieces.q0[1:]).any():
-        raise PlanError("the mask is no interval mask: two of its pieces share a query")
+        raise PlanError("the mask is not an interval mask: two of its pieces share a query")
     marks = np.zeros(plan.n + 1, bool)
     for part in (tiles, pieces):
-        for row in (part.q0, part.q1, np.clip(part.k0 - part.lo, part.q0, part.q1), np.clip(part.k1 - part.hi, part.q0, part.q1)):
-            marks[row] = True
+        slopes = (np.clip(turn, part.q0, part.q1) for turn in (part.k0 - part.lo, part.k1 - part.hi))
+        for query in (part.q0, part.q1, *slopes):
+            marks[query] = True
     cuts = np.flatnonzero(marks)
     which, strip = _strips_of(tiles, cuts)
     left, right = _sides(tiles, which, cuts[strip]), _sides(tiles, which, cuts[strip + 1] - 1)
@@ -180,7 +217,7 @@ def check_cover(plan: PlanTables) -> None:
     computed = np.zeros(len(cuts), bool)
     computed[strip] = True
     _all(computed | (allowed[0] < 0), lambda i: _uncovered(plan.layout, cuts[i], cuts[i + 1], allowed[0, i], allowed[1, i]))
-    # Each tile must begin where the one before it, or else the mask, has its left side.
+    # Each tile must begin where the tile before it ends, and the first one where the mask begins.
     fresh = np.diff(strip, prepend=-1) != 0
     due = np.where(fresh, allowed[0::2, strip], np.roll(sides[1::2], 1, axis=1))
     good = (sides[0::2] == due).all(0)
@@ -190,46 +227,52 @@ def check_cover(plan: PlanTables) -> None:
         good,
         lambda i: (
             f"{_where(plan, parent[which[i]])}: query {cuts[strip[i]]} of queries {cuts[strip[i]]}..{cuts[strip[i] + 1]} "
-            f"sees keys {sides[0, i]}..{sides[1, i]}, but mask and neighbors leave it {due[0, i]}..{allowed[1, strip[i]]}"
+            f"sees keys {sides[0, i]}..{sides[1, i]}, but the mask and its neighbors leave it {due[0, i]}..{allowed[1, strip[i]]}"
         ),
     )
 
 
 def _strips_of(tiles: Tiles, cuts: Ints) -> tuple[Ints, Ints]:
-    """All pairs (tile, strip of rows between two cuts)."""
+    """All pairs (tile, strip between two cuts) in which the tile crosses the strip."""
     first = np.searchsorted(cuts, tiles.q0)
     return expand(first, np.searchsorted(cuts, tiles.q1) - first)
 
 
-def _sides(tiles: Tiles, which: Ints, row: Ints) -> Ints:
-    """First key, and the one behind the last key, that tiles allow in a row: int64 [2, pairs]."""
+def _sides(tiles: Tiles, which: Ints, query: Ints) -> Ints:
+    """First key that tile `which` allows a query, and the end of its keys: int64 [2, pairs]."""
     k0, k1, lo, hi = tiles.data[2:, which]
-    return np.stack([np.maximum(k0, row + lo), np.minimum(k1, row + hi + 1)])
+    return np.stack([np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)])
 
 
 def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
-    """The plan's tiles in token positions, split where chunks of a shard meet, and the index of the tile of each."""
+    """The plan's tiles in positions of the stream, split where chunks of a shard meet, and the index of the tile of each."""
     layout = plan.layout
     chunk = np.argsort(layout.owner, kind="stable")
     size = np.diff(layout.edges)[chunk]
     end = np.cumsum(size)
     start, slide = end - size, layout.edges[chunk] - (end - size)
     shard = np.cumsum(layout.tokens_per_rank) - layout.tokens_per_rank
-    # One axis for all shards, laid end to end, makes one search of all ranks' rows.
+    # All shards lie end to end on one axis, so that one search serves the tiles of all ranks.
     tiles = plan.tiles.shifted(shard[plan.tile_rank], shard[plan.tile_source])
     parent, cell = overlaps(tiles.q0, tiles.q1, start, end)
-    part, column = overlaps(tiles.k0[parent], tiles.k1[parent], start, end)
+    part, key_cell = overlaps(tiles.k0[parent], tiles.k1[parent], start, end)
     parent, cell = parent[part], cell[part]
-    split = tiles[parent].within(start[cell], end[cell], start[column], end[column]).shifted(slide[cell], slide[column])
+    split = tiles[parent].within(start[cell], end[cell], start[key_cell], end[key_cell]).shifted(slide[cell], slide[key_cell])
     live = split.live()
     return split[live], parent[live]
 
 
 def check_keys(plan: PlanTables) -> None:
-    """What arrives at a hop is what its tiles read and later sends forward, no less and no more; it arrives in time."""
+    """What arrives at a hop is what its tiles read and what is forwarded from it, no less and no more, and in time.
+
+    A sender holds what it sends: its own shard, or the buffer of the hop before, which the executor keeps until then. The
+    union of the ranges that a (rank, hop) reads or forwards must equal the union of those that it receives, from one
+    sender and without overlap. By induction over hops, every forwarded key was sent by its owner before.
+
+    Cost: sorting of tiles and messages.
+    """
     keys, cp = plan.transfers, plan.cp
     own = keys.buffer == 0
-    # The executor holds a buffer until the hop after its own has been sent, no longer.
     held = np.where(own, keys.sender == keys.owner, keys.buffer == keys.hop - 1)
     _all(held, lambda i: f"{_moves(keys, i)}, which it does not have")
     _one_peer(keys.receiver * cp + keys.hop, keys.sender, cp)
@@ -243,7 +286,14 @@ def check_keys(plan: PlanTables) -> None:
 
 
 def check_gradients(plan: PlanTables) -> None:
-    """What a hop's tiles and arrivals add to its gradient buffer leaves it once, to its owner or to a later buffer."""
+    """The gradient of every key that a hop reads leaves that hop exactly once and reaches the key's owner.
+
+    A hop's gradient buffer holds what its tiles make and what arrives in it. The union of these must equal the union of
+    the ranges that leave it, without overlap, to the owner or to the buffer of the next hop. By induction from the last
+    hop back to the first, no gradient is lost or added twice.
+
+    Cost: sorting of tiles and messages.
+    """
     grads, cp = plan.gradients, plan.cp
     home = grads.buffer == 0
     _all(
@@ -260,11 +310,14 @@ def check_gradients(plan: PlanTables) -> None:
 
 
 def check_slots(plan: PlanTables, num_slots: int) -> int:
-    """Key buffers in use at once, at most `num_slots`, when each live hop's batch is posted before the hop before it.
+    """At most `num_slots` key buffers are in use at once; returns how many are. No order of messages can deadlock.
 
-    Nothing can deadlock: on every rank batches go in one order (keys of hop t before gradients of hop t - 1, these before
-    keys of hop t + 1), both ends of a transfer name the same hop, and a buffer is sent from after the hop that filled it.
-    So the earliest batch that is not complete can always proceed.
+    A rank posts the keys of a hop before it computes the previous hop of its plan. A buffer is in use from then until its
+    hop is computed, or until it has been forwarded, whichever is later. Running sums over all (rank, hop) count buffers.
+
+    Deadlock: every rank posts its messages in one order: keys of hop t, gradients of hop t - 1, keys of hop t + 1, and so
+    on. Both ends of a message name the same hop, and a buffer is sent after the hop that filled it. So among all messages
+    that are not complete, the earliest in this order has both ends posted, and completes.
     """
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
     live = np.zeros(cp * cp, bool)
@@ -272,27 +325,27 @@ def check_slots(plan: PlanTables, num_slots: int) -> int:
     for rank, hop in ((plan.tile_rank, plan.tile_hop), (keys.receiver, keys.hop), (keys.sender, keys.hop),
                       (grads.sender, grads.hop), (grads.receiver, grads.hop)):  # fmt: skip
         live[rank * cp + hop] = True
-    step = np.cumsum(live)
-    filled, release = np.zeros(cp * cp, bool), step.copy()
+    time = np.cumsum(live)  # counts the hops of all ranks, one rank after the other
+    filled, release = np.zeros(cp * cp, bool), time.copy()
     filled[keys.receiver * cp + keys.hop] = True
     forwarded = keys[keys.buffer > 0]
-    np.maximum.at(release, forwarded.sender * cp + forwarded.buffer, step[forwarded.sender * cp + forwarded.hop] - 1)
+    np.maximum.at(release, forwarded.sender * cp + forwarded.buffer, time[forwarded.sender * cp + forwarded.hop] - 1)
     filled_at = np.flatnonzero(filled)
-    in_use = np.zeros(int(step[-1]) + 2, np.int64)
-    np.add.at(in_use, step[filled_at] - 1, 1)
+    in_use = np.zeros(int(time[-1]) + 2, np.int64)
+    np.add.at(in_use, time[filled_at] - 1, 1)
     np.add.at(in_use, release[filled_at] + 1, -1)
     in_use = np.cumsum(in_use)
     slots = int(in_use.max(initial=0))
     if slots > num_slots:
-        group = int(np.searchsorted(step, np.flatnonzero(in_use > num_slots)[0]))
+        group = int(np.searchsorted(time, np.flatnonzero(in_use > num_slots)[0]))
         raise PlanError(f"rank {group // cp}, hop {group % cp}: {slots} receive buffers in use, num_slots is {num_slots}")
     return slots
 
 
 def _disjoint(table: Transfers, group: Ints, verb: str) -> tuple[Ints, Ints, Ints]:
-    """The ranges of each group, joined where they touch; none may overlap. The table is sorted by group and start."""
+    """The ranges of each group, joined where they touch. None may overlap. The table must be sorted by group and start."""
     twice = (group[1:] == group[:-1]) & (table.start[1:] < table.end[:-1])
-    _all(~twice, lambda i: f"{_moves(table, i + 1)}: rows that {verb} twice")
+    _all(~twice, lambda i: f"{_moves(table, i + 1)}: these tokens {verb} twice")
     return union(group, table.start, table.end)
 
 
@@ -302,7 +355,7 @@ def _one_peer(group: Ints, peer: Ints, cp: int) -> None:
 
 
 def _same(wanted: tuple[Ints, Ints, Ints], found: tuple[Ints, Ints, Ints], cp: int, wants: str, finds: str) -> None:
-    """Two lists of disjoint sorted ranges are equal."""
+    """Raises `PlanError` if two lists of sorted disjoint ranges (group, start, end) differ."""
     if all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True)):
         return
     count = min(len(wanted[0]), len(found[0]))
@@ -310,24 +363,24 @@ def _same(wanted: tuple[Ints, Ints, Ints], found: tuple[Ints, Ints, Ints], cp: i
     place = int(np.flatnonzero(np.append(differs, True))[0])
     group = min(int(ranges[0][place]) for ranges in (wanted, found) if place < len(ranges[0]))
 
-    def rows(ranges: tuple[Ints, Ints, Ints]) -> str:
+    def tokens(ranges: tuple[Ints, Ints, Ints]) -> str:
         mine = ranges[0] == group
         return ", ".join(f"{start}..{end}" for start, end in zip(ranges[1][mine], ranges[2][mine], strict=True)) or "nothing"
 
-    raise PlanError(f"rank {group // cp}, hop {group % cp} {wants} rows {rows(wanted)} and {finds} rows {rows(found)}")
+    raise PlanError(f"rank {group // cp}, hop {group % cp} {wants} tokens {tokens(wanted)}, but {finds} tokens {tokens(found)}")
 
 
 def _where(plan: PlanTables, tile: int) -> str:
     q0, q1, k0, k1 = plan.tiles.data[:4, tile]
     return (
-        f"rank {plan.tile_rank[tile]}, hop {plan.tile_hop[tile]}: tile of rows {q0}..{q1}, keys {k0}..{k1} "
+        f"rank {plan.tile_rank[tile]}, hop {plan.tile_hop[tile]}: tile of queries {q0}..{q1}, keys {k0}..{k1} "
         f"of rank {plan.tile_source[tile]}"
     )
 
 
 def _moves(table: Transfers, i: int) -> str:
     return (
-        f"rank {table.sender[i]}, hop {table.hop[i]}: sends rows {table.start[i]}..{table.end[i]} of rank {table.owner[i]} "
+        f"rank {table.sender[i]}, hop {table.hop[i]}: sends tokens {table.start[i]}..{table.end[i]} of rank {table.owner[i]} "
         f"to rank {table.receiver[i]}"
     )
 
@@ -338,6 +391,6 @@ def _uncovered(layout: Layout, q0: int, q1: int, k0: int, k1: int) -> str:
 
 
 def _all(good: NDArray[np.bool_], message: Callable[[int], str]) -> None:
-    """Raises `PlanError` with the message of the first index that is not good."""
+    """Raises `PlanError` with the message of the first index that is not `good`."""
     if not good.all():
         raise PlanError(message(int(np.flatnonzero(~good)[0])))

@@ -1,7 +1,20 @@
-"""The proof that the rows of a plan, as the executor runs them, do what a right plan does.
+"""The proof that the rank plans of all ranks, as the executor runs them, together compute the mask.
 
-The messages of all ranks are matched by a simulation of their queues. Following the data through the matched messages
-tells whose rows every buffer holds; with that the rows are turned back into tables, and the tables are proven.
+It uses nothing of the plan's tables but the mask and the layout, so it also finds errors in the step from tables to rank
+plans. The argument, by function:
+
+1. `key_messages`, `gradient_messages`, `forward_order`, `backward_order` list the messages that each rank posts, in the
+   order in which the executor posts them.
+2. `simulate` runs these queues as a transport does: between two ranks, the first send meets the first receive. It proves
+   that every message meets one of its size and that no rank waits for ever, and returns the pairs that met.
+3. `_follow` tracks the data through these pairs: hop 0 holds the rank's own tokens, and a received range holds what its
+   sender's buffer held. So every place of every buffer is known by owner and token, and must be filled exactly once.
+4. `_rebuild` uses this to rename the keys of all tiles to tokens of their owners, and checks that each tile's gradients go
+   to the same tokens. The result is a `PlanTables` again, once in forward and once in backward order.
+5. `cp_ring.plan.verify` proves these tables.
+
+Cost: proportional to the messages and tiles of all ranks, one Python object each, so much slower than the proof of the
+tables, which works on arrays. It is meant for tests and for one plan of each kind of mask, not for every plan.
 """
 
 from __future__ import annotations
@@ -22,7 +35,7 @@ from cp_ring.plan.tiles import Tile, Tiles
 
 
 class Message(NamedTuple):
-    """One end of one message: rows `[start, end)` of a buffer of `rank`, to or from `peer`."""
+    """One end of a message: tokens `[start, end)` of buffer `buffer` (a hop) of `rank`, sent to or received from `peer`."""
 
     rank: int
     hop: int
@@ -34,59 +47,65 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         verb = "sends to" if self.sends else "receives from"
-        return f"rank {self.rank}, hop {self.hop}: {verb} rank {self.peer} rows {self.start}..{self.end} of buffer {self.buffer}"
+        tokens = f"tokens {self.start}..{self.end} of buffer {self.buffer}"
+        return f"rank {self.rank}, hop {self.hop}: {verb} rank {self.peer} {tokens}"
 
 
-Batch = list[Message]
-Pairs = list[tuple[Message, Message]]
+Posted = list[Message]  # messages of one rank that are posted together
+Pairs = list[tuple[Message, Message]]  # the send and the receive of a message
 
 
-def verify_rank_plans(plan: PlanTables, rows: Sequence[RankPlan], num_slots: int = 2) -> None:
-    """Proves that `rows`, one of each rank, compute `plan.mask`. Raises `PlanError`."""
-    for row in rows:
-        _check_row(row, int(plan.layout.tokens_per_rank[row.rank]))
-    keys = simulate([forward_batches(row) for row in rows])
-    simulate([backward_batches(row) for row in rows])
-    grads = simulate([[batch for hop in row.hops if (batch := gradient_batch(hop, row.rank))] for row in rows])
-    for hops in ([row.hops for row in rows], [row.backward for row in rows]):
-        rebuilt = _rebuild(plan, rows, hops, keys, grads)
+def verify_rank_plans(plan: PlanTables, rank_plans: Sequence[RankPlan], num_slots: int = 2) -> None:
+    """Proves that `rank_plans`, those of all ranks in order, compute `plan.mask` with `num_slots` receive buffers.
+
+    Raises `PlanError` that names the rank, the hop and the tokens.
+    """
+    for part in rank_plans:
+        _check_rank_plan(part, int(plan.layout.tokens_per_rank[part.rank]))
+    keys = simulate([forward_order(part) for part in rank_plans])
+    simulate([backward_order(part) for part in rank_plans])
+    grads = simulate([[posted for hop in part.hops if (posted := gradient_messages(hop, part.rank))] for part in rank_plans])
+    for hops in ([part.hops for part in rank_plans], [part.backward for part in rank_plans]):
+        rebuilt = _rebuild(plan, rank_plans, hops, keys, grads)
         for check in (verify.check_tables, verify.check_sources, verify.check_cover, verify.check_keys, verify.check_gradients):
             check(rebuilt)
         verify.check_slots(rebuilt, num_slots)
 
 
-def key_batch(hop: Hop, rank: int) -> Batch:
-    """The messages that are posted together before the hop before this one is computed."""
-    sends = [Message(rank, hop.index, t.peer, True, t.buffer, *rows) for t in hop.sends for rows in t.ranges]
+def key_messages(hop: Hop, rank: int) -> Posted:
+    """The messages of a hop's keys and values, posted together before the previous hop is computed."""
+    sends = [Message(rank, hop.index, t.peer, True, t.buffer, *span) for t in hop.sends for span in t.ranges]
     if hop.receive is None:
         return sends
-    return sends + [Message(rank, hop.index, hop.receive.peer, False, hop.index, *rows) for rows in hop.receive.ranges]
+    return sends + [Message(rank, hop.index, hop.receive.peer, False, hop.index, *span) for span in hop.receive.ranges]
 
 
-def gradient_batch(hop: Hop, rank: int) -> Batch:
-    """The messages that are posted together once this hop is computed."""
-    sends = [Message(rank, hop.index, t.peer, True, hop.index, *rows) for t in hop.grad_sends for rows in t.ranges]
-    return sends + [Message(rank, hop.index, t.peer, False, t.buffer, *rows) for t in hop.grad_receives for rows in t.ranges]
+def gradient_messages(hop: Hop, rank: int) -> Posted:
+    """The messages of a hop's gradients, posted together after the hop is computed."""
+    sends = [Message(rank, hop.index, t.peer, True, hop.index, *span) for t in hop.grad_sends for span in t.ranges]
+    return sends + [Message(rank, hop.index, t.peer, False, t.buffer, *span) for t in hop.grad_receives for span in t.ranges]
 
 
-def forward_batches(row: RankPlan) -> list[Batch]:
-    """A rank's batches of messages in the order in which the forward pass posts them."""
-    return [batch for hop in row.hops if (batch := key_batch(hop, row.rank))]
+def forward_order(part: RankPlan) -> list[Posted]:
+    """A rank's messages in the order in which the forward pass posts them."""
+    return [posted for hop in part.hops if (posted := key_messages(hop, part.rank))]
 
 
-def backward_batches(row: RankPlan) -> list[Batch]:
-    """As `forward_batches`, with the gradients; keys of hop t go before gradients of hop t - 1, after those of hop t - 2."""
-    order = [(2 * hop.index - 2, key_batch(hop, row.rank)) for hop in row.hops]
-    order += [(2 * hop.index + 1, gradient_batch(hop, row.rank)) for hop in row.hops]
-    return [batch for _, batch in sorted(order, key=lambda item: item[0]) if batch]
+def backward_order(part: RankPlan) -> list[Posted]:
+    """A rank's messages in the order of the backward pass: keys of hop t between gradients of hops t - 2 and t - 1."""
+    timed = [(2 * hop.index - 2, key_messages(hop, part.rank)) for hop in part.hops]
+    timed += [(2 * hop.index + 1, gradient_messages(hop, part.rank)) for hop in part.hops]
+    return [posted for _, posted in sorted(timed, key=lambda item: item[0]) if posted]
 
 
-def simulate(queues: Sequence[list[Batch]]) -> Pairs:
-    """Runs every rank's batches one after the other and returns the matched (send, receive) pairs in order.
+def simulate(queues: Sequence[list[Posted]]) -> Pairs:
+    """Runs every rank's queue and returns the (send, receive) pairs that met, in the order in which they met.
 
-    A batch starts when the one before it is complete, and is complete when each of its messages has met its other end;
-    between two ranks messages meet in the order in which they were posted, keys and gradients alike.
-    Raises `PlanError` where two ends differ in size, or ranks wait for one another for ever.
+    A rank posts its next messages when all those that it posted before are complete. A message is complete when it has met
+    its other end; between two ranks messages meet in the order in which they were posted, keys and gradients alike. No
+    executor waits more than this, so messages that complete here complete there.
+
+    Raises `PlanError` if two ends differ in size, or if ranks wait for each other for ever. Cost: linear in the messages.
     """
     waiting: dict[tuple[int, int, bool], deque[Message]] = defaultdict(deque)
     heads, left = [0] * len(queues), [0] * len(queues)
@@ -96,9 +115,9 @@ def simulate(queues: Sequence[list[Batch]]) -> Pairs:
         rank = ready.popleft()
         if heads[rank] == len(queues[rank]):
             continue
-        batch = queues[rank][heads[rank]]
-        left[rank] = len(batch)
-        for message in batch:
+        posted = queues[rank][heads[rank]]
+        left[rank] = len(posted)
+        for message in posted:
             others = waiting[message.peer, rank, not message.sends]
             if not others:
                 waiting[rank, message.peer, message.sends].append(message)
@@ -121,75 +140,77 @@ def simulate(queues: Sequence[list[Batch]]) -> Pairs:
 
 @dataclass
 class _Contents:
-    """Whose rows a buffer holds: sorted, disjoint pieces (start, end, owner, owner's row of the start)."""
+    """What a buffer holds: sorted, disjoint pieces (start, end, owner, token of the owner at `start`)."""
 
     name: str
     pieces: list[tuple[int, int, int, int]] = field(default_factory=list)
 
-    def add(self, start: int, end: int, owner: int, row: int) -> None:
-        insort(self.pieces, (start, end, owner, row))
+    def add(self, start: int, end: int, owner: int, token: int) -> None:
+        insort(self.pieces, (start, end, owner, token))
 
-    def rows(self, start: int, end: int) -> Iterable[tuple[int, int, int]]:
-        """(owner, first row, last row) of the pieces of a range of the buffer, joined where they touch."""
+    def tokens(self, start: int, end: int) -> Iterable[tuple[int, int, int]]:
+        """(owner, start, end) of the owners' tokens in a range of the buffer, joined where they touch."""
         found: list[tuple[int, int, int]] = []
         place = max(bisect_right(self.pieces, start, key=lambda piece: piece[0]) - 1, 0)
         at = start
-        for first, last, owner, row in self.pieces[place:]:
+        for first, last, owner, token in self.pieces[place:]:
             if first > at or at >= end:
                 break
-            low, high = row + at - first, row + min(end, last) - first
+            low, high = token + at - first, token + min(end, last) - first
             if found and found[-1][0] == owner and found[-1][2] == low:
                 found[-1] = (owner, found[-1][1], high)
             elif low < high:
                 found.append((owner, low, high))
             at = max(at, min(end, last))
         if at < end:
-            raise PlanError(f"{self.name}: rows {start}..{end} are read, but nothing fills row {at}")
+            raise PlanError(f"{self.name}: tokens {start}..{end} are read, but nothing fills token {at}")
         return found
 
     def check_filled(self, size: int) -> None:
-        """Every row of the buffer is filled exactly once."""
+        """Raises `PlanError` unless every token of the buffer is filled exactly once."""
         at = 0
         for first, last, _, _ in self.pieces:
             if first != at:
                 break
             at = last
         if at != size or at != max((piece[1] for piece in self.pieces), default=0):
-            raise PlanError(f"{self.name}: {size} rows, filled by {[piece[:2] for piece in self.pieces]}")
+            raise PlanError(f"{self.name}: {size} tokens, filled by {[piece[:2] for piece in self.pieces]}")
 
 
-def _check_row(row: RankPlan, num_tokens: int) -> None:
-    """Hops ascend and fit their messages."""
-    if row.num_tokens != num_tokens:
-        raise PlanError(f"rank {row.rank} has {row.num_tokens} rows, the layout gives it {num_tokens}")
-    for before, after in pairwise(row.hops):
+def _check_rank_plan(part: RankPlan, num_tokens: int) -> None:
+    """The size of the shard is right, hops ascend, and hop 0 moves nothing."""
+    if part.num_tokens != num_tokens:
+        raise PlanError(f"rank {part.rank} has {part.num_tokens} tokens, but the layout gives it {num_tokens}")
+    for before, after in pairwise(part.hops):
         if before.index >= after.index:
-            raise PlanError(f"rank {row.rank}: hop {after.index} comes behind hop {before.index}")
-    for hop in row.hops:
+            raise PlanError(f"rank {part.rank}: hop {after.index} follows hop {before.index}")
+    for hop in part.hops:
         if hop.index == 0 and (hop.receive or hop.sends or hop.grad_sends):
-            raise PlanError(f"rank {row.rank}, hop 0: messages at the hop of the rank's own keys")
+            raise PlanError(f"rank {part.rank}, hop 0: messages at the hop of the rank's own keys")
 
 
-def _rebuild(plan: PlanTables, rows: Sequence[RankPlan], hops: list[Sequence[Hop]], keys: Pairs, grads: Pairs) -> PlanTables:
-    """The plan's tables, from the tiles of every rank's hops and the matched messages of their keys and of their gradients."""
-    key_buffers = {(row.rank, 0): _own(row) for row in rows}
-    grad_buffers = {(row.rank, 0): _own(row) for row in rows}
+def _rebuild(
+    plan: PlanTables, rank_plans: Sequence[RankPlan], hops: list[Sequence[Hop]], keys: Pairs, grads: Pairs
+) -> PlanTables:
+    """The plan's tables again, from the tiles of the hops of every rank and the matched messages of keys and of gradients."""
+    key_buffers = {(part.rank, 0): _own_shard(part) for part in rank_plans}
+    grad_buffers = {(part.rank, 0): _own_shard(part) for part in rank_plans}
     transfers = _follow(keys, key_buffers, "key")
-    # A gradient buffer is known by where its rows go, so the last hops come first.
+    # What a gradient buffer holds is known from where its ranges go, so the last hops come first.
     backward = sorted(((receive, send) for send, receive in grads), key=lambda pair: -pair[1].hop)
     gradients = [(hop, r, s, owner, start, end, buffer) for hop, s, r, owner, start, end, buffer in
                  _follow(backward, grad_buffers, "gradient")]  # fmt: skip
     tiles, where = [], []
-    for row, its_hops in zip(rows, hops, strict=True):
-        for hop in sorted(its_hops, key=lambda hop: hop.index):
-            place = (row.rank, hop.index)
-            held = key_buffers.get(place, _Contents(f"rank {row.rank}, hop {hop.index}: key buffer"))
-            summed = grad_buffers.get(place, _Contents(f"rank {row.rank}, hop {hop.index}: gradient buffer"))
+    for part, own_hops in zip(rank_plans, hops, strict=True):
+        for hop in sorted(own_hops, key=lambda hop: hop.index):
+            place = (part.rank, hop.index)
+            held = key_buffers.get(place, _Contents(f"rank {part.rank}, hop {hop.index}: key buffer"))
+            summed = grad_buffers.get(place, _Contents(f"rank {part.rank}, hop {hop.index}: gradient buffer"))
             held.check_filled(hop.num_keys)
             summed.check_filled(hop.num_grads)
             for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True):
                 tiles.append(_of_owner(tile, shift, held, summed))
-                where.append((row.rank, hop.index, hop.source))
+                where.append((part.rank, hop.index, hop.source))
     rank, index, source = np.array(where, np.int64).reshape(-1, 3).T
     return PlanTables(
         plan.mask, plan.layout, plan.route, Tiles.of(tiles), rank, index, source,
@@ -197,14 +218,15 @@ def _rebuild(plan: PlanTables, rows: Sequence[RankPlan], hops: list[Sequence[Hop
     )  # fmt: skip
 
 
-def _own(row: RankPlan) -> _Contents:
-    return _Contents(f"rank {row.rank}: its own shard", [(0, row.num_tokens, row.rank, 0)])
+def _own_shard(part: RankPlan) -> _Contents:
+    return _Contents(f"rank {part.rank}: its own shard", [(0, part.num_tokens, part.rank, 0)])
 
 
 def _follow(pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str) -> list[tuple[int, int, int, int, int, int, int]]:
     """Fills the buffer at the second end of each pair with what the buffer at its first end holds.
 
-    Returns (hop, first rank, second rank, owner, start, end, buffer of the first end) of every message.
+    Returns (hop, first rank, second rank, owner, start, end, buffer of the first end) for every owner's range that a
+    message carries. Raises `PlanError` if the ends name different hops, or the first end's buffer is not filled.
     """
     table = []
     for known, filled in pairs:
@@ -214,7 +236,7 @@ def _follow(pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str) 
         place = (filled.rank, filled.buffer)
         target = buffers.setdefault(place, _Contents(f"rank {filled.rank}, hop {filled.buffer}: {what} buffer"))
         at = filled.start
-        for owner, start, end in source.rows(known.start, known.end):
+        for owner, start, end in source.tokens(known.start, known.end):
             target.add(at, at + end - start, owner, start)
             table.append((filled.hop, known.rank, filled.rank, owner, start, end, known.buffer))
             at += end - start
@@ -222,12 +244,12 @@ def _follow(pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str) 
 
 
 def _of_owner(tile: Tile, shift: int, held: _Contents, summed: _Contents) -> tuple[int, ...]:
-    """The tile with columns in its owner's shard; its gradients must go to the same rows."""
-    read = list(held.rows(tile.k0, tile.k1))
+    """The tile with keys counted in their owner's shard. Raises `PlanError` unless its gradients go to the same tokens."""
+    read = list(held.tokens(tile.k0, tile.k1))
     if len(read) != 1:
-        raise PlanError(f"{held.name}: columns {tile.k0}..{tile.k1} are not one range of one owner, but {read}")
-    if list(summed.rows(tile.k0 + shift, tile.k1 + shift)) != read:
-        raise PlanError(f"{summed.name}: columns {tile.k0}..{tile.k1} of the keys have gradients at other rows")
+        raise PlanError(f"{held.name}: keys {tile.k0}..{tile.k1} are not one range of one owner, but {read}")
+    if list(summed.tokens(tile.k0 + shift, tile.k1 + shift)) != read:
+        raise PlanError(f"{summed.name}: the gradients of keys {tile.k0}..{tile.k1} are at other tokens")
     return tuple(next(iter(Tiles.of([tile]).shifted(0, read[0][1] - tile.k0))))
 
 

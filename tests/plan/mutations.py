@@ -1,7 +1,7 @@
 """Ways to spoil a plan, each of which its proof must notice.
 
-A mutation takes a plan (or the rows of all its ranks) and a random generator; it returns a spoiled copy, or None where the
-plan has nothing of the kind.
+A mutation takes a plan (or the rank plans of all its ranks) and a random generator. It returns a spoiled copy, or None if
+the plan has nothing of the kind.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) 
     """Changes one entry of one column of the transfers or the gradients."""
 
     def mutate(plan: RingPlan, rng: Rng) -> RingPlan | None:
-        rows: Transfers = getattr(plan, table)
-        if not len(rows):
+        messages: Transfers = getattr(plan, table)
+        if not len(messages):
             return None
-        values = getattr(rows, column).copy()
-        i = rng.integers(len(rows))
+        values = getattr(messages, column).copy()
+        i = rng.integers(len(messages))
         values[i] = change(int(values[i]), plan.cp)
-        return replace(plan, **{table: _sorted(table, replace(rows, **{column: values}))}, _rank_plans={})
+        return replace(plan, **{table: _sorted(table, replace(messages, **{column: values}))}, _rank_plans={})
 
     return mutate
 
@@ -113,18 +113,18 @@ def _pick_mutation(table: str, doubled: bool) -> Callable[[RingPlan, Rng], RingP
     """Doubles or drops one entry of the transfers or the gradients."""
 
     def mutate(plan: RingPlan, rng: Rng) -> RingPlan | None:
-        rows: Transfers = getattr(plan, table)
-        if not len(rows):
+        messages: Transfers = getattr(plan, table)
+        if not len(messages):
             return None
-        i, every = rng.integers(len(rows)), np.arange(len(rows))
-        picked = rows[np.sort(np.append(every, i)) if doubled else np.delete(every, i)]
+        i, every = rng.integers(len(messages)), np.arange(len(messages))
+        picked = messages[np.sort(np.append(every, i)) if doubled else np.delete(every, i)]
         return replace(plan, **{table: picked}, _rank_plans={})
 
     return mutate
 
 
 def keys_two_hops_old(plan: RingPlan, rng: Rng) -> RingPlan | None:
-    """A route that sends keys on from the buffer of two hops before, which the executor has given away by then."""
+    """A route that forwards keys from the buffer of two hops before, which the executor has reused by then."""
     keys = plan.transfers
     late = keys.hop >= 3
     if not late.any():
@@ -135,7 +135,7 @@ def keys_two_hops_old(plan: RingPlan, rng: Rng) -> RingPlan | None:
 
 
 def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
-    """A route that sends gradients to the buffer of two hops later, which the executor does not have yet."""
+    """A route that sends gradients to the buffer of two hops later, which does not exist yet."""
     grads = plan.gradients
     early = grads.hop + 2 < plan.cp
     if not early.any():
@@ -145,8 +145,8 @@ def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
     return replace(plan, gradients=_sorted("gradients", replace(grads, receiver=receiver, buffer=buffer)), _rank_plans={})
 
 
-def _sorted(table: str, rows: Transfers) -> Transfers:
-    return rows.sorted_by("receiver" if table == "transfers" else "sender", "hop", "start")
+def _sorted(table: str, messages: Transfers) -> Transfers:
+    return messages.sorted_by("receiver" if table == "transfers" else "sender", "hop", "start")
 
 
 def _next(value: int, cp: int) -> int:
@@ -175,18 +175,18 @@ for _table in ("transfers", "gradients"):
     }
 
 
-Rows = list[RankPlan]
+RankPlans = list[RankPlan]
 
 
-def _edit_hop(rows: Rows, rng: Rng, fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]) -> Rows | None:
+def _edit_hop(parts: RankPlans, rng: Rng, fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]) -> RankPlans | None:
     """Changes one hop among those that fit."""
-    places = [(row.rank, i) for row in rows for i, hop in enumerate(row.hops) if fits(hop)]
+    places = [(part.rank, i) for part in parts for i, hop in enumerate(part.hops) if fits(hop)]
     if not places:
         return None
     rank, i = places[rng.integers(len(places))]
-    hops = list(rows[rank].hops)
+    hops = list(parts[rank].hops)
     hops[i] = change(hops[i])
-    return [replace(row, hops=tuple(hops)) if row.rank == rank else row for row in rows]
+    return [replace(part, hops=tuple(hops)) if part.rank == rank else part for part in parts]
 
 
 def _first(hop: Hop, name: str, change: Callable[[Transfer], Transfer]) -> Hop:
@@ -207,32 +207,32 @@ def _pick(hop: Hop, index: np.ndarray) -> Hop:
     return replace(hop, tiles=hop.tiles[index], grad_shift=hop.grad_shift[index])
 
 
-def _swap_hops(rows: Rows, rng: Rng) -> Rows | None:
-    """What two hops of one rank compute and move changes places."""
-    ranks = [row.rank for row in rows if sum(bool(len(hop.tiles)) for hop in row.hops) > 1]
+def _swap_hops(parts: RankPlans, rng: Rng) -> RankPlans | None:
+    """Two hops of one rank change places."""
+    ranks = [part.rank for part in parts if sum(bool(len(hop.tiles)) for hop in part.hops) > 1]
     if not ranks:
         return None
     rank = ranks[rng.integers(len(ranks))]
-    hops = list(rows[rank].hops)
+    hops = list(parts[rank].hops)
     a, b = (i for i, hop in enumerate(hops) if len(hop.tiles)) if len(hops) == 2 else _two(hops)
     hops[a], hops[b] = replace(hops[b], index=hops[a].index), replace(hops[a], index=hops[b].index)
-    return [replace(row, hops=tuple(hops)) if row.rank == rank else row for row in rows]
+    return [replace(part, hops=tuple(hops)) if part.rank == rank else part for part in parts]
 
 
 def _two(hops: list[Hop]) -> list[int]:
     return [i for i, hop in enumerate(hops) if len(hop.tiles)][-2:]
 
 
-def _swap_ranks(rows: Rows, rng: Rng) -> Rows | None:
-    busy = [row.rank for row in rows if row.hops]
+def _swap_ranks(parts: RankPlans, rng: Rng) -> RankPlans | None:
+    busy = [part.rank for part in parts if part.hops]
     if len(busy) < 2:
         return None
     a, b = busy[:2]
-    return [replace(rows[{a: b, b: a}.get(row.rank, row.rank)], rank=row.rank) for row in rows]
+    return [replace(parts[{a: b, b: a}.get(part.rank, part.rank)], rank=part.rank) for part in parts]
 
 
-def _hop_mutation(fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]) -> Callable[[Rows, Rng], Rows | None]:
-    return lambda rows, rng: _edit_hop(rows, rng, fits, change)
+def _hop_mutation(fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]) -> Callable[[RankPlans, Rng], RankPlans | None]:
+    return lambda parts, rng: _edit_hop(parts, rng, fits, change)
 
 
 def _busy(hop: Hop) -> bool:
@@ -243,7 +243,7 @@ def _away(hop: Hop) -> bool:
     return bool(hop.index and len(hop.tiles))
 
 
-RANK_PLAN_MUTATIONS: dict[str, Callable[[Rows, Rng], Rows | None]] = {
+RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
     "tile dropped": _hop_mutation(_busy, lambda hop: _pick(hop, np.arange(1, len(hop.tiles)))),
     "tile doubled": _hop_mutation(_busy, lambda hop: _pick(hop, np.append(np.arange(len(hop.tiles)), 0))),
     "tile shifted": _hop_mutation(_busy, lambda hop: replace(hop, tiles=hop.tiles.shifted(0, 1))),
@@ -260,10 +260,10 @@ RANK_PLAN_MUTATIONS: dict[str, Callable[[Rows, Rng], Rows | None]] = {
     ),
     "key buffer of another size": _hop_mutation(_away, lambda hop: replace(hop, num_keys=hop.num_keys + 1)),
     "wrong source": _hop_mutation(_away, lambda hop: replace(hop, source=0 if hop.source else 1)),
-    "gradient rows shifted": _hop_mutation(_away, lambda hop: replace(hop, grad_shift=hop.grad_shift + 1)),
+    "gradient tokens shifted": _hop_mutation(_away, lambda hop: replace(hop, grad_shift=hop.grad_shift + 1)),
     "gradients not sent": _hop_mutation(lambda hop: bool(hop.grad_sends), lambda hop: replace(hop, grad_sends=())),
     "gradients not received": _hop_mutation(lambda hop: bool(hop.grad_receives), lambda hop: replace(hop, grad_receives=())),
-    "gradients added at other rows": _hop_mutation(
+    "gradients added at other tokens": _hop_mutation(
         lambda hop: bool(hop.grad_receives), lambda hop: _first(hop, "grad_receives", _shifted)
     ),
     "gradients added to another buffer": _hop_mutation(

@@ -1,4 +1,4 @@
-"""Masks against masks painted pair by pair, and what they refuse."""
+"""Masks against masks painted pair by pair, their words, and what they reject."""
 
 from __future__ import annotations
 

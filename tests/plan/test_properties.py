@@ -1,4 +1,4 @@
-"""Random plans are right, and every way to spoil one is noticed."""
+"""Random plans are right, and the proof notices every way to spoil one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_bl
 
 
 def check_plan(plan: RingPlan) -> None:
-    """The plan proves itself, does what a painted mask says, and stays so when lowered; a row alone is the same row."""
+    """The proof accepts the plan, its tiles paint the mask, also after lowering, and a rank plan built alone is the same."""
     report = plan.verify(rank_plans=True)
     tiles, _ = tiles_in_stream(plan)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
@@ -37,15 +37,15 @@ def check_plan(plan: RingPlan) -> None:
         for batch in np.unique(lowered.batch):
             mine = np.flatnonzero(lowered.batch == batch)
             assert len(set(lowered.kind[mine].tolist())) == 1
-            rows = np.concatenate([np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine])
-            assert len(rows) == len(np.unique(rows))
+            queries = np.concatenate([np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine])
+            assert len(queries) == len(np.unique(queries))
     rank = plan.n % plan.cp
     alone = RingPlan.build_rank_plan(plan.mask, plan.layout, rank, plan.route)
     assert repr(alone) == repr(plan.rank_plan(rank))
 
 
 def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
-    """One mutation of the plan, or of its rows, makes the proof fail."""
+    """One mutation of the tables, or of the rank plans, makes the proof fail."""
     rng = np.random.default_rng(seed)
     if not len(plan.tiles):
         return
@@ -56,10 +56,10 @@ def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
             with pytest.raises(PlanError):
                 spoiled.verify()
     else:
-        rows = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], rng)
-        if rows is not None:
+        parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], rng)
+        if parts is not None:
             with pytest.raises(PlanError):
-                verify_rank_plans(plan, rows)
+                verify_rank_plans(plan, parts)
 
 
 @settings(max_examples=1000, **QUIET)
@@ -70,7 +70,7 @@ def test_random_plans_are_right(plan: RingPlan) -> None:
 
 @settings(max_examples=1000, **QUIET)
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
-def test_spoiled_random_plans_are_refused(plan: RingPlan, pick: int, seed: int) -> None:
+def test_spoiled_random_plans_are_rejected(plan: RingPlan, pick: int, seed: int) -> None:
     check_mutation(plan, pick, seed)
 
 
@@ -84,13 +84,13 @@ def test_many_random_plans_are_right(plan: RingPlan) -> None:
 @pytest.mark.slow
 @settings(max_examples=25_000, **QUIET)
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
-def test_many_spoiled_random_plans_are_refused(plan: RingPlan, pick: int, seed: int) -> None:
+def test_many_spoiled_random_plans_are_rejected(plan: RingPlan, pick: int, seed: int) -> None:
     check_mutation(plan, pick, seed)
 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("name", PLAN_MUTATIONS)
-def test_each_mutation_of_the_tables_is_refused_by_name(name: str, route: str) -> None:
+def test_each_mutation_of_the_tables_is_rejected_by_name(name: str, route: str) -> None:
     plan = RingPlan.build(Mask.documents([0, 21, 50, 64]), Layout.zigzag(64, 4), route)
     for seed in range(5):
         spoiled = PLAN_MUTATIONS[name](plan, np.random.default_rng(seed))
@@ -101,16 +101,16 @@ def test_each_mutation_of_the_tables_is_refused_by_name(name: str, route: str) -
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("name", RANK_PLAN_MUTATIONS)
-def test_each_mutation_of_the_rows_is_refused_by_name(name: str, route: str) -> None:
+def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name: str, route: str) -> None:
     plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route)
     for seed in range(5):
-        rows = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(4)], np.random.default_rng(seed))
-        assert rows is not None
+        parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(4)], np.random.default_rng(seed))
+        assert parts is not None
         with pytest.raises(PlanError, match=r"rank \d"):
-            verify_rank_plans(plan, rows)
+            verify_rank_plans(plan, parts)
 
 
-def test_too_few_slots_are_refused() -> None:
+def test_too_few_slots_are_rejected() -> None:
     for route in ("direct", "ring"):
         plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route)
         assert plan.verify(num_slots=2).slots == 2
@@ -118,7 +118,7 @@ def test_too_few_slots_are_refused() -> None:
             plan.verify(num_slots=1)
 
 
-def test_unsorted_tables_are_refused() -> None:
+def test_unsorted_tables_are_rejected() -> None:
     plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
     back = slice(None, None, -1)
     turned = {"tiles": plan.tiles[back], "tile_rank": plan.tile_rank[back], "tile_hop": plan.tile_hop[back]}
@@ -131,9 +131,9 @@ def test_unsorted_tables_are_refused() -> None:
             spoiled.verify()
 
 
-def test_a_layout_with_holes_is_refused() -> None:
+def test_a_layout_with_holes_is_rejected() -> None:
     plan = RingPlan.build(Mask.causal(64), Layout.contiguous(64, 4))
     with pytest.raises(PlanError, match="do not go up from 0 to 64"):
         replace(plan, layout=replace(plan.layout, edges=plan.layout.edges[::-1])).verify()
-    with pytest.raises(PlanError, match="a chunk of rank 4, there are 4"):
+    with pytest.raises(PlanError, match="a chunk of rank 4, but ranks are 0 to 3"):
         replace(plan, layout=replace(plan.layout, owner=plan.layout.owner + 1)).verify()
