@@ -20,7 +20,6 @@ PATCH = Patch(
     name="step_line",
     what="adds one line per logged step, and two TensorBoard scalars: loss, tokens per second, peak memory of a rank",
     why="Megatron logs neither tokens per second nor, after the first step, memory, and its log function has no hook",
-    package="megatron-core",
     versions=">=0.17,<0.20",
     replacements=_replacements,
 )
