@@ -1,7 +1,7 @@
-"""Every place where cp_ring changes somebody else's code at run time: one module each.
+"""The patches: one module for each place where cp_ring changes other code at run time.
 
-A patch module holds one `PATCH`. Nothing is applied by importing; `cp_ring.megatron.install` applies what the flags ask for,
-`table` lists name, what, why, versions and state. Applying is all or nothing and `revert` restores exactly what was there.
+Each module has one `PATCH`. Importing it applies nothing; `cp_ring.patches.install` applies the patches that the flags ask for.
+`apply` makes all replacements of a patch or none, and `revert` restores exactly what was there. `table` lists all patches.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def get(name: str) -> Patch:
 
 
 def table() -> list[dict[str, str]]:
-    """One row per patch: name, what, why, versions, upstream, state."""
-    return [get(name).row() for name in NAMES]
+    """One entry per patch: name, what, why, versions, upstream, state."""
+    return [get(name).describe() for name in NAMES]
 
 
 def applied() -> list[str]:
-    """Names of the patches that are in force in this process."""
+    """Names of the patches that are applied in this process."""
     return [name for name in NAMES if get(name).applied]

@@ -48,7 +48,5 @@ PATCH = Patch(
     name="arguments",
     what="adds the --cp-ring flags to Megatron's parser and checks the flags before any process group exists",
     why="Megatron's scripts parse their flags themselves and have no hook that sees every one of them",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

@@ -40,7 +40,5 @@ PATCH = Patch(
     name="certificate",
     what="probes ring attention and the loss on the job's own ranks before its model is built (--cp-ring-certify)",
     why="Megatron's training loop has no hook between its parallel groups and the model",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

@@ -35,7 +35,5 @@ PATCH = Patch(
     name="core_attention",
     what="builds RingDotProductAttention in place of DotProductAttention and TEDotProductAttention in every attention layer",
     why="one flag instead of a layer specification of one's own, for every kind of model",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

@@ -221,8 +221,6 @@ PATCH = Patch(
     name="cpu_runtime",
     what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; applies in spawned processes too",
     why="Megatron refuses to start without CUDA; this lets it train on gloo CPU ranks",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=lambda: [*_torch_replacements(), *_megatron_replacements()],
     unneeded=_unneeded,
     enter=_enter,

@@ -36,8 +36,6 @@ PATCH = Patch(
     name="dataset_helpers",
     what="does not run `make` for the data set index where the built module is present",
     why="the wheel has the built module but no makefile, so that Megatron's own start-up exits",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
     unneeded=_unneeded,
 )

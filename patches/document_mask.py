@@ -31,7 +31,5 @@ PATCH = Patch(
     name="document_mask",
     what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask",
     why="it drops the batch dimension wherever there are packed_seq_params, whatever their format",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

@@ -37,7 +37,5 @@ PATCH = Patch(
     name="exit_signal",
     what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal, also when they came before Megatron was loaded",
     why="Megatron listens to one signal, and only once it is set up: Slurm's warning before the time limit would kill a rank",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

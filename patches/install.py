@@ -1,4 +1,7 @@
-"""Applies the patches that a command line asks for, and puts its settings in force."""
+"""Applies the patches that a command line asks for, and puts its cp_ring settings in force.
+
+Called by the entry modules before anything of Megatron runs. It is above the patches and `cp_ring.megatron`, and knows both.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, configure,
 
 
 def install(argv: Sequence[str]) -> ContextParallelConfig:
-    """Applies the patches that the flags in `argv` ask for, and returns the settings; none without --cp-ring or --cp-ring-cpu.
+    """Applies the patches that the flags in `argv` ask for, and returns the cp_ring settings among them.
 
-    Raises `ConfigError` for a bad value, or where the installed Megatron is outside the supported versions.
+    Applies nothing without --cp-ring or --cp-ring-cpu. Raises `ConfigError` for a bad value, or if the installed Megatron is
+    outside the supported versions.
     """
     config = flags(argv)
     if not (config.enabled or config.cpu):
@@ -50,7 +54,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
 
 
 def log_steps() -> None:
-    """Makes Megatron's training loop print and write a line per step, in versions of Megatron that the patch is for."""
+    """Makes Megatron's training loop print and record each logged step, if the patch supports the installed version."""
     step_line = patches.get("step_line")
     if not step_line.rejection():
         step_line.apply()

@@ -100,7 +100,5 @@ PATCH = Patch(
     name="loss_bias",
     what="measures the bias of the loss in the first microbatches, where --calculate-per-token-loss is not given",
     why="Megatron then averages the mean losses of context-parallel ranks, which differs where loss masks are uneven",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

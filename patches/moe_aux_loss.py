@@ -42,8 +42,6 @@ PATCH = Patch(
     name="moe_aux_loss",
     what="weighs the load-balancing loss of experts by the tokens of all tensor- and context-parallel ranks",
     why="Megatron before 0.19 counts one rank's tokens, so that the loss loses weight as the context-parallel size grows",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
     unneeded=_unneeded,
 )

@@ -1,9 +1,9 @@
-"""Multi-token prediction on the tokens that a rank holds: the next token is that of the same document, wherever it lies.
+"""Multi-token prediction under context parallelism: the next token is that of the same document, whichever rank holds it.
 
-Megatron's own roll knows two layouts, zigzag of a row and of each document, and takes the latter's offsets without padding.
-Besides, it weighs each rank's prediction loss by that rank's own numbers of tokens, before and after the roll; here they are
-those of all ranks together, so that the weight is the same at any context-parallel size, and a rank whose own tokens count for
-nothing still trains the prediction of the first token behind its chunk.
+Megatron's own roll knows two layouts: the zigzag of a batch row, and the zigzag of each document, whose offsets it takes without
+padding. It also weighs each rank's prediction loss by that rank's numbers of tokens before and after the roll. Here the numbers
+are those of all ranks together. So the weight is the same at any context-parallel size, and a rank whose own tokens do not count
+in the loss still trains the prediction of the first token after its chunk.
 """
 
 from __future__ import annotations
@@ -21,27 +21,32 @@ from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
 class MaskOfAllRanks(torch.Tensor):
-    """A rank's part of a loss mask, whose `sum()` is the mean over ranks: Megatron divides by it what it later averages."""
+    """A rank's part of a loss mask. Its `sum()` is the mean over ranks, as Megatron averages what it divides by it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it is a plain tensor
-    mean: torch.Tensor
+    mean_sum: torch.Tensor
 
     @classmethod
-    def of(cls, part: torch.Tensor, mean: torch.Tensor) -> MaskOfAllRanks:
+    def of(cls, part: torch.Tensor, mean_sum: torch.Tensor) -> MaskOfAllRanks:
         mask = part.as_subclass(cls)
-        mask.mean = mean
+        mask.mean_sum = mean_sum
         return mask
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The results of operations on the mask are plain tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
     def sum(self) -> torch.Tensor:  # type: ignore[override]
-        return self.mean
+        return self.mean_sum
 
 
 def roll_in_documents(
     tensor: torch.Tensor | None, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """For each token the entry of the next one in its document, or zero if there is none; and the result's sum.
+    """For each token, the value of the next token in its document, or zero for the last one; and the sum of the result.
 
-    tensor [batch, n / cp], of any dtype. Takes and returns what Megatron's `roll_tensor` does.
+    tensor [batch, n / cp], of any dtype. The signature is that of Megatron's `roll_tensor`.
     """
     if tensor is None:
         return None, None
@@ -74,7 +79,7 @@ def _rows(batch: int, n: int, layout: str, cp: int) -> Any:
 
 
 def _gather(tensor: torch.Tensor, documents: Any, group: Any) -> torch.Tensor:
-    """The stream [batch * n] of which each rank of `group` holds a part."""
+    """The whole stream [batch * n], of which each rank of `group` holds a part. A collective of `group`."""
     mine = tensor.reshape(-1).contiguous()
     if documents.layout.cp == 1:
         return mine
@@ -86,7 +91,7 @@ def _gather(tensor: torch.Tensor, documents: Any, group: Any) -> torch.Tensor:
 
 
 def _with_all_tokens(process: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `process_mtp_loss`: it divides the tokens that count by those that still count after the roll, both of all ranks."""
+    """Wraps `process_mtp_loss`: its two token counts, before and after the roll, become those of all ranks together."""
 
     @functools.wraps(process)
     def call(*args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
@@ -115,7 +120,6 @@ PATCH = Patch(
     name="mtp_roll",
     what="multi-token prediction shifts tokens within their documents under every layout, and counts tokens over all ranks",
     why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens are split over ranks",
-    package="megatron-core",
     versions=">=0.19,<0.20",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6205",

@@ -68,7 +68,5 @@ PATCH = Patch(
     name="optimizer_step",
     what="lets the distributed optimizer load checkpoints into torch's Adam, with a step counter of its own for every parameter",
     why="without TransformerEngine and Apex, loading fails on Adam's `step`, or counts steps wrongly afterwards",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

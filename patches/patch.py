@@ -1,4 +1,4 @@
-"""What a patch is: a description, a version range, and replacements that are made all together or not at all."""
+"""`Patch`: a description, a range of versions, and replacements that are made all together or not at all."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.compat import megatron_version
+from cp_ring.megatron.compat import SUPPORTED, megatron_version
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
 
 _MISSING = object()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Patch:
-    """A change to an installed package, made at run time.
+    """A change to an installed package, made while the program runs.
 
     Attributes:
         name: the module's name.
         what: what it changes, one line.
         why: why, one line.
-        package: the distribution it changes.
-        versions: the versions that it was written for, as a PEP 440 specifier.
         replacements: yields (owner, attribute, new value); called once per `apply`. The owner must have the attribute.
-        upstream: address of the upstream issue, or "".
-        unneeded: a reason why nothing has to be changed here, or "" (then `apply` changes nothing).
-        enter, leave: called after the replacements are made, and before they are undone.
+        package: the distribution it changes.
+        versions: the versions of `package` that it was written for, as a PEP 440 specifier; by default every megatron-core
+            that cp_ring supports.
+        upstream: address of the upstream issue or pull request, or "".
+        unneeded: returns why nothing has to be changed here, and `apply` then changes nothing; returns "" where it has to be.
+        enter: called after the replacements are made.
+        leave: called before they are undone.
     """
 
     name: str
     what: str
     why: str
-    package: str
-    versions: str
     replacements: Callable[[], Iterable[Replacement]]
+    package: str = "megatron-core"
+    versions: str = SUPPORTED
     upstream: str = ""
     unneeded: Callable[[], str] = lambda: ""
     enter: Callable[[], None] = lambda: None
@@ -47,9 +49,9 @@ class Patch:
     _saved: list[Replacement] = field(default_factory=list, init=False)
 
     def apply(self) -> None:
-        """Makes every replacement, or none; does nothing where it is in force already, or unneeded.
+        """Makes every replacement, or none. Does nothing if the patch is applied already or `unneeded`.
 
-        Raises `ConfigError` if the installed version is outside `versions`, or lacks what is to be replaced.
+        Raises `ConfigError` if the installed version is outside `versions`, or an owner lacks an attribute.
         """
         if self.applied or self.unneeded():
             return
@@ -67,7 +69,7 @@ class Patch:
         self.enter()
 
     def revert(self) -> None:
-        """Restores what `apply` replaced; does nothing if the patch is not in force."""
+        """Restores what `apply` replaced; does nothing if the patch is not applied."""
         if not self.applied:
             return
         self.leave()
@@ -80,7 +82,7 @@ class Patch:
         self.applied = False
 
     def rejection(self) -> str:
-        """Why the patch cannot be applied to the installed version, or ""."""
+        """Why the patch rejects the installed version, or ""."""
         version = _version(self.package)
         if version is None:
             return f"patch {self.name}: {self.package} is not installed"
@@ -89,17 +91,17 @@ class Patch:
         return ""
 
     def state(self) -> str:
-        """One word or line: applied, not applied, not needed (why), or refused (why)."""
+        """One word or line: applied, not applied, not needed (why), or rejected (why)."""
         if self.applied:
             return "applied"
         reason = self.unneeded()
         if reason:
             return f"not needed: {reason}"
         problem = self.rejection()
-        return f"refused: {problem}" if problem else "not applied"
+        return f"rejected: {problem}" if problem else "not applied"
 
-    def row(self) -> dict[str, str]:
-        """The patch as a row of `cp_ring.patches.table()`."""
+    def describe(self) -> dict[str, str]:
+        """The patch as an entry of `cp_ring.patches.table()`."""
         return {
             "name": self.name,
             "what": self.what,

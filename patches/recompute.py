@@ -27,7 +27,5 @@ PATCH = Patch(
     name="recompute",
     what="keeps attention's results while activations are recomputed (--cp-ring-recompute keep)",
     why="recomputing attention would send every key around the ring a second time",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

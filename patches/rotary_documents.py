@@ -40,8 +40,6 @@ PATCH = Patch(
     name="rotary_documents",
     what="rotary embeddings of packed documents for --dataloader-inter-document-masking, which splits them as one row",
     why="Megatron takes every document as split for itself: wrong positions without a word, or a crash",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6156",
 )

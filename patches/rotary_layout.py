@@ -67,7 +67,5 @@ PATCH = Patch(
     name="rotary_layout",
     what=f"{_NAME} and GPTModel's rotary embeddings follow --cp-ring-layout",
     why="Megatron's rotary embedding assumes the zigzag split",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

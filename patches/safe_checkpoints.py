@@ -56,7 +56,5 @@ PATCH = Patch(
     name="safe_checkpoints",
     what="writes checkpoints aside, publishes them whole with a manifest of checksums, and loads the last good one",
     why="a save that is killed or fails can leave a tracker or a folder that no restart can load",
-    package="megatron-core",
-    versions=">=0.16.1,<0.20",
     replacements=_replacements,
 )

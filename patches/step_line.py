@@ -20,7 +20,6 @@ PATCH = Patch(
     name="step_line",
     what="records tokens per second and the peak memory of a rank: in TensorBoard, and with the losses in the run directory",
     why="Megatron logs neither tokens per second nor, after the first step, memory, and its log function has no hook",
-    package="megatron-core",
     versions=">=0.17,<0.20",
     replacements=_replacements,
 )

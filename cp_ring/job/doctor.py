@@ -205,7 +205,7 @@ def _patches() -> Iterator[Finding]:
 
     for row in patches.table():
         state = row["state"]
-        yield Finding("patches", row["name"], "absent" if state.startswith("refused") else "good", state)
+        yield Finding("patches", row["name"], "absent" if state.startswith("rejected") else "good", state)
 
 
 def _limits(found: list[Finding]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Settings to Megatron's command line and back, read from Megatron's own parser instead of a copied list of flags."""
+"""Builds Megatron's command lines from settings and checks them, with Megatron's own parser instead of a copied list of flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cp_ring.errors import ConfigError
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises instead of printing the usage of 800 flags."""
+    """A parser that raises an error instead of printing the usage of 800 flags."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -49,11 +49,11 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def to_flags(parser: argparse.ArgumentParser, settings: Mapping[str, Any], section: str) -> list[str]:
-    """The command line of `settings`, whose keys are Megatron's flags in snake_case.
+    """The command line for `settings`, whose keys are Megatron's flags in snake_case.
 
-    A list gives several values, true a bare flag, None nothing; false gives nothing or, where Megatron has only the
-    negative form (`--no-rope-fusion` for apply_rope_fusion), that one.
-    Raises `ConfigError` that names the key, with near matches, where Megatron has no such argument.
+    A list becomes several values, true a flag without a value, and None nothing. False becomes nothing or, if Megatron has a
+    negative flag (`--no-rope-fusion` for apply_rope_fusion), that flag.
+    Raises `ConfigError` that names the key, with similar names, if Megatron has no such argument.
     """
     by_flag = parser._option_string_actions
     by_name = {action.dest: action for action in parser._actions if isinstance(action, argparse._StoreFalseAction)}
@@ -97,7 +97,7 @@ def _one_flag(flag: str, action: argparse.Action, value: Any, key: str) -> list[
 
 
 def check(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
-    """Parses a command line as Megatron will, types and choices included.
+    """Parses a command line as Megatron does, with its types and choices.
 
     Raises `ConfigError` with argparse's message, which names the flag.
     """

@@ -1,4 +1,8 @@
-"""What differs between the Megatron versions that cp_ring supports."""
+"""What differs between the versions of Megatron that cp_ring supports.
+
+First the versions themselves, read without importing Megatron; then functions that hide the differences. These import Megatron
+inside the function: this module is loaded before the patches are applied, and some patches must come before Megatron.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 from cp_ring.errors import ConfigError
 
 SUPPORTED = ">=0.16.1,<0.20"
+"""The supported versions of megatron-core, as a PEP 440 specifier."""
 
 
 def check_version() -> str:
@@ -25,10 +30,10 @@ def check_version() -> str:
     version = megatron_version()
     install = f"pip install 'megatron-core[training]{SUPPORTED}'"
     if version is None:
-        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, and there is none: {install}")
+        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, which is not installed: {install}")
     if not _within(version, SUPPORTED):
         raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: {install}")
-    if _home("megatron.training") != _home("megatron.core"):  # `megatron` is a namespace: its parts may lie apart
+    if _home("megatron.training") != _home("megatron.core"):  # a namespace package: its parts can be in two places
         raise ConfigError(
             f"megatron-core {version} is installed without its megatron.training: use 0.17 or later, or put a checkout of "
             "Megatron-LM of this version first on PYTHONPATH"
@@ -57,7 +62,7 @@ def _home(package: str) -> Path | None:
 
 
 def apex() -> str:
-    """Which package called apex is installed, without importing it: `nvidia`, `other` (PyPI's is one), or "" for none."""
+    """Which package called apex is installed, without importing it: `nvidia`, `other` (as on PyPI), or "" for none."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return ""
@@ -66,7 +71,7 @@ def apex() -> str:
 
 
 def missing_features(version: str | None = None) -> list[tuple[str, str]]:
-    """What `version` of Megatron (the installed one) has not, or has wrong, and cp_ring serves with later ones; with advice."""
+    """Features that `version` of Megatron (by default the installed one) lacks or gets wrong, and later ones do not; each with advice."""
     version = version or megatron_version()
     later = (
         (">=0.17", "multi-latent attention and experts without TransformerEngine", "needs megatron-core 0.17"),
@@ -105,7 +110,9 @@ def tokenizer(args: argparse.Namespace) -> Any:
 def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any], build: Callable[..., Any]) -> None:
     """Calls Megatron's training loop for the GPT model that the command line describes.
 
-    build: makes the model where Megatron, until 0.18, expects it from the script.
+    datasets: returns the training, validation and test data sets.
+    forward_step: runs one microbatch.
+    build: builds the model, for Megatron before 0.19, which expects that from the script.
     """
     import megatron.training as training
     from megatron.core.enums import ModelType
@@ -133,14 +140,14 @@ def training_step() -> int:
 
 
 def has_window(config: Any, layer_number: int) -> bool:
-    """Whether layer `layer_number` (from 1) of a model with `config.window_size` attends within it, by Megatron's own rule."""
+    """Whether layer `layer_number` (from 1) has the window `config.window_size`, by Megatron's own rule."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     return bool(is_layer_window_attention(config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number))
 
 
 def mark_tensor_parallel(parameter: Any, dim: int) -> None:
-    """Declares that tensor-parallel ranks hold different parts of `parameter`, split along `dim`."""
+    """Tells Megatron that tensor-parallel ranks hold different parts of `parameter`, split along `dim`."""
     from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
@@ -171,7 +178,7 @@ def start() -> argparse.Namespace:
 
 
 def group_of(collection: Any, name: str) -> Any:
-    """The process group `name` (tp, cp, ...) of a Megatron pg_collection, or Megatron's global one if there is none."""
+    """The process group `name` (tp, cp, ...) of a Megatron pg_collection, or Megatron's global one if `collection` is None."""
     if collection is None:
         from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -30,13 +30,13 @@ _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 class RingDotProductAttention(MegatronModule):
     """Core attention over the context-parallel group: each rank holds s of the n = s * cp tokens, split by the layout in force.
 
-    The arguments are those that Megatron gives to core attention. `config.apply_query_key_layer_scaling` changes nothing here:
-    stock attention divides and multiplies the scores by the layer number to fit fp16, and ring attention keeps them in float32.
+    The arguments are those that Megatron gives to core attention. `config.apply_query_key_layer_scaling` has no effect: stock
+    attention divides and multiplies the scores by the layer number to fit fp16, while ring attention keeps them in float32.
 
-    A layer's window (`config.window_size`, `config.window_attn_skip_freq`) narrows its mask; `config.softmax_type` adds an offset
-    to each head's softmax denominator, exp(0) for `off-by-one`, or exp of the parameter `softmax_offset` [h] for `learnable`.
+    A layer's window (`config.window_size`, `config.window_attn_skip_freq`) narrows its mask. `config.softmax_type` adds a term to
+    the softmax denominator of each head: exp(0) for `off-by-one`, exp of the parameter `softmax_offset` [h] for `learnable`.
 
-    Raises `ConfigError` for what ring attention does not serve.
+    Raises `ConfigError` for arguments and settings that ring attention does not support.
     """
 
     softmax_offset: torch.Tensor | None
@@ -151,7 +151,7 @@ class RingDotProductAttention(MegatronModule):
         accept_causal(attention_mask, make_layout(self.settings.layout, tokens * cp, cp), self.cp_group.rank())
 
     def _make_softmax_offset(self) -> None:
-        """The offset of each head's softmax, [h]: None, a constant, or a parameter."""
+        """Sets `softmax_offset` [h]: None, a constant, or a parameter."""
         kind, config = getattr(self.config, "softmax_type", "vanilla"), self.config
         if kind == "vanilla":
             self.softmax_offset = None
@@ -159,24 +159,24 @@ class RingDotProductAttention(MegatronModule):
         options = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
         heads = config.num_attention_heads // self.tp_group.size()
         if kind == "off-by-one":
-            # Neither a parameter nor in checkpoints.
+            # It is neither a parameter nor part of checkpoints.
             self.register_buffer("softmax_offset", torch.zeros(heads, **options), persistent=False)
             return
-        # Drawn for the heads of all tensor-parallel ranks, so that a head starts with the same value at any size.
+        # Drawn for the heads of all tensor-parallel ranks, so that a head starts with the same value at any tensor-parallel size.
         offset = torch.empty(config.num_attention_heads, **options)
         if config.perform_initialization:
             config.init_method(offset)
         offset = offset.narrow(0, self.tp_group.rank() * heads, heads).clone()
         self.softmax_offset = torch.nn.Parameter(offset)
-        # Each tensor-parallel rank has heads of its own: the gradient norm must count them all.
+        # Each tensor-parallel rank has other heads: the gradient norm must count them all.
         compat.mark_tensor_parallel(self.softmax_offset, dim=0)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As the core attention it stands for: `softmax_offset`, split over tensor-parallel ranks, where it is learned.
+        """The state of the stock core attention that it replaces: `softmax_offset`, if learned, split over tensor-parallel ranks.
 
-        TransformerEngine's then has an extra state too, which is empty without fp8.
+        With TransformerEngine there is then also an extra state, which is empty without fp8.
         """
         state = self.state_dict(prefix="", keep_vars=True)
         if state and getattr(self.config, "transformer_impl", "") == "transformer_engine":
@@ -185,7 +185,7 @@ class RingDotProductAttention(MegatronModule):
 
 
 def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Passes over what TransformerEngine's attention keeps for fp8."""
+    """Ignores the state that TransformerEngine's attention keeps for fp8."""
     state.pop(prefix + "_extra_state", None)
 
 
@@ -199,14 +199,14 @@ def _check_inputs(attention_bias: Any, unknown: dict[str, Any]) -> None:
 def _check_mask(mask_type: Any) -> str:
     name = str(getattr(mask_type, "name", mask_type))
     if name not in ("causal", "no_mask"):
-        raise ConfigError(f"--cp-ring serves the attention mask types causal and no_mask, not {name}")
+        raise ConfigError(f"--cp-ring supports the attention mask types causal and no_mask, not {name}")
     return name
 
 
 def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
-    """How many keys before and after its own position a query of this layer sees; -1 is any number.
+    """The numbers of keys before and after its own position that a query of this layer sees; -1 is all.
 
-    Raises `ConfigError` for a window that the mask contradicts, or layers that the configuration leaves out.
+    Raises `ConfigError` if the window contradicts the mask, or the configuration does not say whether this layer has it.
     """
     window = getattr(config, "window_size", None)
     frequency = getattr(config, "window_attn_skip_freq", None)
@@ -222,15 +222,15 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
 
 def _check_layer(config: Any, layer_number: int, attention_type: str, dropout: float, cp_comm_type: str | None) -> None:
     if attention_type != "self":
-        raise ConfigError(f"--cp-ring serves self attention; layer {layer_number} is {attention_type} attention")
+        raise ConfigError(f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention")
     if dropout:
-        raise ConfigError(f"--cp-ring does not serve attention dropout: give --attention-dropout 0, not {dropout}")
+        raise ConfigError(f"--cp-ring does not support attention dropout: give --attention-dropout 0, not {dropout}")
     if cp_comm_type not in (None, "p2p"):
-        raise ConfigError(f"--cp-ring serves --cp-comm-type p2p, not {cp_comm_type} (layer {layer_number})")
+        raise ConfigError(f"--cp-ring supports --cp-comm-type p2p, not {cp_comm_type} (layer {layer_number})")
     softmax_type = getattr(config, "softmax_type", "vanilla")
     if softmax_type not in _SOFTMAX_TYPES:
-        raise ConfigError(f"--cp-ring serves --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}")
+        raise ConfigError(f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}")
     if getattr(config, "fp8_dot_product_attention", False) or getattr(config, "fp8_multi_head_attention", False):
-        raise ConfigError("--cp-ring does not serve fp8_dot_product_attention and fp8_multi_head_attention: switch them off")
+        raise ConfigError("--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: switch them off")
     if getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False):
         raise ConfigError("--cp-ring does not record attention logits: leave out --qk-clip and --log-max-attention-logit")

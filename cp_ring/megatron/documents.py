@@ -1,7 +1,7 @@
-"""Packed documents: where those of one microbatch lie, and the mask, layout and plan that follow from it.
+"""Packed documents: the boundaries of the documents of one microbatch, and the mask, layout and plans that follow from them.
 
-A `Documents` belongs to its microbatch and reaches each layer as an argument, inside `packed_seq_params`: so it is the right one
-at every pipeline stage, in any order of microbatches, and when activations are recomputed.
+A `Documents` belongs to one microbatch and reaches each layer as an argument, inside `packed_seq_params`. So every layer gets the
+documents of its own microbatch: at each pipeline stage, in any order of microbatches, and when activations are recomputed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import RankPlan
 
 PROVE_EVERY = 256
+"""One in so many plans is proven, after the first of its kind."""
+
 _made = itertools.count()
 _proven: set[tuple[Any, ...]] = set()
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents `[start, end)` of a stream in which `batch` rows of equal length follow one another; the rest is padding.
+    """The documents of a microbatch, as ranges of a stream in which its batch rows follow one another.
 
-    start, end int64 [documents], ascending; `layout` is that of the stream, and gives each rank as many tokens of each row.
+    Attributes:
+        start: first token of each document, int64 [documents], ascending.
+        end: token after the last of each document, int64 [documents]. Tokens outside all documents are padding.
+        layout: the layout of the stream; each rank holds the same number of tokens of each batch row.
+        batch: number of batch rows, which have the same length.
     """
 
     start: Ints
@@ -45,9 +51,9 @@ class Documents:
 
     @classmethod
     def in_rows(cls, cu_seqlens: Ints, batch: int, layout: str, cp: int) -> Documents:
-        """Documents without padding, each within one row; the layout called `layout` splits every row for itself.
+        """Documents without padding, each within one batch row; the layout called `layout` splits each batch row separately.
 
-        cu_seqlens int64 [documents + 1] of the stream, as from `boundaries`.
+        cu_seqlens: offsets in the stream, int64 [documents + 1], as `boundaries` returns them.
         """
         n = int(cu_seqlens[-1]) // batch
         if cp == 1:
@@ -60,15 +66,15 @@ class Documents:
 
     @classmethod
     def in_thd(cls, packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
-        """The documents of Megatron's `PackedSeqParams` with qkv_format thd, of which each of `cp` ranks holds `tokens` tokens.
+        """The documents of Megatron's `PackedSeqParams` with qkv_format thd; each of `cp` ranks holds `tokens` of their tokens.
 
-        They are split one by one (per-document zigzag), or with `whole_row` all together, as a single sequence would be.
-        Raises `ConfigError` where the parameters contradict one another or the tensors, and for anything but self attention.
+        Each document is split over the ranks separately (per-document zigzag) or, with `whole_row`, all of them as one sequence.
+        Raises `ConfigError` where the parameters contradict each other or the tensors, and for cross attention.
         """
         if packed.qkv_format != "thd":
-            raise ConfigError(f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring serves thd")
+            raise ConfigError(f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring supports thd")
         if getattr(packed, "local_cp_size", None) not in (None, cp):
-            raise ConfigError(f"packed_seq_params.local_cp_size {packed.local_cp_size}: --cp-ring serves one size for all, {cp}")
+            raise ConfigError(f"packed_seq_params.local_cp_size {packed.local_cp_size}: --cp-ring supports one size, {cp}")
         real = _offsets(packed, "cu_seqlens_q", "cu_seqlens_kv")
         padded = _offsets(packed, "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         real = padded if real is None else real
@@ -94,37 +100,37 @@ class Documents:
         return cls(padded[:-1][keep], (padded[:-1] + length)[keep], layout)
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """Each document sees itself alone, padding nothing, within `window` as `Mask.documents` reads it."""
+        """Tokens see only their own document, within `window` as in `Mask.documents`; padding sees nothing."""
         edges = np.append(np.stack([self.start, self.end], axis=1).reshape(-1), self.layout.n)
         between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)  # the gaps too, as if documents
         return Mask(self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents")
 
     def prepare(self, rank: int, route: str, window: tuple[int, int] = (-1, -1), causal: bool = True) -> None:
-        """Starts making the plan on a worker thread, where it is not under way yet."""
+        """Starts making the plan on a worker thread, unless that has begun already."""
         key = (rank, route, window, causal)
         if key not in self._plans:
             self._plans[key] = _worker().submit(_make, self.mask(window, causal), self.layout, rank, route, (window, causal))
 
     def plan(self, rank: int, route: str, window: tuple[int, int] = (-1, -1), causal: bool = True) -> RankPlan:
-        """What rank `rank` does; made once for all layers with this window.
+        """The rank plan of `rank`, made once for all layers with this window.
 
-        The whole plan of all ranks is proven the first time for each kind of mask, and then for every 256th mask.
+        The plan of all ranks is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
         """
         self.prepare(rank, route, window, causal)
         return self._plans[rank, route, window, causal].result()
 
     def positions(self, rank: int) -> torch.Tensor:
-        """Positions in their rows of the tokens of `rank`, int64 [tokens of a row, batch]."""
+        """The positions, within their batch rows, of the tokens that `rank` holds: int64 [n / cp, batch]."""
         stream = torch.from_numpy(self.layout.positions(rank)).view(self.batch, -1)
         return (stream - torch.arange(self.batch)[:, None] * (self.layout.n // self.batch)).transpose(0, 1)
 
     def shard(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part [batch, n / cp] of `rank` of whole rows [batch, n]."""
+        """The part [batch, n / cp] that `rank` holds of `x` [batch, n]."""
         index = torch.from_numpy(self.layout.positions(rank)).to(x.device)
         return x.reshape(-1).index_select(0, index).view(self.batch, -1)
 
     def last(self) -> torch.Tensor:
-        """Which tokens of the stream have no next one in their document: its last, and padding; bool [tokens of the stream]."""
+        """Which tokens have no next token in their document (its last one, and padding): bool [tokens of the stream]."""
         has_next = np.zeros(self.layout.n + 1, np.int64)
         np.add.at(has_next, self.start, 1)
         np.add.at(has_next, self.end - 1, -1)
@@ -133,7 +139,7 @@ class Documents:
 
 @dataclass
 class DocumentParams(PackedSeqParams):  # type: ignore[misc]
-    """Documents of a microbatch in sbhd, in the argument that Megatron passes to every layer and through recomputation."""
+    """The documents of a microbatch in sbhd, as the argument that Megatron passes to every layer and through recomputation."""
 
     documents: Documents | None = None
 
@@ -144,9 +150,9 @@ class DocumentParams(PackedSeqParams):  # type: ignore[misc]
 
 
 def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
-    """The documents that `packed` (packed_seq_params) describes, of which this rank holds `tokens` tokens; made once for each.
+    """The documents that `packed` (packed_seq_params) describes; made once for each `packed`.
 
-    Raises `ConfigError` where the two disagree.
+    tokens: the number of tokens that this rank holds. Raises `ConfigError` where it contradicts `packed`.
     """
     if not isinstance(packed, DocumentParams):
         made: Documents | None = packed.__dict__.get("cp_ring_documents")
@@ -165,9 +171,10 @@ def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Document
 
 
 def boundaries(position_ids: torch.Tensor) -> Ints:
-    """cu_seqlens int64 [documents + 1] of the stream of all rows, from position ids [batch, n] that begin anew in each document.
+    """The offsets of the documents in the stream of all batch rows: cu_seqlens int64 [documents + 1].
 
-    Megatron resets them behind every end-of-document token, which is thus its document's last. A row begins a document.
+    position_ids: [batch, n], on the CPU. They start again at 0 in each document: after every end-of-document token, which is the
+        last of its document, and at the start of each batch row.
     """
     first = position_ids == 0
     if not bool(first[:, 0].all()):
@@ -178,21 +185,21 @@ def boundaries(position_ids: torch.Tensor) -> Ints:
 
 
 def _of_row(cu_seqlens: Ints, start: int, n: int) -> Ints:
-    """The offsets of the row `[start, start + n)`, from its own beginning."""
+    """The offsets within the batch row that is `[start, start + n)` of the stream, counted from `start`."""
     inside: Ints = cu_seqlens[(cu_seqlens >= start) & (cu_seqlens <= start + n)] - start
     return inside
 
 
 def _offsets(packed: Any, *names: str) -> Ints | None:
-    """The offsets of queries, which must be those of keys too; they are copied from the device here, once a microbatch."""
+    """The offsets of queries and keys, which must be the same, on the CPU; None if there are none."""
     queries, keys = (getattr(packed, name, None) for name in names)
     if queries is None and keys is None:
         return None
     if queries is None or keys is None:
-        raise ConfigError(f"packed_seq_params has {names[0] if keys is None else names[1]} alone; both must be there")
+        raise ConfigError(f"packed_seq_params has {names[0] if keys is None else names[1]} alone: queries and keys both need theirs")
     offsets = _on_cpu(queries)
     if keys is not queries and not np.array_equal(offsets, _on_cpu(keys)):
-        raise ConfigError(f"packed_seq_params: {names[0]} and {names[1]} differ; --cp-ring serves self attention only")
+        raise ConfigError(f"packed_seq_params: {names[0]} and {names[1]} differ; --cp-ring supports self attention only")
     if len(offsets) < 2 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
         raise ConfigError(f"packed_seq_params: {names[0]} {_few(offsets)} must start at 0, not decrease, and hold a document")
     return offsets

@@ -1,4 +1,7 @@
-"""GPT pretraining on Megatron's training loop: data sets, batches split over the context-parallel group, loss."""
+"""GPT pretraining on Megatron's training loop: microbatches split over the context-parallel group, the loss, the data sets.
+
+Shapes: b batch rows of a microbatch, n tokens of a batch row, cp the context-parallel size.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -21,23 +25,25 @@ from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current
 
-Batch = dict[str, Any]
+Microbatch = dict[str, Any]
+"""Tensors of a microbatch by name, and `packed_seq_params`."""
 
 _INTEGERS = ("tokens", "labels", "position_ids")
 _FLOATS = ("loss_mask",)
 
 
 def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
-    """The part of each tensor [b, n] that context-parallel rank `rank` of `cp` holds, [b, n / cp], under the layout in force."""
+    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds under the layout in force."""
     if cp == 1:
         return batch
     return {name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1) for name, tensor in batch.items()}
 
 
 def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor]:
-    """The microbatch [b, n] on this tensor-parallel rank's device; tensor-parallel rank 0 reads it and sends it to the others.
+    """The next microbatch, tensors [b, n] on this rank's device. Tensor-parallel rank 0 reads it and sends it to the others.
 
-    With --cp-ring-document-mask also `cu_seqlens` int64 [documents + 1] of the stream of its rows, on the CPU.
+    With --cp-ring-document-mask it also has `cu_seqlens`, int64 [documents + 1] on the CPU: the offsets of the documents in the
+    stream of all its batch rows.
     """
     return _read(data_iterator, _INTEGERS, _FLOATS)
 
@@ -59,16 +65,16 @@ def _read(data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...]
         moved = tensor_parallel.broadcast_data(names, data, torch.int64)
         if floats:
             moved |= tensor_parallel.broadcast_data(list(floats), data, torch.float32)
-    if current().document_mask:  # the other tensor-parallel ranks must wait for them to leave the device
+    if current().document_mask:  # tensor-parallel ranks other than 0 have to copy the offsets from their device
         moved["cu_seqlens"] = here if here is not None else moved["cu_seqlens"].cpu()
     return moved
 
 
-def get_batch(data_iterator: Any, vp_stage: int | None) -> Batch:
+def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     """The microbatch of this rank: tokens, labels, position_ids int64 and loss_mask float32, each [b, n / cp].
 
-    A middle pipeline stage needs none of it, and gets None for each. No attention mask is ever built: where documents mask one
-    another, every stage reads the microbatch for itself, and gets them as `packed_seq_params`.
+    A middle pipeline stage needs none of these and gets None for each. No attention mask is ever built. With
+    --cp-ring-document-mask every stage reads the microbatch itself, and gets its documents as `packed_seq_params`.
     """
     rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     nothing = dict.fromkeys((*_INTEGERS, *_FLOATS, "packed_seq_params"))
@@ -86,10 +92,10 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Batch:
     return nothing | parts | {"packed_seq_params": DocumentParams.carry(documents)}
 
 
-def _multimodal(batch: Batch) -> Batch:
-    """Position ids as `--position-embedding-type mrope` takes them, int64 [3, b, n] of whole rows, which the model splits itself.
+def _multimodal(batch: Microbatch) -> Microbatch:
+    """The position ids for `--position-embedding-type mrope`: int64 [3, b, n] of whole batch rows, which the model splits itself.
 
-    A text token is at the same position in time, height and width.
+    The position of a text token is the same in time, height and width.
     """
     if get_args().position_embedding_type != "mrope" or "position_ids" not in batch:
         return {}
@@ -97,7 +103,7 @@ def _multimodal(batch: Batch) -> Batch:
 
 
 def _documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
-    """The microbatch's documents, of which the plan of layers without a window is under way."""
+    """The microbatch's documents; the plan for layers without a window is already being made on another thread."""
     args, edges = get_args(), cu_seqlens.numpy()
     documents = Documents.in_rows(edges, int(edges[-1]) // args.seq_length, current().layout, cp)
     if getattr(args, "window_size", None) is None:
@@ -106,9 +112,13 @@ def _documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the masked losses of this rank's tokens, their number, and both as a report for the log.
+    """The sum of the losses of this rank's tokens that count, their number, and both as a report for the log.
 
     Megatron divides by the number of tokens of all ranks (--calculate-per-token-loss), which is exact under context parallelism.
+
+    Args:
+        loss_mask: 1 for tokens that count, 0 for others, [b, n / cp].
+        losses: of each token, [b, n / cp].
     """
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)
@@ -125,9 +135,7 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """One microbatch through the model, as Megatron's schedules call it; returns the output and the loss function for it."""
-    from megatron.core.utils import get_attr_wrapped_model
-
+    """Runs one microbatch through the model; returns the output and the loss function for it, as Megatron's schedules expect."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
@@ -138,7 +146,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable
 
 
 def _first_or_last_stage(vp_stage: int | None) -> bool:
-    whole = vp_stage is None  # without virtual stages Megatron must not look at their rank
+    whole = vp_stage is None  # there are no virtual stages: Megatron must not ask for the rank of one
     return bool(
         parallel_state.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage)
@@ -146,7 +154,7 @@ def _first_or_last_stage(vp_stage: int | None) -> bool:
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
-    """Megatron's data set settings from its flags; never one that builds an attention mask."""
+    """Megatron's settings of the data sets, from its flags; without attention masks."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     wanted = {
         "random_seed": args.seed,
@@ -180,7 +188,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 
 
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
-    """Training, validation and test data sets, from --data-path (and its like) or --mock-data."""
+    """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data."""
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTDataset
 

@@ -1,4 +1,4 @@
-"""The GPT model of the flags, for Megatron versions before 0.19, whose training loop expects it from the script."""
+"""Builds the GPT model that the flags describe, for Megatron before 0.19, whose training loop leaves that to the script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def build(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """The part of the model that one pipeline stage holds, as Megatron's `get_model` asks for it."""
+    """The part of the model that one pipeline stage holds; the signature is what Megatron's `get_model` calls.
+
+    Raises `ConfigError` for a kind of model that needs a later Megatron.
+    """
     args = get_args()
     if args.mtp_num_layers is not None:
         raise ConfigError("--mtp-num-layers needs megatron-core 0.19 with cp_ring.pretrain_gpt")

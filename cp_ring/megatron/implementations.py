@@ -1,4 +1,4 @@
-"""Which implementations of norms, optimizer and gradient accumulation Megatron takes in this environment."""
+"""Which package's norms, optimizer and gradient accumulation Megatron uses in this environment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _PACKAGES = {"transformer_engine": "TransformerEngine", "apex": "Apex", "torch":
 
 
 def line(args: argparse.Namespace) -> str:
-    """The parts that a job with these completed flags is made of, as one line for people."""
+    """The implementations that a job with these completed `args` uses, as one readable line."""
     return f"norm {norm(args)}, optimizer {optimizer(args)}, gradient accumulation {gradient_accumulation(args)}"
 
 
 def norm(args: argparse.Namespace) -> str:
-    """Whose norm the layers have: TransformerEngine's, Apex's, or torch's."""
+    """The layers' norm, as `torch RMSNorm`: TransformerEngine's, Apex's, or torch's."""
     if args.spec is not None:
         return f"of {' '.join(args.spec)}"
     if args.transformer_impl == "local":
@@ -24,8 +24,8 @@ def norm(args: argparse.Namespace) -> str:
 
 
 def optimizer(args: argparse.Namespace) -> str:
-    """Whose optimizer, as `Apex FusedAdam`: Megatron takes the first there is of TransformerEngine's, Apex's and torch's."""
-    import megatron.core.optimizer as module
+    """The optimizer, as `Apex FusedAdam`: Megatron uses TransformerEngine's, else Apex's, else torch's."""
+    import megatron.core.optimizer as module  # not at the top: Megatron would be loaded before the patches
 
     on_cpu = "CPU" if getattr(args, "optimizer_cpu_offload", False) else ""
     kind = getattr(module, on_cpu + {"adam": "Adam", "sgd": "SGD"}.get(args.optimizer, ""), None)
@@ -36,14 +36,14 @@ def optimizer(args: argparse.Namespace) -> str:
 
 
 def gradient_accumulation(args: argparse.Namespace) -> str:
-    """Whether weight gradients are added to float32 sums by the matrix multiplication itself, and by whose."""
+    """Whose matrix multiplication adds weight gradients to float32 sums by itself, or `unfused`."""
     if not args.gradient_accumulation_fusion:
         return "unfused"
     return f"fused by {'Apex' if args.transformer_impl == 'local' else 'TransformerEngine'}"
 
 
 def has_apex_norm(normalization: str) -> bool:
-    """Whether local layers get Apex's norm; a package that only has Apex's name does not count."""
+    """Whether local layers get Apex's norm; another package called apex does not count."""
     from megatron.core.fusions import fused_layer_norm
 
     return normalization == "LayerNorm" and (fused_layer_norm.HAVE_FUSED_LAYER_NORM or fused_layer_norm.HAVE_PERSIST_LAYER_NORM)

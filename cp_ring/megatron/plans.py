@@ -1,4 +1,7 @@
-"""The layouts and plans of Megatron's layers: made from settings, proven, and shared by all layers of a process."""
+"""The layout and the plan of a Megatron layer without documents, from the names in the settings.
+
+A plan is verified when it is made, once per process, and shared by all layers. For documents see `documents`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ def make_layout(name: str, n: int, cp: int) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def make_plan(mask: str, n: int, cp: int, layout: str, route: str, window: tuple[int, int] = (-1, -1)) -> RingPlan:
-    """The verified plan for mask kind `causal` or `no_mask` over `n` tokens; made once per process and shared by all layers.
+    """The verified plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp` ranks.
 
-    `window` is how many keys before and after its own position a query sees; -1 is any number.
+    window: the numbers of keys before and after its own position that a query sees; -1 is all.
+    Raises `PlanError` if the mask, layout and route do not make a correct plan.
     """
     plan = RingPlan.build(_MASKS[mask](n, window=window), make_layout(layout, n, cp), route=route)
     plan.verify()

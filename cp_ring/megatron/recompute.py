@@ -1,11 +1,11 @@
-"""Attention results that are kept while activations are recomputed, so that the ring runs once.
+"""Keeps the results of attention while activations are recomputed, so that the ring runs once.
 
-Megatron's full recomputation runs a block of layers without gradients in forward and again, with them, in backward. Recomputing
-attention would send all keys around the ring a second time. Here each such call keeps what its attention layers made, out and
-lse, and the second run takes it from there; its backward is the usual one.
+Megatron's full recomputation runs a block of layers twice: in forward without gradients, and in backward with gradients. The
+second run of attention would send all keys around the ring again. Instead each call of a block keeps the results of its attention
+layers, out and lse, and the second run takes them. The backward of attention is the usual one.
 
-What is kept belongs to one call of one block with one microbatch and lives in that call's autograd node: no counter or table
-has to follow microbatches in flight, virtual stages, or a step that failed and is run again, and it is gone when the node is.
+The results belong to one call of one block with one microbatch. They live in the autograd node of that call, and are freed with
+it. So there is no counter or table to keep in agreement with microbatches in flight, virtual stages, or a step that is run again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _alive: weakref.WeakSet[KeptCall] = weakref.WeakSet()
 
 
 class KeptCall:
-    """A function that will run twice on the same inputs: the first time results are kept, the second time they are taken."""
+    """A function that runs twice on the same inputs: the first run keeps the results of attention, the second takes them."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -43,7 +43,7 @@ class KeptCall:
             _now.reset(token)
 
     def results(self, layer: Any) -> Results | None:
-        """For the next call of `layer`: empty ones to fill in the first run, full ones later; None where there are none."""
+        """The results for the next call of `layer`: empty ones to fill in the first run, kept ones in the second; else None."""
         if self._runs == 1:
             if torch.is_grad_enabled():
                 return None  # autograd keeps the tensors of this run itself
@@ -53,23 +53,23 @@ class KeptCall:
         return kept.popleft() if kept else None
 
     def size(self) -> int:
-        """Bytes that are kept."""
+        """Number of bytes kept."""
         return sum(results.size() for kept in self._results.values() for results in kept)
 
 
 def results_for(layer: Any) -> Results | None:
-    """What the attention layer `layer` has to fill or to take in the block that runs now; None outside of recomputed blocks."""
+    """The results that the attention layer `layer` has to fill or take in the block that runs now; None outside such blocks."""
     call = _now.get()
     return call.results(layer) if call else None
 
 
 def kept_bytes() -> int:
-    """Bytes of out and lse that this process keeps for recomputations to come."""
+    """Number of bytes of out and lse that this process keeps for later recomputations."""
     return sum(call.size() for call in list(_alive))
 
 
 def keeping(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a `checkpoint(function, ...)` so that what attention makes in `function` is kept; unchanged without gradients."""
+    """Wraps a `checkpoint(function, ...)` so that the results of attention in `function` are kept, if gradients are enabled."""
 
     @functools.wraps(checkpoint)
     def checkpoint_and_keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ _noted: set[str] = set()
 def reject(message: str) -> NoReturn:
     """Prints `cp_ring: error: <message>` on rank 0 alone and exits with code 2.
 
-    The other ranks wait a moment: a launcher ends every rank as soon as one has failed, and rank 0 must have spoken by then.
+    The other ranks wait a few seconds first: a launcher ends all ranks as soon as one fails, and rank 0 must print before that.
     """
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"cp_ring: error: {message}", file=sys.stderr, flush=True)
@@ -28,7 +28,7 @@ def reject(message: str) -> NoReturn:
 
 
 def note(message: str) -> None:
-    """Prints `cp_ring: <message>` on rank 0 alone, once: Megatron parses its flags more than once."""
+    """Prints `cp_ring: <message>` on rank 0 alone, once per process, however often it is called."""
     if message not in _noted and int(os.environ.get("RANK", "0")) == 0:
         print(f"cp_ring: {message}", flush=True)
     _noted.add(message)
@@ -36,7 +36,7 @@ def note(message: str) -> None:
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Turns cp_ring's own errors into `reject` while no process group exists; a later error is raised as it is."""
+    """Calls `reject` for errors of cp_ring while no process group exists; later errors are raised unchanged."""
     try:
         yield
     except (ConfigError, KernelError, PlanError) as error:

@@ -1,4 +1,7 @@
-"""The cp_ring settings in force in this process."""
+"""The cp_ring settings in force in this process: read from the flags once, then read by every layer and batch.
+
+Nothing heavy is imported here: entry modules read the flags before they load torch and Megatron.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 
 from cp_ring.config import ContextParallelConfig
 
-INTER_DOCUMENT = "--dataloader-inter-document-masking"
+INTER_DOCUMENT = "--dataloader-inter-document-masking"  # flags of Megatron on which patches and entries depend
 PER_TOKEN_LOSS = "--calculate-per-token-loss"
 
 _current = ContextParallelConfig.make(enabled=True)
@@ -20,22 +23,22 @@ def current() -> ContextParallelConfig:
 
 
 def packed_in_whole_rows() -> bool:
-    """Whether this job's packed documents (thd) are split all together, as one row, instead of one by one.
+    """Whether this job splits packed documents (thd) all together, as one sequence, instead of one by one.
 
-    Megatron's data loader splits them so under --dataloader-inter-document-masking, and nothing in its batches tells.
+    Megatron's data loader does so under --dataloader-inter-document-masking. Its batches do not say which of the two it was.
     """
     return _whole_rows
 
 
 def configure(config: ContextParallelConfig, whole_rows: bool | None = None) -> None:
-    """Puts `config` in force for layers and batches made from now on, and what `packed_in_whole_rows` says unless it is None."""
+    """Puts `config` in force for layers and batches made from now on; `whole_rows` too, unless it is None."""
     global _current, _whole_rows
     _current = config
     _whole_rows = _whole_rows if whole_rows is None else whole_rows
 
 
 def flags(argv: Sequence[str]) -> ContextParallelConfig:
-    """The cp_ring settings among the flags of a command line; all others are passed over."""
+    """The cp_ring settings among the flags of a command line; ignores all other flags. Raises `ConfigError` for a bad value."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ContextParallelConfig.add_arguments(parser)
     return ContextParallelConfig.from_args(parser.parse_known_args(list(argv))[0])

@@ -1,6 +1,6 @@
-"""Ring attention in Megatron layer specifications, for use without any patch.
+"""Layer specifications of Megatron with ring attention, for use without any patch.
 
-`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer; `with_ring_attention` changes one made by hand.
+`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer. `with_ring_attention` changes any specification.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ def ring_core_attention(core_attention: Any) -> Any:
         return functools.partial(ring_core_attention(core_attention.func), *core_attention.args, **core_attention.keywords)
     if core_attention in _REPLACED and core_attention is not None:
         return RingDotProductAttention
-    if hasattr(core_attention, "refusal"):
-        raise ConfigError(core_attention.refusal)
+    if isinstance(core_attention, type) and issubclass(core_attention, _Rejected):
+        raise ConfigError(core_attention.rejection)
     name = getattr(core_attention, "__name__", repr(core_attention))
     raise ConfigError(f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}")
 
 
-def _ring_or_refused(core_attention: Any) -> Any:
+def _ring_or_rejected(core_attention: Any) -> Any:
+    """Ring attention, or a class that raises the `ConfigError` about `core_attention` as soon as a layer is built with it."""
     try:
         return ring_core_attention(core_attention)
     except ConfigError as error:
-        return _refused(str(error))
+        return type("RejectedAttention", (_Rejected,), {"rejection": str(error)})
 
 
-def _refused(message: str) -> type:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(message)
+class _Rejected:
+    rejection: str
 
-    return type("RefusedAttention", (), {"__init__": refuse, "refusal": message})
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(self.rejection)
 
 
 def ring_submodules(submodules: Any) -> Any:
@@ -66,8 +67,9 @@ def ring_submodules(submodules: Any) -> Any:
 def with_ring_attention(spec: Any) -> Any:
     """A copy of a layer or block specification in which every attention layer's core attention is ring attention.
 
-    Walks `ModuleSpec`s, dataclasses of submodules, and lists of them; everything else is shared with the argument. Another core
-    attention is refused as soon as a layer with it is built: hybrid specifications hold layers that their models may not use.
+    It copies `ModuleSpec`s, dataclasses of submodules, and lists of them; everything else is shared with the argument. A core
+    attention that ring attention cannot replace raises `ConfigError` only when a layer with it is built, because specifications of
+    hybrid models have layers that a model may not use.
     """
     if isinstance(spec, list | tuple):
         return type(spec)(with_ring_attention(item) for item in spec)
@@ -77,7 +79,7 @@ def with_ring_attention(spec: Any) -> Any:
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if field.name == "core_attention" and value is not None:
-            changes[field.name] = _ring_or_refused(value)
+            changes[field.name] = _ring_or_rejected(value)
         elif field.name not in ("params", "module"):
             changes[field.name] = with_ring_attention(value)
     return dataclasses.replace(spec, **changes)
@@ -86,7 +88,7 @@ def with_ring_attention(spec: Any) -> Any:
 class LayerOfFlags(ModuleSpec):  # type: ignore[misc]
     """The transformer layer that the command line describes, with ring attention, for --spec.
 
-    Until 0.18 Megatron takes what --spec names as it is, when no flag has been parsed; so the layer is made when it is asked for.
+    Before 0.19 Megatron imports it before the flags are parsed. So its fields are made from the flags when they are first read.
     """
 
     def __init__(self, provider: Callable[..., ModuleSpec]) -> None:
@@ -98,7 +100,7 @@ class LayerOfFlags(ModuleSpec):  # type: ignore[misc]
     metainfo = property(lambda self: self._made().metainfo)
 
     def _made(self) -> ModuleSpec:
-        from megatron.training import get_args
+        from megatron.training import get_args  # not at the top: users of megatron.core alone may lack megatron.training
 
         spec: ModuleSpec = with_ring_attention(self._provider(**_options(self._provider, get_args())))
         return spec
@@ -113,7 +115,7 @@ def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str
 
 
 gpt_local = LayerOfFlags(gpt_layer_specs.get_gpt_layer_local_spec)
-"""GPT layer of Megatron's own modules with ring attention."""
+"""A GPT layer of Megatron's own modules with ring attention."""
 
 gpt_te = LayerOfFlags(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec)
-"""GPT layer of TransformerEngine's modules with ring attention."""
+"""A GPT layer of TransformerEngine's modules with ring attention."""

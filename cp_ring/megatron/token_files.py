@@ -1,4 +1,4 @@
-"""Token files in the format of Megatron's IndexedDataset."""
+"""Writes token files in the format of Megatron's IndexedDataset."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 
 class TokenFile:
-    """Documents appended to `prefix`.bin; `close` writes the index, `prefix`.idx.
+    """Appends documents to `prefix`.bin; `close` writes the index, `prefix`.idx.
 
-    Tokens are stored in the smallest integer type that holds `vocab_size` of them.
+    Tokens are stored in the smallest integer type that can tell `vocab_size` tokens apart.
     """
 
     def __init__(self, prefix: Path, vocab_size: int):
@@ -20,7 +20,9 @@ class TokenFile:
         self._builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
 
     def add(self, document: Sequence[int]) -> None:
+        """Appends one document, given as token ids."""
         self._builder.add_document(np.array(document), [len(document)])
 
     def close(self) -> None:
+        """Writes the index; the file cannot be read before."""
         self._builder.finalize(f"{self._prefix}.idx")

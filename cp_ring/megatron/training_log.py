@@ -1,4 +1,7 @@
-"""What a run leaves in its run directory: a line per step in steps.jsonl (losses, tokens per second, memory), and DONE at its end."""
+"""The records of a run: a line of steps.jsonl per logged step (losses, tokens per second, memory), and the file DONE at its end.
+
+`StepLine` is installed by the patch `step_line`; the entry modules call `finish` where training has returned.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,13 @@ class StepLine:
 
     Nothing is printed: Megatron has printed the step, and `cp-ring train` shows the lines of the run directory.
 
-    The clock is Megatron's own `interval-time`, which stands still during checkpoints and evaluation.
-    get_args, get_timers, get_writer: Megatron's functions for its arguments, timers and TensorBoard writer.
+    The clock is Megatron's own timer `interval-time`, which stops during checkpoints and evaluation.
+
+    Args:
+        training_log: Megatron's function.
+        get_args: returns Megatron's arguments.
+        get_timers: returns Megatron's timers.
+        get_writer: returns Megatron's TensorBoard writer, or None.
     """
 
     def __init__(
@@ -63,7 +71,7 @@ class StepLine:
 
 
 def peak_memory() -> int:
-    """The most bytes that any rank has held: by CUDA's allocator, or resident in the process where there is no CUDA."""
+    """The most bytes that any rank has held: reserved by CUDA's allocator or, without CUDA, resident. A collective."""
     cuda = torch.cuda.is_available()
     held = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     largest = torch.tensor(held, dtype=torch.int64, device="cuda" if cuda else "cpu")
@@ -72,9 +80,10 @@ def peak_memory() -> int:
 
 
 def finish(folder: str) -> None:
-    """Marks on rank 0 that the job needs no more starts: call it where training has returned.
+    """Writes the file DONE into `folder` on rank 0, unless `folder` is "": the job has not to be started again.
 
-    Megatron ends the process where it stops before the last step (signal, --exit-duration-in-mins, ...).
+    Call it only where training has returned: where Megatron stops before the last step (by a signal, --exit-duration-in-mins,
+    ...), it ends the process instead.
     """
     if folder and int(os.environ.get("RANK", "0")) == 0:
         os.makedirs(folder, exist_ok=True)
@@ -82,7 +91,7 @@ def finish(folder: str) -> None:
 
 
 def all_steps_done() -> bool:
-    """Whether Megatron's training loop has come to its last step."""
+    """Whether Megatron's training loop has done its last step."""
     wanted = _wanted()
     args = _arguments()
     done = max(getattr(args, "curr_iteration", -1) + 1, getattr(args, "iteration", None) or 0)
@@ -90,10 +99,10 @@ def all_steps_done() -> bool:
 
 
 def _wanted() -> int | None:
-    """The step at which training ends; None where Megatron's training loop has not been asked for any."""
+    """The number of the last step; None if Megatron has no arguments, or they name none."""
     return getattr(_arguments(), "train_iters", None)
 
 
 def _arguments() -> object:
-    """Megatron's, as they are now; None for a script that has none."""
+    """Megatron's arguments as they are now; None if a script has never parsed any."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

@@ -1,4 +1,7 @@
-"""Checks of Megatron's parsed flags, before any process group exists: each raises `ConfigError` with a line naming the flag."""
+"""Checks of Megatron's parsed flags before any process group exists. Each raises `ConfigError` with a line that names the flag.
+
+`accept` and `accept_complete` are what the ranks call; `job.command_line` calls the same checks before it starts any rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import configure
 
-# What Megatron must be told where there is no CUDA: attribute, value, the flag by which a user might have said otherwise.
+# Settings that Megatron needs without CUDA: attribute, value, and the flag with which a user can contradict it ("": none).
 _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("distributed_backend", "gloo", "--distributed-backend"),
     ("transformer_impl", "local", "--transformer-impl"),
@@ -29,7 +32,7 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("no_persist_layer_norm", True, ""),
 )
 
-# What ring attention does not do: attribute, the value that is no request for it, flag, what it asks for.
+# Features that ring attention does not support: attribute, the value that does not ask for it, flag, name of the feature.
 _REJECTED: tuple[tuple[str, Any, str, str], ...] = (
     ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
     ("hierarchical_context_parallel_sizes", None, "--hierarchical-context-parallel-sizes", "nested context-parallel groups"),
@@ -47,11 +50,11 @@ _REJECTED: tuple[tuple[str, Any, str, str], ...] = (
     ("batch_invariant_mode", False, "--batch-invariant-mode", "kernels that are invariant to the batch"),
 )
 
-_RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # symbols of a hybrid layer pattern
+_RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # letters of a hybrid layer pattern
 
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
-    """Checks `args` as Megatron parsed them, completes them, and puts their cp_ring settings in force.
+    """Checks `args` right after Megatron parsed them, sets what follows from them, and puts their cp_ring settings in force.
 
     Ends the process with one line and exit code 2 if they cannot run.
     """
@@ -75,7 +78,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
-    """As `accept`, for what can be checked only once Megatron has validated and completed `args`."""
+    """As `accept`, for checks that need the `args` that Megatron has validated and completed."""
     with rejecting():
         inspection.check_model(args)
         config = ContextParallelConfig.from_args(args)
@@ -86,8 +89,8 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Sets what Megatron needs where there is no CUDA, unless the command line `argv` says otherwise, which is refused."""
-    import torch
+    """Sets what Megatron needs without CUDA. Raises `ConfigError` where the command line `argv` contradicts it."""
+    import torch  # not at the top: the early checks of most jobs need no torch
 
     if torch.cuda.is_available():
         note("CUDA is present: --cp-ring-cpu changes nothing")
@@ -95,7 +98,7 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
     for name, value, flag in _CPU_SETTINGS:
         given = flag and any(word == flag or word.startswith(flag + "=") for word in argv)
         if given and getattr(args, name) != value:
-            raise ConfigError(f"{flag} {getattr(args, name)} needs CUDA, and --cp-ring-cpu runs without: give {value} or nothing")
+            raise ConfigError(f"{flag} {getattr(args, name)} needs CUDA, and --cp-ring-cpu runs without it: give {value}")
         setattr(args, name, value)
     if args.sequence_parallel and not args.spec:
         raise ConfigError("--sequence-parallel needs TransformerEngine's or Apex's norms: leave it out with --cp-ring-cpu")
@@ -103,7 +106,7 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """The sizes without which Megatron makes no model are given, unless it reads them from a file of its own."""
+    """The sizes that every model needs are given, unless Megatron reads them from a checkpoint or a YAML file of its own."""
     if _sizes_from_a_file(args):
         return
     others = {"num_layers": ("encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"),
@@ -172,7 +175,7 @@ def _check_heads(args: argparse.Namespace, tp: int) -> None:
 
 
 def _check_batch(args: argparse.Namespace, data_parallel: int) -> None:
-    """Every global batch, from the first of --rampup-batch-size on, is a whole number of microbatches on each data-parallel rank."""
+    """Each global batch is a whole number of microbatches per data-parallel rank, also while --rampup-batch-size grows it."""
     micro, whole = args.micro_batch_size, args.global_batch_size
     for flag, size in (("--micro-batch-size", micro), ("--global-batch-size", whole)):
         if size is not None and size < 1:
@@ -190,33 +193,33 @@ def _check_batch(args: argparse.Namespace, data_parallel: int) -> None:
 
 
 def check_attention(args: argparse.Namespace) -> None:
-    """Nothing is asked of attention that ring attention does not do."""
+    """The flags ask for nothing that ring attention does not support."""
     if args.attention_dropout:
-        raise ConfigError(f"--cp-ring does not serve --attention-dropout {args.attention_dropout}: give --attention-dropout 0")
+        raise ConfigError(f"--cp-ring does not support --attention-dropout {args.attention_dropout}: give --attention-dropout 0")
     types = getattr(args, "cp_comm_type", None) or ["p2p"]
     other = [kind for kind in types if kind != "p2p"]
     if other:
-        raise ConfigError(f"--cp-ring serves --cp-comm-type p2p, not {other[0]}")
+        raise ConfigError(f"--cp-ring supports --cp-comm-type p2p, not {other[0]}")
     check_windows(args)
     backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
     if backend != "auto":
         note(f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel chooses its kernel")
-    for name, served, flag, what in _REJECTED:
+    for name, neutral, flag, what in _REJECTED:
         value = getattr(args, name, None)
-        if value and value != served:
+        if value and value != neutral:
             shown = flag if value is True else f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            raise ConfigError(f"--cp-ring does not serve {what}: leave out {shown}")
+            raise ConfigError(f"--cp-ring does not support {what}: leave out {shown}")
     offloaded = [module for module in getattr(args, "offload_modules", None) or [] if module in ("core_attn", "attn_proj")]
     if getattr(args, "fine_grained_activation_offloading", False) and offloaded:
         raise ConfigError(
             f"--cp-ring does not offload activations of attention: leave {' and '.join(offloaded)} out of --offload-modules"
         )
     if getattr(args, "position_embedding_type", None) == "relative":
-        raise ConfigError("--cp-ring does not serve an attention bias: --position-embedding-type relative is one")
+        raise ConfigError("--cp-ring does not support an attention bias: --position-embedding-type relative makes one")
 
 
 def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Says what --cp-ring-recompute keep costs, and where recomputation of attention alone gains nothing; `args` are complete."""
+    """Prints what --cp-ring-recompute keep costs, and where recomputing attention alone saves nothing. `args` are complete."""
     modules = getattr(args, "recompute_modules", None) or ["core_attn"]
     if args.recompute_granularity == "selective" and "core_attn" in modules:
         note(
@@ -235,23 +238,23 @@ def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> N
 
 
 def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Masks of documents are asked for in a way that can be served; --cp-ring-document-mask switches on what belongs to it."""
+    """The flags about documents agree; sets the flags of Megatron's data set that --cp-ring-document-mask needs."""
     if config.layout == "balanced":
         _check_balanced(args, config)
     _check_hybrid(args, config)
     if config.document_mask:
-        # Megatron's data set then begins position ids anew behind each end-of-document token, and masks that token's loss.
+        # Megatron's data set then starts position ids at 0 after each end-of-document token, and masks that token's loss.
         args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
     elif args.reset_attention_mask:
         raise ConfigError("--reset-attention-mask makes masks of s x s tokens: give --cp-ring-document-mask instead")
     if getattr(args, "dataloader_inter_document_masking", False):
         if config.document_mask:
             raise ConfigError(
-                "--dataloader-inter-document-masking and --cp-ring-document-mask mask the same: give the latter alone"
+                "--dataloader-inter-document-masking and --cp-ring-document-mask both mask documents: give the latter alone"
             )
         if args.context_parallel_size > 1 and args.apply_rope_fusion:
             raise ConfigError(
-                "--dataloader-inter-document-masking splits documents as the fused rotary embedding does not expect: "
+                "--dataloader-inter-document-masking splits documents in a way that the fused rotary embedding does not support: "
                 "give --no-rope-fusion, or --cp-ring-document-mask instead"
             )
 
@@ -261,21 +264,21 @@ def _check_balanced(args: argparse.Namespace, config: ContextParallelConfig) -> 
         raise ConfigError("--cp-ring-layout balanced is for packed documents: give --cp-ring-document-mask too, or zigzag")
     rotary = args.position_embedding_type not in ("learned_absolute", "none")
     if rotary and getattr(args, "multi_latent_attention", False):
-        raise ConfigError("--cp-ring-layout balanced does not serve --multi-latent-attention: give --cp-ring-layout zigzag")
+        raise ConfigError("--cp-ring-layout balanced does not support --multi-latent-attention: give --cp-ring-layout zigzag")
     if rotary and args.position_embedding_type not in ("rope", "yarn"):
         raise ConfigError(
-            f"--cp-ring-layout balanced does not serve --position-embedding-type {args.position_embedding_type}: "
+            f"--cp-ring-layout balanced does not support --position-embedding-type {args.position_embedding_type}: "
             "give --cp-ring-layout zigzag"
         )
     if rotary and args.apply_rope_fusion and args.micro_batch_size > 1:
         raise ConfigError(
-            f"--cp-ring-layout balanced with --micro-batch-size {args.micro_batch_size} has other positions in each row, which "
-            "the fused rotary embedding cannot take: give --no-rope-fusion"
+            f"--cp-ring-layout balanced with --micro-batch-size {args.micro_batch_size} has different positions in each batch "
+            "row, which the fused rotary embedding does not support: give --no-rope-fusion"
         )
 
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Layers with a state that runs along the sequence know Megatron's zigzag alone, and nothing of documents."""
+    """Layers with a state that runs along the sequence support only Megatron's zigzag, and no documents."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         pattern = getattr(args, name, None)
         if not pattern:
@@ -285,11 +288,11 @@ def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> No
         if config.layout == "balanced":
             what = f", least of all {recurrent[0]} layers" if recurrent else ""
             raise ConfigError(
-                f"--cp-ring-layout balanced serves GPT models alone, not {shown}{what}: give --cp-ring-layout zigzag"
+                f"--cp-ring-layout balanced supports GPT models alone, not {shown}{what}: give --cp-ring-layout zigzag"
             )
         if recurrent and config.layout != "zigzag":
             raise ConfigError(
-                f"--cp-ring-layout {config.layout} does not serve the {recurrent[0]} layers of {shown}: give zigzag"
+                f"--cp-ring-layout {config.layout} does not support the {recurrent[0]} layers of {shown}: give zigzag"
             )
         if recurrent and config.document_mask:
             raise ConfigError(
@@ -299,7 +302,7 @@ def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> No
 
 
 def check_windows(args: argparse.Namespace) -> None:
-    """The window of the attention layers, and which layers have it, can be had."""
+    """--window-size is a window, and --window-attn-skip-freq fits --num-layers."""
     window, frequency = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
     if window is None:
         return
@@ -314,13 +317,13 @@ def check_window(window: Any, causal: bool) -> None:
     """Raises `ConfigError` unless `window` is (left, right), each -1 or more, and right at most 0 where the mask is causal."""
     shown = f"--window-size {window}"
     if len(window) != 2 or any(side != int(side) or side < -1 for side in window):
-        raise ConfigError(f"{shown}: it is two integers, keys before and after a query, each -1 (any number) or more")
+        raise ConfigError(f"{shown}: give two integers, the numbers of keys before and after a query, each -1 (all) or more")
     if causal and window[1] > 0:
         raise ConfigError(f"{shown}: a causal layer sees nothing after its own position; give {window[0]},0")
 
 
 def check_layers(args: argparse.Namespace) -> None:
-    """What the layers are to be made of is installed."""
+    """TransformerEngine is installed, if the layers are to be its."""
     if args.transformer_impl == "transformer_engine" and not args.spec and not implementations.has_transformer_engine():
         raise ConfigError(
             "transformer_impl: transformer_engine (--transformer-impl; Megatron's default) needs TransformerEngine, which is not "
@@ -329,13 +332,13 @@ def check_layers(args: argparse.Namespace) -> None:
 
 
 def check_norms(args: argparse.Namespace) -> None:
-    """The layers' norms can do with a part of the sequence, where --sequence-parallel asks for it, and experts with all of it."""
+    """--sequence-parallel is given where experts need it, and only where the layers' norms support it."""
     tp = args.tensor_model_parallel_size
     if tp == 1:
         return
     if getattr(args, "num_experts", None) and not args.sequence_parallel:
         raise ConfigError(
-            f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel (Megatron serves no other)"
+            f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel (Megatron requires it)"
         )
     local = args.transformer_impl == "local" and not args.spec
     if args.sequence_parallel and local and not implementations.has_apex_norm(args.normalization):
@@ -346,7 +349,7 @@ def check_norms(args: argparse.Namespace) -> None:
 
 
 def check_data(args: argparse.Namespace) -> None:
-    """Every data set named by --data-path and its like exists and holds tokens."""
+    """Every data set that --data-path and similar flags name exists and is not empty."""
     flags = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     for name in flags:
         for prefix in _prefixes(getattr(args, name, None) or []):
@@ -354,7 +357,7 @@ def check_data(args: argparse.Namespace) -> None:
 
 
 def _prefixes(words: Sequence[str]) -> list[str]:
-    """The data set prefixes of a blend: either prefixes alone, or weights and prefixes in turn."""
+    """The data set prefixes of a blend, which is a list of prefixes, or of weight, prefix, weight, prefix, ..."""
     weighted = len(words) > 1 and len(words) % 2 == 0 and all(_is_number(word) for word in words[::2])
     return list(words[1::2] if weighted else words)
 

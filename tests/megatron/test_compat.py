@@ -1,4 +1,4 @@
-"""The versions of megatron-core that are served, and the one line for all others."""
+"""The versions of megatron-core that are supported, and the one line for all others."""
 
 import subprocess
 import sys
@@ -17,16 +17,16 @@ def test_served(monkeypatch, version):
 
 
 @pytest.mark.parametrize("version", ["0.12.3", "0.16.0", "0.20.0", "0.20.0rc1", "1.0"])
-def test_refused_in_one_line_that_names_the_range(monkeypatch, version):
+def test_rejected_in_one_line_that_names_the_range(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
     with pytest.raises(
         ConfigError, match=f"needs megatron-core>=0.16.1,<0.20, but {version} is installed: pip install"
-    ) as refusal:
+    ) as rejection:
         compat.check_version()
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(rejection.value)
 
 
-def test_a_job_is_refused_before_anything_of_megatron_is_imported(tmp_path):
+def test_a_job_is_rejected_before_anything_of_megatron_is_imported(tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise SystemExit('it was imported')")
@@ -38,7 +38,7 @@ def test_a_job_is_refused_before_anything_of_megatron_is_imported(tmp_path):
     assert "needs megatron-core>=0.16.1,<0.20, but 0.15.3 is installed" in line and "Traceback" not in done.stderr
 
 
-def test_parts_of_two_versions_are_refused(monkeypatch, tmp_path):
+def test_parts_of_two_versions_are_rejected(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "megatron_version", lambda: "0.16.1")
     monkeypatch.setattr(compat, "_home", lambda package: tmp_path / package)
     with pytest.raises(ConfigError, match=r"0\.16\.1 is installed without its megatron\.training: use 0\.17 or later"):

@@ -59,7 +59,7 @@ def test_a_document_ends_with_its_end_of_document_token_as_in_megatron():
     assert not mask[8:, :8].any() and not mask[:8, 8:].any()
 
 
-def test_position_ids_that_do_not_begin_anew_are_refused():
+def test_position_ids_that_do_not_begin_anew_are_rejected():
     with pytest.raises(ConfigError, match="do not begin at 0"):
         boundaries(torch.tensor([[3, 4, 0, 1]]))
 
@@ -87,21 +87,21 @@ def test_padding_sees_nothing_and_is_seen_by_nobody():
     ("changes", "tokens", "message"),
     [
         ({}, 12, "cu_seqlens end at 32, but the 2 ranks .* hold 12 tokens each, 24 together"),
-        ({"cu_seqlens_kv": torch.tensor([0, 5, 7, 7, 15])}, 16, "and cu_seqlens_kv differ; --cp-ring serves self attention"),
+        ({"cu_seqlens_kv": torch.tensor([0, 5, 7, 7, 15])}, 16, "and cu_seqlens_kv differ; --cp-ring supports self attention"),
         ({"cu_seqlens_kv": None}, 16, "has cu_seqlens_q alone"),
         ({"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}, 16, "cu_seqlens end at 15"),
         ({"cu_seqlens_q": PADDED[[0, 2, 3, 4]]}, 16, "differ"),
         ({name: torch.tensor([0, 4, 16, 16, 32]) for name in BOTH}, 16, "do not fit into padded"),
         ({"max_seqlen_q": 9}, 16, "max_seqlen_q is 9, but a document takes 16 tokens"),
-        ({"qkv_format": "bshd"}, 16, "'bshd': --cp-ring serves thd"),
+        ({"qkv_format": "bshd"}, 16, "'bshd': --cp-ring supports thd"),
         ({"local_cp_size": 1}, 16, "local_cp_size 1"),
     ],
 )  # fmt: skip
-def test_packed_sequences_that_contradict_the_tensors_are_refused_in_one_line(changes, tokens, message):
+def test_packed_sequences_that_contradict_the_tensors_are_rejected_in_one_line(changes, tokens, message):
     changes = {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in changes.items()}
-    with pytest.raises(ConfigError, match=message) as refusal:
+    with pytest.raises(ConfigError, match=message) as rejection:
         documents_of(packed(**changes), tokens, 2, whole_row=False)
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(rejection.value)
 
 
 def test_boundaries_are_those_that_came_with_the_microbatch():
@@ -361,7 +361,7 @@ def test_planted_faults_show(start):
         ("run", [SCRIPT, "--cp-ring", "--cp-ring-document-mask"], "--cp-ring-document-mask needs cp_ring.pretrain_gpt"),
     ],
 )
-def test_each_entry_refuses_what_needs_the_other(monkeypatch, capsys, module, arguments, message):
+def test_each_entry_rejects_what_needs_the_other(monkeypatch, capsys, module, arguments, message):
     entry = importlib.import_module(f"cp_ring.{module}")
     monkeypatch.setattr(entry, "install", settings.flags)
     monkeypatch.setattr(sys, "argv", [f"cp_ring.{module}", *arguments])

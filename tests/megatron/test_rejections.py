@@ -1,4 +1,4 @@
-"""What cannot run is refused before any process group exists: one line that names the flag, and exit code 2."""
+"""What cannot run is rejected before any process group exists: one line that names the flag, and exit code 2."""
 
 import argparse
 import importlib
@@ -50,7 +50,10 @@ def parse(monkeypatch):
         (["--context-parallel-size", "3", "--seq-length", "120"], "--context-parallel-size 3 = 3 does not divide the 4 ranks"),
         (["--tensor-model-parallel-size", "2", "--context-parallel-size", "4"], "= 8 does not divide the 4 ranks"),
         (["--context-parallel-size", "0"], "--context-parallel-size 0"),
-        (["--num-attention-heads", "8", "--num-query-groups", "3"], "--num-attention-heads 8 is not divisible by --num-query-groups 3"),
+        (
+            ["--num-attention-heads", "8", "--num-query-groups", "3"],
+            "--num-attention-heads 8 is not divisible by --num-query-groups 3",
+        ),
         (["--num-query-groups", "0"], "--num-query-groups 0 must be at least 1"),
         (["--hidden-size", "66"], "--hidden-size 66 is not divisible by --num-attention-heads 4"),
         (
@@ -58,7 +61,7 @@ def parse(monkeypatch):
             "--num-attention-heads 6 is not divisible by --tensor-model-parallel-size 4",
         ),
         (
-            ["--num-attention-heads", "12", "--num-query-groups", "3", "--hidden-size", "96", "--tensor-model-parallel-size", "2"],
+            ["--num-attention-heads", "6", "--num-query-groups", "3", "--hidden-size", "96", "--tensor-model-parallel-size", "2"],
             "--num-query-groups 3 is neither a multiple nor a divisor of --tensor-model-parallel-size 2",
         ),
         (
@@ -103,7 +106,7 @@ def parse(monkeypatch):
         (["--cp-ring-layout", "balanced"], "--cp-ring-layout balanced is for packed documents: give --cp-ring-document-mask"),
         (
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--multi-latent-attention"],
-            "balanced does not serve --multi-latent-attention",
+            "balanced does not support --multi-latent-attention",
         ),
         (
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--position-embedding-type", "mrope"],
@@ -111,15 +114,15 @@ def parse(monkeypatch):
         ),
         (
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--hybrid-override-pattern", "M*M*"],
-            "balanced serves GPT models alone, not --hybrid-override-pattern M*M*, least of all Mamba layers: give",
+            "balanced supports GPT models alone, not --hybrid-override-pattern M*M*, least of all Mamba layers: give",
         ),
         (
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--hybrid-layer-pattern", "*-*-"],
-            "balanced serves GPT models alone, not --hybrid-layer-pattern *-*-: give",
+            "balanced supports GPT models alone, not --hybrid-layer-pattern *-*-: give",
         ),
         (
             ["--cp-ring-layout", "contiguous", "--hybrid-layer-pattern", "G*-"],
-            "--cp-ring-layout contiguous does not serve the gated delta net layers of --hybrid-layer-pattern G*-: give zigzag",
+            "--cp-ring-layout contiguous does not support the gated delta net layers of --hybrid-layer-pattern G*-: give zigzag",
         ),
         (
             ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-"],
@@ -142,7 +145,7 @@ def test_flags(parse, capsys, flags, named):
     assert not torch.distributed.is_initialized()
 
 
-def test_every_refused_flag_is_one_of_megatron():
+def test_every_rejected_flag_is_one_of_megatron():
     known = argument_parser.build_parser()._option_string_actions
     assert [flag for name, _, flag, _ in validate._REJECTED if flag not in known or known[flag].dest != name] == []
 
@@ -181,15 +184,15 @@ def core_attention(settings=None, **arguments):
 @pytest.mark.parametrize(
     ("settings", "arguments", "message"),
     [
-        ({}, {"attention_type": "cross"}, "serves self attention; layer 1 is cross attention"),
-        ({}, {"attention_dropout": 0.1}, "does not serve attention dropout"),
+        ({}, {"attention_type": "cross"}, "supports self attention; layer 1 is cross attention"),
+        ({}, {"attention_dropout": 0.1}, "does not support attention dropout"),
         ({}, {"cp_comm_type": "a2a+p2p"}, r"--cp-comm-type p2p, not a2a\+p2p"),
         ({}, {"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
         ({}, {"attn_mask_type": "padding"}, "mask types causal and no_mask, not padding"),
         ({}, {"num_splits": 2}, "does not know these core attention arguments: num_splits"),
         ({"softmax_type": "sigmoid"}, {}, "--softmax-type vanilla, off-by-one, learnable, not sigmoid"),
-        ({"fp8_dot_product_attention": True}, {}, "does not serve fp8_dot_product_attention"),
-        ({"fp8_multi_head_attention": True}, {}, "does not serve fp8_dot_product_attention and fp8_multi_head_attention"),
+        ({"fp8_dot_product_attention": True}, {}, "does not support fp8_dot_product_attention"),
+        ({"fp8_multi_head_attention": True}, {}, "does not support fp8_dot_product_attention and fp8_multi_head_attention"),
         ({"qk_clip": True}, {}, "does not record attention logits"),
         ({"log_max_attention_logit": True}, {}, "does not record attention logits"),
         ({"window_size": (3, 1)}, {}, "a causal layer sees nothing after its own position"),
@@ -206,7 +209,7 @@ def test_layers(one_rank, settings, arguments, message):
     ("inputs", "message"),
     [
         ({"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, "the batch holds an attention mask"),
-        ({"attention_bias": torch.ones(1, 4, 8, 8)}, "does not serve an attention bias"),
+        ({"attention_bias": torch.ones(1, 4, 8, 8)}, "does not support an attention bias"),
         ({"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
         ({"alibi_slopes": torch.ones(4)}, "does not know these inputs: alibi_slopes"),
     ],
@@ -231,7 +234,7 @@ class Exotic(torch.nn.Module):
     """Somebody's own core attention."""
 
 
-def test_another_core_attention_is_refused_by_name():
+def test_another_core_attention_is_rejected_by_name():
     from cp_ring.megatron.specs import ring_core_attention
 
     with pytest.raises(ConfigError, match="replaces DotProductAttention and TEDotProductAttention, not Exotic"):
@@ -281,8 +284,8 @@ def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
     assert error.startswith("cp_ring: error: transformer_impl: transformer_engine") and '".[te]"' in error
-    for served in (["--transformer-impl", "local"], ["--spec", "some.module", "layer"]):
-        assert parse(*TINY, "--train-iters", "1", "--cp-ring", *served)
+    for accepted in (["--transformer-impl", "local"], ["--spec", "some.module", "layer"]):
+        assert parse(*TINY, "--train-iters", "1", "--cp-ring", *accepted)
     monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
     assert parse(*line).transformer_impl == "transformer_engine"
 
@@ -339,7 +342,7 @@ def test_megatron_versions_inside_the_range(monkeypatch, version):
     assert compat.check_version() == version
 
 
-def test_refused_once_by_a_launched_job():
+def test_rejected_once_by_a_launched_job():
     flags = [*MODEL, *DATA, *TRAIN, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2"]
     done = launch(2, ["-m", "cp_ring.pretrain_gpt", *flags, "--attention-dropout", "0.1"])
     assert done.returncode != 0
@@ -394,7 +397,7 @@ def test_a_whole_checkpoint_is_taken_as_it_is(tmp_path):
     assert args.ckpt_step is None
 
 
-def test_no_whole_checkpoint_is_refused(tmp_path):
+def test_no_whole_checkpoint_is_rejected(tmp_path):
     write_checkpoint(tmp_path / "iter_0000060", size=1)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
     with pytest.raises(ConfigError, match=r"--load .*: no checkpoint in it is whole .*holds 1 of 100 bytes"):

@@ -83,7 +83,7 @@ def test_a_run_directory_is_kept_and_marked_at_the_end(tmp_path):
         ([SCRIPT, "--cp-ring", "--cp-ring-kernel", "magic"], "--cp-ring-kernel 'magic'"),
     ],
 )
-def test_refuses_before_the_script_starts(monkeypatch, capsys, arguments, message):
+def test_rejects_before_the_script_starts(monkeypatch, capsys, arguments, message):
     from cp_ring import run
 
     monkeypatch.setattr("cp_ring.run.install", lambda argv: __import__("cp_ring.megatron.settings", fromlist=["x"]).flags(argv))

@@ -128,14 +128,14 @@ def test_a_spec_by_hand_needs_no_patch():
     assert count(gpt(config(), with_ring_attention(get_gpt_layer_local_spec(normalization="RMSNorm")))) == 2
 
 
-def test_a_hybrid_spec_by_hand_refuses_only_what_is_built():
+def test_a_hybrid_spec_by_hand_rejects_only_what_is_built():
     from tests.parity import specs
 
     made = with_ring_attention(specs.hybrid).submodules
     assert made.attention_layer.submodules.self_attention.submodules.core_attention is RingDotProductAttention
-    refused = made.dsa_layer.submodules.self_attention.submodules.core_attention
+    rejected = made.dsa_layer.submodules.self_attention.submodules.core_attention
     with pytest.raises(ConfigError, match=r"^--cp-ring replaces DotProductAttention and TEDotProductAttention, not DSAttention"):
-        build_module(refused, config=config(), layer_number=1)
+        build_module(rejected, config=config(), layer_number=1)
 
 
 class OtherAttention(torch.nn.Module):
@@ -145,7 +145,7 @@ class OtherAttention(torch.nn.Module):
 @pytest.mark.parametrize(
     "other", [OtherAttention, ModuleSpec(module=OtherAttention), functools.partial(OtherAttention, config=None)]
 )
-def test_another_core_attention_is_refused_by_name(other):
+def test_another_core_attention_is_rejected_by_name(other):
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = other
     with pytest.raises(
@@ -154,23 +154,23 @@ def test_another_core_attention_is_refused_by_name(other):
         gpt(config(), spec)
 
 
-def test_sparse_attention_in_a_hybrid_model_is_refused_by_name():
+def test_sparse_attention_in_a_hybrid_model_is_rejected_by_name():
     with pytest.raises(ConfigError, match="not DSAttention"):
         hybrid("D-", kind=MLATransformerConfig, multi_latent_attention=True, kv_lora_rank=8)
 
 
-def test_cross_attention_is_refused():
+def test_cross_attention_is_rejected():
     from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec
 
     layer = get_t5_decoder_with_local_block_spec(1).layer_specs[0]
-    with pytest.raises(ConfigError, match="--cp-ring serves self attention; layer 1 is cross attention"):
+    with pytest.raises(ConfigError, match="--cp-ring supports self attention; layer 1 is cross attention"):
         build_module(layer, config=config(1, normalization="LayerNorm"), layer_number=1)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"softmax_type": "learned-twice"}, "--cp-ring serves --softmax-type vanilla, off-by-one, learnable, not learned-twice"),
+        ({"softmax_type": "learned-twice"}, "supports --softmax-type vanilla, off-by-one, learnable, not learned-twice"),
         ({"window_size": (4, 2)}, r"--window-size \(4, 2\): a causal layer sees nothing after its own position"),
         ({"window_size": (4, 0), "window_attn_skip_freq": [1]}, "--window-attn-skip-freq has 1 entries, but there is a layer 2"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0, not 0.1"),
@@ -178,10 +178,10 @@ def test_cross_attention_is_refused():
         ({"log_max_attention_logit": True}, "leave out --qk-clip and --log-max-attention-logit"),
     ],
 )
-def test_what_a_layer_declares_and_no_kernel_can_do_is_refused(changes, message):
+def test_what_a_layer_declares_and_no_kernel_can_do_is_rejected(changes, message):
     settings = config()
     for name, value in changes.items():
         setattr(settings, name, value)
-    with pytest.raises(ConfigError, match=message) as refusal:
+    with pytest.raises(ConfigError, match=message) as rejection:
         gpt(settings, get_gpt_layer_local_spec(normalization="RMSNorm"))
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(rejection.value)

@@ -119,7 +119,7 @@ def test_a_saved_checkpoint_is_whole_until_it_is_cut(traces, tmp_path):
     assert inspection.defect(copy).startswith(f"{shard} holds ")
 
 
-def test_a_saved_checkpoint_of_another_model_is_refused(traces):
+def test_a_saved_checkpoint_of_another_model_is_rejected(traces):
     shape = vars(inspection._saved_args(traces / "dp2cp2" / "iter_0000020"))
     assert (shape["num_layers"], shape["hidden_size"], shape["num_query_groups"]) == (2, 64, 2)
     args = argparse.Namespace(**(shape | {"load": str(traces / "dp2cp2"), "ckpt_step": None}))

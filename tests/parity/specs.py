@@ -24,7 +24,7 @@ class Norm(torch.nn.RMSNorm):
 
 
 def sequence_parallel(config: Any) -> TransformerBlockSubmodules:
-    """Megatron's local layers with a norm that serves --sequence-parallel."""
+    """Megatron's local layers with a norm that supports --sequence-parallel."""
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm")
     layer = dataclasses.replace(
         spec, submodules=dataclasses.replace(spec.submodules, input_layernorm=Norm, pre_mlp_layernorm=Norm)

@@ -8,6 +8,7 @@ import torch
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import compat
 from cp_ring.patches.patch import Patch
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
@@ -21,18 +22,24 @@ def transformer_config(**values):
 
 
 def test_the_table_lists_every_patch():
-    rows = patches.table()
-    assert [row["name"] for row in rows] == list(patches.NAMES)
-    for row in rows:
-        assert all(row[key] for key in ("name", "what", "why", "versions", "state")), row
+    entries = patches.table()
+    assert [entry["name"] for entry in entries] == list(patches.NAMES)
+    for entry in entries:
+        assert all(entry[key] for key in ("name", "what", "why", "versions", "state")), entry
 
 
-def test_an_unknown_patch_is_refused():
+def test_a_patch_is_for_every_supported_version_unless_it_says_otherwise():
+    assert patches.get("arguments").versions == compat.SUPPORTED
+    assert patches.get("arguments").describe()["versions"] == f"megatron-core {compat.SUPPORTED}"
+    assert patches.get("restricted_unpickling").package == "torch"
+
+
+def test_an_unknown_patch_is_rejected():
     with pytest.raises(ConfigError, match="no patch 'nothing'"):
         patches.get("nothing")
 
 
-@pytest.mark.parametrize("name", [name for name in patches.NAMES if name != "step_line"])
+@pytest.mark.parametrize("name", patches.NAMES)
 def test_apply_and_revert_leave_no_trace(name):
     patch = patches.get(name)
     if patch.unneeded():
@@ -52,19 +59,23 @@ class Owner:
     first = 1
 
 
+def a_patch(versions, replacements):
+    return Patch(name="p", what="what", why="why", package="torch", versions=versions, replacements=lambda: replacements)
+
+
 def test_a_patch_is_applied_whole_or_not_at_all():
     replacements = [(Owner, "first", 2), (Owner, "second", 3)]
-    patch = Patch("p", "what", "why", "torch", ">=1", lambda: replacements)
+    patch = a_patch(">=1", replacements)
     with pytest.raises(ConfigError, match=r"has no Owner\.second"):
         patch.apply()
     assert Owner.first == 1 and not patch.applied
 
 
-def test_another_version_is_refused():
-    patch = Patch("p", "what", "why", "torch", ">=99", lambda: [(Owner, "first", 2)])
+def test_another_version_is_rejected():
+    patch = a_patch(">=99", [(Owner, "first", 2)])
     with pytest.raises(ConfigError, match=r"patch p: torch .* is installed, but the patch is for >=99"):
         patch.apply()
-    assert Owner.first == 1 and patch.state().startswith("refused")
+    assert Owner.first == 1 and patch.state().startswith("rejected: patch p: torch")
 
 
 def spawned_device(queue):
