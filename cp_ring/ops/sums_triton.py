@@ -22,7 +22,8 @@ def _one(
     q = block.to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
     at_h, at_b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     e = tl.arange(0, BLOCK_D)[None, :]
-    inside = (q < rows) & (e < d) & (at_h < h) & (at_b < b)
+    # The conditions on scalars apart from the blocks: Triton 3.9's interpreter spoils the type of a mask that joins the two.
+    inside = (q < tl.where((at_h < h) & (at_b < b), rows, 0)) & (e < d)
     target_at = target + q * target_q + at_b * target_b + at_h * target_h + e
     source_at = source + q * source_q + at_b * source_b + at_h * source_h + e * source_d
     value = tl.load(source_at, mask=inside, other=0.0).to(tl.float32)

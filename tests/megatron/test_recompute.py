@@ -1,6 +1,7 @@
 """Recomputed activations: the ring does not run twice, gradients do not change, and nothing is kept for longer than needed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,8 +198,20 @@ def test_packed_documents_and_windows(one_rank):
     assert ledger.hops == 2 and torch.equal(q.grad, wanted)
 
 
+@pytest.fixture
+def copied_storage(monkeypatch):
+    """Megatron compiles a C++ extension that lets one tensor share the storage of another; a copy needs no compiler."""
+    from megatron.core.tensor_parallel import random
+
+    def share_storage(target, source):
+        target.untyped_storage().resize_(source.untyped_storage().nbytes())
+        target.untyped_storage().copy_(source.untyped_storage())
+
+    monkeypatch.setattr(random, "_share_storage_ext", SimpleNamespace(share_storage=share_storage), raising=False)
+
+
 @no_cuda
-def test_recomputed_up_projections_of_latent_attention(ring):
+def test_recomputed_up_projections_of_latent_attention(ring, copied_storage):
     """Megatron frees the storage of queries, keys and values after forward, and fills it again before backward."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
