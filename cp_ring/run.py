@@ -45,11 +45,11 @@ def main() -> None:
             runpy.run_path(str(script), run_name="__main__")
             return
         from cp_ring.megatron import training_log
-        from cp_ring.megatron.checkpoints.saving import ending
+        from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 
         if config.run_dir:
             log_steps()
-        with ending():
+        with saves_reported_at_exit():
             _run_to_its_end(script)
         training_log.finish(config.run_dir)
 
