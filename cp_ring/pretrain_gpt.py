@@ -31,10 +31,10 @@ def main() -> None:
         if config.enabled:
             _reject_flags_of_scripts(sys.argv)
         from cp_ring.megatron import compat, gpt, gpt_model, training_log
-        from cp_ring.megatron.checkpoints.saving import ending
+        from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 
         log_steps()
-        with ending():
+        with saves_reported_at_exit():
             compat.pretrain(gpt.datasets_provider, gpt.forward_step, gpt_model.build)
         training_log.finish(config.run_dir)
 

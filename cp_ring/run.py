@@ -55,12 +55,12 @@ def _run_patched(script: Path, config: ContextParallelConfig) -> None:
     """Runs the script with the patches in force, and writes what the run directory is to hold."""
     signals.listen_if_asked(sys.argv)
     from cp_ring.megatron import training_log  # these load torch and Megatron, which takes seconds: listen first
-    from cp_ring.megatron.checkpoints.saving import ending
+    from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 
     _check_batches(script, config)
     if config.run_dir:
         log_steps()
-    with ending():
+    with saves_reported_at_exit():
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint runs no code that is pickled in it: see `cp_ring.megatron.checkpoints.unpickle`.
+"""Loading a checkpoint runs no code that is stored in it: see `cp_ring.megatron.checkpoints.unpickle`.
 
 Torch reads `.metadata` with `pickle.load` and byte entries with `weights_only=False`; Megatron reads common.pt by `torch.load`.
 """
@@ -16,13 +16,14 @@ def _replacements() -> Iterator[Replacement]:
 
     from cp_ring.megatron.checkpoints import unpickle
 
-    yield filesystem, "pickle", unpickle.PickleOfMetadata()
-    yield torch, "load", unpickle.loading_of_checkpoints(torch.load)
+    yield filesystem, "pickle", unpickle.PickleOfIndex()
+    yield torch, "load", unpickle.gated_torch_load(torch.load)
+    yield torch.jit, "load", unpickle.gated_jit_load(torch.jit.load)
 
 
 PATCH = Patch(
     name="restricted_unpickling",
-    what="lets the pickles of a checkpoint build plain values and known types only, unless --cp-ring-trust-checkpoint",
+    what="lets checkpoints build plain values and known types only, unless --cp-ring-trust-checkpoint",
     why="whoever can write to a checkpoint could otherwise run code in every job that loads it",
     package="torch",
     versions=">=2.9",

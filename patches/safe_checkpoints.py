@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be torn, and are verified before they are loaded: see `cp_ring.megatron.checkpoints`."""
+"""Publishes checkpoints whole and verifies them before they are loaded: see `cp_ring.megatron.checkpoints`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 def _replacements() -> Iterator[Replacement]:
     import megatron.training.async_utils as async_utils
     import megatron.training.checkpointing as checkpointing
+    import megatron.training.initialize as initialize
     import megatron.training.training as training
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -19,6 +20,9 @@ def _replacements() -> Iterator[Replacement]:
     modules = [checkpointing, training, async_utils]
     yield from replace_everywhere(modules, "save_checkpoint", saving.guarded(checkpointing.save_checkpoint))
     yield from replace_everywhere(modules, "load_checkpoint", loading.verified(checkpointing.load_checkpoint))
+    readers = [checkpointing, initialize, training]
+    yield from replace_everywhere(readers, "load_args_from_checkpoint", loading.gated(checkpointing.load_args_from_checkpoint))
+    yield training, "setup_model_and_optimizer", saving.locked(training.setup_model_and_optimizer)
     finalize = saving.guarded_finalize(async_utils.maybe_finalize_async_save)
     yield from replace_everywhere(modules, "maybe_finalize_async_save", finalize)
     yield checkpointing, "read_metadata", loading.tracker_reader(checkpointing.read_metadata)
@@ -31,12 +35,12 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _writers() -> Iterator[Replacement]:
-    """What rank 0 alone writes, and what the writers of each rank do."""
+    """Replaces what rank 0 alone writes, and the writers of each rank."""
     import megatron.core.dist_checkpointing.serialization as serialization
     import megatron.core.dist_checkpointing.strategies.common as common
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 
-    from cp_ring.megatron.checkpoints import saving
+    from cp_ring.megatron.checkpoints import saving, writers
 
     yield serialization, "save_config", saving.tolerant(serialization.save_config)
     if hasattr(serialization, "save_common"):  # 0.17 and 0.18; later there is no common.pt
@@ -45,16 +49,16 @@ def _writers() -> Iterator[Replacement]:
     if strategy is not None:
         yield strategy, "save_common", saving.tolerant(strategy.save_common)
     writer = filesystem_async.FileSystemWriterAsync
-    yield writer, "get_save_function_and_args", saving.summing(writer.get_save_function_and_args)
-    yield writer, "prepare_write_data", saving.own_copies(writer.prepare_write_data)
+    yield writer, "get_save_function_and_args", writers.summing(writer.get_save_function_and_args, saving.guarding)
+    yield writer, "prepare_write_data", writers.own_copies(writer.prepare_write_data)
     for name in ("get_write_results_queue", "_get_write_results_queue"):  # the latter in 0.16
         if hasattr(filesystem_async, name):
-            yield filesystem_async, name, saving.queue_of_results(getattr(filesystem_async, name))
+            yield filesystem_async, name, writers.queue_of_results(getattr(filesystem_async, name))
 
 
 PATCH = Patch(
     name="safe_checkpoints",
-    what="writes checkpoints aside, publishes them whole with a manifest of checksums, and loads the last good one",
+    what="writes checkpoints aside, publishes them whole with a manifest, locks the folder, and loads the last good one",
     why="a save that is killed or fails can leave a tracker or a folder that no restart can load",
     replacements=_replacements,
 )

@@ -8,13 +8,14 @@ again. Collectives outside of the ring are seen in the main thread's stack: they
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -46,6 +47,7 @@ class Watch:
     last: tuple[Any, ...] | None = None
     beats: int = 0
     sampled: tuple[Any, ...] | None = None
+    pauses: int = 0
 
     def begin(self, batch: Any, works: Sequence[Any]) -> None:
         """A batch of messages is waited for from now on."""
@@ -78,6 +80,16 @@ def rest() -> None:
     """Attention has run for a trial: collectives count again once it runs in earnest."""
     WATCH.beats, WATCH.last, WATCH.sampled = 0, None, None
     _calls.clear()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """While the block runs, no wait of this process counts: a checkpoint may take longer than a hop to write or to read."""
+    WATCH.pauses += 1
+    try:
+        yield
+    finally:
+        WATCH.pauses = max(WATCH.pauses - 1, 0)
 
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
@@ -130,6 +142,9 @@ class Watchdog:
         seconds = [now - start for start in (since, sampled[1] if sampled else 0.0) if start]
         frame = _collective(sys._current_frames().get(self._main))
         stack = (WATCH.beats, id(frame), frame.f_lasti) if frame is not None and WATCH.beats else ()
+        if WATCH.pauses:
+            self._stack = ()
+            return 0.0
         if stack != self._stack:
             self._stack, self._stack_since = stack, now
         return max([*seconds, now - self._stack_since if stack else 0.0])

@@ -81,7 +81,7 @@ def _checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that is whole, and what is wrong with newer ones."""
     from cp_ring.megatron.checkpoints import folders, inspection
 
-    found = list(reversed(folders.saved(folder)))
+    found = list(reversed(folders.published(folder)))
     bad = ""
     for iteration in found:
         path = folders.folder_of(folder, iteration)

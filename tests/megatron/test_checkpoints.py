@@ -22,6 +22,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.checkpoints import folders, inspection, last_good, manifest, saving, unpickle
+from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
 from tests.megatron.launch import trace, train
 
 RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "12"]
@@ -67,7 +68,7 @@ def test_keeps_as_many_as_asked_each_with_its_manifest(jobs):
 
 
 def test_what_is_saved_in_the_background_is_the_state_at_the_save(jobs):
-    assert folders.saved(jobs / "late") == [2, 4, 6, 8]
+    assert folders.published(jobs / "late") == [2, 4, 6, 8]
     assert manifest.defect(folders.folder_of(jobs / "late", 8)) == ""
     straight, resumed = trace(jobs, "straight"), trace(jobs, "resumed")
     assert list(resumed) == [9, 10, 11, 12]
@@ -98,6 +99,23 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def edit_manifest(load, before, after):
+    path = load / "iter_0000008" / manifest.NAME
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after, 1))
+
+
 def swap_manifests(load):
     (load / "iter_0000008" / manifest.NAME).write_bytes((load / "iter_0000006" / manifest.NAME).read_bytes())
 
@@ -113,13 +131,33 @@ DAMAGES = {
     "cut manifest": lambda load: cut(load / "iter_0000008" / manifest.NAME),
     "another's manifest": swap_manifests,
     "no folder": lambda load: shutil.rmtree(load / "iter_0000008"),
+    "named pipe for a shard": lambda load: pipe(load / "iter_0000008" / "__1_0.distcp"),
+    "named pipe for the index": lambda load: pipe(load / "iter_0000008" / ".metadata"),
+    "named pipe for the manifest": lambda load: pipe(load / "iter_0000008" / manifest.NAME),
+    "another named pipe": lambda load: os.mkfifo(load / "iter_0000008" / "common.pt"),
+    "a device for a shard": lambda load: device(load / "iter_0000008" / "__1_0.distcp"),
+    "nested manifest": lambda load: (load / "iter_0000008" / manifest.NAME).write_text('{"files":' * 9999 + "}" * 9999),
+    "manifest with a size that is text": lambda load: edit_manifest(load, '"size": ', '"size": "1", "length": '),
+    "manifest with a name twice": lambda load: edit_manifest(load, '"files": {', '"files": {}, "files": {'),
+    "manifest with a path": lambda load: edit_manifest(load, '"__0_0', '"../__0_0'),
     "empty folder": lambda load: (shutil.rmtree(load / "iter_0000008"), (load / "iter_0000008").mkdir()),
     "tracker ahead of any folder": lambda load: (load / folders.TRACKER).write_text("99"),
+    "long tracker": lambda load: (load / folders.TRACKER).write_text("8" * 5000),
+    "tracker of 60 digits": lambda load: (load / folders.TRACKER).write_text("8" * 60),
+    "named pipe for the tracker": lambda load: pipe(load / folders.TRACKER),
     "empty tracker": lambda load: (load / folders.TRACKER).write_text(""),
     "binary tracker": lambda load: (load / folders.TRACKER).write_bytes(b"\xff\x00"),
     "no tracker": lambda load: (load / folders.TRACKER).unlink(),
 }
-STILL_8 = ("tracker ahead of any folder", "empty tracker", "binary tracker", "no tracker")
+STILL_8 = (
+    "long tracker",
+    "tracker of 60 digits",
+    "named pipe for the tracker",
+    "tracker ahead of any folder",
+    "empty tracker",
+    "binary tracker",
+    "no tracker",
+)
 
 
 def decide(group, load, **values):
@@ -131,7 +169,7 @@ def decide(group, load, **values):
         loading.agree_on_iteration(args)
     except ConfigError as error:
         return str(error)
-    return args.ckpt_step or inspection.tracked_iteration(Path(load))
+    return args.ckpt_step or folders.tracked(Path(load))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -140,7 +178,7 @@ def test_all_ranks_fall_back_to_the_last_good_checkpoint(pool, checkpoint, damag
     DAMAGES[damage](checkpoint)
     wanted = 8 if damage in STILL_8 else 6
     assert pool.run(decide, 4, checkpoint) == [wanted] * 4
-    if "flipped" not in damage and "manifest" not in damage:  # the status command looks at sizes only
+    if "flipped" not in damage and "another" not in damage:  # the status command looks at sizes only
         assert last_good(checkpoint) == wanted
 
 
@@ -178,10 +216,12 @@ def test_a_broken_tracker_does_not_end_the_process(checkpoint):
 
 def test_an_interrupted_replacement_is_undone_and_leftovers_go(checkpoint):
     eight = folders.folder_of(checkpoint, 8)
-    eight.rename(eight.with_name(".old.iter_0000008"))
-    (checkpoint / ".saving.iter_0000008.abc").mkdir()
-    folders.sweep(checkpoint)
-    assert folders.saved(checkpoint) == [4, 6, 8] and not list(checkpoint.glob(".*"))
+    eight.rename(eight.with_name(".old.iter_0000008.abc"))
+    (checkpoint / ".saving.iter_0000008.abc.1").mkdir()
+    folders.sweep(checkpoint, {"def"})  # of another job
+    assert folders.published(checkpoint) == [4, 6] and len(list(checkpoint.glob(".*"))) == 2
+    folders.sweep(checkpoint, {"abc"})
+    assert folders.published(checkpoint) == [4, 6, 8] and not list(checkpoint.glob(".*"))
 
 
 def test_the_tracker_is_replaced_at_once_or_not_at_all(tmp_path, monkeypatch):
@@ -208,26 +248,26 @@ def test_only_older_checkpoints_with_a_manifest_are_removed(tmp_path):
     for number in (1, 2, 3, 4, 9):
         folders.folder_of(tmp_path, number).mkdir()
         if number != 2:
-            manifest.write(folders.folder_of(tmp_path, number), {"a": {"size": 0, "crc32": "0"}})
-    folders.prune(tmp_path, 4, 0)
-    assert folders.saved(tmp_path) == [1, 2, 3, 4, 9]
-    folders.prune(tmp_path, 4, 2)
-    assert folders.saved(tmp_path) == [2, 3, 4, 9]
-    folders.prune(tmp_path, 4, 1)
-    assert folders.saved(tmp_path) == [2, 4, 9]
+            manifest.write(folders.folder_of(tmp_path, number), {"a": {"size": 0, "crc32": "00000000"}})
+    folders.prune(tmp_path, 4, 0, "abc")
+    assert folders.published(tmp_path) == [1, 2, 3, 4, 9]
+    folders.prune(tmp_path, 4, 2, "abc")
+    assert folders.published(tmp_path) == [2, 3, 4, 9]
+    folders.prune(tmp_path, 4, 1, "abc")
+    assert folders.published(tmp_path) == [2, 4, 9]
 
 
 def test_too_little_space_is_seen_before_anything_is_written(checkpoint, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=1000))
     with pytest.raises(OSError, match=r"0\.0 MiB free, and the last checkpoint took"):
-        folders.prepare(checkpoint / ".saving.x", folders.folder_of(checkpoint, 10))
+        folders.prepare(checkpoint / ".saving.x", folders.folder_of(checkpoint, 10), {"abc"})
 
 
 def test_a_save_removes_what_is_left_of_interrupted_ones_but_none_that_still_runs(tmp_path):
-    running, left, next_one = (folders.aside(folders.folder_of(tmp_path, number), "x") for number in (2, 4, 6))
+    running, left, next_one = (folders.unfinished(folders.folder_of(tmp_path, number), "abc") for number in (2, 4, 6))
     for folder in (running, left):
-        folders.prepare(folder, folders.folder_of(tmp_path, 2), writing={running})
-    folders.prepare(next_one, folders.folder_of(tmp_path, 6), writing={running})
+        folders.prepare(folder, folders.folder_of(tmp_path, 2), {"abc"}, writing={running})
+    folders.prepare(next_one, folders.folder_of(tmp_path, 6), {"abc"}, writing={running})
     assert sorted(tmp_path.iterdir()) == sorted([running, next_one])
 
 
@@ -256,7 +296,7 @@ def restricting():
 
 def plant(folder, key, value):
     """Replaces the byte entry whose name begins with `key` by a torch.save of `value`."""
-    index = unpickle.load((folder / ".metadata").open("rb"))
+    index = unpickle.load_index((folder / ".metadata").open("rb"))
     entry = next(entry for entry in index.storage_data if entry.fqn.startswith(key))
     info, data = index.storage_data[entry], io.BytesIO()
     torch.save(value, data)
@@ -274,18 +314,18 @@ def load_entry(folder, key):
     name = next(name for name in reader.read_metadata().state_dict_metadata if name.startswith(key))
     state = {name: io.BytesIO()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with unpickle.one_line_refusal(), unpickle.restricted():
+    with one_line_errors(), unpickle.restricted():
         torch.distributed.checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
     return state[name]
 
 
-def refused(capsys, load):
+def refused(capsys, load, named="posix.system"):
     """Runs `load`, which must end the process or raise with one line that names what was found."""
     with pytest.raises((SystemExit, ConfigError)) as stop:
         load()
     line = capsys.readouterr().err if isinstance(stop.value, SystemExit) else str(stop.value)
     assert not isinstance(stop.value, SystemExit) or stop.value.code == 2
-    assert "posix.system" in line and "--cp-ring-trust-checkpoint" in line and len(line.strip().splitlines()) == 1
+    assert named in line and "--cp-ring-trust-checkpoint" in line and len(line.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("place", ["index", "common entry", "random states", "common.pt", "legacy common.pt", "nested storage"])
@@ -302,14 +342,14 @@ def test_a_planted_pickle_is_refused_and_never_run(restricting, checkpoint, tmp_
         plant(folder, entry, [{"args": value}])
     else:
         torch.save({"args": value}, folder / "common.pt", _use_new_zipfile_serialization=place == "common.pt")
-    for path in (folder / manifest.NAME,):
-        path.unlink()
+    (folder / manifest.NAME).unlink()
     steps = {
         "index": lambda: inspection.defect(folder),
         "random states": lambda: load_entry(folder, "rng_state"),
         "nested storage": lambda: load_entry(folder, "rng_state"),
     }
-    refused(capsys, steps.get(place, lambda: inspection._saved_args(folder)))
+    named = {"legacy common.pt": "no zip archive of torch.save", "nested storage": "load_from_bytes"}.get(place, "posix.system")
+    refused(capsys, steps.get(place, lambda: inspection._saved_args(folder)), named)
     assert not written.exists()
 
 
@@ -368,8 +408,20 @@ def test_names_outside_the_list_are_refused(module, name):
     def short(text):
         return b"\x8c" + struct.pack("B", len(text)) + text.encode()
 
+    data = b"\x80\x04" + short(module) + short(name) + b"\x93."
     with pytest.raises(unpickle.Refused, match=f"a pickle of {module}.{name}"):
-        unpickle.load(io.BytesIO(b"\x80\x04" + short(module) + short(name) + b"\x93."))
+        unpickle.load_index(io.BytesIO(data))
+    with pytest.raises(unpickle.Refused, match=f"a pickle of {module}.{name}"):
+        unpickle.torch_load(archive(b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"."))
+
+
+def archive(pickled):
+    """What torch.save writes, with other bytes for its pickle."""
+    file = io.BytesIO()
+    with torch.serialization._open_zipfile_writer(file) as writer:
+        writer.write_record("data.pkl", pickled, len(pickled))
+        writer.write_record("byteorder", b"little", 6)
+    return io.BytesIO(file.getvalue())
 
 
 class Forged:
@@ -409,8 +461,10 @@ FORGERIES = {
     "record by lists": Forged(np.dtype, ([("a", "i4")],)),
     "integers that count references": Forged(*EMPTY, (1, (1,), dtype("i8", "<", None, None, None, -1, -1, 63), False, ADDRESS)),
     "size of a data type": dtype("V8", "|", None, None, None, 1 << 40, 1, 0),
-    "array that is filled twice": pickle.dumps(np.arange(3), 4)[:-1] + b"Nb.",
-    "state of a class": b"\x80\x04\x8c\x08argparse\x8c\x09Namespace\x93}\x8c\x07plantedK\x01sb.",
+    "array that is filled twice": pickle.dumps(np.arange(3), 2)[:-1] + b"Nb.",
+    "state of a class": b"\x80\x02cargparse\nNamespace\n}X\x07\x00\x00\x00plantedK\x01sb.",
+    "new enumeration": Forged(enum.Enum, ("Planted", {"a": 1})),
+    "enumeration with a second argument": Forged(signal.Signals, (9, {"a": 1})),
     "state of an enumeration": Forged(*KILLED, {"planted": 1}),
     "state by torch": Forged(RETYPE, (*KILLED, signal.Signals, {"planted": 1})),
 }
@@ -420,41 +474,48 @@ FORGERIES = {
 def test_a_pickle_that_forges_memory_or_changes_the_process_is_refused(name):
     planted = FORGERIES[name]
     with pytest.raises(unpickle.Refused, match="--cp-ring-trust-checkpoint"):
-        unpickle.load(io.BytesIO(planted if isinstance(planted, bytes) else pickle.dumps(planted, 4)))
+        unpickle.torch_load(archive(planted if isinstance(planted, bytes) else pickle.dumps(planted, 2)))
     assert not hasattr(signal.Signals(9), "planted") and not hasattr(argparse.Namespace, "planted")
 
 
-@pytest.mark.parametrize("protocol", range(2, 6))  # torch.save writes 2, pickle 4 or 5
-def test_states_and_arrays_pass_as_they_are(protocol):
-    arrays = [np.arange(6).astype(code).reshape(2, 3) for code in ("u1", "<i4", ">i4", "f2", "c16", "M8[s]", "m8")]
+def through(value):
+    """`value` as torch.save writes it and the gate loads it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return unpickle.torch_load(io.BytesIO(file.getvalue()))
+
+
+def test_states_and_arrays_pass_as_they_are():
+    arrays = [np.arange(6).astype(code).reshape(2, 3) for code in ("u1", "<i4", ">i4", "f2", "c16", "?")]
     arrays += [np.array(["a", "bcd"]), np.array([b"a", b"bc"]), np.array(True), np.zeros((0, 3)), np.asfortranarray(arrays[1])]
     plain = [random.getstate(), 1 + 2j, b"bytes", range(3), Path("a"), argparse.Namespace(a=torch.bfloat16), signal.Signals(9)]
-    data = pickle.dumps([plain, arrays, np.float32(1.5), np.random.get_state()], protocol)
-    loaded, wanted = unpickle.load(io.BytesIO(data)), pickle.loads(data)
+    states = np.random.get_state()
+    loaded = through([plain, arrays, np.float32(1.5), states])
     assert loaded[0] == plain and loaded[2] == np.float32(1.5) and isinstance(loaded[2], np.float32)
-    for ours, theirs in zip([*loaded[1], loaded[3][1]], [*wanted[1], wanted[3][1]], strict=True):
-        assert (ours.dtype, ours.shape, ours.strides) == (theirs.dtype, theirs.shape, theirs.strides)
-        assert np.array_equal(ours, theirs)
-    assert all(map(np.array_equal, loaded[1], arrays))
+    for ours, wanted in zip([*loaded[1], loaded[3][1]], [*arrays, states[1]], strict=True):
+        assert (ours.dtype, ours.shape, ours.strides) == (wanted.dtype, wanted.shape, wanted.strides)
+        assert np.array_equal(ours, wanted)
+    np.random.set_state(loaded[3])
+    again = pickle.loads(pickle.dumps(loaded[1][0]))
+    assert type(again) is np.ndarray and np.array_equal(again, arrays[0])
 
 
-def test_states_of_torch_pass(tmp_path):
+def test_states_of_torch_pass():
     state = {"rng": torch.get_rng_state(), "weight": torch.nn.Parameter(torch.randn(3)), "half": torch.ones(2).bfloat16()}
-    for zipped in (True, False):
-        torch.save(state, tmp_path / "state.pt", _use_new_zipfile_serialization=zipped)
-        loaded = unpickle.torch_load(tmp_path / "state.pt")
-        assert all(torch.equal(loaded[name], tensor) and type(loaded[name]) is type(tensor) for name, tensor in state.items())
-    shared = [state["rng"], state["rng"][:4]]
-    loaded = unpickle.load(io.BytesIO(pickle.dumps(shared)))
-    assert all(map(torch.equal, loaded, shared))
+    loaded = through(state)
+    assert all(torch.equal(loaded[name], tensor) and type(loaded[name]) is type(tensor) for name, tensor in state.items())
+    shared = through([state["rng"], state["rng"][:4]])
+    shared[0][0] += 1
+    assert shared[0][0] == shared[1][0]
 
 
 def test_a_users_own_type_passes_once_it_is_declared_safe():
-    data = pickle.dumps(Colour.RED)
     with pytest.raises(unpickle.Refused, match="Colour"):
-        unpickle.load(io.BytesIO(data))
+        through(Colour.RED)
     with torch.serialization.safe_globals([Colour]):
-        assert unpickle.load(io.BytesIO(data)) is Colour.RED
+        before = torch.serialization.get_safe_globals()
+        assert through(Colour.RED) is Colour.RED
+        assert torch.serialization.get_safe_globals() == before
 
 
 class Colour(enum.Enum):

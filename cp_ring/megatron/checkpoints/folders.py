@@ -1,7 +1,8 @@
-"""The folder of checkpoints on disk: what is published, what is set aside, what may go. Knows neither torch nor Megatron.
+"""The folder of checkpoints on disk: what is published, what is unfinished, what may go. Knows neither torch nor Megatron.
 
-A checkpoint is written to `.saving.iter_N.TOKEN`, gets its manifest there, is renamed to `iter_N`, and counts as published once
-the tracker file, replaced by one rename, names it. So at any moment the tracker names a whole checkpoint.
+A checkpoint is written to `.saving.iter_N.TOKEN.TIME`, gets its manifest there, is renamed to `iter_N`, and counts as published
+once the tracker file, replaced by one rename, names it. So at any moment the tracker names a whole checkpoint. TOKEN is that of
+the job's lock (`checkpoints.lock`): a job touches the remains of its own saves and of its dead predecessors only.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import io
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from cp_ring.megatron.checkpoints import manifest
+from cp_ring.megatron.checkpoints import files, manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_FOLDER = re.compile(r"iter_(\d{7,})")
-_SAVING, _OLD = ".saving.", ".old."
+_FOLDER = re.compile(r"iter_(\d{7,18})")
+_UNFINISHED = re.compile(r"\.(saving|old|removed)\.(iter_\d{7,18})\.([0-9a-f]+)(\.[0-9a-f]+)?")
 
 
 def folder_of(load: Path, iteration: int) -> Path:
@@ -33,7 +35,7 @@ def iteration_of(folder: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
-def saved(load: Path) -> list[int]:
+def published(load: Path) -> list[int]:
     """The iterations of all folders that look like published checkpoints, in ascending order."""
     try:
         return sorted(number for number in map(iteration_of, load.iterdir()) if number >= 0)
@@ -41,21 +43,26 @@ def saved(load: Path) -> list[int]:
         return []
 
 
+def _tracker_word(load: Path) -> str | None:
+    """What the tracker says; None without a tracker, "" where it cannot be read."""
+    try:
+        return files.read_text(load / TRACKER, 64).strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return ""
+
+
 def tracked(load: Path) -> int | None:
-    """The iteration that the tracker names, or None (no tracker, a broken one, or that of a release)."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        word = (load / TRACKER).read_text().strip()
-        return int(word) if word.isdecimal() and word.isascii() else None
-    return None
+    """The iteration that the tracker names; None where there is no tracker, or a broken one, or that of a release."""
+    word = _tracker_word(load) or ""
+    return int(word) if re.fullmatch(r"[0-9]{1,18}", word) else None
 
 
 def tracker_is_broken(load: Path) -> bool:
     """Whether there is a tracker that names neither an iteration nor a release."""
-    tracker = load / TRACKER
-    try:
-        return tracker.is_file() and tracked(load) is None and tracker.read_text().strip() != "release"
-    except (OSError, UnicodeDecodeError):
-        return True
+    word = _tracker_word(load)
+    return word is not None and word != "release" and tracked(load) is None
 
 
 def last_good(load: str | Path) -> int | None:
@@ -65,7 +72,7 @@ def last_good(load: str | Path) -> int | None:
     loaded. A checkpoint without a manifest, such as stock Megatron's, counts where the tracker names it.
     """
     load, latest = Path(load), tracked(Path(load))
-    for number in reversed([number for number in saved(load) if latest is None or number <= latest]):
+    for number in reversed([number for number in published(load) if latest is None or number <= latest]):
         folder = folder_of(load, number)
         if (folder / manifest.NAME).is_file():
             if not manifest.defect(folder, checksums=False):
@@ -75,74 +82,82 @@ def last_good(load: str | Path) -> int | None:
     return None
 
 
-def aside(final: Path, token: str) -> Path:
-    """Where the checkpoint that will be `final` is written."""
-    return final.with_name(f"{_SAVING}{final.name}.{token}")
+def unfinished(final: Path, token: str) -> Path:
+    """A new name for the folder in which the job `token` writes the checkpoint that will be `final`."""
+    return final.with_name(f".saving.{final.name}.{token}.{time.time_ns():x}")
 
 
-def prepare(folder: Path, final: Path, writing: Collection[Path] = ()) -> None:
-    """Makes the folder aside, after removing what earlier, interrupted saves have left there, but not the folders `writing`.
+def prepare(folder: Path, final: Path, tokens: Collection[str], writing: Collection[Path] = ()) -> None:
+    """Makes the unfinished `folder` of `final`, after `sweep` of its parent.
 
     Raises `OSError` where nothing can be written, or where there is clearly too little space.
     """
-    sweep(final.parent, writing)
+    sweep(final.parent, tokens, writing)
     folder.mkdir(parents=True)
-    wanted = max((manifest.size(folder_of(final.parent, number)) for number in saved(final.parent)[-1:]), default=0)
+    wanted = max((manifest.size(folder_of(final.parent, number)) for number in published(final.parent)[-1:]), default=0)
     free = shutil.disk_usage(folder).free
     if free < wanted:
         raise OSError(f"{final.parent} has {free / 2**20:,.1f} MiB free, and the last checkpoint took {wanted / 2**20:,.1f} MiB")
 
 
-def publish(folder: Path, final: Path) -> None:
-    """Gives the folder aside, whole and with its manifest, its own name; the tracker does not name it yet."""
-    manifest.sync([path for path in folder.iterdir() if path.is_file()] + [folder])
+def publish(folder: Path, final: Path, token: str) -> None:
+    """Gives the unfinished folder, which is whole and has its manifest, its final name; the tracker does not name it yet.
+
+    Raises `OSError` where the folder cannot be seen whole under that name.
+    """
+    entries = manifest.read(folder)
+    files.sync([path for path in folder.iterdir() if path.is_file()] + [folder])
+    old = final.with_name(f".old.{final.name}.{token}")
     if final.is_dir() and any(final.iterdir()):
-        old = final.with_name(_OLD + final.name)
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     folder.rename(final)
-    manifest.sync([final.parent])
-    shutil.rmtree(final.with_name(_OLD + final.name), ignore_errors=True)
+    files.sync([final.parent])
+    problem = manifest.defect(final, checksums=False)
+    if problem or manifest.read(final) != entries:
+        if old.is_dir():
+            shutil.rmtree(final, ignore_errors=True)
+            old.rename(final)
+        raise OSError(f"{final} is not what was published: {problem or 'its manifest is another'}")
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def sweep(load: Path, writing: Collection[Path] = ()) -> None:
+def sweep(load: Path, tokens: Collection[str], writing: Collection[Path] = ()) -> None:
     """Removes what interrupted saves and removals have left; a checkpoint that was about to be replaced comes back.
 
-    `writing` are folders of saves that still run in the background.
+    tokens: of the jobs whose remains these are; all others are left alone.
+    writing: folders of saves that still run in the background.
     """
-    if not load.is_dir():
-        return
-    for path in load.iterdir():
-        if path.name.startswith(_OLD):
-            final = path.with_name(path.name.removeprefix(_OLD))
-            if iteration_of(final) >= 0 and not final.exists():
-                path.rename(final)
-                continue
-        if path.name.startswith((_SAVING, _OLD)) and path.is_dir() and path not in writing:
+    for path in list(load.iterdir()) if load.is_dir() else []:
+        match = _UNFINISHED.fullmatch(path.name)
+        if match is None or match[3] not in tokens or path in writing or path.is_symlink():
+            continue
+        final = load / match[2]
+        if match[1] == "old" and not final.exists():
+            path.rename(final)
+        else:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(load: Path, newest: int, keep: int) -> None:
+def prune(load: Path, newest: int, keep: int, token: str) -> None:
     """Removes all but the `keep` newest checkpoints up to `newest` that have a manifest; 0 keeps all. Links are left alone."""
     if not keep:
         return
-    folders = [folder_of(load, number) for number in saved(load) if number < newest]
-    ours = [folder for folder in folders if (folder / manifest.NAME).is_file() and not folder.is_symlink()]
+    older = [folder_of(load, number) for number in published(load) if number < newest]
+    ours = [folder for folder in older if (folder / manifest.NAME).is_file() and not folder.is_symlink()]
     for folder in ours[: max(len(ours) - (keep - 1), 0)]:
-        gone = folder.with_name(f"{_SAVING}{folder.name}.removed")  # half removed, it must not look like a checkpoint
+        gone = folder.with_name(f".removed.{folder.name}.{token}")  # half removed, it must not look like a checkpoint
         with contextlib.suppress(OSError):
             folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def open_tracker(
-    path: str, mode: str, keep: int = 0, done: Callable[[OSError | None], None] = lambda error: None
-) -> Iterator[IO[Any]]:
+def open_tracker(path: str, mode: str, done: Callable[[int | None, OSError | None], None]) -> Iterator[IO[Any]]:
     """As `open` for Megatron's tracker file, but what is written replaces the file by one rename.
 
-    After that, older checkpoints than the `keep` newest go, and `done` is called; where the tracker could not be replaced, with
-    the error, which is not raised. A tracker that names no iteration reads as 0.
+    Then `done` is called with the iteration that the tracker names (None for a release), or with the error that kept the tracker
+    from being replaced, which is not raised. A tracker that names no iteration reads as 0.
     """
     tracker = Path(path)
     if "w" not in mode:
@@ -151,12 +166,12 @@ def open_tracker(
     text = io.StringIO()
     yield text
     try:
-        manifest.write_whole(tracker, text.getvalue())
+        files.replace_text(tracker, text.getvalue())
+        if (_tracker_word(tracker.parent) or "") != text.getvalue().strip():
+            raise OSError(f"{tracker} does not name it")
     except OSError as error:
-        return done(error)
-    if text.getvalue().strip().isdecimal():
-        prune(tracker.parent, int(text.getvalue()), keep)
-    done(None)
+        return done(None, error)
+    done(tracked(tracker.parent), None)
 
 
 def is_tracker(path: Any) -> bool:

@@ -1,14 +1,14 @@
-"""What can be said of a saved checkpoint before any process group exists: whether it is whole, and which model it holds."""
+"""Looks at saved checkpoints before any process group exists: is it whole, and does it hold the model that the flags describe?"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.checkpoints import folders, manifest, unpickle
+from cp_ring.megatron.checkpoints import files, folders, manifest, one_line_errors, unpickle
 from cp_ring.megatron.rejection import note
 
 # Attribute of Megatron's arguments, and the flag that sets it.
@@ -33,11 +33,6 @@ _SHAPE = (
 )
 
 
-def tracked_iteration(load: Path) -> int | None:
-    """The iteration that Megatron would load from the folder `load`, or None if there is none (or only a release)."""
-    return folders.tracked(load)
-
-
 def defect(folder: Path) -> str:
     """Why the checkpoint `folder` (iter_N) is not whole, or "", without computing checksums."""
     return manifest.defect(folder, checksums=False) or structure_defect(folder)
@@ -50,13 +45,16 @@ def structure_defect(folder: Path) -> str:
     """
     if not folder.is_dir():
         return f"{folder} does not exist"
+    special = next((path for path in sorted(folder.rglob("*")) if path.exists() and not (path.is_file() or path.is_dir())), None)
+    if special is not None:
+        return f"{special} is not a regular file"
     about = folder / "metadata.json"
     if not about.is_file():
         legacy = any(folder.glob("mp_rank_*"))
         return "" if legacy else f"{about} is missing"
     try:
-        backend = json.loads(about.read_text()).get("sharded_backend")
-    except (OSError, ValueError, AttributeError):
+        backend = files.read_json(about, 1 << 20).get("sharded_backend")
+    except (OSError, ValueError):
         return f"{about} is not readable"
     return _torch_dist_defect(folder) if backend == "torch_dist" else ""
 
@@ -66,17 +64,15 @@ def _torch_dist_defect(folder: Path) -> str:
     if not index.is_file():
         return f"{index} is missing"
     try:
-        with index.open("rb") as file:
-            stored = unpickle.PickleOfMetadata().load(file).storage_data
+        needed = _needed_bytes(index)
     except ConfigError:
         raise
     except Exception as error:  # a truncated pickle raises nearly anything
         return f"{index} is not readable ({type(error).__name__})"
-    needed: dict[str, int] = {}
-    for info in stored.values():
-        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
     for name, size in sorted(needed.items()):
         path = folder / name
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            return f"{index} names the file {name!r:.60}, which is outside of the checkpoint"
         if not path.is_file():
             return f"{path} is missing"
         if path.stat().st_size < size:
@@ -84,20 +80,32 @@ def _torch_dist_defect(folder: Path) -> str:
     return ""
 
 
-def asked(args: argparse.Namespace) -> int | None:
-    """The iteration that --ckpt-step asks for; None where `take` has chosen it."""
+def _needed_bytes(index: Path) -> dict[str, int]:
+    """How long each file that the index names has to be."""
+    with files.open_regular(index) as file:
+        stored = unpickle.PickleOfIndex().load(file).storage_data
+    needed: dict[str, int] = {}
+    for info in stored.values():
+        if not isinstance(info.relative_path, str) or type(info.offset) is not int or type(info.length) is not int:
+            raise TypeError("an entry of the index is not one")
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    return needed
+
+
+def requested_iteration(args: argparse.Namespace) -> int | None:
+    """The iteration that --ckpt-step asks for; None where `load_iteration` has set it."""
     return None if getattr(args, "cp_ring_fell_back", False) else getattr(args, "ckpt_step", None)
 
 
 def candidates(load: Path, wanted: int | None) -> tuple[list[int], int | None]:
-    """Iterations to try in this order, and the one that Megatron would load by itself.
+    """The iterations to try, in this order, and the one that Megatron would load by itself.
 
-    That one comes first, then those before it, the newest first. Where the tracker is gone or broken, they are all that are
-    there; where it is gone, only those with a manifest, so that nothing unfinished is taken.
+    Megatron's choice comes first, then the iterations before it, the newest first. Where the tracker is broken, all iterations
+    are candidates; where it is gone, only those with a manifest, so that nothing unfinished is loaded.
     """
     if wanted:
         return [wanted], wanted
-    latest, there = tracked_iteration(load), folders.saved(load)
+    latest, there = folders.tracked(load), folders.published(load)
     if latest is not None:
         return [latest, *(number for number in reversed(there) if number < latest)], latest
     if folders.tracker_is_broken(load):
@@ -107,17 +115,20 @@ def candidates(load: Path, wanted: int | None) -> tuple[list[int], int | None]:
     return [number for number in reversed(there) if (folders.folder_of(load, number) / manifest.NAME).is_file()], None
 
 
-_chosen: dict[str, int] = {}
+_fallbacks: dict[str, int] = {}
 
 
-def chosen(load: Path) -> int | None:
-    """The iteration that `take` has chosen for this folder, or None."""
-    return _chosen.get(str(load))
+def fallback_iteration(load: Path) -> int | None:
+    """The iteration that `load_iteration` has chosen for this folder in place of Megatron's choice, or None."""
+    return _fallbacks.get(str(load))
 
 
-def take(args: argparse.Namespace, load: Path, number: int, latest: int | None, problem: str) -> None:
-    """Makes Megatron load iteration `number`, and says so where it would load another by itself."""
-    if asked(args):
+def load_iteration(args: argparse.Namespace, load: Path, number: int, latest: int | None, problem: str) -> None:
+    """Makes Megatron load iteration `number`, and says so where Megatron would load another one, `latest`, by itself.
+
+    problem: what is wrong with the checkpoint of `latest`, or "" where there is none.
+    """
+    if requested_iteration(args):
         return
     if number == latest:
         if getattr(args, "cp_ring_fell_back", False):
@@ -130,42 +141,42 @@ def take(args: argparse.Namespace, load: Path, number: int, latest: int | None, 
         state = "names no iteration" if folders.tracker_is_broken(load) else "is missing"
         note(f"{load / folders.TRACKER} {state}; resuming from iteration {number}, the last good one")
     args.ckpt_step, args.cp_ring_fell_back = number, True
-    _chosen[str(load)] = number
+    _fallbacks[str(load)] = number
 
 
-def nothing_whole(args: argparse.Namespace, load: Path, problem: str) -> str:
-    """The line that refuses a folder without a whole checkpoint, or the one that --ckpt-step asks for."""
-    if asked(args):
-        return f"--ckpt-step {asked(args)}: the checkpoint is half written or damaged: {problem}"
+def no_whole_checkpoint(args: argparse.Namespace, load: Path, problem: str) -> str:
+    """The error message for a folder without a whole checkpoint, or without the one that --ckpt-step asks for."""
+    if requested_iteration(args):
+        return f"--ckpt-step {requested_iteration(args)}: the checkpoint is half written or damaged: {problem}"
     return f"--load {load}: no checkpoint in it is whole ({problem}): give another folder"
 
 
 def choose(args: argparse.Namespace) -> None:
     """Makes Megatron load the newest whole checkpoint of --load where the latest one is half written, and says so.
 
-    Sets `args.ckpt_step`; deletes nothing. It looks at sizes; `cp_ring.megatron.checkpoints` computes checksums when it loads.
+    Sets `args.ckpt_step`; deletes nothing. Compares sizes only; `checkpoints.loading` computes checksums later.
 
     Raises `ConfigError` if there are checkpoints but none is whole, or if the one that --ckpt-step asks for is not.
     """
     if not getattr(args, "load", None) or "://" in str(args.load):
         return
     load, problem = Path(args.load), ""
-    numbers, latest = candidates(load, asked(args))
+    numbers, latest = candidates(load, requested_iteration(args))
     for number in numbers:
         found = defect(folders.folder_of(load, number))
         if not found:
-            take(args, load, number, latest, problem)
+            load_iteration(args, load, number, latest, problem)
             return
         problem = problem or found
     if numbers:
-        raise ConfigError(nothing_whole(args, load, problem))
+        raise ConfigError(no_whole_checkpoint(args, load, problem))
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """The checkpoint that will be loaded holds a model of the shape that the flags describe; raises `ConfigError` otherwise."""
+    """Raises `ConfigError` unless the checkpoint that will be loaded holds a model of the shape that the flags describe."""
     if not getattr(args, "load", None):
         return
-    iteration = getattr(args, "ckpt_step", None) or tracked_iteration(Path(args.load))
+    iteration = getattr(args, "ckpt_step", None) or folders.tracked(Path(args.load))
     saved = _saved_args(folders.folder_of(Path(args.load), iteration)) if iteration is not None else None
     if saved is None:
         return
@@ -178,20 +189,21 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def _value(args: Any, name: str) -> Any:
-    """What `args` say of `name`; None for the query groups of a model without them, where the number has no meaning."""
+    """The value of the argument; None for the number of query groups of a model without them."""
     if name == "num_query_groups" and not getattr(args, "group_query_attention", True):
         return None
     return getattr(args, name, None)
 
 
 def _saved_args(folder: Path) -> Any:
+    """The arguments of the job that has written the checkpoint; None in a format that only Megatron itself reads."""
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint import CheckpointException
 
     if not (folder / "metadata.json").is_file():
-        return None  # a format of old: Megatron reports on it itself
+        return None
     with unpickle.restricted():
         try:
             return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
         except CheckpointException as error:
-            raise unpickle.refusal_within(error) or error from None
+            raise one_line_errors.config_error_within(error) or error from None

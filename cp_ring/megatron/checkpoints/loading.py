@@ -1,6 +1,6 @@
-"""Which checkpoint is loaded: the one that the tracker names if it is what was written, else the last good one before it.
+"""Chooses which checkpoint is loaded: the one that the tracker names if it is whole, else the last good one before it.
 
-Rank 0 lists them, all ranks share the reading, and all agree.
+Rank 0 lists the candidates, all ranks share the work of reading them, and all agree.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.checkpoints import folders, inspection, manifest
-from cp_ring.megatron.checkpoints.saving import agree
-from cp_ring.megatron.checkpoints.unpickle import one_line_refusal, restricted
+from cp_ring.megatron.checkpoints import folders, inspection, lock, manifest
+from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
+from cp_ring.megatron.checkpoints.saving import all_ranks_agree
+from cp_ring.megatron.checkpoints.unpickle import restricted
 from cp_ring.megatron.rejection import note
+from cp_ring.observe import watchdog
 
 
 def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `load_checkpoint`, of a verified checkpoint and without executing what is pickled in it."""
+    """Megatron's `load_checkpoint`, of a verified checkpoint and through the gates of `unpickle`."""
 
     @functools.wraps(load_checkpoint)
     def load(*args: Any, **kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
         which = kwargs.get("load_arg", args[3] if len(args) > 3 else "load")
-        with one_line_refusal():
+        with one_line_errors(), watchdog.paused():
             if which == "load":
                 agree_on_iteration(get_args())
             with restricted():
@@ -37,14 +39,25 @@ def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def gated(read: Callable[..., Any]) -> Callable[..., Any]:
+    """One of Megatron's functions that read a checkpoint before `load_checkpoint` does, through the gates of `unpickle`."""
+
+    @functools.wraps(read)
+    def read_gated(*args: Any, **kwargs: Any) -> Any:
+        with one_line_errors(), restricted():
+            return read(*args, **kwargs)
+
+    return read_gated
+
+
 def tracker_reader(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `read_metadata`, which ends the process at a broken tracker; the iteration chosen by --ckpt-step replaces it."""
+    """Megatron's `read_metadata`, which ends the process at a broken tracker; here the chosen iteration stands in for it."""
 
     @functools.wraps(read_metadata)
     def read(tracker: Any) -> tuple[int, bool]:
         load = Path(tracker).parent
         if folders.is_tracker(tracker) and folders.tracker_is_broken(load):
-            return inspection.chosen(load) or 0, False
+            return inspection.fallback_iteration(load) or 0, False
         result: tuple[int, bool] = read_metadata(tracker)
         return result
 
@@ -52,47 +65,55 @@ def tracker_reader(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def agree_on_iteration(args: argparse.Namespace) -> None:
-    """Sets `args.ckpt_step` alike on all ranks where not the tracker's checkpoint is to be loaded.
+    """Sets `args.ckpt_step` to the same iteration on all ranks where the tracker's checkpoint is not to be loaded.
 
-    Raises `ConfigError` on all ranks if there are checkpoints but none is good, or not the one that --ckpt-step asks for.
+    Raises `ConfigError` on all ranks if there are checkpoints but none is good, or if the one that --ckpt-step asks for is not.
     """
-    load = getattr(args, "load", None)
-    if not load or "://" in str(load):
+    if not getattr(args, "load", None) or "://" in str(args.load):
         return
-    load, plan = Path(load), [[], None]
-    if dist.get_rank() == 0:
-        if str(load) == str(getattr(args, "save", None)):
-            _tidy(load)
-        plan = [*inspection.candidates(load, inspection.asked(args))]
-    dist.broadcast_object_list(plan, src=0)
-    numbers, latest = plan
+    load = Path(args.load)
+    numbers, latest = _candidates(args, load)
     problem = ""
     for number in numbers:
-        defects = _defects(folders.folder_of(load, number))
+        folder = folders.folder_of(load, number)
+        defects = _defects(folder)
         if not defects:
-            inspection.take(args, load, number, latest, problem)
-            if not (folders.folder_of(load, number) / manifest.NAME).is_file():
+            inspection.load_iteration(args, load, number, latest, problem)
+            if not (folder / manifest.NAME).is_file():
                 note(f"the checkpoint of iteration {number} has no manifest: it is loaded unverified")
             return
         problem = problem or defects[0]
     if numbers:
-        raise ConfigError(inspection.nothing_whole(args, load, problem))
+        raise ConfigError(inspection.no_whole_checkpoint(args, load, problem))
+
+
+def _candidates(args: argparse.Namespace, load: Path) -> tuple[list[int], int | None]:
+    """`inspection.candidates` as rank 0 sees them, after it has removed the remains of earlier saves of this job."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        held = lock.held(load)
+        if held is not None:
+            _sweep(load, held)
+        found = [inspection.candidates(load, inspection.requested_iteration(args))]
+    dist.broadcast_object_list(found, src=0)
+    numbers, latest = found[0]
+    return numbers, latest
 
 
 def _defects(folder: Path) -> list[str]:
-    """What any rank finds wrong with the checkpoint; each rank reads a part of its files."""
+    """The defects of the checkpoint that the ranks have found; each rank reads a part of its files."""
     problem = manifest.defect(folder, (dist.get_rank(), dist.get_world_size()))
     if not problem and dist.get_rank() == 0:
         problem = inspection.defect(folder)
-    if agree(not problem):
+    if all_ranks_agree(not problem):
         return []
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, problem)
     return [line for line in found if line]
 
 
-def _tidy(load: Path) -> None:
+def _sweep(load: Path, held: lock.Lock) -> None:
     try:
-        folders.sweep(load)
+        folders.sweep(load, held.tokens)
     except OSError:
         return  # a folder that cannot be written to can still be read from

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint should be: their sizes and checksums, in a file beside them.
+"""The manifest of a checkpoint: sizes and checksums of its files, in a file beside them.
 
 A checksum tells that a file is the one that was written. It does not tell who wrote it.
 """
@@ -6,49 +6,61 @@ A checksum tells that a file is the one that was written. It does not tell who w
 from __future__ import annotations
 
 import json
-import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
+
+from cp_ring.megatron.checkpoints import files
 
 NAME = "cp_ring_manifest.json"
 _CHUNK = 8 << 20
 
-Entry = dict[str, Any]  # {"size": bytes, "crc32": hexadecimal}
+
+class Entry(TypedDict):
+    """What a file should be: its size in bytes, and its CRC-32 as eight hexadecimal digits."""
+
+    size: int
+    crc32: str
 
 
 def describe(path: Path) -> Entry:
     """Size and CRC-32 of a file as it can be read now."""
     size, checksum = 0, 0
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return {"size": size, "crc32": f"{checksum:08x}"}
 
 
-def write(folder: Path, files: Mapping[str, Entry]) -> None:
+def write(folder: Path, entries: Mapping[str, Entry]) -> None:
     """Writes the manifest of `folder`, whole or not at all."""
-    write_whole(folder / NAME, json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1))
+    files.replace_text(folder / NAME, json.dumps({"format": 1, "files": dict(sorted(entries.items()))}, indent=1))
 
 
 def read(folder: Path) -> dict[str, Entry] | None:
     """The files that the manifest of `folder` names, or None where there is no manifest.
 
-    Raises `ValueError` for a manifest that is not one.
+    Raises `ValueError` for a manifest that cp_ring has not written, `OSError` where it cannot be read.
     """
     try:
-        text = (folder / NAME).read_text()
+        found = files.read_json(folder / NAME).get("files")
     except FileNotFoundError:
         return None
-    files = json.loads(text).get("files") if text.lstrip().startswith("{") else None
-    if not isinstance(files, dict) or not files:
+    if not isinstance(found, dict) or not found:
         raise ValueError("it names no files")
-    for name, entry in files.items():
-        if "/" in name or not isinstance(entry, dict) or not {"size", "crc32"} <= set(entry):
-            raise ValueError(f"its entry {name!r} is not one of a file")
-    return files
+    return {name: _entry(name, value) for name, value in found.items()}
+
+
+def _entry(name: str, value: object) -> Entry:
+    """A checked entry of the file `name`; raises `ValueError`."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name or not isinstance(value, dict):
+        raise ValueError(f"its entry {name!r:.60} does not describe a file")
+    size, crc32 = value.get("size"), value.get("crc32")
+    if type(size) is not int or size < 0 or not isinstance(crc32, str):
+        raise ValueError(f"its entry {name!r:.60} has size {size!r:.20} and crc32 {crc32!r:.20}")
+    return {"size": size, "crc32": crc32}
 
 
 def size(folder: Path) -> int:
@@ -62,14 +74,14 @@ def size(folder: Path) -> int:
 def defect(folder: Path, part: tuple[int, int] = (0, 1), checksums: bool = True) -> str:
     """Why the files of `folder` are not those of its manifest, or "" (also where there is no manifest).
 
-    part: (i, n) has only every n-th file's checksum computed, from the i-th on, so that ranks can share the work; sizes are
+    part: (i, n) computes the checksum of every n-th file only, from the i-th on, so that ranks can share the work; sizes are
         always compared.
     """
     try:
-        files = read(folder)
+        entries = read(folder)
     except (OSError, ValueError) as error:
         return f"{folder / NAME} is not readable ({type(error).__name__}: {error})"
-    for place, (name, wanted) in enumerate(sorted((files or {}).items())):
+    for place, (name, wanted) in enumerate(sorted((entries or {}).items())):
         path = folder / name
         try:
             length = path.stat().st_size
@@ -80,26 +92,5 @@ def defect(folder: Path, part: tuple[int, int] = (0, 1), checksums: bool = True)
         except FileNotFoundError:
             return f"{path} is missing"
         except OSError as error:
-            return f"{path} cannot be read ({error.strerror})"
+            return f"{path} cannot be read ({error.strerror or error})"
     return ""
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that at any moment, a power failure included, it is the old one or the new one."""
-    aside = path.with_name(path.name + ".next")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync([path.parent])
-
-
-def sync(paths: Iterable[Path]) -> None:
-    """Waits until these files or folders are on disk."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -1,7 +1,7 @@
-"""Megatron's save, made safe: written aside, checked, given a manifest, and published all at once by all ranks or by none.
+"""Makes Megatron's save safe: written aside, checked, given a manifest, and published all at once by all ranks or by none.
 
-A save that fails on any rank (a full disk, a read-only folder) is reported in one line, removes what it had written, and lets
-training go on; where it was the last one of a run, the run ends with an error.
+A save that fails on any rank (a full disk, a read-only folder) is reported in one line, removes what it has written, and lets
+training go on; where it was the last save of a run, the run ends with an error. One job at a time saves to a folder (`lock`).
 """
 
 from __future__ import annotations
@@ -9,41 +9,47 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
-import queue
 import re
 import shutil
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
-from cp_ring.megatron.checkpoints import folders, manifest
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.checkpoints import files, folders, lock, manifest
+from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
+from cp_ring.megatron.checkpoints.writers import SUMS
 from cp_ring.megatron.settings import current
+from cp_ring.observe import watchdog
 
 _SHARD = re.compile(r".*?__(\d+)_\d+\.distcp")
-_SUMS = ".sums.{}.json"
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint was not saved; raised on all ranks alike."""
+    """A checkpoint was not saved: (iteration, reason). All ranks raise it together."""
 
 
 class _State:
-    """Of this process: whether a guarded save is starting, what went wrong on this rank, which save failed last."""
+    """The state of this process.
+
+    guarding: whether a guarded save is starting.
+    errors: what went wrong on this rank in the save that is starting.
+    unsaved: the iteration of the last save, if it failed.
+    last: the folder that was published last.
+    writing: unfinished folders of saves that still run; there are several where saving is asynchronous.
+    """
 
     guarding = False
-    errors: list[str]
     unsaved: int | None = None
-    results: Any = None  # where writers in other processes leave theirs
-    writing: set[Path]  # folders aside of saves that have begun and not ended; there are several where saving is asynchronous
+    last: Path | None = None
+    errors: list[str]
+    writing: set[Path]
 
     def __init__(self) -> None:
         self.errors, self.writing = [], set()
@@ -52,28 +58,76 @@ class _State:
 _state = _State()
 
 
-def agree(ok: bool) -> bool:
+def guarding() -> bool:
+    """Whether a guarded save is starting."""
+    return _state.guarding
+
+
+def all_ranks_agree(ok: bool) -> bool:
     """Whether `ok` holds on every rank; all ranks call it."""
     flag = torch.tensor(int(ok), device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
 
 
+# The lock.
+
+
+def locked(set_up: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's `setup_model_and_optimizer`, before which the job takes the lock of --save, or ends with one line."""
+
+    @functools.wraps(set_up)
+    def set_up_locked(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        save = getattr(get_args(), "save", None)
+        if save and "://" not in str(save):
+            with one_line_errors(), contextlib.suppress(OSError):  # an unwritable folder is reported at each save
+                take_lock(Path(save))
+        return set_up(*args, **kwargs)
+
+    return set_up_locked
+
+
+def take_lock(folder: Path) -> None:
+    """Rank 0 takes the lock of `folder`; all ranks call it.
+
+    Raises `ConfigError` on all ranks where another job holds it, `OSError` where the folder cannot be written to.
+    """
+    outcome: list[tuple[str, str]] = [("", "")]
+    if dist.get_rank() == 0:
+        try:
+            lock.acquire(folder)
+        except ConfigError as error:
+            outcome = [("refused", str(error))]
+        except OSError as error:
+            outcome = [("failed", reason(error))]
+    dist.broadcast_object_list(outcome, src=0)
+    what, why = outcome[0]
+    if what == "refused":
+        raise ConfigError(why)
+    if what == "failed":
+        raise OSError(why)
+
+
+# Megatron's functions.
+
+
 def tolerant(write: Callable[..., Any]) -> Callable[..., Any]:
-    """`write`, run by one rank while others wait in a collective: its failure is kept for `_publish`, where all ranks meet."""
+    """`write`, which one rank runs while others wait in a collective: its failure is kept for `publish`, where all ranks meet."""
 
     @functools.wraps(write)
-    def tolerated(*args: Any, **kwargs: Any) -> Any:
+    def write_tolerantly(*args: Any, **kwargs: Any) -> Any:
         try:
             return write(*args, **kwargs)
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             _state.errors.append(reason(error))
 
-    return tolerated
+    return write_tolerantly
 
 
 def leave_out_folder(ensure: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `ensure_directory_exists`, which need not make the folder of a checkpoint that is written aside."""
+    """Megatron's `ensure_directory_exists`, which does not make the final folder of a checkpoint that is written aside."""
 
     @functools.wraps(ensure)
     def make(filename: str, check_parent: bool = True) -> None:
@@ -90,8 +144,9 @@ def guarded(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     def save(iteration: int, *args: Any, **kwargs: Any) -> Any:
         _state.guarding = True
         try:
-            save_checkpoint(iteration, *args, **kwargs)
-        except (SaveFailed, torch.distributed.checkpoint.CheckpointException) as error:
+            with watchdog.paused():
+                save_checkpoint(iteration, *args, **kwargs)
+        except (SaveFailed, CheckpointException) as error:
             _report(iteration, reason(error))
         finally:
             _state.guarding = False
@@ -106,7 +161,8 @@ def guarded_finalize(finalize: Callable[..., Any]) -> Callable[..., Any]:
     def finalize_all(*args: Any, **kwargs: Any) -> Any:
         while True:
             try:
-                return finalize(*args, **kwargs)
+                with watchdog.paused():
+                    return finalize(*args, **kwargs)
             except SaveFailed as error:  # the request that failed is out of Megatron's queue
                 iteration, why = error.args
                 _report(iteration, why)
@@ -115,40 +171,46 @@ def guarded_finalize(finalize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def written_aside(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`dist_checkpointing.save`, made to write aside and publish; as it is outside of `guarded` and for object stores."""
+    """`dist_checkpointing.save`, which writes aside and publishes within `guarded`, and is as it was elsewhere."""
 
     @functools.wraps(save)
     def save_aside(state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         final = Path(checkpoint_dir)
         if not _state.guarding or "://" in str(checkpoint_dir):
             return save(state, checkpoint_dir, *args, **kwargs)
-        folder, iteration = _prepare(final), folders.iteration_of(final)
+        folder, iteration = make_unfinished(final), folders.iteration_of(final)
         try:
             request = save(state, str(folder), *args, **kwargs)
-        except torch.distributed.checkpoint.CheckpointException as error:
+        except CheckpointException as error:
             _drop(folder)
             raise SaveFailed(iteration, reason(error)) from None
         if request is None:
-            _publish(folder, final)
+            publish(folder, final)
             return None
-        request.finalize_fns[:] = [_naming(step, folder, iteration) for step in request.finalize_fns]
-        request.finalize_fns.append(functools.partial(_publish, folder, final, tuple(_state.errors)))
+        request.finalize_fns[:] = [_with_iteration(step, folder, iteration) for step in request.finalize_fns]
+        request.finalize_fns.append(functools.partial(publish, folder, final, tuple(_state.errors)))
         _state.errors.clear()  # the next save may begin before this one ends
         return request
 
     return save_aside
 
 
-def _prepare(final: Path) -> Path:
-    """Makes the folder aside; all ranks learn its name, or why there is none."""
+def make_unfinished(final: Path) -> Path:
+    """Makes the folder in which the checkpoint `final` is written; all ranks learn its name.
+
+    Raises `SaveFailed` on all ranks where rank 0 cannot make it or another job has the lock.
+    """
     outcome = ["", ""]
     if dist.get_rank() == 0:
-        folder = folders.aside(final, f"{time.time_ns():x}")
+        folder = final
         try:
-            folders.prepare(folder, final, _state.writing)
+            held = lock.acquire(final.parent)
+            folder = folders.unfinished(final, held.owner.token)
+            folders.prepare(folder, final, held.tokens, _state.writing)
             outcome = [str(folder), ""]
-        except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, ConfigError) as error:
+            if folder != final:
+                shutil.rmtree(folder, ignore_errors=True)
             outcome = ["", reason(error)]
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1]:
@@ -158,23 +220,23 @@ def _prepare(final: Path) -> Path:
     return Path(outcome[0])
 
 
-def _naming(step: Callable[[], Any], folder: Path, iteration: int) -> Callable[[], Any]:
-    """A step that ends an asynchronous save, with errors that say of which."""
+def _with_iteration(step: Callable[[], Any], folder: Path, iteration: int) -> Callable[[], Any]:
+    """A last step of an asynchronous save, with errors that name the iteration."""
 
-    def named() -> None:
+    def run() -> None:
         try:
             step()
-        except torch.distributed.checkpoint.CheckpointException as error:
+        except CheckpointException as error:
             _drop(folder)
             raise SaveFailed(iteration, reason(error)) from None
 
-    return named
+    return run
 
 
-def _publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
-    """Checks and publishes what all ranks have written to `folder`; the tracker is Megatron's next step.
+def publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
+    """Checks and publishes what all ranks have written to `folder`; Megatron then writes the tracker.
 
-    `earlier` are errors of this rank from when the save began.
+    earlier: errors of this rank from when the save began.
 
     Raises `SaveFailed` on all ranks where anything went wrong on any.
     """
@@ -185,21 +247,22 @@ def _publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
             _complete_sums(folder, rank)
     except OSError as error:
         errors.append(reason(error))
-    good = agree(not errors)
+    good = all_ranks_agree(not errors)
     if good and rank == 0:
         try:
+            held = lock.acquire(final.parent)
             _write_manifest(folder)
-            folders.publish(folder, final)
+            folders.publish(folder, final, held.owner.token)
         except (OSError, ValueError) as error:
             errors.append(reason(error))
-    if not good or not agree(not errors):
+    if not good or not all_ranks_agree(not errors):
         if errors and rank:
             print(f"cp_ring: rank {rank}: {errors[0]}", file=sys.stderr, flush=True)
         why = errors[0] if errors else "a rank could not write its part"
         _drop(folder)
         raise SaveFailed(folders.iteration_of(final), why)
     _state.writing.discard(folder)
-    _state.unsaved = None
+    _state.unsaved, _state.last = None, final
 
 
 def _drop(folder: Path) -> None:
@@ -208,91 +271,9 @@ def _drop(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _report(iteration: int, why: str) -> None:
-    """Says on rank 0 that a checkpoint is missing, and what is left."""
-    from megatron.training.global_vars import get_args
-
-    _state.unsaved = iteration
-    which = f"of iteration {iteration} " if iteration >= 0 else ""
-    if dist.get_rank() == 0:
-        good = folders.last_good(get_args().save)
-        left = "there is none yet" if good is None else f"the last good one is that of iteration {good}"
-        print(
-            f"cp_ring: warning: the checkpoint {which}was not saved: {why}; {left}; the next save tries again",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _tracker_written(error: OSError | None) -> None:
-    """On rank 0 alone: the checkpoint itself is in place, so that only the next restart misses it if the tracker is old."""
-    if error is not None:
-        _report(-1, f"the tracker was not replaced: {reason(error)}")
-
-
-@contextlib.contextmanager
-def ending() -> Iterator[None]:
-    """A run whose last save failed ends with one line and exit code 1, though training itself ended well."""
-    try:
-        yield
-    except SystemExit as stop:
-        if stop.code or _state.unsaved is None:
-            raise
-    if _state.unsaved is not None:
-        if os.environ.get("RANK", "0") == "0":
-            print("cp_ring: error: the last checkpoint of this run was not saved: see the warning above", file=sys.stderr)
-        raise SystemExit(1)
-
-
-def reason(error: BaseException) -> str:
-    """One line that says why."""
-    if isinstance(error, SaveFailed):
-        return str(error.args[-1])
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (inner, _) = next(iter(failures.items()))
-        return f"rank {rank}: {reason(inner)}"
-    if failures == {}:
-        return "another rank could not write"
-    text = str(error).strip().splitlines()
-    return text[-1] if text else type(error).__name__
-
-
-# What each rank has written is summed up by the process that wrote it, off the training's path where saving is asynchronous.
-
-
-def summing(get_save_function_and_args: Callable[..., Any]) -> Callable[..., Any]:
-    """The writer's method, whose save function then also leaves the checksums of its files beside them."""
-
-    @functools.wraps(get_save_function_and_args)
-    def with_sums(self: Any) -> Any:
-        save, preload, args = get_save_function_and_args(self)
-        if save is not None and _state.guarding:
-            save = functools.partial(write_and_sum, save, os.getpid())
-        return save, preload, args
-
-    return with_sums
-
-
-def write_and_sum(save: Callable[..., Any], trainer: int, rank: int, buckets: list[Any], *rest: Any) -> None:
-    """Writes the buckets (path, name, data), then the checksums of their files, as they can be read back.
-
-    trainer: id of the process that trains, with which this one ends if it is another.
-    """
-    if os.getpid() != trainer:
-        end_with_parent()
-    save(rank, buckets, *rest)
-    paths = [Path(bucket[0]) for bucket in buckets]
-    try:
-        sums = {path.name: manifest.describe(path) for path in paths}
-        (paths[0].parent / _SUMS.format(rank)).write_text(json.dumps(sums))
-    except OSError:
-        return  # the writer itself has reported on it, or `_publish` will
-
-
 def _complete_sums(folder: Path, rank: int) -> None:
     """Leaves the checksums of this rank's files beside them, unless the writer has."""
-    place = folder / _SUMS.format(rank)
+    place = folder / SUMS.format(rank)
     if place.is_file():
         return
     mine = [path for path in folder.glob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == rank]
@@ -311,8 +292,8 @@ def _write_manifest(folder: Path) -> None:
     if problem:
         raise ValueError(problem)
     sums: dict[str, manifest.Entry] = {}
-    for path in sorted(folder.glob(_SUMS.format("*"))):
-        sums |= json.loads(path.read_text())
+    for path in sorted(folder.glob(SUMS.format("*"))):
+        sums |= files.read_json(path)
         path.unlink()
     for path in folder.iterdir():
         if path.is_file() and path.name not in sums:
@@ -324,62 +305,73 @@ def _write_manifest(folder: Path) -> None:
     manifest.write(folder, sums)
 
 
-# On the CPU.
+# Reports.
 
 
-def own_copies(prepare_write_data: Callable[..., Any]) -> Callable[..., Any]:
-    """The writer's method, which then copies tensors that training would change while another process still writes them.
-
-    Tensors on a GPU are copied to the host anyway; those on the CPU would travel to the writer as shared memory.
-    """
-
-    @functools.wraps(prepare_write_data)
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
-        prepare_write_data(self, *args, **kwargs)
-        if not _asynchronous():
-            return
-        for _, _, (_, tensors) in self.write_buckets or []:
-            tensors[:] = [(item, tensor.clone() if tensor.device.type == "cpu" else tensor) for item, tensor in tensors]
-
-    return prepare
-
-
-def queue_of_results(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Where the writer leaves its results: in this process, unless another one writes.
-
-    Megatron starts a server in either case, which stays behind if the process that trains is killed; this one does not.
-    """
-
-    @functools.wraps(make)
-    def make_queue(*args: Any, **kwargs: Any) -> Any:
-        if not _asynchronous():
-            return queue.Queue()
-        if _state.results is None:
-            manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-            manager.start(initializer=end_with_parent)
-            _state.results = manager.Queue()
-        return _state.results
-
-    return make_queue
-
-
-@functools.cache
-def end_with_parent() -> None:
-    """From now on this process ends when the one that has started it does, however that ends."""
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    if parent is not None:
-        threading.Thread(target=watch, daemon=True).start()
-
-
-def _asynchronous() -> bool:
+def _report(iteration: int, why: str) -> None:
+    """Says on rank 0 that a checkpoint is missing, and what is left."""
     from megatron.training.global_vars import get_args
 
-    return bool(getattr(get_args(), "async_save", False))
+    _state.unsaved = iteration
+    which = f"of iteration {iteration} " if iteration >= 0 else ""
+    if dist.get_rank() == 0:
+        good = folders.last_good(get_args().save)
+        left = "there is none yet" if good is None else f"the last good one is that of iteration {good}"
+        print(
+            f"cp_ring: warning: the checkpoint {which}was not saved: {why}; {left}; the next save tries again",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _tracker_written(folder: Path, iteration: int | None, error: OSError | None) -> None:
+    """After rank 0 has tried to replace the tracker: without it the next restart misses the checkpoint, which is in place."""
+    if error is not None:
+        _report(-1, f"the tracker was not replaced: {reason(error)}")
+        return
+    held = lock.held(folder)
+    if iteration is not None and held is not None:
+        folders.prune(folder, iteration, current().keep_checkpoints, held.owner.token)
+
+
+@contextlib.contextmanager
+def saves_reported_at_exit() -> Iterator[None]:
+    """A run whose last save failed ends with one line and exit code 1, though training itself ended well; gives up its locks."""
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code or not _lost():
+            raise
+    finally:
+        lock.release_all()
+    why = _lost()
+    if why:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"cp_ring: error: {why}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def _lost() -> str:
+    """Why the run has no checkpoint of its last save, or "" where it has one, or has not saved."""
+    if _state.unsaved is not None:
+        return "the last checkpoint of this run was not saved: see the warning above"
+    if os.environ.get("RANK", "0") == "0" and _state.last is not None and not _state.last.is_dir():
+        return f"the last checkpoint of this run is gone: something else has removed {_state.last}"
+    return ""
+
+
+def reason(error: BaseException) -> str:
+    """One line that says why."""
+    if isinstance(error, SaveFailed):
+        return str(error.args[-1])
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (inner, _) = next(iter(failures.items()))
+        return f"rank {rank}: {reason(inner)}"
+    if failures == {}:
+        return "another rank could not write"
+    text = str(error).strip().splitlines()
+    return text[-1] if text else type(error).__name__
 
 
 class Opener:
@@ -403,4 +395,4 @@ class Opener:
     def _open(self, plain: Callable[..., Any], path: Any, mode: str, *rest: Any, **named: Any) -> Any:
         if not folders.is_tracker(path) or (mode == "r" and not folders.tracker_is_broken(Path(os.path.dirname(path)))):
             return plain(path, mode, *rest, **named)
-        return folders.open_tracker(path, mode, current().keep_checkpoints, _tracker_written)
+        return folders.open_tracker(path, mode, functools.partial(_tracker_written, Path(path).parent))

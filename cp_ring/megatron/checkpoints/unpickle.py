@@ -1,209 +1,336 @@
-"""Checkpoints are data: their pickles may build plain values and known types, and call nothing else.
+"""Checkpoints are data: loading one never runs code that is stored in it.
 
-A pickle names the callables that it wants called. Here each name is looked up in an allow-list, and one that is not in it is
-refused before anything is called. What a pickle could fill with addresses, numpy's arrays and data types, is built as numpy
-pickles it and in no other way; and what the rest of the process shares, such as a class, gets no state from a pickle.
+There are two gates. Files and byte entries that torch.save wrote go through `torch.load` with `weights_only=True`: zip archives
+only, no TorchScript, no legacy format, and our list of names instead of the list of the process. The index `.metadata`, which
+torch reads with plain `pickle`, goes through `IndexUnpickler`, whose list holds the classes of such an index and nothing else.
 
-`--cp-ring-trust-checkpoint` switches this off; so that a type of one's own passes without it,
-torch.serialization.add_safe_globals([Type]) adds that type.
+Both gates look an enumeration up by value. Neither gives a state to anything that the rest of the process shares, and neither
+imports a module. Arrays of NumPy are built by `_Array` and `_DataType`, which accept plain numbers and strings only: NumPy's own
+constructors would take any bytes for the addresses of objects.
+
+`--cp-ring-trust-checkpoint` switches the gates off. A type of a user passes after `torch.serialization.add_safe_globals([Type])`.
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextlib
+import datetime
 import enum
+import functools
+import importlib
 import io
+import math
+import os
+import pathlib
 import pickle
+import re
 import sys
-import time
+import threading
 import types
-import zipfile
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.checkpoints import files
 from cp_ring.megatron.settings import current
 
-_DCP = "torch.distributed.checkpoint."
+_ADVICE = "it is not loaded; if you trust its origin, give --cp-ring-trust-checkpoint"
+_ENUM_PACKAGES = ("megatron.core.", "transformer_engine.common.")
 
-# Everything that common.pt, .metadata and the byte entries of Megatron 0.16 to 0.19 name. All of it only builds values.
-ALLOWED: dict[str, frozenset[str]] = {
+
+class Refused(ConfigError, pickle.UnpicklingError):
+    """A checkpoint holds something that loading must not build."""
+
+
+def _refused(what: str) -> Refused:
+    return Refused(f"the checkpoint holds a pickle {what}, which could run code: {_ADVICE}")
+
+
+# NumPy.
+
+
+class _DataType:
+    """Stands for `numpy.dtype` in a pickle: a data type of plain numbers or strings."""
+
+    def __init__(self, code: Any = None, *_: Any) -> None:
+        if not isinstance(code, str) or not re.fullmatch(r"[<>=|]?[biufcSU]\d{1,9}|\?", code):
+            raise _refused(f"of the numpy data type {code!r:.60}")
+        self.plain = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        """Takes the byte order from NumPy's state of a data type; everything else in it has to be what the code says."""
+        own = self.plain.__reduce__()[2]
+        if not isinstance(state, tuple) or len(state) != len(own) or state[1] not in ("<", ">", "=", "|") or state[2:] != own[2:]:
+            raise _refused(f"that gives a state of its own to the numpy data type {self.plain}")
+        self.plain = self.plain.newbyteorder(state[1])
+
+
+class _Array(np.ndarray):
+    """An array as a pickle fills it: made empty, whatever the pickle asks for, and filled once."""
+
+    def __new__(cls, *_: Any) -> _Array:
+        return super().__new__(cls, 0, np.int8)
+
+    def __setstate__(self, state: Any) -> None:
+        if self.size:  # its memory, which others may see by now, would be freed
+            raise _refused("that gives a numpy array another state")
+        if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], _DataType):
+            raise _refused(f"that gives the state {state!r:.60} to a numpy array")
+        _, shape, kind, column_major, data = state
+        sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+        if not sizes or not isinstance(data, bytes) or math.prod(shape) * kind.plain.itemsize != len(data):
+            raise _refused(f"of a numpy array of shape {shape!r:.60} with other data")
+        own: Any = (1, shape, kind.plain, bool(column_major), data)
+        super().__setstate__(own)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return np.asarray(self).__reduce_ex__(protocol)  # it is saved again as any array is
+
+
+def _reconstruct(*_: Any) -> _Array:
+    """For numpy's `_reconstruct`."""
+    return _Array()
+
+
+def _scalar(kind: Any, data: Any) -> Any:
+    """For numpy's `scalar`."""
+    if not isinstance(kind, _DataType) or not isinstance(data, bytes) or len(data) != kind.plain.itemsize:
+        raise _refused("of a numpy number with other data")
+    return np.frombuffer(data, kind.plain)[0]
+
+
+# Names.
+
+
+def _by_value(kind: Any) -> Callable[[Any], Any]:
+    """The function that stands for an enumeration in a pickle; `kind` itself could build a new class."""
+
+    def look_up(value: Any) -> Any:
+        return kind(value)
+
+    return look_up
+
+
+def _is_enumeration(kind: Any, module: str) -> bool:
+    """Whether `kind` is an enumeration with members that `module` defines."""
+    return isinstance(kind, enum.EnumMeta) and len(kind) > 0 and kind.__module__ == module
+
+
+_NUMPY: dict[str, Any] = {
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _DataType,
+    **{f"numpy.{core}.multiarray._reconstruct": _reconstruct for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+}
+_PLAIN: tuple[Any, ...] = (
+    *(bytes, frozenset, range, slice, argparse.Namespace, types.SimpleNamespace, collections.deque, io.BytesIO),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone, torch.Generator),
+)
+_PATHS = {
+    f"{module}.{name}": getattr(pathlib, name)
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "PurePosixPath", "PureWindowsPath")
+}
+
+
+@functools.lru_cache(maxsize=1)
+def _enumerations(loaded: int) -> dict[str, Any]:
+    """Name -> function of all enumerations that Megatron and TransformerEngine have defined; `loaded` modules are there."""
+    import signal
+
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_ENUM_PACKAGES) and module is not None]
+    return {
+        f"{module.__name__}.{kind.__qualname__}": _by_value(kind)
+        for module in (signal, *modules)
+        for kind in list(vars(module).values())
+        if _is_enumeration(kind, module.__name__)
+    }
+
+
+def _name(entry: Any) -> tuple[str, Any]:
+    """The name under which a pickle finds an entry of torch's list of safe globals, and the entry."""
+    if isinstance(entry, tuple):
+        return entry[1], entry[0]
+    return f"{entry.__module__}.{entry.__qualname__}", entry
+
+
+def _allowed(safe_globals: list[Any]) -> list[tuple[Any, str]]:
+    """What an archive may name beside torch's own types: ours, and what Megatron, other packages and the user declared safe."""
+    named = dict(map(_name, [*_PLAIN, *safe_globals])) | _PATHS
+    named = {name: thing for name, thing in named.items() if not name.startswith("numpy.")} | _NUMPY
+    for name, thing in named.items():
+        if isinstance(thing, enum.EnumMeta):
+            named[name] = _by_value(thing)
+    return [(thing, name) for name, thing in (_enumerations(len(sys.modules)) | named).items()]
+
+
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _our_list() -> Iterator[None]:
+    """While the block runs, torch's list of safe globals is ours."""
+    with _lock:
+        before = torch.serialization.get_safe_globals()
+        ours = _allowed(before)
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(ours)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(before)
+
+
+# Archives.
+
+_torch_load = torch.load
+
+
+@contextlib.contextmanager
+def _opened(file: Any) -> Iterator[Any]:
+    if isinstance(file, str | os.PathLike):
+        with files.open_regular(file) as opened:
+            yield opened
+    else:
+        yield file
+
+
+def torch_load(file: Any, map_location: Any = None) -> Any:
+    """As `torch.load` of a path or a binary file, through the gate for archives.
+
+    Raises `Refused` in one line where the file is no zip archive of torch.save, or names what it may not; `OSError` where it
+    cannot be read.
+    """
+    with _opened(file) as opened:
+        start = opened.tell()
+        magic = opened.read(4)
+        opened.seek(start)
+        if magic != b"PK\x03\x04":  # where torch.load would take the file for one of its legacy formats
+            raise Refused(f"the checkpoint holds a file that is no zip archive of torch.save: {_ADVICE}")
+        try:
+            if "constants.pkl" in _records(opened, start):
+                raise Refused("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
+            with _our_list():
+                return _torch_load(opened, map_location=map_location, weights_only=True)
+        except (ConfigError, OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a forged archive raises nearly anything
+            raise _in_one_line(error) from None
+
+
+def _records(file: Any, start: int) -> list[str]:
+    """The names of all records of an archive as torch itself reads it; Python's zipfile may see others."""
+    try:
+        names: list[str] = torch._C.PyTorchFileReader(file).get_all_records()
+        return names
+    finally:
+        file.seek(start)
+
+
+def _in_one_line(error: Exception) -> Refused:
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    if found:
+        return _refused(f"of {found[1]}")
+    refusal = re.search(r"WeightsUnpickler error: (.+)", str(error))
+    why = refusal[1] if refusal else (str(error).strip().splitlines() or [""])[0]
+    return Refused(f"the checkpoint holds an archive that cannot be loaded ({type(error).__name__}: {why:.200}): {_ADVICE}")
+
+
+# The index.
+
+_DCP = "torch.distributed.checkpoint."
+_INDEX: dict[str, frozenset[str]] = {
     module: frozenset(names.split())
     for module, names in {
-        "builtins": "dict list tuple set frozenset int float complex bool bytes bytearray str slice range",
-        "collections": "OrderedDict defaultdict deque",
-        "datetime": "datetime date time timedelta timezone",
-        "argparse": "Namespace",
-        "types": "SimpleNamespace",
-        "pathlib": "Path PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
-        "pathlib._local": "Path PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
-        "signal": "Signals",
-        "_io": "BytesIO",
-        "_codecs": "encode",
-        "copyreg": "_reconstructor",
-        "numpy": "ndarray dtype",
-        "numpy.core.multiarray": "_reconstruct scalar",
-        "numpy._core.multiarray": "_reconstruct scalar",
-        "numpy.core.numeric": "_frombuffer",
-        "numpy._core.numeric": "_frombuffer",
-        "torch": "Size device Tensor",
-        "torch._C": "Generator",
-        "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter "
-        "_rebuild_parameter_with_state _rebuild_meta_tensor_no_storage",
-        "torch._tensor": "_rebuild_from_type_v2",
-        "torch.nn.parameter": "Parameter",
+        "builtins": "set frozenset slice",
+        "collections": "OrderedDict",
+        "pathlib": "PosixPath PurePosixPath",
+        "torch": "Size device",
         "torch.serialization": "_get_layout",
-        "torch.storage": "TypedStorage UntypedStorage",
         _DCP + "metadata": "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
         "TensorProperties _MEM_FORMAT_ENCODING StorageMeta",
         _DCP + "filesystem": "_StorageInfo _StoragePrefix",
         _DCP + "planner": "SavePlan WriteItem WriteItemType TensorWriteData",
         "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
-        "megatron.core.enums": "ModelType",
-        "megatron.core.optimizer": "OptimizerConfig",
-        "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
-        "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
     }.items()
 }
-# Values of torch that pickle by name: torch.bfloat16, torch.strided, torch.contiguous_format.
-_TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
-# How a storage within a pickle is loaded, by torch and since megatron.core has replaced that.
-_NESTED = (("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes"))
-# What a state given to it would change for the whole process.
-_SHARED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum)
-_ENUMS = ("megatron.core.", "transformer_engine.common.")
+_TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)  # they pickle by name: torch.bfloat16
+_OPCODES = {
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP, pickle.MEMOIZE),
+    *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.GET, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG),
+    *(pickle.LONG1, pickle.LONG4, pickle.FLOAT, pickle.BINFLOAT, pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
+    *(pickle.BINUNICODE8, pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8, pickle.EMPTY_TUPLE, pickle.TUPLE),
+    *(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.LIST, pickle.APPEND, pickle.APPENDS),
+    *(pickle.EMPTY_DICT, pickle.DICT, pickle.SETITEM, pickle.SETITEMS, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD),
+}
 
 
-class Refused(ConfigError, pickle.UnpicklingError):
-    """A pickle names something that is not in the allow-list."""
+_PythonUnpickler: Any = pickle._Unpickler
 
 
-class Unpickler(pickle._Unpickler):
-    """`pickle.Unpickler` that finds only what is in the allow-list, and gives a state to nothing that others share.
+class IndexUnpickler(_PythonUnpickler):
+    """Reads `.metadata` of a distributed checkpoint, and no other pickle.
 
-    In Python, as that in C lets nobody see the states that objects are given: an index of 100,000 tensors takes 7 s, not 3 s.
+    In Python, since the one in C lets nobody see which object is given which state: 7 s instead of 3 s for 100,000 tensors.
     """
 
     def load_build(self) -> None:
-        """Gives an object its state; raises `Refused` where that could forge an address or change the whole process."""
-        _check_state(self.stack[-2], self.stack[-1])
+        """Gives an object its state, if it is an instance of a class of the index."""
+        target: Any = self.stack[-2]
+        if type(target).__name__ not in _INDEX.get(type(target).__module__, ()) or isinstance(target, enum.Enum):
+            raise _refused(f"that gives a state to {target!r:.60}")
         super().load_build()
 
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
+    dispatch = {code[0]: _PythonUnpickler.dispatch[code[0]] for code in _OPCODES} | {pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object of that name; raises `Refused` unless it is allowed."""
-        if self.proto < 3:  # as torch.save writes: by the names of Python 2
-            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        if (module, name) in _NESTED:
-            return _load_nested
-        if name in ALLOWED.get(module, ()) and name in _INSTEAD:
-            return _INSTEAD[name]
-        if name in ALLOWED.get(module, ()) or f"{module}.{name}" in _users():
-            return super().find_class(module, name)
-        if "." not in name:
-            if module == "torch" and isinstance(getattr(torch, name, None), _TORCH_VALUES):
-                return getattr(torch, name)
-            if module.startswith(_ENUMS):
-                found = super().find_class(module, name)
-                if isinstance(found, type) and issubclass(found, enum.Enum):
-                    return found
+        """The object of that name; raises `Refused` unless an index may name it."""
+        if module == "pathlib._local":  # where Python 3.13 alone defines them
+            module = "pathlib"
+        if name in _INDEX.get(module, ()):
+            found = getattr(importlib.import_module(module), name, None)
+            if found is not None:
+                return _by_value(found) if isinstance(found, enum.EnumMeta) else found
+        elif module == "torch" and isinstance(getattr(torch, name, None), _TORCH_VALUES):
+            return getattr(torch, name)
         raise _refused(f"of {module}.{name}")
 
 
-def _refused(what: str) -> Refused:
-    return Refused(
-        f"the checkpoint holds a pickle {what}, which could run code: it is not loaded; "
-        "if you trust its origin, give --cp-ring-trust-checkpoint"
-    )
+def load_index(file: Any) -> Any:
+    """As `pickle.load` of an open `.metadata`; raises `Refused` where it is anything else."""
+    try:
+        return IndexUnpickler(file).load()
+    except KeyError as error:  # an opcode that no index has, or a reference to nothing
+        raise _refused(f"with the instruction {error.args[0]!r:.20}") from None
 
 
-def _array(*_: Any) -> Any:
-    """For numpy's `_reconstruct`: an empty array, whatever is asked for; shape, data type and bytes are its state."""
-    return np.empty(0, np.int8)
-
-
-def _only_named(*_: Any) -> Any:
-    """For `numpy.ndarray`: pickles name it for `_reconstruct`. Called, it would take any bytes for the addresses of objects."""
-    raise _refused("that calls numpy.ndarray")
-
-
-def _dtype(code: Any, *_: Any) -> Any:
-    """For `numpy.dtype`: a copy, since others share the original; neither of objects nor of records."""
-    made = np.dtype(code, copy=True) if isinstance(code, str) else None
-    if made is None or made.hasobject or made.names is not None or made.subdtype is not None:
-        raise _refused(f"of the numpy data type {code!r:.60}")
-    return made
-
-
-def _tensor_of_type(build: Any, kind: Any, args: Any, state: Any) -> Any:
-    """For torch's `_rebuild_from_type_v2`, which would give the state to anything."""
-    if not (isinstance(kind, type) and issubclass(kind, torch.Tensor)):
-        raise _refused(f"that gives a state to {kind!r:.60}")
-    return torch._tensor._rebuild_from_type_v2(build, kind, args, state)
-
-
-_INSTEAD = {"ndarray": _only_named, "dtype": _dtype, "_reconstruct": _array, "_rebuild_from_type_v2": _tensor_of_type}
-
-
-def _check_state(target: Any, state: Any) -> None:
-    if isinstance(target, _SHARED):
-        raise _refused(f"that gives a state to {target!r:.60}")
-    if isinstance(target, np.dtype) and not _of_numpy(target, state):
-        raise _refused(f"that gives a state of its own to the numpy data type {target}")
-    if isinstance(target, np.ndarray) and target.size:  # its memory, which others may see by now, would be freed
-        raise _refused("that gives a numpy array another state")
-
-
-def _of_numpy(dtype: Any, state: Any) -> bool:
-    """Whether numpy gives `dtype`, which nobody else holds, such a state: its own, in either order of bytes."""
-    own = dtype.__reduce__()[2]
-    plain = isinstance(state, tuple) and len(state) in (8, 9) and all(type(each) in (int, str, type(None)) for each in state[:8])
-    return plain and dtype is not np.dtype(dtype.str) and state[1] in ("<", ">", "=", "|") and state[2:8] == own[2:8]
-
-
-def load(file: Any, **options: Any) -> Any:
-    """As `pickle.load`, through the allow-list."""
-    return Unpickler(file, **options).load()
-
-
-def torch_load(file: Any, map_location: Any = None) -> Any:
-    """As `torch.load(file, weights_only=False)`, through the allow-list; TorchScript archives are refused."""
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            if any(name.endswith("constants.pkl") for name in archive.namelist()):
-                raise Refused("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
-    if hasattr(file, "seek"):
-        file.seek(0)
-    return _TORCH_LOAD(file, map_location=map_location, pickle_module=MODULE, weights_only=False)
-
-
-_TORCH_LOAD = torch.load
-
-# What torch takes for the module `pickle`.
-MODULE = types.ModuleType("cp_ring_restricted_pickle")
-MODULE.__dict__.update({name: getattr(pickle, name) for name in ("dump", "dumps", "Pickler", "UnpicklingError", "PickleError")})
-MODULE.__dict__.update(load=load, loads=lambda data, **options: load(io.BytesIO(data), **options), Unpickler=Unpickler)
-
-
-class PickleOfMetadata:
-    """Stands for the module `pickle` where torch reads `.metadata`: as `MODULE`, unless checkpoints are trusted."""
+class PickleOfIndex:
+    """Stands for the module `pickle` where torch reads `.metadata`: only `load` differs, unless checkpoints are trusted."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(pickle if current().trust_checkpoint else MODULE, name)
+        if current().trust_checkpoint:
+            return getattr(pickle, name)
+        if name in ("loads", "Unpickler"):
+            raise AttributeError(f"{name} is out of reach while checkpoints are not trusted")
+        return load_index if name == "load" else getattr(pickle, name)
 
+
+# While a checkpoint loads.
 
 _depth = 0
 
 
 @contextlib.contextmanager
 def restricted() -> Iterator[None]:
-    """While the block runs, `torch.load` in this process goes through the allow-list, unless checkpoints are trusted."""
+    """While the block runs, `torch.load` and `torch.jit.load` in this process are gated, unless checkpoints are trusted."""
     global _depth
     _depth += 1
     try:
@@ -212,49 +339,29 @@ def restricted() -> Iterator[None]:
         _depth -= 1
 
 
-def loading_of_checkpoints(torch_load_as_it_was: Any) -> Any:
-    """`torch.load` that is restricted within `restricted()`, and as it was outside and where weights_only is given as true."""
+def _gated() -> bool:
+    return _depth > 0 and not current().trust_checkpoint
 
-    def load_of_torch(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if _depth and not kwargs.get("weights_only") and not current().trust_checkpoint:
+
+def gated_torch_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.load` that goes through the gate within `restricted()`, and as it was outside."""
+
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if _gated():
             return torch_load(f, map_location)
-        return torch_load_as_it_was(f, map_location, *args, **kwargs)
+        return original(f, map_location, *args, **kwargs)
 
-    return load_of_torch
-
-
-@contextlib.contextmanager
-def one_line_refusal() -> Iterator[None]:
-    """Ends the process with the one line of a `ConfigError`, torch-wrapped ones too; the first rank to fail prints it."""
-    try:
-        yield
-    except (ConfigError, torch.distributed.checkpoint.CheckpointException) as error:
-        ours = error if isinstance(error, ConfigError) else refusal_within(error)
-        if ours is None:
-            raise
-        _end(str(ours))
+    return load
 
 
-def refusal_within(error: Any) -> ConfigError | None:
-    """The refusal that torch's `CheckpointException` wraps, or None."""
-    return next((inner for inner, _ in error.failures.values() if isinstance(inner, ConfigError)), None)
+def gated_jit_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.jit.load` that raises `Refused` within `restricted()`, and as it was outside."""
 
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        if _gated():
+            raise Refused("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
+        return original(*args, **kwargs)
 
-def _end(message: str) -> NoReturn:
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    if not dist.is_initialized() or _get_default_store().add("cp_ring/refused", 1) == 1:
-        print(f"cp_ring: error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(1.0)  # a launcher ends all ranks as soon as one has, and the first must have spoken by then
-    raise SystemExit(2)
-
-
-def _users() -> set[str]:
-    """Types that the program has declared safe with torch.serialization.add_safe_globals."""
-    named = (entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals())
-    return {f"{entry.__module__}.{entry.__qualname__}" for entry in named if isinstance(entry, type)}
-
-
-def _load_nested(data: bytes) -> Any:
-    return torch_load(io.BytesIO(data))
+    return load
