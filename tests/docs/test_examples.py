@@ -1,0 +1,68 @@
+"""Each program of docs/examples does what its page says; the programs assert their results themselves."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cp_ring.kernels import REGISTRY
+from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.routes import ROUTES
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents")
+ON_ONE = ("own_mask", "own_layout", "own_route", "own_kernel", "own_patch")
+
+
+def example(name):
+    return importlib.import_module(f"docs.examples.{name}")
+
+
+def run_main(group, name):
+    return example(name).main(group)
+
+
+@pytest.fixture
+def registries():
+    """Examples register what they define; afterwards the registries are as they were."""
+    kept = [(registry, dict(registry)) for registry in (LAYOUTS, ROUTES, REGISTRY)]
+    yield
+    for registry, entries in kept:
+        registry.clear()
+        registry.update(entries)
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_on_two_ranks(pool, name):
+    first, second = pool.run(run_main, 2, name)
+    assert first == second  # each returns a result that both ranks must agree on
+
+
+@pytest.mark.parametrize("name", ON_ONE)
+def test_in_one_process(registries, name):
+    example(name).main()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+def test_megatron_layer(applied):
+    applied("cpu_runtime")
+    assert example("megatron_layer").main() == "RingDotProductAttention"
+
+
+def test_the_first_program_by_torchrun():
+    """The program that README.md shows, started as README.md says."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(EXAMPLES / "ring_attention.py")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank}: 512 of 1024 tokens, relative error" in done.stdout
+
+
+def test_all_examples_are_run_and_short():
+    files = {path.stem: path for path in EXAMPLES.glob("*.py")}
+    assert set(files) == {*ON_TWO_RANKS, *ON_ONE, "megatron_layer"}
+    for path in files.values():
+        assert len(path.read_text().splitlines()) <= 65, path.name

@@ -1,0 +1,91 @@
+"""The site builds without a warning, loads nothing from the network, and its troubleshooting quotes lines that exist."""
+
+import ast
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from cp_ring.config import ContextParallelConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
+LOADED = re.compile(
+    r"""<(?:script|img|iframe)[^>]*\bsrc=["']?(?://|https?:)|<link[^>]*\brel=["']?stylesheet[^>]*\bhref=["']?(?://|https?:)"""
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; a broken link, a page without a place in the menu, or another warning fails."""
+    commands = pytest.importorskip("mkdocs.commands.build")
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True)
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("mkdocs").addHandler(handler)
+    try:
+        commands.build(config)
+    finally:
+        logging.getLogger("mkdocs").removeHandler(handler)
+    assert not heard
+    return folder
+
+
+def test_every_page_is_built(site):
+    for page in (ROOT / "docs").glob("*.md"):
+        name = "index.html" if page.stem == "index" else f"{page.stem}/index.html"
+        assert (site / name).is_file(), page.name
+
+
+def test_pages_load_nothing_from_the_network(site):
+    for page in site.rglob("*.html"):
+        assert not LOADED.search(page.read_text()), page.relative_to(site)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "launch/slurm/README.md"])
+def test_links_of_pages_outside_the_site(page):
+    path = ROOT / page
+    for link in LINK.findall(path.read_text()):
+        assert (path.parent / link).exists(), link
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def sentences():
+    """Every string in the source, f-strings with {} for their values; neighbors that Python joins are joined here too."""
+    for folder in ("cp_ring", "patches"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def documented_lines():
+    """The error lines of docs/troubleshooting.md: first cells in code font, in which ... stands for values."""
+    return re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def test_documented_errors_exist_in_the_code():
+    source = list(sentences())
+    missing = []
+    for line in documented_lines():
+        parts = [part.strip() for part in line.split("...") if part.strip()]
+        if not any(all(part in sentence for part in parts) for sentence in source):
+            missing.append(line)
+    assert not missing
+    assert len(documented_lines()) >= 40
+
+
+def test_every_flag_is_documented():
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    for name in ContextParallelConfig.model_fields:
+        assert f"| `{ContextParallelConfig.flag(name)}` |" in page
