@@ -82,9 +82,7 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
     for parameter in parameters.values():
         if parameter.name not in bound and parameter.default is parameter.empty:
             if parameter.name not in _ABSENT:
-                raise KernelError(
-                    f"kernel='flash': {name} of the installed flash-attn wants {parameter.name}, unknown here"
-                )
+                raise KernelError(f"kernel='flash': {name} of the installed flash-attn wants {parameter.name}, unknown here")
             bound[parameter.name] = _ABSENT[parameter.name]
     for wanted in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}):
         if not wanted & bound.keys():
