@@ -63,7 +63,7 @@ def _chosen(
         kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.name == "reference")
     reasons = []
     for kernel in kernels:
-        reason = kernel.refusal(device, dtype, d, e)
+        reason = kernel.rejection(device, dtype, d, e)
         if reason is None and exact and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
         if reason is None:

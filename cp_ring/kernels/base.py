@@ -78,7 +78,7 @@ class AttentionKernel(Protocol):
     name: str
     capabilities: Capabilities
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         """Why the kernel does not support such tensors, in one line; None if it does."""
         ...
 

@@ -110,7 +110,7 @@ class FlashKernel(WindowKernel):
     def functions(self) -> Functions | None:
         return _installed()
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type not in self.devices:
             return f"runs on CUDA, the tensors are on {device}"
         if self.functions is None:

@@ -110,7 +110,7 @@ class TransformerEngineKernel:
         # Statistics of packed tiles are [t, h, 1], before cuDNN 9.6 [tiles, h, max_q, 1]; forward tells.
         self._padded_stats = False
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type not in self.devices:
             return f"runs on CUDA, the tensors are on {device}"
         library = _library()

@@ -74,11 +74,11 @@ def test_whole_ring(pool, cp, version, mask):
         assert error(x, y) < 1.2e-2
 
 
-def test_refusals_are_one_line():
+def test_rejections_are_one_line():
     with installed("2.20.2"):
-        assert KERNEL.refusal(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
-        assert KERNEL.refusal(CPU, torch.float16, 264, 264).startswith("has no fused backend for head sizes 264 and 264")
-        assert KERNEL.refusal(CPU, torch.float16, 200, 160) is None  # as (200, 200)
+        assert KERNEL.rejection(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
+        assert KERNEL.rejection(CPU, torch.float16, 264, 264).startswith("has no fused backend for head sizes 264 and 264")
+        assert KERNEL.rejection(CPU, torch.float16, 200, 160) is None  # as (200, 200)
     with pytest.raises(
         KernelError, match="transformer_engine: transformer_engine needs TransformerEngine, which is not installed"
     ):
