@@ -6,19 +6,48 @@ Megatron's parser (`--cp-ring-*`), YAML files (section `cp_ring`) and the functi
 from __future__ import annotations
 
 import argparse
-import types
+import importlib.metadata
 import typing
+from functools import cache
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from cp_ring.errors import ConfigError
+from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.routes import ROUTES
 
-Kernel = Literal["auto", "transformer_engine", "cudnn", "flash", "flash_aten", "cpu", "reference"]
-LayoutName = Literal["zigzag", "contiguous", "balanced"]
-Route = Literal["direct", "ring"]
 WireDtype = Literal["input", "float32"]
 Recompute = Literal["keep", "replay"]
+
+PLUGINS = "cp_ring.plugins"
+"""Entry point group of packages that add kernels, layouts or routes: each entry names a module that registers them.
+
+A script that imports such a module itself before it parses its arguments needs no entry point.
+"""
+
+
+@cache
+def load_plugins() -> None:
+    """Imports the modules of the entry point group `PLUGINS`, once."""
+    for plugin in importlib.metadata.entry_points(group=PLUGINS):
+        try:
+            plugin.load()
+        except Exception as error:  # whatever the import of another's module raises
+            raise ConfigError(f"plugin {plugin.name} ({plugin.value}) cannot be imported: {error}") from None
+
+
+def choices(setting: str) -> tuple[str, ...]:
+    """The names that a setting accepts, () if it is not a choice. Kernels, layouts and routes are those registered by now."""
+    if setting == "kernel":
+        from cp_ring.kernels import REGISTRY  # loads torch, which a command line that names no kernel does without
+
+        return ("auto", *REGISTRY)
+    registry = {"layout": LAYOUTS, "route": ROUTES}.get(setting)
+    if registry is not None:
+        return tuple(registry)
+    return tuple(map(str, typing.get_args(ContextParallelConfig.model_fields[setting].annotation)))
 
 
 class ContextParallelConfig(BaseModel):
@@ -31,14 +60,14 @@ class ContextParallelConfig(BaseModel):
 
     enabled: bool = Field(False, description="Replace core attention by ring attention over the context-parallel group.")
     cpu: bool = Field(False, description="Let Megatron run on a machine without CUDA (gloo); inert where CUDA is present.")
-    kernel: Kernel = Field("auto", description="Attention kernel of each tile; auto takes the fastest one that can do the job.")
-    layout: LayoutName = Field("zigzag", description="Which rank holds which tokens; balanced needs --cp-ring-document-mask.")
+    kernel: str = Field("auto", description="Attention kernel of each tile; auto takes the fastest one that can do the job.")
+    layout: str = Field("zigzag", description="Which rank holds which tokens; balanced needs --cp-ring-document-mask.")
     document_mask: bool = Field(
         False,
         description="Tokens see only their own document, which ends with the end-of-document token; "
         "position ids begin anew in each, and that token's own prediction counts for nothing in the loss.",
     )
-    route: Route = Field("direct", description="How keys and values reach the ranks that need them.")
+    route: str = Field("direct", description="How keys and values reach the ranks that need them.")
     num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
     wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")
     recompute: Recompute = Field(
@@ -62,6 +91,17 @@ class ContextParallelConfig(BaseModel):
         "are not what its flags declare; leaves a certificate beside the checkpoints.",
     )
 
+    @field_validator("kernel", "layout", "route")
+    @classmethod
+    def _registered(cls, value: str, info: ValidationInfo) -> str:
+        setting = str(info.field_name)
+        if value not in choices(setting):
+            load_plugins()
+        if value not in choices(setting):
+            known = [repr(name) for name in choices(setting)]
+            raise PydanticCustomError("unknown_name", "input should be {known}", {"known": f"{', '.join(known[:-1])} or {known[-1]}"})
+        return value
+
     @classmethod
     def flag(cls, field: str) -> str:
         """The command-line flag of a field: `enabled` is `--cp-ring`, `num_slots` is `--cp-ring-num-slots`."""
@@ -72,7 +112,8 @@ class ContextParallelConfig(BaseModel):
         """Adds every field as a flag; values are validated later, by `from_args`, for one clear message."""
         group = parser.add_argument_group(title="cp_ring", description="ring attention for context parallelism")
         for name, field in cls.model_fields.items():
-            shown = f"{field.description} (default: {field.default}{_choices(field.annotation)})".replace("%", "%%")
+            known = f"; one of {', '.join(choices(name))}" if choices(name) else ""
+            shown = f"{field.description} (default: {field.default}{known})".replace("%", "%%")
             options: dict[str, Any] = {"dest": _dest(name), "default": field.default, "help": shown}
             if field.annotation is bool:
                 switch = argparse.BooleanOptionalAction if field.default else "store_true"
@@ -96,7 +137,8 @@ class ContextParallelConfig(BaseModel):
             name = str(first["loc"][0])
             if name not in cls.model_fields:
                 raise ConfigError(f"cp_ring has no setting {name!r}; it has {', '.join(cls.model_fields)}") from None
-            raise ConfigError(f"{cls.flag(name)} {first['input']!r}: {first['msg'].lower()}") from None
+            message = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"].lower()
+            raise ConfigError(f"{cls.flag(name)} {first['input']!r}: {message}") from None
 
     def to_args(self) -> list[str]:
         """The flags that differ from their defaults, as a command line."""
@@ -111,8 +153,3 @@ class ContextParallelConfig(BaseModel):
 
 def _dest(name: str) -> str:
     return "cp_ring" if name == "enabled" else f"cp_ring_{name}"
-
-
-def _choices(annotation: Any) -> str:
-    choices = typing.get_args(annotation) if not isinstance(annotation, types.UnionType) else ()
-    return f"; one of {', '.join(map(str, choices))}" if choices else ""

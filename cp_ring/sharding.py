@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,10 +23,8 @@ from cp_ring.plan_cache import length_of, zigzag
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Tensors = TypeVar("Tensors", Tensor, tuple[Any, ...], list[Any], dict[Any, Any])
 
-
-def shard(
+def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     tensors: Tensors,
     layout: Layout | RingPlan | None = None,
     group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
@@ -40,11 +38,10 @@ def shard(
 
     Raises `PlanError` where a tensor has another number of tokens than the layout, `ConfigError` for what is not a group.
     """
-    if isinstance(tensors, tuple | list):
-        parts = [None if x is None else shard(x, layout, group, dim) for x in tensors]
-        if isinstance(tensors, list):
-            return parts
-        return type(tensors)(*parts) if hasattr(tensors, "_fields") else tuple(parts)
+    if isinstance(tensors, list):
+        return [None if x is None else shard(x, layout, group, dim) for x in tensors]
+    if isinstance(tensors, tuple):
+        return tuple(None if x is None else shard(x, layout, group, dim) for x in tensors)
     if isinstance(tensors, dict):
         return {name: None if x is None else shard(x, layout, group, dim) for name, x in tensors.items()}
     transport = transport_for(group, tensors.device)

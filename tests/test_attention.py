@@ -206,7 +206,7 @@ def test_bad_shapes():
     with pytest.raises(PlanError, match="at least one head"):
         ring_attention(q[:, :, :0], k, v, plan=plan)
     for scale in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ConfigError, match="softmax_scale=.*: it must be a finite number above 0"):
+        with pytest.raises(ConfigError, match=r"softmax_scale=.*: it must be a finite number above 0"):
             ring_attention(q, k, v, plan=plan, softmax_scale=scale)
     with pytest.raises(PlanError, match="key/value heads must divide query heads"):
         ring_attention(q[:, :, :3], k, v, plan=plan)

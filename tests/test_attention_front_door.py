@@ -150,7 +150,7 @@ def test_contradictions_are_one_line_that_names_the_argument(options, kind, says
 def test_the_length_of_an_uneven_sequence_is_not_guessed():
     q, k, v, _ = Case.draw(7)
     with pytest.raises(
-        ConfigError, match="a rank holds 7 tokens, not a multiple of 2, so the length .* pad it to a multiple of 4"
+        ConfigError, match=r"a rank holds 7 tokens, not a multiple of 2, so the length .* pad it to a multiple of 4"
     ):
         ring_attention(q, k, v, LoopbackTransport(0, 2), causal=True)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.slots import Slots
-from cp_ring.comm.transport import MessageBatch, Done, Pending, Transport
+from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
 from cp_ring.observe.counters import ledgers
 from cp_ring.ops.sums import add_, move_
 from cp_ring.plan.tables import Hop, RankPlan, Transfer

@@ -192,7 +192,7 @@ def _kernels() -> Iterator[Finding]:
         on_cpu = name == "cpu" or (name == "reference" and not cuda)
         device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
         try:
-            reason = importlib.import_module(home).KERNEL.refusal(torch.device(device), dtype, 128, 128)
+            reason = importlib.import_module(home).KERNEL.rejection(torch.device(device), dtype, 128, 128)
         except Exception as error:  # a package that it uses is broken: its own line says what to do
             reason = f"cannot be used: {_line(error)}"
         if device == "cuda" and not cuda:

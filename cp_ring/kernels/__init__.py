@@ -22,7 +22,16 @@ REGISTRY = {
     "cpu": "cp_ring.kernels.cpu",
     "reference": "cp_ring.kernels.reference",
 }
-"""Name to module, fastest first; a module is imported when it is first asked for and holds the kernel as KERNEL."""
+"""Name to module, fastest first. A module holds its kernel as `KERNEL` and is imported when the kernel is first needed.
+
+A kernel from outside joins with one assignment: `cp_ring.kernels.REGISTRY["mine"] = "my_package.my_kernel"`. From then on
+`ring_attention(..., kernel="mine")` and `ContextParallelConfig(kernel="mine")` accept the name; `kernel="auto"` tries it last.
+The flag `--cp-ring-kernel mine` is checked before a script runs under `cp_ring.run`, so a package for such scripts makes the
+assignment in a module of its own and names that module as an entry point of the group `cp_ring.plugins`:
+
+    [project.entry-points."cp_ring.plugins"]
+    mine = "my_package.register"
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -30,12 +39,12 @@ _log = logging.getLogger(__name__)
 def choose(
     name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool = False
 ) -> AttentionKernel:  # fmt: skip
-    """The named kernel, or with "auto" the first of the registry that can serve such tensors; the choice is logged once.
+    """The named kernel, or for "auto" the first of the registry that supports such tensors; the choice is logged once.
 
-    `packed` says that the plan has many tiles of many sizes (packed documents): then kernels that take many tiles in one
-    call come first, because the others pay for each.
+    `d` is the head size of queries and keys, `e` that of values. `packed` says that the plan has many tiles of many sizes
+    (packed documents). Then kernels that take many tiles in one call come first, because the others pay for each tile.
 
-    Raises `KernelError` when the name is unknown or the kernel cannot do the job; an explicit choice is never replaced.
+    Raises `KernelError` when the name is unknown or the kernel rejects such tensors; an explicit choice is never replaced.
     """
     if name != "auto" and name not in REGISTRY:
         raise KernelError(f"kernel={name!r}: unknown; known are auto, {', '.join(REGISTRY)}")
@@ -48,15 +57,15 @@ def _chosen(
     name: str, candidates: tuple[tuple[str, str], ...], device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
     exact: bool,
 ) -> AttentionKernel:  # fmt: skip
-    """Made once for each kind of tensors: it is asked for at every call of attention. `exact` wants determinism."""
+    """Cached, because every call of attention chooses a kernel. `exact` asks for determinism."""
     kernels: list[AttentionKernel] = [importlib.import_module(home).KERNEL for _, home in candidates]
     if packed:
         kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.name == "reference")
     reasons = []
     for kernel in kernels:
-        reason = kernel.refusal(device, dtype, d, e)
+        reason = kernel.rejection(device, dtype, d, e)
         if reason is None and exact and not kernel.capabilities.deterministic:
-            reason = "does not give the same bits in every run, which deterministic algorithms want"
+            reason = "does not give the same bits in every run, which deterministic algorithms need"
         if reason is None:
             _log.info("attention kernel: %s (%s; %s on %s, head sizes %d and %d)", kernel.name, name, dtype, device.type, d, e)
             return kernel

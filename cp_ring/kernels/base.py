@@ -1,14 +1,18 @@
-"""What a kernel is: one tile in, (out, lse) out, and the tile's gradients from the merged out and lse.
+"""The interface of a kernel: one tile in, (out, lse) out; and the tile's gradients from the merged out and lse.
 
-A new kernel is one file with one object that follows `AttentionKernel` (and `VarlenKernel` where its capabilities say
-varlen), one line in `cp_ring.kernels.REGISTRY`, and one line in its tests: `conformance.check(kernel, device, dtype)`.
+To add a kernel:
+1. Write a module with an object `KERNEL` that follows `AttentionKernel`, and `VarlenKernel` if its `capabilities.varlen` is
+   true. `capabilities` says what the kernel can do beyond full and causal tiles; the plan's tiles are lowered to that.
+2. Add its name and module to `cp_ring.kernels.REGISTRY` (whose docstring tells how a package of its own does it). The flag
+   `--cp-ring-kernel`, the YAML key, `ring_attention(kernel=...)` and the help text take the names from there.
+3. Test it: `cp_ring.testing.conformance.check(kernel, device, dtype)` checks every property that the ring relies on.
 
-Shapes: b batch, q query rows of the tile, k key columns of the tile, h query heads, g key/value heads (g divides h),
-d head size of queries and keys, e head size of values, t and u packed query and key rows of many tiles.
+Shapes: b batch, q queries of the tile, k keys of the tile, h query heads, g key/value heads (g divides h), d head size of
+queries and keys, e head size of values, t and u packed queries and keys of many tiles.
 
-Determinism is asked for by `ring_attention(deterministic=True)`, or by torch's own switch,
-`torch.use_deterministic_algorithms(True)` (`warn_only` changes nothing, as in torch): then a kernel whose
-`capabilities.deterministic` is true gives the same bits in every run, and the others are refused.
+`ring_attention(deterministic=True)` and torch's switch, `torch.use_deterministic_algorithms(True)`, ask for determinism
+(`warn_only` does not, as in torch). Then kernels whose `capabilities.deterministic` is true give the same bits in every run,
+and other kernels are rejected.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
 
 @contextmanager
 def determinism(asked: bool | None) -> Iterator[bool]:
-    """What `deterministic` says in the block, which it yields too; None leaves it to torch's switch."""
+    """Sets what `deterministic` returns in the block, and yields it; None follows torch's switch."""
     token = _asked.set(asked)
     try:
         yield deterministic()
@@ -60,46 +64,46 @@ def deterministic() -> bool:
 
 @lru_cache(maxsize=64)
 def no_random_state(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """What operators want as the random state of dropout, which is off: nothing reads it. int64 zeros, made once."""
+    """The random state of dropout that operators demand though dropout is off: int64 zeros, made once."""
     return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
 class AttentionKernel(Protocol):
     """Attention of one tile. Tensors may be strided views; the last dimension is contiguous.
 
-    `lo` and `hi` bound column - row within the tile (row and column 0 are the tile's corner): -OPEN and OPEN leave a side
-    unbounded, hi = 0 alone is causal, aligned top left. A kernel only ever sees tiles that its `capabilities` allow.
+    `lo` and `hi` bound key - query, both counted within the tile. -OPEN and OPEN leave a side unbounded; lo = -OPEN with
+    hi = 0 is causal, aligned top left. A kernel gets only tiles that its `capabilities` allow.
     """
 
     name: str
     capabilities: Capabilities
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
-        """Why this kernel cannot run on such tensors, in one line; None when it can."""
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+        """Why the kernel does not support such tensors, in one line; None if it does."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
         """q [b, q, h, d], k [b, k, g, d], v [b, k, g, e] to out [b, q, h, e] and lse [b, h, q] (natural log, float32 or 64).
 
-        A row that sees nothing has out 0 and lse -inf.
+        A query that sees no key has out 0 and lse -inf.
         """
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's share of dq, dk, dv, from the out [b, q, h, e] and lse [b, h, q] of the whole row (all tiles merged)."""
+        """The tile's share of dq, dk, dv, from the merged out [b, q, h, e] and lse [b, h, q] of all tiles of its queries."""
         ...
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Many tiles in one call: tile i has query rows cu_q[i] to cu_q[i + 1] and key rows cu_k[i] to cu_k[i + 1], none empty.
+    """Many tiles in one call: tile i has queries cu_q[i] to cu_q[i + 1] and keys cu_k[i] to cu_k[i + 1]; no tile is empty.
 
-    cu_q, cu_k int32 [tiles + 1] on the tensors' device; max_q, max_k the largest tile's rows and columns.
-    left, right: the window, aligned bottom right, the same for all tiles: row i of q sees column j of k where
-    -left <= (j - k) - (i - q) <= right; -1 leaves a side unbounded. Without `capabilities.bands` it is (-1, -1), or (-1, 0)
-    on tiles that are all square. Each row sees a key.
+    cu_q, cu_k: int32 [tiles + 1] on the tensors' device. max_q, max_k: queries and keys of the largest tile.
+    left, right: the window, aligned bottom right, the same for all tiles: in a tile of q queries and k keys, query i sees key j
+    where -left <= (j - k) - (i - q) <= right; -1 leaves a side unbounded. Without `capabilities.bands` it is (-1, -1), or
+    (-1, 0) on tiles that are all square. Each query sees a key.
     """
 
     cu_q: Tensor
@@ -112,7 +116,7 @@ class Packing:
 
 @runtime_checkable
 class VarlenKernel(Protocol):
-    """What a kernel whose `capabilities.varlen` is true has besides."""
+    """Extra methods required when `capabilities.varlen` is true."""
 
     def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
         """q [t, h, d], k [u, g, d], v [u, g, e] to out [t, h, e] and lse [h, t] (natural log)."""
@@ -121,5 +125,5 @@ class VarlenKernel(Protocol):
     def backward_varlen(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tiles' shares of dq, dk, dv, from the merged out [t, h, e] and lse [h, t] of the whole rows."""
+        """The tiles' shares of dq, dk, dv, from the merged out [t, h, e] and lse [h, t] of their queries."""
         ...

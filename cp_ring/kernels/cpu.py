@@ -24,7 +24,7 @@ class CpuKernel:
     name = "cpu"
     capabilities = Capabilities(deterministic=True)
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type != "cpu":
             return f"runs on the CPU, the tensors are on {device}"
         return None if dtype in _DTYPES else f"does not know {dtype}"

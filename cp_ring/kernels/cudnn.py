@@ -26,7 +26,7 @@ class CudnnKernel:
     # The operator's statistics are [b, h, s, 1] in some versions of torch, [b, h, s] in others; forward tells.
     _stats_dims = 4
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type != "cuda":
             return f"runs on CUDA, the tensors are on {device}"
         if dtype not in (torch.float16, torch.bfloat16):

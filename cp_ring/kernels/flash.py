@@ -1,7 +1,7 @@
 """flash-attn where it is installed: version 4 (flash_attn.cute), 3 (flash_attn_interface) or 2 (flash_attn), fastest first.
 
-Their inner functions changed their parameters from version to version, so each call is bound by name to what the
-installed signature has.
+Their inner functions changed their parameters from version to version, so each call is bound by name to the
+parameters of the installed version.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cp_ring.errors import KernelError
 from cp_ring.kernels.base import Packing, deterministic
+from cp_ring.kernels.signatures import bind
 from cp_ring.kernels.window import WindowKernel
 
 _HOMES = (
@@ -29,7 +30,7 @@ _HOMES = (
         ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
     ),
 )
-# Passed where a version demands them: what attention without dropout, caches, rotation and quantization has not.
+# For parameters that a version demands: values for attention without dropout, caches, rotation and quantization.
 _ABSENT: dict[str, Any] = {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False} | dict.fromkeys(
     [
         "alibi_slopes",
@@ -72,26 +73,18 @@ class Functions:
 
 
 def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The part of `values` that `function` has parameters for.
+    """The part of `values` that `function` has parameters for, in the way in which its version writes open windows.
 
     Raises `KernelError` when it demands something unknown, or lacks one of the values that attention depends on.
     """
-    parameters = inspect.signature(function).parameters
-    bound = {name: values[name] for name in parameters if name in values}
-    name = getattr(function, "__name__", str(function))
-    for parameter in parameters.values():
-        if parameter.name not in bound and parameter.default is parameter.empty:
-            if parameter.name not in _ABSENT:
-                raise KernelError(
-                    f"kernel='flash': {name} of the installed flash-attn wants {parameter.name}, unknown here"
-                )
-            bound[parameter.name] = _ABSENT[parameter.name]
+    bound = bind("flash", function, values, _ABSENT)
     for wanted in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}):
         if not wanted & bound.keys():
-            raise KernelError(f"kernel='flash': {name} of the installed flash-attn has no {' or '.join(sorted(wanted))}")
+            name = getattr(function, "__name__", str(function))
+            raise KernelError(f"kernel='flash': {name} of the installed version has no {' or '.join(sorted(wanted))}")
     # Version 4 writes None for an open side, the others -1.
     for side in ("window_size_left", "window_size_right"):
-        if bound.get(side) == -1 and parameters[side].default is None:
+        if bound.get(side) == -1 and inspect.signature(function).parameters[side].default is None:
             bound[side] = None
     return bound
 
@@ -117,7 +110,7 @@ class FlashKernel(WindowKernel):
     def functions(self) -> Functions | None:
         return _installed()
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type not in self.devices:
             return f"runs on CUDA, the tensors are on {device}"
         if self.functions is None:

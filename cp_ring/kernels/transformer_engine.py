@@ -1,8 +1,8 @@
 """TransformerEngine's fused attention (cuDNN), tile by tile: float16 and bfloat16, full or causal, packed tiles, key and
 value head sizes that may differ.
 
-Its functions changed their parameters from version to version, so each call is bound by name to what the installed
-signature has, and TransformerEngine is asked which backend serves a call.
+Its functions changed their parameters from version to version, so each call is bound by name to the parameters of the
+installed version, and TransformerEngine is asked which backend supports a call.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from torch import Tensor
 from cp_ring.errors import KernelError
 from cp_ring.kernels.base import Packing, deterministic, no_random_state
 from cp_ring.kernels.reference import KERNEL as SMALL
+from cp_ring.kernels.signatures import bind
 from cp_ring.kernels.window import pad
 from cp_ring.plan.lower import Capabilities
 
 _BLOCK = 128
-"""Tiles of other sizes go as packed ones: cuDNN builds a plan for each size of a dense call, which takes long."""
+"""Tiles whose sizes are not multiples of this use the varlen function: cuDNN builds a plan for each size of a dense call,
+which takes long. The decision between single and packed calls (kernels/calls.py) is another one and comes before it."""
 
 
 class Library(NamedTuple):
-    """What is used of TransformerEngine."""
+    """The parts of TransformerEngine that the adapter uses."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -41,7 +43,7 @@ class Library(NamedTuple):
 
 @cache
 def _library() -> Library | str:
-    """TransformerEngine's functions, or why there are none, in one line."""
+    """TransformerEngine's functions, or in one line why they cannot be used."""
     try:
         # In this order: the package finds the extension and loads it.
         fused = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
@@ -68,28 +70,16 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The part of `values` that `function` has parameters for. Raises `KernelError` when it demands something else."""
-    parameters = inspect.signature(function).parameters
-    unknown = [name for name, p in parameters.items() if p.default is p.empty and name not in values]
-    if unknown:
-        name = getattr(function, "__name__", str(function))
-        raise KernelError(
-            f"kernel='transformer_engine': {name} of the installed version wants {', '.join(unknown)}, unknown here"
-        )
-    return {name: values[name] for name in parameters if name in values}
-
-
 class Call(NamedTuple):
-    """What a call is made for, but its tensors; TransformerEngine chooses a backend by it."""
+    """Cache key for TransformerEngine's choice of backend: everything about a call except its tensors."""
 
     layout: str
     causal: bool
     dtype: torch.dtype
     h: int
     g: int
-    rows: int
-    columns: int
+    queries: int
+    keys: int
     d: int
     e: int
     deterministic: bool
@@ -120,7 +110,7 @@ class TransformerEngineKernel:
         # Statistics of packed tiles are [t, h, 1], before cuDNN 9.6 [tiles, h, max_q, 1]; forward tells.
         self._padded_stats = False
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type not in self.devices:
             return f"runs on CUDA, the tensors are on {device}"
         library = _library()
@@ -135,13 +125,13 @@ class TransformerEngineKernel:
         q_, k_, v_ = (x.transpose(0, 1) for x in (q, k, v))
         call = self._call(q_, k_, v_, "sbhd", hi == 0)
         if self._wants_packing(call):
-            packing = _single(call.rows, call.columns, hi == 0, q.device)
+            packing = _single(call.queries, call.keys, hi == 0, q.device)
             out, lse = self.forward_varlen(q_.flatten(1, 2), k_.flatten(1, 2), v_.flatten(1, 2), packing, scale)
             b, h = q.shape[0], q.shape[2]
             return out.unflatten(1, (b, h)).transpose(0, 1), lse.unflatten(0, (b, h))
-        if min(call.rows, call.columns) < 2:
+        if min(call.queries, call.keys) < 2:
             return SMALL.forward(q, k, v, lo=lo, hi=hi, scale=scale)
-        cu_q, cu_k = _even(call.rows, len(q), q.device), _even(call.columns, len(q), q.device)
+        cu_q, cu_k = _even(call.queries, len(q), q.device), _even(call.keys, len(q), q.device)
         out, stats = self._attend(call, q_, k_, v_, cu_q, cu_k, scale)
         return out[..., : v.shape[-1]].transpose(0, 1), stats[..., 0]
 
@@ -151,14 +141,14 @@ class TransformerEngineKernel:
         dout_, q_, k_, v_, out_ = (x.transpose(0, 1) for x in (dout, q, k, v, out))
         call = self._call(q_, k_, v_, "sbhd", hi == 0)
         if self._wants_packing(call):
-            packing = _single(call.rows, call.columns, hi == 0, q.device)
+            packing = _single(call.queries, call.keys, hi == 0, q.device)
             dout_, q_, k_, v_, out_ = (x.flatten(1, 2) for x in (dout_, q_, k_, v_, out_))
             grads = self.backward_varlen(dout_, q_, k_, v_, out_, lse.flatten(0, 1), packing, scale)
             dq, dk, dv = (x.unflatten(1, (len(q), -1)).transpose(0, 1) for x in grads)
             return dq, dk, dv
-        if min(call.rows, call.columns) < 2:
+        if min(call.queries, call.keys) < 2:
             return SMALL.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
-        cu_q, cu_k = _even(call.rows, len(q), q.device), _even(call.columns, len(q), q.device)
+        cu_q, cu_k = _even(call.queries, len(q), q.device), _even(call.keys, len(q), q.device)
         stats = lse.float()[..., None].contiguous()
         grads = self._gradients(call, dout_, q_, k_, v_, out_, stats, cu_q, cu_k, scale)
         dq, dk, dv = (x.transpose(0, 1) for x in grads)
@@ -169,8 +159,8 @@ class TransformerEngineKernel:
         out, stats = self._attend(call, q, k, v, packing.cu_q, packing.cu_k, scale)
         self._padded_stats = stats.dim() == 4
         if self._padded_stats:
-            tile, row = _places(packing, len(q))
-            stats = stats[tile, :, row]
+            tile, position = _places(packing, len(q))
+            stats = stats[tile, :, position]
         return out[..., : v.shape[-1]], stats[..., 0].transpose(0, 1)
 
     def backward_varlen(
@@ -179,9 +169,9 @@ class TransformerEngineKernel:
         call = self._call(q, k, v, "thd", packing.right == 0, packing)
         stats = lse.float().transpose(0, 1)[..., None].contiguous()
         if self._padded_stats:
-            tile, row = _places(packing, len(q))
-            padded = stats.new_zeros((call.batch, stats.shape[1], call.rows, 1))
-            padded[tile, :, row] = stats
+            tile, position = _places(packing, len(q))
+            padded = stats.new_zeros((call.batch, stats.shape[1], call.queries, 1))
+            padded[tile, :, position] = stats
             stats = padded
         return self._gradients(call, dout, q, k, v, out, stats, packing.cu_q, packing.cu_k, scale)
 
@@ -191,7 +181,7 @@ class TransformerEngineKernel:
         library = _loaded()
         tensors = {"q": pad(q, call.d), "k": pad(k, call.d), "v": pad(v, call.e)}
         values = self._values(call, tensors, cu_q, cu_k, scale) | {"is_training": True, "return_max_logit": False}
-        out, aux, *_ = library.forward(**arguments(library.forward, values))
+        out, aux, *_ = library.forward(**bind("transformer_engine", library.forward, values))
         return out, aux[0]
 
     def _gradients(
@@ -204,7 +194,7 @@ class TransformerEngineKernel:
         values = self._values(call, tensors, cu_q, cu_k, scale) | {
             "aux_ctx_tensors": aux, "dqkv_dtype": library.dtypes[q.dtype], "deterministic": call.deterministic,
         }  # fmt: skip
-        dq, dk, dv, *_ = library.backward(**arguments(library.backward, values))
+        dq, dk, dv, *_ = library.backward(**bind("transformer_engine", library.backward, values))
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
     def _values(self, call: Call, tensors: dict[str, Tensor], cu_q: Tensor, cu_k: Tensor, scale: float) -> dict[str, Any]:
@@ -213,7 +203,7 @@ class TransformerEngineKernel:
             raise KernelError(f"kernel='transformer_engine': no fused backend for {call._asdict()}")
         packed = call.layout == "thd"
         return {name: x.contiguous() for name, x in tensors.items()} | {
-            "max_seqlen_q": call.rows, "max_seqlen_kv": call.columns, "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k,
+            "max_seqlen_q": call.queries, "max_seqlen_kv": call.keys, "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k,
             "cu_seqlens_q_padded": cu_q if packed else None, "cu_seqlens_kv_padded": cu_k if packed else None,
             "fake_dtype": call.dtype, "fused_attention_backend": backend, "attn_scale": scale, "dropout": 0.0,
             "qkv_layout": "_".join([call.layout] * 3), "dqkv_layout": "_".join([call.layout] * 3), "o_format": call.layout,
@@ -225,16 +215,16 @@ class TransformerEngineKernel:
         """Of tensors [s, b, h, d], or packed [t, h, d]."""
         d, e = self._sizes(q.dtype, q.shape[-1], v.shape[-1]) or (q.shape[-1], v.shape[-1])
         if packing:
-            # The longest tiles may be given as longer, which makes for fewer kinds of calls.
-            rows, columns = (-(-x // _BLOCK) * _BLOCK for x in (packing.max_q, packing.max_k))
+            # The largest sizes may be rounded up; that leaves fewer kinds of calls.
+            queries, keys = (-(-x // _BLOCK) * _BLOCK for x in (packing.max_q, packing.max_k))
             more = len(packing.cu_q) - 1, len(q), len(k)
         else:
-            rows, columns, more = len(q), len(k), (q.shape[1], 0, 0)
-        return Call(layout, causal, q.dtype, q.shape[-2], k.shape[-2], rows, columns, d, e, deterministic(), *more)
+            queries, keys, more = len(q), len(k), (q.shape[1], 0, 0)
+        return Call(layout, causal, q.dtype, q.shape[-2], k.shape[-2], queries, keys, d, e, deterministic(), *more)
 
     def _wants_packing(self, call: Call) -> bool:
-        uneven = call.rows % _BLOCK or call.columns % _BLOCK
-        return bool(uneven) and self._backend(call._replace(layout="thd", tokens_q=call.rows, tokens_k=call.columns)) is not None
+        uneven = call.queries % _BLOCK or call.keys % _BLOCK
+        return bool(uneven) and self._backend(call._replace(layout="thd", tokens_q=call.queries, tokens_k=call.keys)) is not None
 
     def _sizes(self, dtype: torch.dtype, d: int, e: int) -> tuple[int, int] | None:
         """Head sizes of the call: multiples of 8, and one size for both where two have no backend."""
@@ -246,7 +236,7 @@ class TransformerEngineKernel:
         return None
 
     def _backend(self, call: Call) -> Any:
-        """The fused backend that TransformerEngine names for the call; None for none."""
+        """The fused backend that TransformerEngine names for the call, or None."""
         if call not in self._backends:
             if len(self._backends) > 4096:  # packed documents bring ever new sizes
                 self._backends.clear()
@@ -263,17 +253,17 @@ def _loaded() -> Library:
 
 
 def _ask(library: Library, call: Call) -> Any:
-    """The fused backend for a call, in TransformerEngine's own words."""
+    """TransformerEngine's own value for the fused backend of a call."""
     dtype, enums = library.dtypes[call.dtype], library.enums
     layout, bias = enums.QKVLayout["_".join([call.layout] * 3)], enums.AttnBiasType["no_bias"]
     mask, softmax = enums.AttnMaskType[call.mask], enums.SoftmaxType["vanilla"]
     if library.params is None:
-        # By position; the list grew as the parameters of the forward function did.
+        # By position; the list grew together with the parameters of the forward function.
         names = inspect.signature(library.forward).parameters
-        more = [x for name, x in (("cuda_graph", False), ("bottom_right_diagonal", call.deterministic)) if name in names]
+        extra = [x for name, x in (("cuda_graph", False), ("bottom_right_diagonal", call.deterministic)) if name in names]
         return library.extension.get_fused_attn_backend(
-            True, dtype, dtype, layout, bias, mask, softmax, 0.0, call.h, call.g, call.rows, call.columns, call.d, call.e,
-            *call.window, False, *more,
+            True, dtype, dtype, layout, bias, mask, softmax, 0.0, call.h, call.g, call.queries, call.keys, call.d, call.e,
+            *call.window, False, *extra,
         )  # fmt: skip
     values = {
         "is_training": True, "deterministic": call.deterministic, "attn_mask_type": mask, "bias_type": bias,
@@ -282,9 +272,9 @@ def _ask(library: Library, call: Call) -> Any:
         "do_dtype": dtype, "dqkv_dtype": dtype, "qkv_layout": layout, "dqkv_layout": layout,
         "o_format": enums.QKVFormat[call.layout], "do_format": enums.QKVFormat[call.layout], "batch_size": call.batch,
         "num_attn_heads": call.h, "num_gqa_groups": call.g, "head_dim_qk": call.d, "head_dim_v": call.e,
-        "max_seqlen_q": call.rows, "max_seqlen_kv": call.columns, "num_tokens_q": call.tokens_q, "num_tokens_kv": call.tokens_k,
+        "max_seqlen_q": call.queries, "max_seqlen_kv": call.keys, "num_tokens_q": call.tokens_q, "num_tokens_kv": call.tokens_k,
     }  # fmt: skip
-    backend, _ = library.extension.get_fused_attn_backend(library.params(**arguments(library.params, values)))
+    backend, _ = library.extension.get_fused_attn_backend(library.params(**bind("transformer_engine", library.params, values)))
     return backend
 
 
@@ -294,16 +284,16 @@ def _even(size: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)
 
 
-def _single(rows: int, columns: int, causal: bool, device: torch.device) -> Packing:
-    """One tile as a packing; the batch goes with the heads."""
-    return Packing(_even(rows, 1, device), _even(columns, 1, device), rows, columns, -1, 0 if causal else -1)
+def _single(queries: int, keys: int, causal: bool, device: torch.device) -> Packing:
+    """One tile as a packing; the batch joins the heads."""
+    return Packing(_even(queries, 1, device), _even(keys, 1, device), queries, keys, -1, 0 if causal else -1)
 
 
 def _places(packing: Packing, total: int) -> tuple[Tensor, Tensor]:
-    """The tile of each packed row, and its row within the tile, int64 [total]."""
-    row = torch.arange(total, device=packing.cu_q.device)
-    tile = torch.searchsorted(packing.cu_q[1:].long(), row, right=True)
-    return tile, row - packing.cu_q[tile]
+    """The tile of each packed query, and its position within the tile, int64 [total]."""
+    position = torch.arange(total, device=packing.cu_q.device)
+    tile = torch.searchsorted(packing.cu_q[1:].long(), position, right=True)
+    return tile, position - packing.cu_q[tile]
 
 
 KERNEL = TransformerEngineKernel()

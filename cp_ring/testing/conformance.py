@@ -75,7 +75,7 @@ def check(
     Raises `AssertionError` that names kernel, property, tile and error.
     """
     device = torch.device(device)
-    served = [x for x in heads if kernel.refusal(device, dtype, x[2], x[3]) is None]
+    served = [x for x in heads if kernel.rejection(device, dtype, x[2], x[3]) is None]
     assert served, f"{kernel.name} serves none of the head sizes {sorted({x[2:] for x in heads})} in {dtype} on {device}"
     for name in PROPERTIES if only is None else [only]:
         for sizes in served:
@@ -165,7 +165,7 @@ def _varlen(setting: Setting) -> None:
 def _repeats(setting: Setting) -> None:
     """The same bits twice, where the kernel promises that and does not refuse."""
     with determinism(True):
-        refused = setting.kernel.refusal(setting.device, setting.dtype, *setting.heads[2:]) is not None
+        refused = setting.kernel.rejection(setting.device, setting.dtype, *setting.heads[2:]) is not None
         if refused or not setting.kernel.capabilities.deterministic:
             return
         q, k, v, dout = setting.draw(130, 130)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cp_ring.comm.transport import MessageBatch, Buffers, Done, Pending
+from cp_ring.comm.transport import Buffers, Done, MessageBatch, Pending
 from cp_ring.plan.tables import Transfer
 
 

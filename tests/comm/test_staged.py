@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_ring.comm import transport
-from cp_ring.comm.transport import MessageBatch, Done, StagedTransport
+from cp_ring.comm.transport import Done, MessageBatch, StagedTransport
 from cp_ring.plan.tables import Transfer
 
 

@@ -70,7 +70,7 @@ class Job:
     def kernels(self, dtype: torch.dtype, d: int, e: int) -> dict[str, str | None]:
         """Every kernel, with the reason why it cannot serve, or None."""
         found = {name: importlib.import_module(home).KERNEL for name, home in REGISTRY.items()}
-        return {name: kernel.refusal(self.device, dtype, d, e) for name, kernel in found.items()}
+        return {name: kernel.rejection(self.device, dtype, d, e) for name, kernel in found.items()}
 
 
 def kernels(job: Job) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def kernels(job: Job) -> dict[str, Any]:
     for name, home in REGISTRY.items():
         kernel = importlib.import_module(home).KERNEL
         for dtype in job.dtypes if name != "reference" else job.dtypes[:1]:
-            served = [x for x in job.heads if kernel.refusal(job.device, dtype, *x[2:]) is None]
+            served = [x for x in job.heads if kernel.rejection(job.device, dtype, *x[2:]) is None]
             row: dict[str, Any] = {"head_sizes": sorted({x[2:] for x in served})}
-            row["refused"] = {str(x[2:]): kernel.refusal(job.device, dtype, *x[2:]) for x in job.heads if x not in served}
+            row["refused"] = {str(x[2:]): kernel.rejection(job.device, dtype, *x[2:]) for x in job.heads if x not in served}
             for prop in (conformance.PROPERTIES if dtype == job.dtypes[0] else main) if served else ():
                 row[prop] = _outcome(partial(conformance.check, kernel, job.device, dtype, only=prop, heads=job.heads))
             found[f"{name}, {dtype}"] = row

@@ -91,7 +91,7 @@ def test_cudnn_leaves_single_rows_and_columns_to_plain_products():
             ]
 
 
-def test_order_on_cuda_and_refusals():
+def test_order_on_cuda_and_rejections():
     cuda = torch.device("cuda")
     assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64).name == "cudnn"
     with determinism(True):

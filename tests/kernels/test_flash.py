@@ -102,12 +102,12 @@ def test_no_deterministic_backward_no_determinism():
     """A version without the parameter is refused where the same bits are wanted, and not otherwise."""
     kernel = stand_in("2: flash-attn 2.8.3")
     with determinism(True):
-        assert kernel.refusal(CPU, torch.float16, 64, 64) is None
+        assert kernel.rejection(CPU, torch.float16, 64, 64) is None
     bare = kernel.functions
     kernel.__class__.functions = replace(bare, backward=lambda dout, q, k, v: None)
-    assert kernel.refusal(CPU, torch.float16, 64, 64) is None
+    assert kernel.rejection(CPU, torch.float16, 64, 64) is None
     with determinism(True):
-        assert "no deterministic backward" in kernel.refusal(CPU, torch.float16, 64, 64)
+        assert "no deterministic backward" in kernel.rejection(CPU, torch.float16, 64, 64)
 
 
 def test_whole_conformance():
@@ -136,11 +136,11 @@ def test_window_of_every_small_band():
                 assert {i for i, _ in cells} == set(range(live.q.start, live.q.stop))
 
 
-def test_refusals_are_one_line():
+def test_rejections_are_one_line():
     kernel = stand_in("4: flash-attn August 2026")
-    assert kernel.refusal(CPU, torch.bfloat16, 192, 128) is None
-    assert kernel.refusal(CPU, torch.bfloat16, 256, 256) == "4 knows head sizes up to 128, not 256 and 256"
-    assert kernel.refusal(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
+    assert kernel.rejection(CPU, torch.bfloat16, 192, 128) is None
+    assert kernel.rejection(CPU, torch.bfloat16, 256, 256) == "4 knows head sizes up to 128, not 256 and 256"
+    assert kernel.rejection(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
     with pytest.raises(KernelError, match="flash: flash needs flash-attn, which is not installed"):
         choose("flash", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
 

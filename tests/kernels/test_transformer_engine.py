@@ -11,7 +11,7 @@ import torch
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.errors import KernelError
 from cp_ring.kernels import choose
-from cp_ring.kernels.transformer_engine import arguments
+from cp_ring.kernels.signatures import bind
 from cp_ring.testing import conformance
 from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
 from tests.kernels.emulated_te import KERNEL, SIGNATURES, installed
@@ -74,11 +74,11 @@ def test_whole_ring(pool, cp, version, mask):
         assert error(x, y) < 1.2e-2
 
 
-def test_refusals_are_one_line():
+def test_rejections_are_one_line():
     with installed("2.20.2"):
-        assert KERNEL.refusal(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
-        assert KERNEL.refusal(CPU, torch.float16, 264, 264).startswith("has no fused backend for head sizes 264 and 264")
-        assert KERNEL.refusal(CPU, torch.float16, 200, 160) is None  # as (200, 200)
+        assert KERNEL.rejection(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
+        assert KERNEL.rejection(CPU, torch.float16, 264, 264).startswith("has no fused backend for head sizes 264 and 264")
+        assert KERNEL.rejection(CPU, torch.float16, 200, 160) is None  # as (200, 200)
     with pytest.raises(
         KernelError, match="transformer_engine: transformer_engine needs TransformerEngine, which is not installed"
     ):
@@ -90,7 +90,7 @@ def test_a_parameter_of_the_future_is_named():
         return q, temperature
 
     with pytest.raises(KernelError, match="fused_attn_fwd of the installed version wants temperature, unknown here"):
-        arguments(fused_attn_fwd, {"q": 1, "k": 2})
+        bind("transformer_engine", fused_attn_fwd, {"q": 1, "k": 2})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed")
@@ -102,4 +102,4 @@ def test_installed_version_binds():
     assert not isinstance(library, str), library
     for function in (library.forward, library.backward):
         known = [parameter.split("=")[0] for parameter in SIGNATURES["2.20.2"][function.__name__].split()]
-        assert arguments(function, dict.fromkeys([*known, "dqkv_dtype"]))
+        assert bind("transformer_engine", function, dict.fromkeys([*known, "dqkv_dtype"]))
