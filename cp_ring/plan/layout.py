@@ -55,8 +55,8 @@ class Layout:
         A causal mask of 8 chunks on 4 ranks, one line for each chunk of queries: `#` is a chunk of keys that all of them
         see, `+` the chunk on the diagonal, of which they see half. Work is in chunk pairs.
 
-                  contiguous                            zigzag
-                  keys  0 1 2 3 4 5 6 7  work           keys  0 1 2 3 4 5 6 7  work
+                    contiguous                            zigzag
+                keys  0 1 2 3 4 5 6 7  work           keys  0 1 2 3 4 5 6 7  work
             rank 0  q0  + . . . . . . .           rank 0  q0  + . . . . . . .
                     q1  # + . . . . . .   2.0             q7  # # # # # # # +   8.0
             rank 1  q2  # # + . . . . .           rank 1  q1  # + . . . . . .
