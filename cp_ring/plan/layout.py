@@ -55,8 +55,8 @@ class Layout:
         A causal mask of 8 chunks on 4 ranks, one line for each chunk of queries: `#` is a chunk of keys that all of them
         see, `+` the chunk on the diagonal, of which they see half. Work is in chunk pairs.
 
-                  contiguous                            zigzag
-                  keys  0 1 2 3 4 5 6 7  work           keys  0 1 2 3 4 5 6 7  work
+                    contiguous                            zigzag
+                keys  0 1 2 3 4 5 6 7  work           keys  0 1 2 3 4 5 6 7  work
             rank 0  q0  + . . . . . . .           rank 0  q0  + . . . . . . .
                     q1  # + . . . . . .   2.0             q7  # # # # # # # +   8.0
             rank 1  q2  # # + . . . . .           rank 1  q1  # + . . . . . .
@@ -84,12 +84,11 @@ class Layout:
 
         Tensors are [b, s, ...], so each rank must hold the same number of tokens of every row. Raises `PlanError` if not.
         """
-        if not rows or any(not np.array_equal(row.tokens_per_rank, rows[0].tokens_per_rank) for row in rows):
+        if not rows:
+            raise PlanError("a batch must have at least one row")
+        if any(not np.array_equal(row.tokens_per_rank, rows[0].tokens_per_rank) for row in rows):
             held = "; ".join(", ".join(map(str, row.tokens_per_rank[:8])) for row in rows[:4])
-            raise PlanError(
-                "a batch must have at least one row, and each rank must hold the same number of tokens of every row; "
-                f"tokens per rank are {held or 'not given'}"
-            )
+            raise PlanError(f"batch rows must be split over the same ranks, as many tokens each; here {held}")
         starts = np.cumsum([0, *(row.n for row in rows)])
         edges = np.concatenate([row.edges[:-1] + start for row, start in zip(rows, starts, strict=False)])
         owner = np.concatenate([row.owner for row in rows])
