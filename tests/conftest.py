@@ -67,9 +67,15 @@ def group(item: pytest.Item) -> str | None:
     return item.location[0] if shared else None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks groups for `--dist loadgroup`; xdist reads the marks when all tests are collected."""
+    if name := group(item):
+        item.add_marker(pytest.mark.xdist_group(name))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks groups for `--dist loadgroup`, and puts long tests first when workers divide them."""
+    """Puts long tests first when workers divide them; apart from this the order is that of pytest-randomly."""
     places = {name: place for place, name in enumerate(LONG)}
 
     def place(item: pytest.Item) -> int:
@@ -77,10 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return min(places.get(group(item) or "", len(LONG)), places.get(function, len(LONG)))
 
     if hasattr(config, "workerinput"):
-        items.sort(key=place)  # stable: apart from this the order is that of pytest-randomly
-        for item in items:
-            if name := group(item):
-                item.add_marker(pytest.mark.xdist_group(name))
+        items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
