@@ -1,4 +1,4 @@
-"""Loading a checkpoint runs no code that is pickled in it: see `cp_ring.megatron.checkpoints.unpickle`.
+"""Keeps code that is pickled in a checkpoint from running when it is loaded: see `cp_ring.megatron.checkpoints.unpickle`.
 
 Torch reads `.metadata` with `pickle.load` and byte entries with `weights_only=False`; Megatron reads common.pt by `torch.load`.
 """
@@ -23,7 +23,7 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     name="restricted_unpickling",
     what="lets the pickles of a checkpoint build plain values and known types only, unless --cp-ring-trust-checkpoint",
-    why="whoever can write to a checkpoint could otherwise run code in every job that loads it",
+    why="otherwise anyone who can write to a checkpoint can run code in every job that loads it",
     package="torch",
     versions=">=2.9",
     replacements=_replacements,

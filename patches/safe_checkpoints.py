@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be torn, and are verified before they are loaded: see `cp_ring.megatron.checkpoints`."""
+"""Publishes checkpoints only when they are whole, and verifies them before loading: see `cp_ring.megatron.checkpoints`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _writers() -> Iterator[Replacement]:
-    """What rank 0 alone writes, and what the writers of each rank do."""
+    """The functions that write: those of rank 0 alone, and those of the writers of each rank."""
     import megatron.core.dist_checkpointing.serialization as serialization
     import megatron.core.dist_checkpointing.strategies.common as common
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async

@@ -1,4 +1,4 @@
-"""Tokens per second and memory of every step, beside what Megatron logs; used where a run directory is kept."""
+"""Adds a line per logged step to Megatron's log: loss, tokens per second and memory."""
 
 from __future__ import annotations
 
