@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.plans import make_layout
+from cp_ring.megatron.settings import current
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 _NAME = "get_pos_emb_on_this_cp_rank"
@@ -23,9 +26,6 @@ def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> t
 
     Under a balanced layout it is all of `pos_emb`: which tokens the rank holds is known only with the microbatch.
     """
-    from cp_ring.megatron.plans import make_layout
-    from cp_ring.megatron.settings import current
-
     if current().layout == "balanced":
         return pos_emb
     layout = make_layout(current().layout, pos_emb.shape[seq_dim], cp_group.size())
@@ -37,9 +37,7 @@ def positions_of_microbatch(preprocess: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(preprocess)
     def with_positions(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        from cp_ring.errors import ConfigError
         from cp_ring.megatron.documents import DocumentParams
-        from cp_ring.megatron.settings import current
 
         result = preprocess(self, *args, packed_seq_params=packed_seq_params, **kwargs)
         if current().layout != "balanced" or result[1] is None:
