@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cp_ring.patches.patch import Patch, Replacement
 
 MICROBATCHES = 8
-_WITHOUT = "without --calculate-per-token-loss context-parallel ranks count alike, however many of their tokens do"
+_WITHOUT = "without --calculate-per-token-loss all context-parallel ranks weigh the same, however many of their tokens count"
 _GIVE = "give --calculate-per-token-loss"
 
 
