@@ -1,4 +1,4 @@
-"""Loading a checkpoint runs no code that is stored in it: see `cp_ring.megatron.checkpoints.unpickle`.
+"""Keeps code that is pickled in a checkpoint from running when it is loaded: see `cp_ring.megatron.checkpoints.unpickle`.
 
 Torch reads `.metadata` with `pickle.load` and byte entries with `weights_only=False`; Megatron reads common.pt by `torch.load`.
 """
