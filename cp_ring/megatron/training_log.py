@@ -1,4 +1,4 @@
-"""What a run leaves in its run directory: a line per step in steps.jsonl (losses, tokens per second, memory), and DONE at its end."""
+"""Records a run in its run directory: a line per step in steps.jsonl (losses, tokens per second, memory), and DONE at the end."""
 
 from __future__ import annotations
 

@@ -47,6 +47,11 @@ class Resources:
                 raise ConfigError(f"--{flag} {value!r}: Slurm has no such names")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise ConfigError(f"--time {self.time!r}: Slurm reads minutes, H:MM:SS or D-HH:MM:SS")
+        if self.time is not None and self.warn_seconds >= seconds(self.time):
+            raise ConfigError(
+                f"--warn-seconds {self.warn_seconds}: --time {self.time} is {seconds(self.time)} s, "
+                "which leaves no time to train; lower --warn-seconds or raise --time"
+            )
         for option in self.options:
             if not re.fullmatch(r"--[a-z][\w-]*(=\S+)?", option):
                 raise ConfigError(f"--slurm {option!r}: expected one sbatch option, such as --constraint=h100")
@@ -115,6 +120,17 @@ class Script:
         lines = [f"{name}={quote(str(value))}" for name, value in words.items()]
         lines += [f"{name}=({' '.join(map(quote, values))})" for name, values in lists.items()]
         return "".join(f"{line}\n" for line in lines)
+
+
+def seconds(time: str) -> int:
+    """A time limit as Slurm reads it: M, M:SS, H:MM:SS, D-H, D-H:MM or D-H:MM:SS."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, more = [*parts, 0, 0][:3]
+    else:
+        hours, (minutes, more) = 0, [*parts, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + more
 
 
 def quote(word: str) -> str:

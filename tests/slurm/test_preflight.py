@@ -16,7 +16,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.job import config
 from cp_ring.slurm import attention_plan
 from cp_ring.slurm.preflight import World
-from cp_ring.slurm.preflight_checks import Facts, Link, from_json, judge, summary
+from cp_ring.slurm.preflight_checks import Facts, LinkSpeed, from_json, judge, summary
 from tests.slurm.job import TINY
 
 
@@ -41,20 +41,21 @@ def healthy(rank, **changes):
         free=10**12,
         flops=1e12,
         gpu={"index": rank % 2, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "uncorrected_errors": 0},
-        links=[Link(hop, (rank - hop) % 4, rank, 1e9 + rank, 1e-4) for hop in (1, 2, 3)],
+        links=[LinkSpeed(hop, (rank - hop) % 4, rank, 1e9 + rank, 1e-4) for hop in (1, 2, 3)],
     )
     return dataclasses.replace(facts, **changes)
 
 
 def lines(job, changes):
     found = judge(job, [healthy(rank, **changes.get(rank, {})) for rank in range(4)])
-    return [("error " if finding.fatal else "warning ") + finding.line for finding in found]
+    return [("error " if problem.fatal else "warning ") + problem.line for problem in found]
 
 
 def test_nothing_is_found_where_nothing_is_wrong(job):
     assert lines(job, {}) == []
 
 
+HOPS = (1, 2, 3)
 GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "uncorrected_errors": 0}
 
 
@@ -78,7 +79,10 @@ GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "unc
         ({3: {"gpu": GPU | {"free": 20 * 2**30}}}, "warning GPU 1 of n2: only 20 of 80 GiB are free"),
         ({3: {"flops": 4e11}}, "warning slow rank 3 on n2: 400.0 GFLOP/s, the median is 1,000.0"),
         (
-            {r: {"links": [Link(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in (1, 2, 3)]} for r in (0, 1)},
+            {
+                r: {"links": [LinkSpeed(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in HOPS]}
+                for r in (0, 1)
+            },
             "warning slow link n2 -> n1 (hop 1, rank 3 to 0): 1.0 MB/s, better ones 1,000.0",
         ),
     ],
@@ -92,11 +96,11 @@ def test_each_is_named_on_a_line(job, changes, line):
 def test_sizes(job):
     assert "section parallel makes 4 ranks, and 6 were started" in judge(job, [healthy(rank) for rank in range(6)])[0].line
     uneven = [healthy(0), healthy(1), healthy(2), healthy(3, host="n3"), *[healthy(rank) for rank in (2, 3)]][:5]
-    assert "5 ranks do not divide by 3 nodes" in [finding.line for finding in judge(job, uneven)]
+    assert "5 ranks do not divide by 3 nodes" in [problem.line for problem in judge(job, uneven)]
     parallel = job.parallel.model_copy(update={"tensor_model_parallel_size": 4, "context_parallel_size": 1})
     wide = job.model_copy(update={"parallel": parallel})
-    (finding,) = judge(wide, [healthy(rank) for rank in range(4)])
-    assert not finding.fatal and "parallel.tensor_model_parallel_size 4 is more than the 2 ranks of a node" in finding.line
+    (problem,) = judge(wide, [healthy(rank) for rank in range(4)])
+    assert not problem.fatal and "parallel.tensor_model_parallel_size 4 is more than the 2 ranks of a node" in problem.line
 
 
 def test_facts_survive_json():
