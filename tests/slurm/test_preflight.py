@@ -14,7 +14,7 @@ import yaml
 
 from cp_ring.errors import ConfigError
 from cp_ring.job import config
-from cp_ring.slurm import attention_plan
+from cp_ring.slurm import attention_plan, preflight
 from cp_ring.slurm.preflight import World
 from cp_ring.slurm.preflight_checks import Facts, LinkSpeed, from_json, judge, summary
 from tests.slurm.job import TINY
@@ -116,27 +116,33 @@ def test_prediction_follows_the_slower_of_link_and_arithmetic(job):
     assert attention_plan.predict(job, 1e9, 1e9).compute == pytest.approx(idle.compute)
 
 
-def alone(tmp_path, *options, **environment):
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
-    line = [sys.executable, "-m", "cp_ring.cli", "preflight", str(path), *options]
-    return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def alone(tmp_path, monkeypatch, capsys):
+    """Runs preflight for one rank, in this process; returns its exit code, stdout and stderr."""
+
+    def run(*overrides, **environment):
+        path = tmp_path / "job.yaml"
+        path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return preflight.main(str(path), list(overrides)), *capsys.readouterr()
+
+    return run
 
 
-def test_alone_it_checks_this_host(tmp_path):
-    done = alone(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"cp_ring: preflight: 1 ranks on 1 hosts: may train", done.stdout)
+def test_alone_it_checks_this_host(alone, tmp_path):
+    code, out, err = alone()
+    assert code == 0, err
+    assert re.search(r"cp_ring: preflight: 1 ranks on 1 hosts: may train", out)
     blocked = tmp_path / "file"
     blocked.touch()
-    done = alone(tmp_path, "--set", f"launch.run_dir={blocked}")
-    assert done.returncode == 2 and "cp_ring: preflight: error: launch.run_dir cannot be written on " in done.stdout
+    code, out, _ = alone(f"launch.run_dir={blocked}")
+    assert code == 2 and "cp_ring: preflight: error: launch.run_dir cannot be written on " in out
 
 
-def test_ranks_without_an_address_are_refused_on_a_line(tmp_path):
-    done = alone(tmp_path, SLURM_NTASKS="2", SLURM_PROCID="1")
-    refusal = "cp_ring: preflight: error: cp-ring preflight: 2 ranks need"
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(refusal)
+def test_ranks_without_an_address_are_rejected_in_a_line(alone):
+    code, _, err = alone(SLURM_NTASKS="2", SLURM_PROCID="1")
+    assert code == 2 and err.startswith("cp_ring: preflight: error: cp-ring preflight: 2 ranks need") and err.count("\n") == 1
 
 
 @pytest.fixture
@@ -191,13 +197,11 @@ def test_the_port_is_that_of_the_batch_script(scontrol, monkeypatch):
     assert World.find().port == int(said or 0) == 20017
 
 
-def test_port_in_use_is_refused(tmp_path):
-
+def test_port_in_use_is_rejected(alone):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = alone(tmp_path, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    assert done.returncode == 2
-    assert f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in done.stderr, done.stderr
+        code, _, err = alone(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert code == 2 and f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in err, err
 
 
 def test_where_ranks_cannot_meet_links_are_not_measured_and_the_reason_is_printed(tmp_path):
