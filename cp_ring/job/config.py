@@ -134,7 +134,7 @@ def packaged() -> dict[str, Path]:
 
 
 def summaries() -> list[dict[str, str]]:
-    """Of each packaged configuration: its name, presets, and what its first comment says."""
+    """The name, the presets and the first comment of each packaged configuration."""
     found = []
     for name, path in packaged().items():
         lines = path.read_text().splitlines()
@@ -188,7 +188,7 @@ def _preset(presets: Any, name: str, source: str) -> dict[str, Any]:
 
 
 def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`settings` with the keys of `changes` in place of its own; sections within sections are merged alike."""
+    """`settings` with the keys of `changes` in place of its own; nested sections are merged in the same way."""
     merged = dict(settings)
     for key, value in changes.items():
         inner = merged.get(key)

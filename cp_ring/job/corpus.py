@@ -142,7 +142,7 @@ def _build_in(work: Path, corpus: Corpus) -> None:
         progress.update(counting, total=documents, description=f"{corpus.name}: training a tokenizer")
         tokenizer = _train_tokenizer(sample, corpus.vocab_size)
         _save_tokenizer(tokenizer, work / "tokenizer")
-        progress.update(counting, completed=0, description=f"{corpus.name}: tokenising")
+        progress.update(counting, completed=0, description=f"{corpus.name}: tokenizing")
         stride = min(documents, max(2, round(1 / corpus.validation_fraction)))
         tokens = _write(work, tokenizer, _documents(corpus.files), stride, lambda done: progress.update(counting, completed=done))
     summary = {"documents": documents, "tokens": tokens, "vocab_size": tokenizer.get_vocab_size(), "digest": _digest(work)}

@@ -1,4 +1,4 @@
-"""A job's batch script for Slurm: what it asks for, how it is written, and what is wrong with one."""
+"""A job's batch script for Slurm: the resources, the text, and a check of the text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks Slurm for. `gpus` says whether each rank has a GPU; `options` are further sbatch options as they are."""
+    """What a job asks Slurm for. gpus: whether each rank has a GPU. options: more sbatch options, passed on unchanged."""
 
     nodes: int
     ranks_per_node: int
@@ -149,7 +149,7 @@ def output_pattern(folder: Path) -> str:
 
 
 def lint(script: str) -> None:
-    """Raises `ConfigError` for what Slurm would pass over or only find out on the node."""
+    """Raises `ConfigError` for mistakes that Slurm ignores, or finds only on the node."""
     if not script.startswith("#!"):
         raise ConfigError("batch script: the first line is no #! line")
     command = 0

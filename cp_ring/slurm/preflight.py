@@ -1,4 +1,4 @@
-"""`cp-ring preflight`: before training, all ranks report what they see and measure their links; rank 0 judges."""
+"""`cp-ring preflight`: before training, all ranks report facts and measure their links; rank 0 decides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PACKAGES = ("torch", "megatron-core", "cp-ring", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """This rank among all: from torchrun's variables, or those of a Slurm task; alone where there are neither."""
+    """The place of this rank among all: from the variables of torchrun or of a Slurm task; a single rank without them."""
 
     rank: int
     size: int
@@ -110,7 +110,7 @@ def preflight(source: str, overrides: list[str]) -> int:
 
 
 def _sound(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> bool:
-    """Whether links can be measured: ranks with fatal problems (a host name that means loopback, no GPU) wait for one another."""
+    """Whether links can be measured. With a fatal problem (a host name that means loopback, no GPU), ranks would wait forever."""
     store.set(f"seen/{world.rank}", json.dumps(dataclasses.asdict(facts)))
     if world.rank == 0:
         seen = [from_json(json.loads(store.get(f"seen/{rank}"))) for rank in range(world.size)]
@@ -119,7 +119,7 @@ def _sound(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> bo
 
 
 def report(job: configs.JobConfig, ranks: list[Facts], problems: list[Problem]) -> list[str]:
-    """All lines for a person: problems, placement, links, prediction."""
+    """All lines that are printed: problems, placement, links, prediction."""
     lines = [("error: " if problem.fatal else "warning: ") + problem.line for problem in problems]
     hosts = list(dict.fromkeys(facts.host for facts in ranks))
     fits = not any(problem.fatal for problem in problems)
@@ -328,7 +328,7 @@ def _exchange(data: Any, sender: int, receiver: int) -> float:
 
 
 def main(source: str, overrides: list[str]) -> int:
-    """As `preflight`, with refusals on one line each, of any rank: each sees a host of its own."""
+    """Runs `preflight`; a rejection is one line on stderr and exit code 2, on any rank, because each rank sees another host."""
     try:
         return preflight(source, overrides)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What preflight makes of the facts that ranks report: pure functions from facts to problems, a line each."""
+"""Preflight's checks: pure functions from the facts that ranks report to problems, a line each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW_RANK, SLOW_LINK = 2.0, 4.0
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong, on a line; `fatal` problems keep the job from training."""
+    """Something that is wrong, in one line; a job with `fatal` problems must not train."""
 
     fatal: bool
     line: str
@@ -25,7 +25,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What rank `receiver` measured of `sender` at a hop: bytes per second at its best, and seconds of an empty message."""
+    """One link, as its receiving rank measured it: the best rate in bytes per second, the latency in seconds."""
 
     hop: int
     sender: int
@@ -66,7 +66,7 @@ def judge(job: JobConfig, ranks: Sequence[Facts]) -> list[Problem]:
 
 
 def sizes(job: JobConfig, world: int, hosts: int) -> Iterator[Problem]:
-    """The sizes in section parallel make the ranks that there are, alike on each node."""
+    """The sizes in section parallel give the number of ranks that were started, with the same number on each node."""
     if world == 1:
         return  # alone, ahead of the job
     if job.parallel.ranks != world:
@@ -111,7 +111,7 @@ def names(ranks: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def run_directory(ranks: Sequence[Facts]) -> Iterator[Problem]:
-    """It is the same directory on all hosts, can be written, and has room."""
+    """The run directory is the same on all hosts, can be written, and has room."""
     for facts in _one_per_host(ranks):
         if facts.writable:
             yield Problem(True, f"launch.run_dir cannot be written on {facts.host}: {facts.writable}")
@@ -125,7 +125,7 @@ def run_directory(ranks: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def clocks(ranks: Sequence[Facts]) -> Iterator[Problem]:
-    """All hosts have the same time, give or take what reading it takes."""
+    """The clocks of all hosts agree within CLOCK_S seconds."""
     middle = statistics.median(facts.clock for facts in ranks)
     for facts in _one_per_host(ranks):
         if abs(facts.clock - middle) > CLOCK_S:
@@ -133,7 +133,7 @@ def clocks(ranks: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def gpus(ranks: Sequence[Facts]) -> Iterator[Problem]:
-    """All ranks have a GPU or none has; it is of one kind, healthy, and free."""
+    """Either all ranks have a GPU or none has; the GPUs are of one kind, healthy and free."""
     kinds = {facts.gpu.get("name") for facts in ranks}
     if len(kinds) > 1:
         by_kind = {facts.gpu.get("name"): facts for facts in reversed(ranks)}
@@ -153,7 +153,7 @@ def gpus(ranks: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def slow_ranks(ranks: Sequence[Facts]) -> Iterator[Problem]:
-    """No rank multiplies matrices at less than half the speed of the others; all wait for the slowest."""
+    """No rank multiplies matrices at less than half the median speed: all ranks wait for the slowest."""
     middle = statistics.median(facts.flops for facts in ranks)
     for facts in ranks:
         if facts.flops * SLOW_RANK < middle:
@@ -189,7 +189,7 @@ def slow_links(ranks: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def summary(ranks: Sequence[Facts]) -> Iterator[str]:
-    """Bandwidth and latency per hop, the slowest of its links."""
+    """Bandwidth and latency of each hop, and its slowest link."""
     links = [link for facts in ranks for link in facts.links]
     hosts = [facts.host for facts in ranks]
     for hop in sorted({link.hop for link in links}):
@@ -208,7 +208,7 @@ def slowest_rate(ranks: Sequence[Facts]) -> float | None:
 
 
 def from_json(data: Mapping[str, Any]) -> Facts:
-    """Facts that `dataclasses.asdict` and JSON have seen."""
+    """The facts that were written by `dataclasses.asdict` as JSON."""
     return Facts(**{**data, "links": [LinkSpeed(**link) for link in data["links"]]})
 
 

@@ -65,7 +65,7 @@ def submit(
 ) -> str | None:
     """Submits the job of a YAML file and returns Slurm's job id; with `dry_run`, prints the script and returns None.
 
-    Everything that can be refused is refused before anything is queued. Raises `ConfigError`.
+    Everything that can be rejected is rejected before anything is queued. Raises `ConfigError`.
     """
     job = configs.load(source, overrides)
     launch = job.launch.model_copy(update={"run_dir": commands.run_dir(job).absolute()})  # ranks may start elsewhere
@@ -86,7 +86,7 @@ def submit(
         return None
     if shutil.which("sbatch") is None:
         raise ConfigError("cp-ring submit: no sbatch here; run it on a login node, or train without Slurm: cp-ring train")
-    _refuse_second(script.run_dir)
+    _reject_second(script.run_dir)
     if corpus is not None:
         prepare_corpus(corpus, job)
     record_job(job, corpus)
@@ -166,7 +166,7 @@ def _write(script: batch_script.Script, site: Site, text: str) -> None:
     shutil.copyfile(site.env_file or _folder() / "env.sh", script.env_file)
 
 
-def _refuse_second(run_dir: Path) -> None:
+def _reject_second(run_dir: Path) -> None:
     """Two jobs would write each other's checkpoints."""
     number = attempts.last_job(run_dir)
     state = attempts.queue_state(number) if number else None

@@ -79,10 +79,7 @@ GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "unc
         ({3: {"gpu": GPU | {"free": 20 * 2**30}}}, "warning GPU 1 of n2: only 20 of 80 GiB are free"),
         ({3: {"flops": 4e11}}, "warning slow rank 3 on n2: 400.0 GFLOP/s, the median is 1,000.0"),
         (
-            {
-                r: {"links": [LinkSpeed(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in HOPS]}
-                for r in (0, 1)
-            },
+            {r: {"links": [LinkSpeed(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in HOPS]} for r in (0, 1)},
             "warning slow link n2 -> n1 (hop 1, rank 3 to 0): 1.0 MB/s, better ones 1,000.0",
         ),
     ],
