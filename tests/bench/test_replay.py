@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, RingPlan
-from cp_ring.bench.replay import Sizes, efficiency, replay, single_call
+from cp_ring.bench.replay import RankSizes, efficiency, replay, single_call
 from cp_ring.errors import KernelError
-from cp_ring.plan.cost import Sizes as PlanSizes
-from cp_ring.plan.cost import cost
+from cp_ring.plan.cost import Sizes, cost
 
-SIZES = Sizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")
+SIZES = RankSizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")
 
 
 def test_a_rank_receives_what_its_plan_says():
@@ -70,6 +69,6 @@ def test_planned_memory_is_flat():
     tables = []
     for cp in (4, 16, 64):
         plan = RingPlan.build(Mask.causal(cp * 128), Layout.zigzag(cp * 128, cp))
-        tables.append(cost(plan.verify(), PlanSizes()).memory)
+        tables.append(cost(plan.verify(), Sizes()).memory)
     assert tables[0] == tables[1] == tables[2]
     assert all(tables[0].values())

@@ -156,10 +156,10 @@ def test_no_buffer_is_made_per_hop(launches):
     """From hop 3 on everything is there; slots do not grow with the ranks."""
     cp = 16
     plan = RingPlan.build(Mask.causal(cp * 512), Layout.zigzag(cp * 512, cp))
-    with record() as ledger:
+    with record() as counters:
         forward, backward = both(plan, cp // 2, launches)
-    assert ledger.slots_peak == 2
-    assert ledger.slots_alive == 0
+    assert counters.slots_peak == 2
+    assert counters.slots_alive == 0
     assert len(forward) == cp
     for hop in forward[3:] + backward[3:-1]:
         # The copy of the lse of half the queries is the one thing that is made: where the queries change.
