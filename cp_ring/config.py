@@ -98,8 +98,8 @@ class ContextParallelConfig(BaseModel):
         if value not in choices(setting):
             load_plugins()
         if value not in choices(setting):
-            known = [repr(name) for name in choices(setting)]
-            raise PydanticCustomError("unknown_name", "input should be {known}", {"known": f"{', '.join(known[:-1])} or {known[-1]}"})
+            *others, last = (repr(name) for name in choices(setting))
+            raise PydanticCustomError("unknown_name", "input should be {known}", {"known": f"{', '.join(others)} or {last}"})
         return value
 
     @classmethod
