@@ -10,7 +10,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cp_ring.errors import ConfigError
 
@@ -19,6 +19,7 @@ LayoutName = Literal["zigzag", "contiguous", "balanced"]
 Route = Literal["direct", "ring"]
 WireDtype = Literal["input", "float32"]
 Recompute = Literal["keep", "replay"]
+Certify = Literal["on", "off", "strict"]
 
 
 class ContextParallelConfig(BaseModel):
@@ -56,11 +57,18 @@ class ContextParallelConfig(BaseModel):
         False,
         description="Load whatever is pickled in a checkpoint, which lets it run code: only for files of known origin.",
     )
-    certify: bool = Field(
-        True,
+    certify: Certify = Field(
+        "on",
         description="Probe masks, attention, loss and gradients on this job's own ranks before it trains, and stop it if they "
-        "are not what its flags declare; leaves a certificate beside the checkpoints.",
+        "are not what its flags declare; leaves a certificate beside the checkpoints. strict also stops a job of which a part "
+        "cannot be probed.",
     )
+
+    @field_validator("certify", mode="before")
+    @classmethod
+    def _certify_of_switch(cls, value: Any) -> Any:
+        """Reads a boolean too: `certify: true` in a YAML file is on."""
+        return ("on" if value else "off") if isinstance(value, bool) else value
 
     @classmethod
     def flag(cls, field: str) -> str:
@@ -77,6 +85,9 @@ class ContextParallelConfig(BaseModel):
             if field.annotation is bool:
                 switch = argparse.BooleanOptionalAction if field.default else "store_true"
                 group.add_argument(cls.flag(name), action=switch, **options)
+            elif name == "certify":
+                group.add_argument(cls.flag(name), nargs="?", const="on", metavar=name.upper(), **options)
+                group.add_argument("--no-" + cls.flag(name)[2:], action="store_const", const="off", dest=_dest(name))
             else:
                 group.add_argument(cls.flag(name), metavar=name.upper(), **options)
         return parser
