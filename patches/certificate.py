@@ -1,4 +1,4 @@
-"""The certificate: made where Megatron has its parallel groups and no model yet, with the job's own forward step."""
+"""Makes the certificate once Megatron has its parallel groups and before it builds the model, with the job's own forward step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _replacements() -> Iterator[Replacement]:
     def certify_first(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        from cp_ring.megatron.certificate.examination import certify
+        from cp_ring.megatron.certificate.certify import certify  # imports Megatron
 
         certify(get_args(), steps[-1] if steps else None)
         return setup(*args, **kwargs)
