@@ -34,7 +34,7 @@ def _replacements() -> Iterator[Replacement]:
         result = validate_args(args, *rest, **kwargs)
         accept_complete(args)
         config = ContextParallelConfig.from_args(args)
-        if config.enabled and config.certify:
+        if config.enabled and config.certify != "off":
             with rejecting():
                 record.check(args)
         return result

@@ -24,7 +24,7 @@ def _replacements() -> Iterator[Replacement]:
     def certify_first(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        from cp_ring.megatron.certificate.examination import certify
+        from cp_ring.megatron.certificate.certify import certify  # imports Megatron
 
         certify(get_args(), steps[-1] if steps else None)
         return setup(*args, **kwargs)
