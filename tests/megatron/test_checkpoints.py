@@ -147,7 +147,7 @@ DAMAGES = {
     "binary tracker": lambda load: (load / folders.TRACKER).write_bytes(b"\xff\x00"),
     "no tracker": lambda load: (load / folders.TRACKER).unlink(),
 }
-STILL_8 = (
+STILL_8 = [damage for damage in DAMAGES if damage.endswith("tracker") or damage.startswith("tracker")]
     "long tracker",
     "tracker of 60 digits",
     "named pipe for the tracker",
