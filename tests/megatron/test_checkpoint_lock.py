@@ -161,7 +161,7 @@ def test_a_save_counts_only_once_the_folder_is_seen_whole_under_its_name(tmp_pat
             (target / "a").unlink()
 
     monkeypatch.setattr(type(folder), "rename", spoiled)
-    with pytest.raises(OSError, match="is not what was published: .* is missing"):
+    with pytest.raises(OSError, match=r"is not what was published: .* is missing"):
         folders.publish(folder, final, "ab")
     assert manifest.defect(final) == "" and folders.published(tmp_path) == [2]  # the one before is back
 
