@@ -7,9 +7,11 @@ import signal
 import time
 
 import pytest
+import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, lock, manifest
+from tests.megatron.launch import trace, train
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +178,18 @@ def test_temporary_names_cannot_be_predicted(tmp_path):
     with folders.open_tracker(str(tmp_path / folders.TRACKER), "w", lambda iteration, error: None) as file:
         file.write("20")
     assert victim.read_text() == "kept" and folders.tracked(tmp_path) == 20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+def test_the_second_of_two_jobs_ends_before_it_trains(tmp_path, monkeypatch):
+    """The lock is held by this process; both jobs used to report success, and each lost its checkpoints to the other."""
+    monkeypatch.undo()
+    saves = tmp_path / "saves"
+    held = lock.acquire(saves)
+    running = folders.unfinished(folders.folder_of(saves, 2), held.owner.token)
+    running.mkdir()
+    flags = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "2", "--save-interval", "1"]
+    train(2, {"second": [*flags, "--save", str(saves), "--load", str(saves)]}, tmp_path, codes={"second": 2})
+    errors = [line for line in (tmp_path / "second.log").read_text().splitlines() if line.startswith("cp_ring: error: ")]
+    assert len(errors) == 1 and f"--save {saves}: another job writes its checkpoints there" in errors[0]
+    assert sorted(saves.iterdir()) == sorted([held.path, running]) and not trace(tmp_path, "second")
