@@ -149,15 +149,7 @@ DAMAGES = {
     "binary tracker": lambda load: (load / folders.TRACKER).write_bytes(b"\xff\x00"),
     "no tracker": lambda load: (load / folders.TRACKER).unlink(),
 }
-STILL_8 = (
-    "long tracker",
-    "tracker of 60 digits",
-    "named pipe for the tracker",
-    "tracker ahead of any folder",
-    "empty tracker",
-    "binary tracker",
-    "no tracker",
-)
+STILL_8 = [damage for damage in DAMAGES if damage.endswith("tracker") or damage.startswith("tracker")]
 
 
 def decide(group, load, **values):
@@ -492,7 +484,8 @@ def test_states_and_arrays_pass_as_they_are():
     states = np.random.get_state()
     loaded = through([plain, arrays, np.float32(1.5), states])
     assert loaded[0] == plain and loaded[2] == np.float32(1.5) and isinstance(loaded[2], np.float32)
-    for ours, wanted in zip([*loaded[1], loaded[3][1]], [*arrays, states[1]], strict=True):
+    for ours, array in zip([*loaded[1], loaded[3][1]], [*arrays, states[1]], strict=True):
+        wanted = pickle.loads(pickle.dumps(array, 2))
         assert (ours.dtype, ours.shape, ours.strides) == (wanted.dtype, wanted.shape, wanted.strides)
         assert np.array_equal(ours, wanted)
     np.random.set_state(loaded[3])
@@ -515,7 +508,7 @@ def test_a_users_own_type_passes_once_it_is_declared_safe():
     with torch.serialization.safe_globals([Colour]):
         before = torch.serialization.get_safe_globals()
         assert through(Colour.RED) is Colour.RED
-        assert torch.serialization.get_safe_globals() == before
+        assert set(torch.serialization.get_safe_globals()) == set(before)
 
 
 class Colour(enum.Enum):

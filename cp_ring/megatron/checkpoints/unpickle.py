@@ -71,9 +71,11 @@ class _DataType:
 
 
 class _Array(np.ndarray):
-    """An array as a pickle fills it: made empty, whatever the pickle asks for, and filled once."""
+    """An array as a pickle fills it: made empty by `_reconstruct`, and filled once."""
 
-    def __new__(cls, *_: Any) -> _Array:
+    def __new__(cls, *args: Any) -> _Array:
+        if args:
+            raise _refused("that calls numpy.ndarray")
         return super().__new__(cls, 0, np.int8)
 
     def __setstate__(self, state: Any) -> None:
@@ -235,8 +237,8 @@ def _records(file: Any, start: int) -> list[str]:
 
 def _in_one_line(error: Exception) -> Refused:
     found = re.search(r"GLOBAL (\S+)", str(error))
-    if found:
-        return _refused(f"of {found[1]}")
+    if found:  # torch leaves the name of the module builtins out
+        return _refused(f"of {found[1] if '.' in found[1] else 'builtins.' + found[1]}")
     refusal = re.search(r"WeightsUnpickler error: (.+)", str(error))
     why = refusal[1] if refusal else (str(error).strip().splitlines() or [""])[0]
     return Refused(f"the checkpoint holds an archive that cannot be loaded ({type(error).__name__}: {why:.200}): {_ADVICE}")
