@@ -90,6 +90,19 @@ def indexes(folder: Path) -> Iterator[Try]:
         yield attempt(name, read, folder)
 
 
+@attack("a pickle as an extra state")
+def extra_states(folder: Path) -> Iterator[Try]:
+    """TransformerEngine unpickles a tensor of the checkpoint; a storage in it is in torch's legacy format."""
+    warm_up()
+    for name, protocol, data in _pickles(folder):
+        yield attempt(name, lambda data=data: unpickle.ExtraStateUnpickler(io.BytesIO(data)).read(), folder)
+        if protocol == 2:
+            inner = gadgets.name("torch.storage", "_load_from_bytes") + gadgets.value((gadgets.legacy(data),))
+            nested = b"\x80\x02" + inner + b"R."
+            read = lambda nested=nested: unpickle.ExtraStateUnpickler(io.BytesIO(nested)).read()  # noqa: E731
+            yield attempt(f"{name} in a storage", read, folder)
+
+
 @attack("a file in torch's legacy format")
 def legacy_files(folder: Path) -> Iterator[Try]:
     """The legacy loader wrote a file of the attacker's name and text for a persistent id of a module."""

@@ -502,6 +502,22 @@ def test_states_of_torch_pass():
     assert shared[0][0] == shared[1][0]
 
 
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_extra_states_of_fp8_pass(restricting, protocol):
+    """As TransformerEngine pickles them: tensors whose storages are in torch's legacy format."""
+    state = {"scale": torch.rand(3), "history": torch.rand(2, 3), "extra_fp8_variables": {"num_gemms": 1, "margin": 0.5}}
+    data = pickle.dumps(state, protocol)
+    with unpickle.restricted():
+        loaded = unpickle.PickleOfExtraState().loads(data)
+        again = pickle.loads(data)  # by torch.storage._load_from_bytes itself
+    for found in (loaded, again):
+        assert torch.equal(found["scale"], state["scale"]) and torch.equal(found["history"], state["history"])
+    assert loaded["extra_fp8_variables"] == state["extra_fp8_variables"]
+    evil = pickle.dumps(Forged(os.system, ("true",)), protocol)
+    with unpickle.restricted(), pytest.raises(unpickle.Refused, match=r"posix\.system"):
+        unpickle.PickleOfExtraState().loads(evil)
+
+
 def test_a_users_own_type_passes_once_it_is_declared_safe():
     with pytest.raises(unpickle.Refused, match="Colour"):
         through(Colour.RED)
