@@ -203,7 +203,13 @@ def _train(model: Any, batch: Microbatch, step: ForwardStep, *weights: Tensor | 
     wrapped = DistributedDataParallel(model.config, config, model)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.model_type = ModelType.encoder_or_decoder
-    return [_train_once(wrapped, batch, step, factors) for factors in weights or (None,)]
+    try:
+        return [_train_once(wrapped, batch, step, factors) for factors in weights or (None,)]
+    finally:
+        wrapped.grad_accs.clear()  # a cycle through autograd, which would keep the model and its groups alive
+        for module in model.modules():  # Megatron's caches keep some of them, and their groups must close
+            for name in [name for name, value in vars(module).items() if isinstance(value, dist.ProcessGroup)]:
+                delattr(module, name)
 
 
 def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Tensor | None) -> Outcome:
