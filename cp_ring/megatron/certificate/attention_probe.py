@@ -188,9 +188,7 @@ class _WrongPairs:
     seen: bool = False
 
 
-def _ones(
-    subject: Subject, batch: ProbeBatch, heads: int, size: int, picked: list[int], head_of: Callable[[int], int]
-) -> Tensor:
+def _ones(subject: Subject, batch: ProbeBatch, heads: int, size: int, picked: list[int], head_of: Callable[[int], int]) -> Tensor:
     """Zeros [b, n, heads, size] with a one for each picked token, in a channel of its own."""
     x = torch.zeros(len(batch.spans), batch.n, heads, size, dtype=subject.dtype, device=subject.device)
     for number, token in enumerate(picked):

@@ -29,7 +29,15 @@ from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_scale, 
 from cp_ring.megatron.certificate.oracle import DenseAttention, Spans
 from cp_ring.megatron.certificate.probe_batch import documents_of_rows, random_offsets, spans_between
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.certificate.tiny_model import VOCABULARY, arguments_in_force, build, one_rank, one_stage, own_device, tiny_args
+from cp_ring.megatron.certificate.tiny_model import (
+    VOCABULARY,
+    arguments_in_force,
+    build,
+    one_rank,
+    one_stage,
+    own_device,
+    tiny_args,
+)
 
 # Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
 BOUND = {"cpu": 1e-4, "cuda": 1e-2}
@@ -87,9 +95,7 @@ def is_own(step: ForwardStep | None) -> bool:
     return step is None or getattr(step, "__module__", "") == gpt.__name__
 
 
-def probe_loss(
-    args: argparse.Namespace, kinds: list[LayerKind], alone: Any, step: ForwardStep | None, seed: int
-) -> list[Probe]:
+def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, step: ForwardStep | None, seed: int) -> list[Probe]:
     """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`; every rank of the job calls it.
 
     `alone` is a process group of this rank only, `step` the job's forward step: that of `cp_ring.pretrain_gpt`, also for None,
@@ -249,7 +255,8 @@ def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Ten
     report = report if sums else torch.stack([report[0], torch.ones_like(report[0])])
     dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     gradients = {name: parameter.main_grad.detach().double().clone() for name, parameter in wrapped.module.named_parameters()}
-    return Outcome(seen[0].reshape(rows, -1).double(), float(report[0] / report[1]), gradients, sums, tokens[0] if tokens else None)
+    losses = seen[0].reshape(rows, -1).double()
+    return Outcome(losses, float(report[0] / report[1]), gradients, sums, tokens[0] if tokens else None)
 
 
 def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
