@@ -1,8 +1,8 @@
 """Probe of a tiny model made from the job's flags: losses and gradients of one microbatch, against context parallel size 1.
 
 The model takes one training step's forward and backward as the job does: the job's split of the batch, its forward step and loss,
-Megatron's schedule, DistributedDataParallel and reduction of gradients. Its twin has the same weights, holds whole batch rows, and
-attends by a dense mask in float64. Both compute in float32, so that they differ in context parallelism alone.
+Megatron's schedule, DistributedDataParallel and reduction of gradients. Its twin has the same weights, holds whole batch rows,
+and attends by a dense mask in float64. Both compute in float32, so that they differ in context parallelism alone.
 
 Without --calculate-per-token-loss Megatron averages the mean losses of the ranks, so a token on a rank where few tokens count
 weighs more than one elsewhere. The twin then gives each token that weight.
