@@ -27,9 +27,11 @@ def _no_kept_fakes():
 def test_flash_aten_turns_torchs_switch_on_for_its_backward_alone(monkeypatch):
     """The operator obeys nothing else."""
     seen = []
-    plain = flash_aten._backward
+    plain = flash_aten._attention_backward
     monkeypatch.setattr(
-        flash_aten, "_backward", lambda *a, **b: seen.append(torch.are_deterministic_algorithms_enabled()) or plain(*a, **b)
+        flash_aten,
+        "_attention_backward",
+        lambda *a, **b: seen.append(torch.are_deterministic_algorithms_enabled()) or plain(*a, **b),
     )
     with FakeTensorMode():
         q, k, v, dout = tensors(4, 4, 64, 64, 32, 32)
