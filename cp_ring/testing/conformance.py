@@ -1,7 +1,7 @@
-"""What every kernel promises, checked against attention by autograd in float64.
+"""Checks a kernel against attention by autograd in float64.
 
-A new kernel's test is one line: `conformance.check(kernel, device, dtype)`; it raises `AssertionError` with the property
-that does not hold. `PROPERTIES` lists them by name, for a test each.
+The test of a new kernel is one line: `conformance.check(kernel, device, dtype)`. It raises `AssertionError` with the property
+that does not hold. `PROPERTIES` lists the properties by name, so that each can be a test of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel, determinism
 
 HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 64, 64))
-"""(query heads, key/value heads, d, e); those that a kernel refuses are left out."""
+"""(query heads, key/value heads, d, e); sizes that a kernel rejects are left out."""
 
 RECTANGLES = ((33, 33), (5, 19), (19, 5), (1, 7), (7, 1), (1, 1), (64, 130))
 BANDS = (
@@ -32,18 +32,20 @@ BANDS = (
     (9, 33, 0, 24),
     (20, 25, -3, 5),
 )
-EMPTY_ROWS = ((20, 20, -OPEN, -3), (20, 20, 5, OPEN), (20, 12, -4, 0), (8, 30, -OPEN, -2), (5, 5, 9, 12))
-"""Rows, columns, lo, hi."""
+BLIND_QUERIES = ((20, 20, -OPEN, -3), (20, 20, 5, OPEN), (20, 12, -4, 0), (8, 30, -OPEN, -2), (5, 5, 9, 12))
+"""(queries, keys, lo, hi) of tiles; in the latter some queries see no key."""
+DENSE = ((256, 128), (128, 256))
+"""Multiples of 128, the sizes of most tiles in training. Some kernels take another path for them than for other sizes."""
 
-# Error norm over the truth's norm: rounding of one call, with room for another order of additions; a wrong key is off by 0.05.
+# Error norm over the truth's norm: one call's rounding, in any order of additions. One wrong key gives about 0.05.
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-# Of lse, absolute: it never leaves float32.
+# Absolute error of lse, which is float32 for 16-bit inputs too.
 _LSE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-3}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked, and on what: `heads` is one of `HEADS`."""
+    """The kernel under test and its inputs; `heads` is one of `HEADS`."""
 
     kernel: AttentionKernel
     device: torch.device
@@ -52,11 +54,11 @@ class Subject:
     scale: float
     batch: int = 2
 
-    def draw(self, rows: int, columns: int, seed: int = 0, strided: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, dout of one tile; `strided` makes them views, with NaN all around, of tokens-first storage."""
+    def draw(self, queries: int, keys: int, seed: int = 0, strided: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, dout of one tile. With `strided` they are views of larger tokens-first tensors that hold NaN elsewhere."""
         h, g, d, e = self.heads
         generator = torch.Generator().manual_seed(seed)
-        shapes = (rows, h, d), (columns, g, d), (columns, g, e), (rows, h, e)
+        shapes = (queries, h, d), (keys, g, d), (keys, g, e), (queries, h, e)
         drawn = [torch.randn(self.batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
         q, k, v, dout = (x.to(self.device, self.dtype) for x in drawn)
         return (_embed(q), _embed(k), _embed(v), _embed(dout)) if strided else (q, k, v, dout)
@@ -70,15 +72,15 @@ def check(
     only: str | None = None,
     heads: Sequence[tuple[int, int, int, int]] = HEADS,
 ) -> None:
-    """Checks all properties of `kernel`, or `only` one of `PROPERTIES`, on tensors of `dtype` on `device`.
+    """Checks all properties of `kernel`, or only the one of `PROPERTIES` named by `only`, on tensors of `dtype` on `device`.
 
-    Raises `AssertionError` that names kernel, property, tile and error.
+    Raises `AssertionError` with the names of kernel and property, the tile and the error.
     """
     device = torch.device(device)
-    served = [x for x in heads if kernel.rejection(device, dtype, x[2], x[3]) is None]
-    assert served, f"{kernel.name} serves none of the head sizes {sorted({x[2:] for x in heads})} in {dtype} on {device}"
+    supported = [x for x in heads if kernel.rejection(device, dtype, x[2], x[3]) is None]
+    assert supported, f"{kernel.name} supports none of the head sizes {sorted({x[2:] for x in heads})} in {dtype} on {device}"
     for name in PROPERTIES if only is None else [only]:
-        for sizes in served:
+        for sizes in supported:
             try:
                 PROPERTIES[name](Subject(kernel, device, dtype, sizes, scale=sizes[2] ** -0.5))
             except AssertionError as error:
@@ -87,13 +89,20 @@ def check(
 
 
 def _full(subject: Subject) -> None:
-    for rows, columns in RECTANGLES:
-        _tile(subject, rows, columns, -OPEN, OPEN)
+    for queries, keys in RECTANGLES:
+        _tile(subject, queries, keys, -OPEN, OPEN)
 
 
 def _causal(subject: Subject) -> None:
-    for rows in (1, 33, 64, 130):
-        _tile(subject, rows, rows, -OPEN, 0)
+    for size in (1, 33, 64, 130):
+        _tile(subject, size, size, -OPEN, 0)
+
+
+def _multiples_of_128(subject: Subject) -> None:
+    for queries, keys in DENSE:
+        _tile(subject, queries, keys, -OPEN, OPEN)
+    _tile(subject, 256, 256, -OPEN, 0)
+    _merged_tiles(subject, 128, 256)
 
 
 def _bands(subject: Subject) -> None:
@@ -101,8 +110,8 @@ def _bands(subject: Subject) -> None:
         _tile(subject, *band)
 
 
-def _empty_rows(subject: Subject) -> None:
-    for band in EMPTY_ROWS if subject.kernel.capabilities.bands else ():
+def _blind_queries(subject: Subject) -> None:
+    for band in BLIND_QUERIES if subject.kernel.capabilities.bands else ():
         _tile(subject, *band)
 
 
@@ -112,7 +121,7 @@ def _scale(subject: Subject) -> None:
 
 
 def _strided(subject: Subject) -> None:
-    """Reads its view and nothing around it."""
+    """The kernel reads its view and nothing around it."""
     for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
         _tile(subject, 33, 33, lo, hi, strided=True)
 
@@ -126,7 +135,7 @@ def _natural_log(subject: Subject) -> None:
 
 
 def _written(subject: Subject) -> None:
-    """Every element of every output is written: fresh memory is NaN."""
+    """The kernel writes every element of every output; fresh memory is filled with NaN."""
     with _nan_memory():
         for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
             _tile(subject, 45, 45, lo, hi)
@@ -134,11 +143,18 @@ def _written(subject: Subject) -> None:
 
 
 def _merged(subject: Subject) -> None:
-    """Backward with out and lse of the whole row gives the tile's exact share of the gradients."""
-    q, k, v, dout = subject.draw(33, 33)
-    more_k, more_v = subject.draw(33, 47, seed=1)[1:3]
-    every = torch.ones(33, 47, dtype=torch.bool, device=q.device)
-    allowed = torch.cat([every[:, :33].tril(), every], 1)
+    _merged_tiles(subject, 33, 47)
+
+
+def _merged_tiles(subject: Subject, queries: int, more: int) -> None:
+    """Backward with the merged out and lse gives each tile's exact share of the gradients.
+
+    The queries see a causal tile of `queries` keys and a full one of `more` keys.
+    """
+    q, k, v, dout = subject.draw(queries, queries)
+    more_k, more_v = subject.draw(queries, more, seed=1)[1:3]
+    causal = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
+    allowed = torch.cat([causal, causal.new_ones(queries, more)], 1)
     truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, subject.scale)
     out, lse = truth.out.to(subject.dtype), truth.lse.to(torch.promote_types(subject.dtype, torch.float32))
     options: dict[str, Any] = {"lo": -OPEN, "scale": subject.scale}
@@ -146,8 +162,8 @@ def _merged(subject: Subject) -> None:
     second = subject.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
     _close("dq of two tiles", first[0].double() + second[0].double(), truth.dq, subject)
     for name, a, b, whole in zip(("dk", "dv"), first[1:], second[1:], (truth.dk, truth.dv), strict=True):
-        _close(f"{name} of a causal tile among two", a, whole[:, :33], subject)
-        _close(f"{name} of a full tile among two", b, whole[:, 33:], subject)
+        _close(f"{name} of a causal tile among two", a, whole[:, :queries], subject)
+        _close(f"{name} of a full tile among two", b, whole[:, queries:], subject)
 
 
 def _varlen(subject: Subject) -> None:
@@ -163,10 +179,10 @@ def _varlen(subject: Subject) -> None:
 
 
 def _repeats(subject: Subject) -> None:
-    """The same bits twice, where the kernel promises that and does not refuse."""
+    """Two runs give the same bits, if the kernel supports determinism for these tensors."""
     with determinism(True):
-        refused = subject.kernel.rejection(subject.device, subject.dtype, *subject.heads[2:]) is not None
-        if refused or not subject.kernel.capabilities.deterministic:
+        rejected = subject.kernel.rejection(subject.device, subject.dtype, *subject.heads[2:]) is not None
+        if rejected or not subject.kernel.capabilities.deterministic:
             return
         q, k, v, dout = subject.draw(130, 130)
         runs = []
@@ -179,10 +195,11 @@ def _repeats(subject: Subject) -> None:
 PROPERTIES: dict[str, Callable[[Subject], None]] = {
     "full rectangles": _full,
     "causal squares": _causal,
+    "multiples of 128": _multiples_of_128,
     "natural-log lse": _natural_log,
     "scale": _scale,
     "bands": _bands,
-    "empty rows": _empty_rows,
+    "queries that see no key": _blind_queries,
     "strided views": _strided,
     "merged backward": _merged,
     "varlen": _varlen,
@@ -191,34 +208,34 @@ PROPERTIES: dict[str, Callable[[Subject], None]] = {
 }
 
 
-def _tile(subject: Subject, rows: int, columns: int, lo: int, hi: int, strided: bool = False) -> None:
-    q, k, v, dout = subject.draw(rows, columns, strided=strided)
-    offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
+def _tile(subject: Subject, queries: int, keys: int, lo: int, hi: int, strided: bool = False) -> None:
+    q, k, v, dout = subject.draw(queries, keys, strided=strided)
+    offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None]
     truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), subject.scale)
     options: dict[str, Any] = {"lo": lo, "hi": hi, "scale": subject.scale}
     out, lse = subject.kernel.forward(q, k, v, **options)
     grads = subject.kernel.backward(dout, q, k, v, out, lse, **options)
-    _compare(f"{rows} x {columns} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, subject)
+    _compare(f"{queries} x {keys} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, subject)
 
 
 def _packed(subject: Subject, sizes: list[tuple[int, int]], left: int, right: int) -> None:
-    """Many tiles in one call, against each alone."""
+    """Many tiles in one call; each is compared with the truth of the tile alone."""
     one = replace(subject, batch=1)
     parts = [one.draw(*size, seed=seed) for seed, size in enumerate(sizes)]
-    q, k, v, dout = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
-    ends = [torch.tensor([0, *accumulate(column)], dtype=torch.int32, device=q.device) for column in zip(*sizes, strict=True)]
-    max_q, max_k = (max(column) for column in zip(*sizes, strict=True))
+    q, k, v, dout = (torch.cat(tensors, 1)[0] for tensors in zip(*parts, strict=True))
+    ends = [torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=q.device) for x in zip(*sizes, strict=True)]
+    max_q, max_k = (max(x) for x in zip(*sizes, strict=True))
     packing = Packing(ends[0], ends[1], max_q, max_k, left, right)
     kernel = cast(VarlenKernel, subject.kernel)
     out, lse = kernel.forward_varlen(q, k, v, packing, subject.scale)
     dq, dk, dv = kernel.backward_varlen(dout, q, k, v, out, lse, packing, subject.scale)
     bounds = zip(*(pairwise(x.tolist()) for x in ends), strict=True)
-    for (rows, columns), ((q0, q1), (k0, k1)), part in zip(sizes, bounds, parts, strict=True):
-        offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None] - (columns - rows)
+    for (queries, keys), ((q0, q1), (k0, k1)), part in zip(sizes, bounds, parts, strict=True):
+        offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None] - (keys - queries)
         allowed = (offset >= -left if left >= 0 else offset >= -OPEN) & (offset <= right if right >= 0 else offset <= OPEN)
         truth = _truth(*part, allowed, subject.scale)
         got = out[None, q0:q1], lse[None, :, q0:q1], dq[None, q0:q1], dk[None, k0:k1], dv[None, k0:k1]
-        _compare(f"{rows} x {columns} tile of a varlen batch, window ({left}, {right})", got, truth, one)
+        _compare(f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})", got, truth, one)
 
 
 @dataclass(frozen=True)
@@ -235,7 +252,7 @@ def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, scale: float) -> _Truth:
-    """By autograd in float64. Rows that see nothing have out 0, lse -inf and no gradient."""
+    """Attention by autograd in float64. Queries that see no key have out 0, lse -inf and gradient 0."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     empty = ~allowed.any(1)
     scores = _logits(q, k, scale).masked_fill(~allowed, -math.inf)
@@ -250,24 +267,24 @@ def _compare(what: str, got: Sequence[Tensor], truth: _Truth, subject: Subject) 
     for name, x, true in zip(("out", "lse", "dq", "dk", "dv"), got, vars(truth).values(), strict=True):
         assert x.shape == true.shape, f"{name} of a {what} has shape {tuple(x.shape)} instead of {tuple(true.shape)}"
     empty = truth.lse.isneginf()
-    assert torch.equal(lse.isneginf(), empty), f"lse of a {what} is -inf in other rows than those that see nothing"
+    assert torch.equal(lse.isneginf(), empty), f"lse of a {what} is not -inf exactly where a query sees no key"
     off = float((lse.double() - truth.lse)[~empty].abs().max()) if not empty.all() else 0.0
     assert off <= _LSE_TOLERANCE[subject.dtype], f"lse of a {what} is off by {off:.1e}"
-    assert not (out.transpose(1, 2)[empty] != 0).any(), f"out of a {what} is not 0 where a row sees nothing"
+    assert not (out.transpose(1, 2)[empty] != 0).any(), f"out of a {what} is not 0 where a query sees no key"
     for name, x, true in zip(("out", "dq", "dk", "dv"), (out, *grads), (truth.out, truth.dq, truth.dk, truth.dv), strict=True):
         _close(f"{name} of a {what}", x, true, subject)
 
 
 def _close(what: str, x: Tensor, truth: Tensor, subject: Subject) -> None:
     assert x.isfinite().all(), f"{what} has NaN or infinity"
-    # Gradients of scores vanish where a row sees one key: what remains is rounding, measured against the size of 1.
+    # The gradient of the scores is 0 where a query sees one key. The rounding error is then compared with a size of 0.1.
     floor = 0.1 * math.sqrt(truth.numel())
     off = float((x.double() - truth).norm() / truth.norm().clamp(min=floor))
     assert off <= _TOLERANCE[subject.dtype], f"{what} is off by {off:.1e}, more than {_TOLERANCE[subject.dtype]:.0e}"
 
 
 def _embed(x: Tensor) -> Tensor:
-    """The same values as a view of a larger [s, b, h, d] tensor that is NaN elsewhere."""
+    """The same values as a view of a larger [s, b, h, d] tensor that holds NaN elsewhere."""
     b, s, h, d = x.shape
     around = torch.full((s + 9, b, h, d), math.nan, dtype=x.dtype, device=x.device)
     around[4 : 4 + s] = x.transpose(0, 1)
@@ -280,7 +297,7 @@ def _band(lo: int, hi: int) -> str:
 
 @contextmanager
 def _nan_memory() -> Iterator[None]:
-    """torch fills memory with NaN that it would leave uninitialized."""
+    """In the block, torch fills fresh memory with NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = importlib.import_module("torch.utils.deterministic")
     fill = switch.fill_uninitialized_memory
