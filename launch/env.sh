@@ -24,7 +24,7 @@ environment_hash() {
     cat "$ROOT/pyproject.toml" "$ROOT/launch/constraints.txt" | sha256sum | cut -c1-16
 }
 
-# prepare_environment EXTRAS: "" or "[test]". Costs nothing when .venv is complete; repairs what an interrupted install left.
+# prepare_environment EXTRAS, as "[test]" or "[corpus]". Costs nothing when .venv is complete; repairs what an interrupted install left.
 prepare_environment() {
     local extras="$1" stamp python
     if [[ ! -e "$ROOT/pyproject.toml" ]]; then
@@ -32,7 +32,7 @@ prepare_environment() {
         return 1
     fi
     stamp="$VENV/complete-$(environment_hash)"
-    if [[ -e "$stamp$extras" && -x "$VENV/bin/python" ]]; then
+    if [[ (-e "$stamp$extras" || -e "$stamp[test]") && -x "$VENV/bin/python" ]]; then # [test] holds what the others need
         return
     fi
     if [[ -e "$VENV/installing" ]]; then
@@ -50,7 +50,7 @@ prepare_environment() {
     touch "$VENV/installing"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$ROOT/launch/constraints.txt" --editable "$ROOT$extras"
-    rm -f "$VENV"/complete-*
+    find "$VENV" -maxdepth 1 -name 'complete-*' ! -name "$(basename "$stamp")*" -delete
     touch "$stamp" "$stamp$extras"
     rm -f "$VENV/installing"
 }
