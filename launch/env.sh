@@ -26,13 +26,13 @@ environment_hash() {
 
 # prepare_environment EXTRAS, as "[test]" or "[corpus]". Costs nothing when .venv is complete; repairs what an interrupted install left.
 prepare_environment() {
-    local extras="$1" stamp python
+    local extras="$1" stamp python old
     if [[ ! -e "$ROOT/pyproject.toml" ]]; then
         echo "cp_ring: error: this script sets up a checkout of cp_ring; where cp_ring is installed, run: cp-ring train quickstart" >&2
         return 1
     fi
     stamp="$VENV/complete-$(environment_hash)"
-    if [[ (-e "$stamp$extras" || -e "$stamp[test]") && -x "$VENV/bin/python" ]]; then # [test] holds what the others need
+    if [[ (-e "$stamp$extras" || -e "${stamp}[test]") && -x "$VENV/bin/python" ]]; then # [test] holds what the others need
         return
     fi
     if [[ -e "$VENV/installing" ]]; then
@@ -50,7 +50,9 @@ prepare_environment() {
     touch "$VENV/installing"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$ROOT/launch/constraints.txt" --editable "$ROOT$extras"
-    find "$VENV" -maxdepth 1 -name 'complete-*' ! -name "$(basename "$stamp")*" -delete
+    for old in "$VENV"/complete-*; do
+        [[ "$old" == "$stamp"* ]] || rm -f "$old"
+    done
     touch "$stamp" "$stamp$extras"
     rm -f "$VENV/installing"
 }
