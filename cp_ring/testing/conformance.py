@@ -1,7 +1,9 @@
-"""What every kernel promises, checked against attention by autograd in float64.
+"""Checks of what every kernel must do, against attention by autograd in float64.
 
-A new kernel's test is one line: `conformance.check(kernel, device, dtype)`; it raises `AssertionError` with the property
-that does not hold. `PROPERTIES` lists them by name, for a test each.
+The test of a new kernel is one line: `conformance.check(kernel, device, dtype)`. It raises `AssertionError` with the name of the
+property that does not hold. `PROPERTIES` lists the properties by name, so that each can be a test of its own.
+
+In a tile, queries and keys are counted from 0. Query i sees key j where lo <= j - i <= hi.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel, determinism
 
 HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 64, 64))
-"""(query heads, key/value heads, d, e); those that a kernel refuses are left out."""
+"""(query heads, key/value heads, d, e); those that a kernel rejects are left out."""
 
 RECTANGLES = ((33, 33), (5, 19), (19, 5), (1, 7), (7, 1), (1, 1), (64, 130))
 BANDS = (
@@ -32,18 +34,18 @@ BANDS = (
     (9, 33, 0, 24),
     (20, 25, -3, 5),
 )
-EMPTY_ROWS = ((20, 20, -OPEN, -3), (20, 20, 5, OPEN), (20, 12, -4, 0), (8, 30, -OPEN, -2), (5, 5, 9, 12))
-"""Rows, columns, lo, hi."""
+EMPTY_QUERIES = ((20, 20, -OPEN, -3), (20, 20, 5, OPEN), (20, 12, -4, 0), (8, 30, -OPEN, -2), (5, 5, 9, 12))
+"""Tiles in which some queries see no key: number of queries, number of keys, lo, hi."""
 
-# Error norm over the truth's norm: rounding of one call, with room for another order of additions; a wrong key is off by 0.05.
+# Norm of the error divided by norm of the truth. It allows for rounding in another order; a wrong key gives an error of 0.05.
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-# Of lse, absolute: it never leaves float32.
+# Absolute error of lse, which is not rounded to the dtype of the inputs.
 _LSE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-3}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked, and on what: `heads` is one of `HEADS`."""
+    """A kernel and the inputs to check it with; `heads` is one of `HEADS`."""
 
     kernel: AttentionKernel
     device: torch.device
@@ -52,11 +54,11 @@ class Subject:
     scale: float
     batch: int = 2
 
-    def draw(self, rows: int, columns: int, seed: int = 0, strided: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, dout of one tile; `strided` makes them views, with NaN all around, of tokens-first storage."""
+    def draw(self, queries: int, keys: int, seed: int = 0, strided: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, dout of one tile. `strided` makes them views of tokens-first storage that holds NaN around them."""
         h, g, d, e = self.heads
         generator = torch.Generator().manual_seed(seed)
-        shapes = (rows, h, d), (columns, g, d), (columns, g, e), (rows, h, e)
+        shapes = (queries, h, d), (keys, g, d), (keys, g, e), (queries, h, e)
         drawn = [torch.randn(self.batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
         q, k, v, dout = (x.to(self.device, self.dtype) for x in drawn)
         return (_embed(q), _embed(k), _embed(v), _embed(dout)) if strided else (q, k, v, dout)
@@ -72,13 +74,13 @@ def check(
 ) -> None:
     """Checks all properties of `kernel`, or `only` one of `PROPERTIES`, on tensors of `dtype` on `device`.
 
-    Raises `AssertionError` that names kernel, property, tile and error.
+    Raises `AssertionError` that names the kernel, the property, the tile and the error.
     """
     device = torch.device(device)
-    served = [x for x in heads if kernel.rejection(device, dtype, x[2], x[3]) is None]
-    assert served, f"{kernel.name} serves none of the head sizes {sorted({x[2:] for x in heads})} in {dtype} on {device}"
+    supported = [x for x in heads if kernel.rejection(device, dtype, x[2], x[3]) is None]
+    assert supported, f"{kernel.name} supports none of the head sizes {sorted({x[2:] for x in heads})} in {dtype} on {device}"
     for name in PROPERTIES if only is None else [only]:
-        for sizes in served:
+        for sizes in supported:
             try:
                 PROPERTIES[name](Subject(kernel, device, dtype, sizes, scale=sizes[2] ** -0.5))
             except AssertionError as error:
@@ -87,34 +89,34 @@ def check(
 
 
 def _full(subject: Subject) -> None:
-    for rows, columns in RECTANGLES:
-        _tile(subject, rows, columns, -OPEN, OPEN)
+    for queries, keys in RECTANGLES:
+        _check_tile(subject, queries, keys, -OPEN, OPEN)
 
 
 def _causal(subject: Subject) -> None:
-    for rows in (1, 33, 64, 130):
-        _tile(subject, rows, rows, -OPEN, 0)
+    for size in (1, 33, 64, 130):
+        _check_tile(subject, size, size, -OPEN, 0)
 
 
 def _bands(subject: Subject) -> None:
     for band in BANDS if subject.kernel.capabilities.bands else ():
-        _tile(subject, *band)
+        _check_tile(subject, *band)
 
 
-def _empty_rows(subject: Subject) -> None:
-    for band in EMPTY_ROWS if subject.kernel.capabilities.bands else ():
-        _tile(subject, *band)
+def _empty_queries(subject: Subject) -> None:
+    for band in EMPTY_QUERIES if subject.kernel.capabilities.bands else ():
+        _check_tile(subject, *band)
 
 
 def _scale(subject: Subject) -> None:
     for scale in (0.03, 1.0):
-        _tile(replace(subject, scale=scale), 33, 33, -OPEN, 0)
+        _check_tile(replace(subject, scale=scale), 33, 33, -OPEN, 0)
 
 
 def _strided(subject: Subject) -> None:
-    """Reads its view and nothing around it."""
+    """The kernel reads its view and nothing around it."""
     for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
-        _tile(subject, 33, 33, lo, hi, strided=True)
+        _check_tile(subject, 33, 33, lo, hi, strided=True)
 
 
 def _natural_log(subject: Subject) -> None:
@@ -129,12 +131,12 @@ def _written(subject: Subject) -> None:
     """Every element of every output is written: fresh memory is NaN."""
     with _nan_memory():
         for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
-            _tile(subject, 45, 45, lo, hi)
+            _check_tile(subject, 45, 45, lo, hi)
         _varlen(subject)
 
 
 def _merged(subject: Subject) -> None:
-    """Backward with out and lse of the whole row gives the tile's exact share of the gradients."""
+    """Backward of one tile, with out and lse over all keys, gives that tile's exact share of the gradients."""
     q, k, v, dout = subject.draw(33, 33)
     more_k, more_v = subject.draw(33, 47, seed=1)[1:3]
     every = torch.ones(33, 47, dtype=torch.bool, device=q.device)
@@ -155,18 +157,18 @@ def _varlen(subject: Subject) -> None:
         return
     assert isinstance(subject.kernel, VarlenKernel), "capabilities say varlen, but there are no varlen methods"
     sizes = [(7, 7), (1, 1), (40, 40), (3, 3)], [(5, 19), (33, 4), (1, 1), (9, 64)]
-    _packed(subject, sizes[0], -1, 0)
-    _packed(subject, sizes[1], -1, -1)
+    _check_packed(subject, sizes[0], -1, 0)
+    _check_packed(subject, sizes[1], -1, -1)
     if subject.kernel.capabilities.bands:
         for left, right in ((5, 0), (-1, 2), (4, -1)):
-            _packed(subject, [*sizes[0], (5, 19), (8, 12)], left, right)
+            _check_packed(subject, [*sizes[0], (5, 19), (8, 12)], left, right)
 
 
 def _repeats(subject: Subject) -> None:
-    """The same bits twice, where the kernel promises that and does not refuse."""
+    """Two runs give the same bits, if the kernel promises that and does not reject determinism."""
     with determinism(True):
-        refused = subject.kernel.rejection(subject.device, subject.dtype, *subject.heads[2:]) is not None
-        if refused or not subject.kernel.capabilities.deterministic:
+        rejected = subject.kernel.rejection(subject.device, subject.dtype, *subject.heads[2:]) is not None
+        if rejected or not subject.kernel.capabilities.deterministic:
             return
         q, k, v, dout = subject.draw(130, 130)
         runs = []
@@ -182,7 +184,7 @@ PROPERTIES: dict[str, Callable[[Subject], None]] = {
     "natural-log lse": _natural_log,
     "scale": _scale,
     "bands": _bands,
-    "empty rows": _empty_rows,
+    "queries without keys": _empty_queries,
     "strided views": _strided,
     "merged backward": _merged,
     "varlen": _varlen,
@@ -191,18 +193,18 @@ PROPERTIES: dict[str, Callable[[Subject], None]] = {
 }
 
 
-def _tile(subject: Subject, rows: int, columns: int, lo: int, hi: int, strided: bool = False) -> None:
-    q, k, v, dout = subject.draw(rows, columns, strided=strided)
-    offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
+def _check_tile(subject: Subject, queries: int, keys: int, lo: int, hi: int, strided: bool = False) -> None:
+    q, k, v, dout = subject.draw(queries, keys, strided=strided)
+    offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None]
     truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), subject.scale)
     options: dict[str, Any] = {"lo": lo, "hi": hi, "scale": subject.scale}
     out, lse = subject.kernel.forward(q, k, v, **options)
     grads = subject.kernel.backward(dout, q, k, v, out, lse, **options)
-    _compare(f"{rows} x {columns} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, subject)
+    _compare(f"{queries} x {keys} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, subject)
 
 
-def _packed(subject: Subject, sizes: list[tuple[int, int]], left: int, right: int) -> None:
-    """Many tiles in one call, against each alone."""
+def _check_packed(subject: Subject, sizes: list[tuple[int, int]], left: int, right: int) -> None:
+    """Checks many tiles in one varlen call; each against its own truth."""
     one = replace(subject, batch=1)
     parts = [one.draw(*size, seed=seed) for seed, size in enumerate(sizes)]
     q, k, v, dout = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
@@ -213,12 +215,12 @@ def _packed(subject: Subject, sizes: list[tuple[int, int]], left: int, right: in
     out, lse = kernel.forward_varlen(q, k, v, packing, subject.scale)
     dq, dk, dv = kernel.backward_varlen(dout, q, k, v, out, lse, packing, subject.scale)
     bounds = zip(*(pairwise(x.tolist()) for x in ends), strict=True)
-    for (rows, columns), ((q0, q1), (k0, k1)), part in zip(sizes, bounds, parts, strict=True):
-        offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None] - (columns - rows)
+    for (queries, keys), ((q0, q1), (k0, k1)), part in zip(sizes, bounds, parts, strict=True):
+        offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None] - (keys - queries)
         allowed = (offset >= -left if left >= 0 else offset >= -OPEN) & (offset <= right if right >= 0 else offset <= OPEN)
         truth = _truth(*part, allowed, subject.scale)
         got = out[None, q0:q1], lse[None, :, q0:q1], dq[None, q0:q1], dk[None, k0:k1], dv[None, k0:k1]
-        _compare(f"{rows} x {columns} tile of a varlen batch, window ({left}, {right})", got, truth, one)
+        _compare(f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})", got, truth, one)
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, scale: float) -> _Truth:
-    """By autograd in float64. Rows that see nothing have out 0, lse -inf and no gradient."""
+    """Attention and its gradients by autograd in float64. Queries that see no key have out 0, lse -inf and no gradient."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     empty = ~allowed.any(1)
     scores = _logits(q, k, scale).masked_fill(~allowed, -math.inf)
@@ -250,17 +252,17 @@ def _compare(what: str, got: Sequence[Tensor], truth: _Truth, subject: Subject) 
     for name, x, true in zip(("out", "lse", "dq", "dk", "dv"), got, vars(truth).values(), strict=True):
         assert x.shape == true.shape, f"{name} of a {what} has shape {tuple(x.shape)} instead of {tuple(true.shape)}"
     empty = truth.lse.isneginf()
-    assert torch.equal(lse.isneginf(), empty), f"lse of a {what} is -inf in other rows than those that see nothing"
+    assert torch.equal(lse.isneginf(), empty), f"lse of a {what} is -inf for other queries than those that see no key"
     off = float((lse.double() - truth.lse)[~empty].abs().max()) if not empty.all() else 0.0
     assert off <= _LSE_TOLERANCE[subject.dtype], f"lse of a {what} is off by {off:.1e}"
-    assert not (out.transpose(1, 2)[empty] != 0).any(), f"out of a {what} is not 0 where a row sees nothing"
+    assert not (out.transpose(1, 2)[empty] != 0).any(), f"out of a {what} is not 0 where a query sees no key"
     for name, x, true in zip(("out", "dq", "dk", "dv"), (out, *grads), (truth.out, truth.dq, truth.dk, truth.dv), strict=True):
         _close(f"{name} of a {what}", x, true, subject)
 
 
 def _close(what: str, x: Tensor, truth: Tensor, subject: Subject) -> None:
     assert x.isfinite().all(), f"{what} has NaN or infinity"
-    # Gradients of scores vanish where a row sees one key: what remains is rounding, measured against the size of 1.
+    # Where a query sees one key, gradients of scores are 0. Then the error is rounding, and is compared with 1.
     floor = 0.1 * math.sqrt(truth.numel())
     off = float((x.double() - truth).norm() / truth.norm().clamp(min=floor))
     assert off <= _TOLERANCE[subject.dtype], f"{what} is off by {off:.1e}, more than {_TOLERANCE[subject.dtype]:.0e}"
@@ -280,7 +282,7 @@ def _band(lo: int, hi: int) -> str:
 
 @contextmanager
 def _nan_memory() -> Iterator[None]:
-    """torch fills memory with NaN that it would leave uninitialized."""
+    """While this lasts, torch fills new memory with NaN instead of leaving it uninitialized."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = importlib.import_module("torch.utils.deterministic")
     fill = switch.fill_uninitialized_memory

@@ -59,7 +59,7 @@ def test_another_python_may_have_it(file, capsys, monkeypatch, site):
     monkeypatch.setattr("shutil.which", lambda name: None if name == "sbatch" else "/bin/" + name)
     submit(file, GPUS, site, dry_run=True)
     assert warnings(capsys)[1] == []
-    with pytest.raises(ConfigError, match="no sbatch here"):
+    with pytest.raises(ConfigError, match="sbatch is not installed here"):
         submit(file, GPUS, site)
 
 

@@ -160,7 +160,7 @@ def test_status_names_a_try_that_ended_without_a_word(file, tmp_path, slurm):
     submit(file, CPU, Site())
     with (tmp_path / "run" / "attempts.tsv").open("a") as file:
         file.writelines(f"{int(time.time())}\t12\t{restart}\tstart\t{4 * restart}\t\n" for restart in (0, 1))
-    assert "try 0 from iteration 0 ended without a word" in status(tmp_path / "run")["last_stop"]
+    assert "try 0 from iteration 0 ended without a record" in status(tmp_path / "run")["last_stop"]
     slurm(queue="")
     progress.finish(str(tmp_path / "run"), 6)
     assert status(tmp_path / "run")["state"] == "DONE"
