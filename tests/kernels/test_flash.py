@@ -99,7 +99,7 @@ def test_conformance(label):
 
 
 def test_no_deterministic_backward_no_determinism():
-    """A version without the parameter is refused where the same bits are wanted, and not otherwise."""
+    """A version without the parameter is rejected where the same bits are wanted, and not otherwise."""
     kernel = stand_in("2: flash-attn 2.8.3")
     with determinism(True):
         assert kernel.rejection(CPU, torch.float16, 64, 64) is None

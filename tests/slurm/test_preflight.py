@@ -179,7 +179,7 @@ def test_a_task_of_srun_needs_no_further_variable(scontrol, monkeypatch, given, 
 
 
 @pytest.mark.parametrize("given", [{}, {NODES: "unknown"}, {"MASTER_ADDR": "n7"}])
-def test_what_is_no_task_of_srun_is_refused(scontrol, monkeypatch, given):
+def test_what_is_no_task_of_srun_is_rejected(scontrol, monkeypatch, given):
     """Among them the shell of a batch script, which has the number of ranks but is none of them."""
     for name, value in {"SLURM_JOB_NODELIST": "n[7-8]", **given}.items():
         monkeypatch.setenv(name, value)
