@@ -42,8 +42,8 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
 def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor]:
     """The next microbatch, tensors [b, n] on this rank's device. Tensor-parallel rank 0 reads it and sends it to the others.
 
-    With --cp-ring-document-mask the result also has `cu_seqlens`, int64 [documents + 1] on the CPU: the offsets of the documents in
-    the stream of all its batch rows.
+    With --cp-ring-document-mask it also holds `cu_seqlens`, int64 [documents + 1] on the CPU: the offsets of the documents in the
+    stream of all its batch rows.
     """
     return _read_and_broadcast(data_iterator, _INTEGERS, _FLOATS)
 
