@@ -116,7 +116,7 @@ def test_complete_environment_is_reused(installer):
     assert installer.calls() == ["venv", "pip"]
 
 
-def test_test_extra_is_added_once_and_serves_both(installer):
+def test_test_extra_is_added_once_for_both(installer):
     for extras in ("", "[test]", "[test]", ""):
         assert installer(f'prepare_environment "{extras}"').returncode == 0
     assert installer.calls() == ["venv", "pip", "pip"]

@@ -1,4 +1,4 @@
-"""Faults that the certificate must refuse, planted one at a time, each with the job in which it is one."""
+"""Faults that the certificate must reject, planted one at a time, each with the job in which it is one."""
 
 from __future__ import annotations
 

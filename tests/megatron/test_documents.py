@@ -146,7 +146,7 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
     before = settings.current()
     settings.configure(ContextParallelConfig.make(enabled=True, document_mask=True))
     try:
-        with pytest.raises(ConfigError, match="--cp-ring-document-mask: this pipeline stage has no data set to take document"):
+        with pytest.raises(ConfigError, match="--cp-ring-document-mask: this pipeline stage has no data set, from which"):
             gpt.get_batch(None, None)
         arguments.position_embedding_type = "mrope"
         with pytest.raises(ConfigError, match="--position-embedding-type mrope: a middle pipeline stage has no position ids"):
