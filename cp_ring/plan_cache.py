@@ -22,7 +22,7 @@ MAX_PLANS = 64
 
 Offsets = Sequence[int] | np.ndarray | Tensor
 
-_plans: OrderedDict[bytes, RingPlan] = OrderedDict()
+_plans: OrderedDict[tuple[object, ...], RingPlan] = OrderedDict()
 _lock = Lock()
 
 
@@ -35,7 +35,8 @@ def plan_for(mask: Mask, layout: Layout | str, cp: int, route: str = "direct") -
         raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
     if route not in ROUTES:
         raise PlanError(f"route={route!r}: unknown; known are {', '.join(ROUTES)}")
-    key = _digest(mask, layout, cp, route)
+    # Another function may have taken a name in the registries since.
+    key = _digest(mask, layout, cp, route), LAYOUTS[layout] if isinstance(layout, str) else None, ROUTES[route]
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)

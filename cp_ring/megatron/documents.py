@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.plans import make_layout
@@ -93,19 +94,13 @@ class Documents:
                 f"{tokens} tokens each, {tokens * cp} together"
             )
         _check_longest(packed, room)
-        if cp == 1:
-            layout = Layout.contiguous(int(padded[-1]), 1)
-        else:
-            layout = Layout.zigzag(int(padded[-1]), cp) if whole_row else Layout.per_document_zigzag(padded, cp)
-        keep = length > 0
-        return cls(padded[:-1][keep], (padded[:-1] + length)[keep], layout)
+        return _of_offsets(real.tobytes(), padded.tobytes(), cp, whole_row)
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
         """The mask: tokens see only their own document, within `window` as in `Mask.documents`; padding sees nothing."""
         edges = np.append(np.stack([self.start, self.end], axis=1).reshape(-1), self.layout.n)
-        between = Mask.documents(
-            np.insert(edges, 0, 0), causal=causal, window=window
-        )  # with the gaps as documents, which the next line removes
+        # The gaps are documents too, which the next line removes.
+        between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)
         return Mask(self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents")
 
     def prepare(self, rank: int, route: str, window: tuple[int, int] = (-1, -1), causal: bool = True) -> None:
@@ -153,15 +148,14 @@ class DocumentParams(PackedSeqParams):
 
 
 def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
-    """The documents of `packed` (packed_seq_params), made once for each `packed`.
+    """The documents that `packed` (packed_seq_params) describes now.
 
-    tokens: the number of tokens that this rank holds. Raises `ConfigError` if `packed` is for another number of tokens.
+    Equal offsets give the same `Documents`, so that all layers of a microbatch share its plans. A `packed` that is reused with
+    other offsets, filled in place or replaced, gives other documents.
+    tokens: the number of tokens that this rank holds. Raises `ConfigError` where it contradicts `packed`.
     """
     if not isinstance(packed, DocumentParams):
-        made: Documents | None = packed.__dict__.get("cp_ring_documents")
-        if made is None or made.layout.n != tokens * cp or made.layout.cp != cp:
-            made = packed.__dict__["cp_ring_documents"] = Documents.in_thd(packed, tokens, cp, whole_row)
-        return made
+        return Documents.in_thd(packed, tokens, cp, whole_row)
     documents = packed.documents
     if documents is None:
         raise ConfigError("--cp-ring-document-mask: this pipeline stage has no document boundaries for its microbatch")
@@ -212,16 +206,48 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
     return offsets
 
 
+@functools.lru_cache(maxsize=64)
+def _of_offsets(real: bytes, padded: bytes, cp: int, whole_row: bool) -> Documents:
+    """The documents of checked int64 offsets. Microbatches in flight are far fewer than what is kept."""
+    starts, offsets = (np.frombuffer(x, np.int64) for x in (padded, real))
+    length, n = np.diff(offsets), int(starts[-1])
+    whole = Layout.zigzag if cp > 1 else Layout.contiguous
+    layout = whole(n, cp) if whole_row or cp == 1 else Layout.per_document_zigzag(starts, cp)
+    keep = length > 0
+    return Documents(starts[:-1][keep], (starts[:-1] + length)[keep], layout)
+
+
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The version of each tensor on a device that was read, and its values: a read makes the host wait for the device."""
+
+
 def _on_cpu(offsets: torch.Tensor) -> Ints:
+    """The values of a tensor, int64 on the host.
+
+    A tensor on the CPU is read each time. One on a device is read again when its version counter has changed: it counts
+    in-place operations of torch, also through views, but not writes through `Tensor.data` or a raw pointer.
+    """
+    if offsets.device.type == "cpu" or offsets.is_inference():
+        return _values(offsets)
+    version, values = _read.get(offsets, (-1, None))
+    if values is None or version != offsets._version:
+        version, values = _read[offsets] = offsets._version, _values(offsets)
+    return values
+
+
+def _values(offsets: torch.Tensor) -> Ints:
     values: Ints = offsets.detach().cpu().to(torch.int64).reshape(-1).numpy()
     return values
 
 
 def _check_longest(packed: Any, room: Ints) -> None:
     for name in ("max_seqlen_q", "max_seqlen_kv"):
-        longest = getattr(packed, name, None)
-        if longest is not None and int(longest) < int(room.max()):
-            raise ConfigError(f"packed_seq_params.{name} is {int(longest)}, but a document takes {int(room.max())} tokens")
+        given = getattr(packed, name, None)
+        if given is None:
+            continue
+        longest = int(_on_cpu(given)[0]) if isinstance(given, torch.Tensor) else int(given)
+        if longest < int(room.max()):
+            raise ConfigError(f"packed_seq_params.{name} is {longest}, but a document takes {int(room.max())} tokens")
 
 
 @functools.cache
