@@ -298,6 +298,7 @@ def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
             for kernel_call in kernel_calls(hop, call.kernel.capabilities):
                 partial = kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale)
                 kernel_call.merge_(out, lse, *partial)
+                del partial  # the next call needs the room
     return out, lse
 
 
@@ -316,6 +317,7 @@ def _run_backward(
             for kernel_call in kernel_calls(hop, call.kernel.capabilities):
                 partial = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, call.scale)
                 kernel_call.add_(dq, dk, dv, *partial)
+                del partial
         grads.send(hop)
     return dq, *grads.finish()
 

@@ -45,7 +45,7 @@ def one_call(setting: Setting, group: Any) -> tuple[Step, Layout]:
 
 def same_tiles(setting: Setting, group: Any) -> tuple[Step, Layout]:
     """The ring's own tiles and merges, of all ranks, computed by one rank: what linear scaling is measured against."""
-    plan = RingPlan.build(Mask.causal(setting.n), Layout.zigzag(setting.n, setting.cp))
+    plan = RingPlan.build(Mask.causal(setting.n), Layout.zigzag(setting.n, setting.cp), schedule="ring")
     shards = [[plan.layout.shard(x, rank, 1) for x in setting.draw()] for rank in range(setting.cp)]
     dtype, d = getattr(torch, setting.dtype), setting.head_dim
     kernel = choose("cpu", device=torch.device("cpu"), dtype=dtype, d=d, e=d)
@@ -55,7 +55,7 @@ def same_tiles(setting: Setting, group: Any) -> tuple[Step, Layout]:
         out, lse = torch.zeros_like(q), q.new_full((1, setting.heads, q.shape[1]), -math.inf)
         dq, dk, dv = (torch.zeros_like(x) for x in shards[rank][:3])
         calls = [
-            (slice(t.q0, t.q1), [shards[hop.source][i][:, t.k0 : t.k1] for i in (1, 2)], 0 if t.is_causal else OPEN)
+            (slice(t.q0, t.q1), [shards[hop.sources[0]][i][:, t.k0 : t.k1] for i in (1, 2)], 0 if t.is_causal else OPEN)
             for hop in plan.rank_plan(rank).hops
             for t in hop.tiles
         ]

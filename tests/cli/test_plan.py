@@ -18,6 +18,7 @@ from cp_ring.plan import Layout, Mask, RingPlan
 from cp_ring.plan.cost import AttentionSizes, between_nodes, cost, timeline
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.schedule import NETWORK_BYTES_PER_SECOND
 
 
 def run(*args: str):
@@ -43,11 +44,15 @@ def test_bytes_between_nodes() -> None:
 
 
 def test_timeline_overlaps_and_keeps_order() -> None:
-    plan = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4))
-    compute, transfers = timeline(plan, cost(plan.verify(), AttentionSizes()))
-    assert len(compute) == 16 and len(transfers) == 12
-    ready = {(span.rank, span.hop): span.end for span in transfers}
-    assert all(span.start >= ready.get((span.rank, span.hop), 0) for span in compute)
+    for schedule, hops in (("ring", 4), ((0, 1, 2, 2), 3), ("gather", 2)):
+        plan = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4), schedule=schedule)
+        costs = cost(plan.verify(), AttentionSizes())
+        compute, transfers = timeline(plan, costs)
+        assert len(compute) == 4 * hops and len(transfers) == 12
+        assert all(span.start >= arrival.end for span in compute for arrival in transfers
+                   if (arrival.rank, arrival.hop) == (span.rank, span.hop))  # fmt: skip
+        moved = sum(span.end - span.start for span in transfers) * NETWORK_BYTES_PER_SECOND
+        assert moved == pytest.approx(costs.bytes_in.sum())
 
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
