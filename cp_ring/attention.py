@@ -35,6 +35,7 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
 from cp_ring.kernels.calls import Statistics, kernel_calls, prepare
 from cp_ring.observe.watchdog import WATCH, Place
+from cp_ring.ops.merge import lse_dtype
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
@@ -291,7 +292,7 @@ class _RingAttention(torch.autograd.Function):
 def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e], lse [b, h, s]."""
     out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=call.sum_dtype)
-    lse = q.new_full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=call.sum_dtype)
+    lse = q.new_full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=lse_dtype(q.device, call.sum_dtype))
     prepare(call.rank_plan.hops, call.kernel.capabilities, q.device)
     for hop, k_hop, v_hop in KeyStream(call.rank_plan, call.transport, k, v, call.num_slots):
         with record_function(f"cp_ring: forward, hop {hop.index}"):
@@ -299,7 +300,7 @@ def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
                 partial = kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale)
                 kernel_call.merge_(out, lse, *partial)
                 del partial  # the next call needs the room
-    return out, lse
+    return out, lse.to(call.sum_dtype)
 
 
 def _run_backward(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import typing
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from cp_ring.plan.routes import ROUTES
 
 WireDtype = Literal["input", "float32"]
 Recompute = Literal["keep", "replay"]
+Certify = Literal["on", "off", "strict"]
 
 PLUGINS = "cp_ring.plugins"
 """Entry point group of packages that add kernels, layouts or routes: each entry names a module that registers them.
@@ -44,7 +46,7 @@ def choices(setting: str) -> tuple[str, ...]:
         from cp_ring.kernels import REGISTRY  # loads torch, which a command line that names no kernel does without
 
         return ("auto", *REGISTRY)
-    registry = {"layout": LAYOUTS, "route": ROUTES}.get(setting)
+    registry: Mapping[str, Any] | None = {"layout": LAYOUTS, "route": ROUTES}.get(setting)
     if registry is not None:
         return tuple(registry)
     return tuple(map(str, typing.get_args(ContextParallelConfig.model_fields[setting].annotation)))
@@ -85,10 +87,11 @@ class ContextParallelConfig(BaseModel):
         False,
         description="Load whatever is pickled in a checkpoint, which lets it run code: only for files of known origin.",
     )
-    certify: bool = Field(
-        True,
+    certify: Certify = Field(
+        "on",
         description="Probe masks, attention, loss and gradients on this job's own ranks before it trains, and stop it if they "
-        "are not what its flags declare; leaves a certificate beside the checkpoints.",
+        "are not what its flags declare; leaves a certificate beside the checkpoints. strict also stops a job of which a part "
+        "cannot be probed.",
     )
 
     @field_validator("kernel", "layout", "route")
@@ -98,9 +101,15 @@ class ContextParallelConfig(BaseModel):
         if value not in choices(setting):
             load_plugins()
         if value not in choices(setting):
-            known = [repr(name) for name in choices(setting)]
-            raise PydanticCustomError("unknown_name", "input should be {known}", {"known": f"{', '.join(known[:-1])} or {known[-1]}"})
+            *others, last = (repr(name) for name in choices(setting))
+            raise PydanticCustomError("unknown_name", "input should be {known}", {"known": f"{', '.join(others)} or {last}"})
         return value
+
+    @field_validator("certify", mode="before")
+    @classmethod
+    def _certify_of_switch(cls, value: Any) -> Any:
+        """Reads a boolean too: `certify: true` in a YAML file is on."""
+        return ("on" if value else "off") if isinstance(value, bool) else value
 
     @classmethod
     def flag(cls, field: str) -> str:
@@ -118,6 +127,9 @@ class ContextParallelConfig(BaseModel):
             if field.annotation is bool:
                 switch = argparse.BooleanOptionalAction if field.default else "store_true"
                 group.add_argument(cls.flag(name), action=switch, **options)
+            elif name == "certify":
+                group.add_argument(cls.flag(name), nargs="?", const="on", metavar=name.upper(), **options)
+                group.add_argument("--no-" + cls.flag(name)[2:], action="store_const", const="off", dest=_dest(name))
             else:
                 group.add_argument(cls.flag(name), metavar=name.upper(), **options)
         return parser

@@ -137,8 +137,9 @@ def zigzag(n: int, cp: int) -> Layout:
 
 @lru_cache(maxsize=64)
 def _mask(offsets: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Mask:
-    name = "documents" if len(offsets) > 2 else "causal" if causal else "full"
-    return Mask.documents(list(offsets), causal=causal, window=window, name=name)
+    if len(offsets) > 2:
+        return Mask.documents(list(offsets), causal=causal, window=window)
+    return Mask.causal(offsets[-1], window) if causal else Mask.full(offsets[-1], window)
 
 
 def _digest(mask: Mask, layout: Layout | str, cp: int, route: str) -> bytes:

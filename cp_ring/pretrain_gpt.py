@@ -1,7 +1,7 @@
 """GPT pretraining on Megatron-core's own training loop: `python -m cp_ring.pretrain_gpt <Megatron flags> --cp-ring`.
 
-Takes every flag of Megatron's `pretrain_gpt.py` that concerns a GPT model and its data. The loss is normalized per token (exact
-under context parallelism), and no s x s attention mask is ever built.
+Takes every flag of Megatron's `pretrain_gpt.py` that concerns a GPT model and its data; `--help` lists them. The loss is
+normalized per token, which is exact under context parallelism, and no s x s attention mask is ever built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
         config = install(sys.argv[1:])
         if config.enabled:
             _reject_flags_of_scripts(sys.argv)
-        from cp_ring.megatron import compat, gpt, gpt_model, training_log
+        from cp_ring.megatron import compat, gpt, gpt_model, training_log  # these load Megatron: only after `install`
         from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 
         log_steps()
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _reject_flags_of_scripts(argv: list[str]) -> None:
-    """The flags of Megatron's `pretrain_gpt.py` that need its own batches."""
+    """Raises `ConfigError` for flags that need the batches of Megatron's own `pretrain_gpt.py`."""
     if INTER_DOCUMENT in argv:
         raise ConfigError(
             f"cp_ring.pretrain_gpt has no {INTER_DOCUMENT}: give --cp-ring-document-mask, or run the script by cp_ring.run"

@@ -2,6 +2,9 @@
 
 Each module has one `PATCH`. Importing it applies nothing; `cp_ring.patches.install` applies the patches that the flags ask for.
 `apply` makes all replacements of a patch or none, and `revert` restores exactly what was there. `table` lists all patches.
+
+Patch modules import Megatron, and modules of cp_ring that import it, only inside functions: `cpu_runtime` must be applied before
+Megatron is imported, and the table must be quick.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""cp_ring's flags in Megatron's own parser, and its checks right after parsing, before any process group exists."""
+"""Adds cp_ring's flags to Megatron's parser, and checks all flags after parsing, before any process group exists."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _replacements() -> Iterator[Replacement]:
         result = validate_args(args, *rest, **kwargs)
         accept_complete(args)
         config = ContextParallelConfig.from_args(args)
-        if config.enabled and config.certify:
+        if config.enabled and config.certify != "off":
             with rejecting():
                 record.check(args)
         return result
@@ -47,6 +47,6 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     name="arguments",
     what="adds the --cp-ring flags to Megatron's parser and checks the flags before any process group exists",
-    why="Megatron's scripts parse their flags themselves and have no hook that sees every one of them",
+    why="Megatron's scripts parse their flags themselves and have no hook between parsing and the first process group",
     replacements=_replacements,
 )

@@ -1,4 +1,7 @@
-"""The certificate: made where Megatron has its parallel groups and no model yet, with the job's own forward step."""
+"""Makes the certificate after Megatron has made its parallel groups and before it builds the model.
+
+The job's own forward step is an argument of `pretrain`, so that function is wrapped too.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def _replacements() -> Iterator[Replacement]:
     def certify_first(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        from cp_ring.megatron.certificate.examination import certify
+        from cp_ring.megatron.certificate.certify import certify  # imports Megatron
 
         certify(get_args(), steps[-1] if steps else None)
         return setup(*args, **kwargs)
@@ -38,7 +41,7 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="certificate",
-    what="probes ring attention and the loss on the job's own ranks before its model is built (--cp-ring-certify)",
+    what="probes ring attention and the loss on the job's own ranks before the model is built (--cp-ring-certify)",
     why="Megatron's training loop has no hook between its parallel groups and the model",
     replacements=_replacements,
 )

@@ -1,6 +1,6 @@
 """Lets stock Megatron run where there is no CUDA: gloo ranks on the CPU, for trying, testing and CI.
 
-Megatron asks for `device="cuda"`, CUDA streams, events, random states and memory statistics in many places, and refuses to start
+Megatron uses `device="cuda"`, CUDA streams, events, random states and memory statistics in many places, and does not start
 without CUDA. This patch answers all of them with the CPU. Where CUDA is present it changes nothing.
 """
 
@@ -38,7 +38,7 @@ class CudaMeansCpu(TorchFunctionMode):
 
 
 class InertStream:
-    """Stands for a CUDA stream: work on the CPU is in order already."""
+    """Stands for a CUDA stream, and does nothing: work on the CPU is in order already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
@@ -110,7 +110,7 @@ def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    if state.numel() == torch.get_rng_state().numel():  # a checkpoint written on a GPU holds a state of another size
+    if state.numel() == torch.get_rng_state().numel():  # the state in a checkpoint written on a GPU has another size
         torch.set_rng_state(state)
 
 
@@ -220,7 +220,7 @@ def _unneeded() -> str:
 PATCH = Patch(
     name="cpu_runtime",
     what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; applies in spawned processes too",
-    why="Megatron refuses to start without CUDA; this lets it train on gloo CPU ranks",
+    why="Megatron does not start without CUDA; this lets it train on gloo CPU ranks",
     replacements=lambda: [*_torch_replacements(), *_megatron_replacements()],
     unneeded=_unneeded,
     enter=_enter,

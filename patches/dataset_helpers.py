@@ -1,6 +1,7 @@
-"""Megatron runs `make` in its own package folder at start-up to build its C++ data set index; the wheel has no makefile.
+"""Keeps Megatron from running `make` for its C++ data set index where there is no makefile.
 
-The wheel holds the built module, so there is nothing to make. In a source checkout with a makefile nothing is changed.
+Megatron runs `make` in its own package folder at start-up. The wheel has the built module but no makefile. In a source checkout,
+which has one, nothing is changed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     name="dataset_helpers",
     what="does not run `make` for the data set index where the built module is present",
-    why="the wheel has the built module but no makefile, so that Megatron's own start-up exits",
+    why="the wheel has the built module but no makefile, and Megatron exits at start-up when `make` fails",
     replacements=_replacements,
     unneeded=_unneeded,
 )

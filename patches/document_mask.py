@@ -1,4 +1,4 @@
-"""Documents in sbhd for multi-latent attention, which takes any `packed_seq_params` for thd where it makes queries and keys."""
+"""Lets multi-latent attention have documents in sbhd: it takes any `packed_seq_params` for thd when it makes queries and keys."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     name="document_mask",
     what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask",
-    why="it drops the batch dimension wherever there are packed_seq_params, whatever their format",
+    why="it drops the batch dimension if there are packed_seq_params, whatever their format",
     replacements=_replacements,
 )

@@ -1,4 +1,4 @@
-"""Megatron's --exit-signal-handler, for signals that come early and for more than one of them."""
+"""Extends Megatron's --exit-signal-handler to early signals, and to several kinds of signals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _replacements() -> Iterator[Replacement]:
     from cp_ring.megatron.rejection import note
 
     class Handler(module.DistributedSignalHandler):
-        """Agrees among all ranks as Megatron's does, on what `cp_ring.signals` remembers instead of a flag of its own."""
+        """Agrees among all ranks as Megatron's handler does, but reads the signal from `cp_ring.signals`."""
 
         def __enter__(self) -> Any:
             signals.listen(self.sig)

@@ -30,7 +30,7 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
         names.append("exit_signal")
     if config.enabled:
         names += _patches_of_models(config, argv)
-        names += ["certificate"] if config.certify else []
+        names += ["certificate"] if config.certify != "off" else []
     for name in names:
         patches.get(name).apply()
     configure(config, whole_rows=INTER_DOCUMENT in argv)

@@ -1,7 +1,7 @@
-"""Measures how far the loss is from that of one rank where Megatron averages the mean losses of context-parallel ranks.
+"""Measures the bias of the loss where Megatron averages the mean losses of context-parallel ranks.
 
-Without --calculate-per-token-loss each rank divides its sum of losses by its own number of tokens that count, whatever the other
-ranks hold: exact where the loss masks are even, and biased otherwise. The first microbatches show by how much.
+Without --calculate-per-token-loss each rank divides its sum of losses by its own number of tokens that count. The average over
+ranks is exact if these numbers are equal, and biased otherwise. The first microbatches show by how much.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch.distributed as dist
 from cp_ring.patches.patch import Patch, Replacement
 
 MICROBATCHES = 8
-_WITHOUT = "without --calculate-per-token-loss context-parallel ranks count alike, however many of their tokens do"
+_WITHOUT = "without --calculate-per-token-loss all context-parallel ranks weigh the same, however many of their tokens count"
 _GIVE = "give --calculate-per-token-loss"
 
 
 class Meter:
-    """Reads the sums and token counts of the first microbatches as their loss functions return them, then says what it saw."""
+    """Reads the sums and token counts that the loss functions of the first microbatches return, then prints the bias."""
 
     def __init__(self, group: Any, say: Callable[[str], None]) -> None:
         self.group, self.say = group, say
         self.left, self.bias, self.counts = MICROBATCHES, 0.0, [0] * group.size()
 
     def read(self, outputs: tuple[Any, ...]) -> None:
-        """Every rank of the group calls it with what the loss function returns for each microbatch.
+        """Takes what the loss function of one microbatch returned. A collective of the group.
 
-        These are the sum of losses over the tokens of this rank that count, their number, and a report; or a mean and a report.
+        outputs: the sum of the losses of this rank's tokens that count, their number, and a report; or a mean and a report.
         """
         if not self.left:
             return
@@ -53,7 +53,7 @@ class Meter:
             self.say(self.line())
 
     def line(self) -> str:
-        """What the user should know."""
+        """The line that tells the user the bias."""
         counts = ", ".join(map(str, self.counts))
         return (
             f"{_WITHOUT}; in the first {MICROBATCHES} microbatches the loss is off by up to {self.bias:+.2%} "
@@ -69,7 +69,7 @@ def metered(calc_loss: Callable[..., Any]) -> Callable[..., Any]:
     def call(model: Any, output_tensor: Any, loss_func: Any, config: Any, *rest: Any, **named: Any) -> Any:
         def tell(*args: Any, **kwargs: Any) -> Any:
             outputs = loss_func(*args, **kwargs)
-            if not kwargs:  # non_loss_data: it is asked for something else
+            if not kwargs:  # with `non_loss_data` it returns something else
                 if not meters:
                     meters.append(_meter())
                 meters[0].read(outputs)

@@ -1,8 +1,8 @@
-"""The weight of a mixture of experts' load-balancing loss under context parallelism, before Megatron-core 0.19.
+"""Corrects the weight of the load-balancing loss of experts under context parallelism, before Megatron-core 0.19.
 
-With --calculate-per-token-loss all gradients are divided by the tokens of all ranks together, so the router multiplies its loss
-by the number of its tokens. It took those of this rank alone, where its loss is that of all tensor- and context-parallel ranks'
-tokens: the weight fell with the context-parallel size.
+With --calculate-per-token-loss all gradients are divided by the number of tokens of all ranks, so the router multiplies its loss
+by a number of tokens. Its loss is that of the tokens of all tensor- and context-parallel ranks, but it took the number of this
+rank's tokens. So the weight became smaller as the context-parallel size grew.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -64,7 +65,6 @@ def roll_in_documents(
 
 def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
     from cp_ring.megatron.documents import documents_of
-    from cp_ring.megatron.settings import current, packed_in_whole_rows
 
     if packed is None:
         return _rows(tensor.numel() // tensor.shape[-1], tensor.shape[-1] * cp, current().layout, cp)

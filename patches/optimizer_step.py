@@ -1,10 +1,13 @@
-"""The distributed optimizer's checkpoints with torch's own Adam (neither TransformerEngine nor Apex installed).
+"""Lets the distributed optimizer load checkpoints with torch's own Adam (neither TransformerEngine nor Apex installed).
 
-torch's Adam keeps a `step` tensor for every parameter. Megatron's distributed optimizer does not expect it in three places:
-it asks for the step of an optimizer that has no state yet, as every one is that is about to load a checkpoint; it takes the step
-from tensors where it is missing or out of date, because checkpoints keep it elsewhere; and it gives one shared tensor to all
-parameters, which Adam would then increase once for every parameter in each step. With TransformerEngine or Apex nothing of
-this is changed. Besides, it copies into float32 parameters, which are leaves of the graph, with gradients on.
+torch's Adam keeps a `step` tensor for every parameter. Megatron's distributed optimizer does not expect this in three places:
+
+- It reads the step of an optimizer that has no state yet, which is every optimizer that is about to load a checkpoint.
+- It takes the step from tensors that lack it or have an old one, because checkpoints keep the step elsewhere.
+- It gives one shared step tensor to all parameters; Adam then adds 1 for every parameter in each training step.
+
+With TransformerEngine or Apex these three are not changed. In all cases the optimizer copies into float32 parameters, which are
+leaves of the graph, with gradients enabled; here it does so without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ring does not run again when activations are recomputed; see `cp_ring.megatron.recompute`."""
+"""Keeps the ring from running again when activations are recomputed: see `cp_ring.megatron.recompute`."""
 
 from __future__ import annotations
 

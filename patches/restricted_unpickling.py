@@ -1,16 +1,24 @@
-"""Loading a checkpoint runs no code that is stored in it: see `cp_ring.megatron.checkpoints.unpickle`.
+"""Keeps code that is pickled in a checkpoint from running when it is loaded: see `cp_ring.megatron.checkpoints.unpickle`.
 
 Torch reads `.metadata` with `pickle.load` and byte entries with `weights_only=False`; Megatron reads common.pt by `torch.load`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from cp_ring.patches.patch import Patch, Replacement
 
+_READERS_OF_EXTRA_STATE = (
+    "transformer_engine.pytorch.module.base",
+    "transformer_engine.pytorch.ops.op",
+    "megatron.core.extensions.transformer_engine",
+)
+
 
 def _replacements() -> Iterator[Replacement]:
+    import megatron.core  # noqa: F401  (so that what reads extra states is imported)
     import torch
     import torch.distributed.checkpoint.filesystem as filesystem
 
@@ -18,6 +26,13 @@ def _replacements() -> Iterator[Replacement]:
 
     yield filesystem, "pickle", unpickle.PickleOfIndex()
     yield torch, "load", unpickle.gated_torch_load(torch.load)
+    original = torch.storage._load_from_bytes  # megatron.core has put its own there
+    storage = unpickle.gated_storage(original)
+    yield torch.storage, "_load_from_bytes", storage
+    yield sys.modules[original.__module__], original.__name__, storage  # tensors are pickled by this name
+    for name in _READERS_OF_EXTRA_STATE:
+        if hasattr(sys.modules.get(name), "pickle"):
+            yield sys.modules[name], "pickle", unpickle.PickleOfExtraState()
     yield torch.jit, "load", unpickle.gated_jit_load(torch.jit.load)
 
 

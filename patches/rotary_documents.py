@@ -1,4 +1,4 @@
-"""Rotary position embeddings of packed documents that are split all together, as one row, over the context-parallel ranks."""
+"""Corrects rotary position embeddings of packed documents that are split all together, as one sequence, over the ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import numpy as np
 import torch
 
 from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.plan.layout import Layout
 
 
 def _positions(cu_seqlens: torch.Tensor, rank: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of this rank's tokens under the zigzag split of the whole row: positions in the row, and in their documents."""
-    from cp_ring.plan.layout import Layout
-
+    """The positions of this rank's tokens under the zigzag split of the whole sequence: in it, and in their documents."""
     edges = cu_seqlens.detach().cpu().numpy().astype(np.int64)
-    row = Layout.zigzag(int(edges[-1]), cp).positions(rank)
-    document = np.searchsorted(edges, row, "right") - 1
-    return torch.from_numpy(row), torch.from_numpy(row - edges[document])
+    positions = Layout.zigzag(int(edges[-1]), cp).positions(rank)
+    document = np.searchsorted(edges, positions, "right") - 1
+    return torch.from_numpy(positions), torch.from_numpy(positions - edges[document])
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -27,8 +26,8 @@ def _replacements() -> Iterator[Replacement]:
     def apply(
         t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *options: Any, cp_group: Any = None, **named: Any
     ) -> torch.Tensor:
-        in_row, in_document = _positions(cu_seqlens, cp_group.rank(), cp_group.size())
-        wanted = in_row if freqs.shape[0] == int(cu_seqlens[-1]) else in_document
+        in_sequence, in_document = _positions(cu_seqlens, cp_group.rank(), cp_group.size())
+        wanted = in_sequence if freqs.shape[0] == int(cu_seqlens[-1]) else in_document
         picked = freqs.index_select(0, wanted.to(freqs.device))
         turned: torch.Tensor = module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), picked, *options, **named)
         return turned.squeeze(1)
@@ -38,8 +37,8 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="rotary_documents",
-    what="rotary embeddings of packed documents for --dataloader-inter-document-masking, which splits them as one row",
-    why="Megatron takes every document as split for itself: wrong positions without a word, or a crash",
+    what="rotary embeddings of packed documents for --dataloader-inter-document-masking, which splits them as one sequence",
+    why="Megatron assumes that each document is split separately: the positions are wrong without a warning, or it crashes",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6156",
 )

@@ -1,7 +1,7 @@
-"""Rotary position embeddings of the tokens that a rank holds, for layouts other than zigzag.
+"""Gives each rank the rotary position embeddings of the tokens that it holds, for layouts other than zigzag.
 
-A balanced layout is another one for each microbatch, while Megatron keeps what it once computed for a length: then a rank keeps
-the embeddings of the whole row, and the model picks those of the microbatch's tokens where it hands them to its layers.
+A balanced layout differs from microbatch to microbatch, while Megatron computes the embeddings of a length once and keeps them.
+So a rank keeps the embeddings of the whole batch row, and the model selects those of the microbatch's tokens for its layers.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.plans import make_layout
+from cp_ring.megatron.settings import current
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 _NAME = "get_pos_emb_on_this_cp_rank"
 
 
 def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-    """The rows of `pos_emb` (the whole sequence along `seq_dim`) that this rank of `cp_group` holds under the layout in force.
+    """The part of `pos_emb` (the whole sequence along `seq_dim`) for the tokens of this rank of `cp_group`.
 
-    All of them under a balanced layout, whose tokens are known only together with the microbatch.
+    Under a balanced layout it is all of `pos_emb`: which tokens the rank holds is known only with the microbatch.
     """
-    from cp_ring.megatron.plans import make_layout
-    from cp_ring.megatron.settings import current
-
     if current().layout == "balanced":
         return pos_emb
     layout = make_layout(current().layout, pos_emb.shape[seq_dim], cp_group.size())
@@ -37,9 +37,7 @@ def positions_of_microbatch(preprocess: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(preprocess)
     def with_positions(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        from cp_ring.errors import ConfigError
         from cp_ring.megatron.documents import DocumentParams
-        from cp_ring.megatron.settings import current
 
         result = preprocess(self, *args, packed_seq_params=packed_seq_params, **kwargs)
         if current().layout != "balanced" or result[1] is None:

@@ -1,4 +1,4 @@
-"""Publishes checkpoints whole and verifies them before they are loaded: see `cp_ring.megatron.checkpoints`."""
+"""Publishes checkpoints only when they are whole, and verifies them before loading: see `cp_ring.megatron.checkpoints`."""
 
 from __future__ import annotations
 

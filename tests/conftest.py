@@ -17,15 +17,16 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # What takes longest starts first, so that no worker is busy with it at the end when the others have nothing left to do.
-# In descending order of wall time; a name is that of a group (see `group`) or of a test function.
+# Roughly in descending order of wall time; a name is that of a group (see `group`) or of a test function.
+# xdist gives each worker two of these at once.
 LONG = (
     "slurm",
     "tests/megatron/test_training.py",
     "test_a_part_trains_as_without_context_parallelism_and_planted_faults_show",
-    "pool",
     "test_train_and_resume_at_another_size",
     "test_killed_rank_is_started_again_and_resumes",
     "tests/megatron/test_certificate.py",
+    "pool",
     "tests/megatron/test_recompute.py",
     "test_jobs_recover_from_kills_damage_and_a_full_disk",
     "test_an_unmodified_script_trains_with_ring_attention",
@@ -34,7 +35,6 @@ LONG = (
     "test_a_job_on_two_ranks",
     "test_random_plans_are_right",
     "tests/megatron/test_documents.py",
-    "tests/megatron/test_checkpoints.py",
     "test_failure_of_a_rank_is_the_exit_code",
     "test_a_rank_that_sleeps_in_a_hop_is_named",
     "test_a_rank_that_others_wait_for_in_a_collective_is_named",
@@ -67,9 +67,15 @@ def group(item: pytest.Item) -> str | None:
     return item.location[0] if shared else None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks groups for `--dist loadfile`; xdist reads the marks when all tests are collected."""
+    if name := group(item):
+        item.add_marker(pytest.mark.xdist_group(name))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks groups for `--dist loadgroup`, and puts long tests first when workers divide them."""
+    """Puts long tests first when workers divide them; apart from this the order is that of pytest-randomly."""
     places = {name: place for place, name in enumerate(LONG)}
 
     def place(item: pytest.Item) -> int:
@@ -77,10 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return min(places.get(group(item) or "", len(LONG)), places.get(function, len(LONG)))
 
     if hasattr(config, "workerinput"):
-        items.sort(key=place)  # stable: apart from this the order is that of pytest-randomly
-        for item in items:
-            if name := group(item):
-                item.add_marker(pytest.mark.xdist_group(name))
+        items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

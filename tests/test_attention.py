@@ -105,23 +105,23 @@ def test_slots_do_not_grow_with_cp(pool, num_slots):
     for cp in (2, 3, 4):
         n = 16 * cp
         plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp), schedule="ring")
-        for _, ledger in pool.run(on_rank, cp, Case.draw(n), plan, num_slots=num_slots):
-            assert ledger.slots_peak == min(num_slots, cp - 1)
-            assert ledger.slots_alive == 0
+        for _, counters in pool.run(on_rank, cp, Case.draw(n), plan, num_slots=num_slots):
+            assert counters.slots_peak == min(num_slots, cp - 1)
+            assert counters.slots_alive == 0
 
 
 def test_transport_moves_the_plans_bytes(pool):
     """What really went out is what the plan says, each way, to the byte."""
     n, g, d = 64, 2, 16
     plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, 4))
-    for rank, (_, ledger) in enumerate(pool.run(on_rank, 4, Case.draw(n, g=g, d=d), plan)):
+    for rank, (_, counters) in enumerate(pool.run(on_rank, 4, Case.draw(n, g=g, d=d), plan)):
         hops = plan.rank_plan(rank).hops
         token = 2 * g * d * 4
         keys = sum(send.tokens for hop in hops for send in hop.sends) * token
         gradients = sum(send.tokens for hop in hops for send in hop.grad_sends) * token
-        assert ledger.bytes_by_kind == {"keys": 2 * keys, "gradients": gradients}  # keys travel forward and again backward
+        assert counters.bytes_by_kind == {"keys": 2 * keys, "gradients": gradients}  # keys travel forward and again backward
         arriving = sum(receive.tokens for hop in hops for receive in hop.receives) * 2
-        assert ledger.bytes_received == (arriving + sum(t.tokens for hop in hops for t in hop.grad_receives)) * token
+        assert counters.bytes_received == (arriving + sum(t.tokens for hop in hops for t in hop.grad_receives)) * token
 
 
 def _repeat(group, case, plan, **options):

@@ -104,8 +104,8 @@ def test_counted_bytes_are_the_plans(pool, mask, route):
     plan = RingPlan.build(mask, Layout.zigzag(n, cp), route=route)
     report = plan.verify()
     token = g * (d + d) * 4
-    for rank, (_, ledger) in enumerate(pool.run(on_rank, cp, Case.draw(n, h=2, g=g, d=d), plan)):
-        assert ledger.bytes_by_kind.get("keys", 0) == 2 * token * report.keys_out[rank].sum()
-        assert ledger.bytes_by_kind.get("gradients", 0) == token * report.grads_out[rank].sum()
+    for rank, (_, counters) in enumerate(pool.run(on_rank, cp, Case.draw(n, h=2, g=g, d=d), plan)):
+        assert counters.bytes_by_kind.get("keys", 0) == 2 * token * report.keys_out[rank].sum()
+        assert counters.bytes_by_kind.get("gradients", 0) == token * report.grads_out[rank].sum()
     full_ring = n * (cp - 1)
     assert report.keys_out.sum() < (0.76 if route == "direct" else 1.0) * full_ring

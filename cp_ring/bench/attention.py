@@ -22,37 +22,37 @@ from torch import Tensor
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.bench import cuda_peers
-from cp_ring.bench.contest import Setting, Step, differentiated
+from cp_ring.bench.contest import Contest, Round, differentiated
 from cp_ring.kernels import choose, merge_
 from cp_ring.plan.tiles import OPEN
 from cp_ring.testing.rank_pool import RankError, Ranks
 
 
-def cp_ring(setting: Setting, group: Any) -> tuple[Step, Layout]:
+def cp_ring(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """This package: zigzag, direct route."""
-    layout = Layout.zigzag(setting.n, setting.cp)
-    plan = RingPlan.build(Mask.causal(setting.n), layout)
-    parts = [layout.shard(x, group.rank(), 1) for x in setting.draw()]
+    layout = Layout.zigzag(contest.n, contest.cp)
+    plan = RingPlan.build(Mask.causal(contest.n), layout)
+    parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
     return differentiated(lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts), layout
 
 
-def one_call(setting: Setting, group: Any) -> tuple[Step, Layout]:
+def one_call(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """One causal kernel call on the whole sequence by one rank: the plan of cp 1."""
-    layout = Layout.zigzag(setting.n, 1)
-    plan = RingPlan.build(Mask.causal(setting.n), layout)
-    return differentiated(lambda q, k, v: ring_attention(q, k, v, plan=plan), setting.draw()), layout
+    layout = Layout.zigzag(contest.n, 1)
+    plan = RingPlan.build(Mask.causal(contest.n), layout)
+    return differentiated(lambda q, k, v: ring_attention(q, k, v, plan=plan), contest.draw()), layout
 
 
-def same_tiles(setting: Setting, group: Any) -> tuple[Step, Layout]:
+def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """The ring's own tiles and merges, of all ranks, computed by one rank: what linear scaling is measured against."""
-    plan = RingPlan.build(Mask.causal(setting.n), Layout.zigzag(setting.n, setting.cp), schedule="ring")
-    shards = [[plan.layout.shard(x, rank, 1) for x in setting.draw()] for rank in range(setting.cp)]
-    dtype, d = getattr(torch, setting.dtype), setting.head_dim
+    plan = RingPlan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp), schedule="ring")
+    shards = [[plan.layout.shard(x, rank, 1) for x in contest.draw()] for rank in range(contest.cp)]
+    dtype, d = getattr(torch, contest.dtype), contest.head_dim
     kernel = choose("cpu", device=torch.device("cpu"), dtype=dtype, d=d, e=d)
 
     def one(rank: int) -> Tensor:
         q, _, _, dout = shards[rank]
-        out, lse = torch.zeros_like(q), q.new_full((1, setting.heads, q.shape[1]), -math.inf)
+        out, lse = torch.zeros_like(q), q.new_full((1, contest.heads, q.shape[1]), -math.inf)
         dq, dk, dv = (torch.zeros_like(x) for x in shards[rank][:3])
         calls = [
             (slice(t.q0, t.q1), [shards[hop.sources[0]][i][:, t.k0 : t.k1] for i in (1, 2)], 0 if t.is_causal else OPEN)
@@ -69,23 +69,23 @@ def same_tiles(setting: Setting, group: Any) -> tuple[Step, Layout]:
             dv[:, : k.shape[1]] += grads[2]
         return out
 
-    return lambda: plan.layout.unshard([one(rank) for rank in range(setting.cp)], 1), Layout.contiguous(setting.n, 1)
+    return lambda: plan.layout.unshard([one(rank) for rank in range(contest.cp)], 1), Layout.contiguous(contest.n, 1)
 
 
-def ring_attention_pytorch(setting: Setting, group: Any) -> tuple[Step, Layout]:
+def ring_attention_pytorch(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """lucidrains' ring-attention-pytorch: contiguous shards, its default bucket size."""
     from ring_attention_pytorch import ring_flash_attn
 
-    layout = Layout.contiguous(setting.n, setting.cp)
-    parts = [layout.shard(x, group.rank(), 1) for x in setting.draw()]
+    layout = Layout.contiguous(contest.n, contest.cp)
+    parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
     return differentiated(
-        lambda q, k, v: ring_flash_attn(q, k, v, causal=True, ring_reduce_col=True, ring_size=setting.cp), parts
+        lambda q, k, v: ring_flash_attn(q, k, v, causal=True, ring_reduce_col=True, ring_size=contest.cp), parts
     ), layout
 
 
-def jax_ringattention(setting: Setting, group: Any) -> tuple[Step, Layout]:
+def jax_ringattention(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """The official JAX ringattention: one process of `cp` host devices, one thread each, contiguous shards."""
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={setting.cp} --xla_cpu_multi_thread_eigen=false"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={contest.cp} --xla_cpu_multi_thread_eigen=false"
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -102,24 +102,24 @@ def jax_ringattention(setting: Setting, group: Any) -> tuple[Step, Layout]:
         out_specs=spec,
         check_vma=False,
     )
-    placed = [jax.device_put(x.numpy(), NamedSharding(mesh, spec)) for x in setting.draw()]
+    placed = [jax.device_put(x.numpy(), NamedSharding(mesh, spec)) for x in contest.draw()]
 
     @jax.jit
     def both(q, k, v, dout):  # type: ignore[no-untyped-def]
         out, back = jax.vjp(sharded, q, k, v)
         return out, back(dout)
 
-    def step() -> Tensor:
+    def one_round() -> Tensor:
         return torch.from_numpy(np.array(jax.block_until_ready(both(*placed))[0]))
 
-    return step, Layout.contiguous(setting.n, 1)
+    return one_round, Layout.contiguous(contest.n, 1)
 
 
 @dataclass(frozen=True)
 class Contestant:
     """How one is made, what it needs installed, where it runs, and whether on the ring's ranks or in one process of its own."""
 
-    make: Callable[[Setting, Any], tuple[Step, Layout]]
+    make: Callable[[Contest, Any], tuple[Round, Layout]]
     module: str = "torch"
     ring: bool = True
     devices: tuple[str, ...] = ("cpu",)
@@ -136,14 +136,14 @@ CONTESTANTS = {
     "torch_context_parallel": Contestant(cuda_peers.torch_context_parallel, devices=("cuda",)),
 }
 
-_prepared: dict[str, Step] = {}
+_prepared: dict[str, Round] = {}
 
 
-def _prepare(group: Any, name: str, setting: Setting) -> tuple[Tensor, Layout]:
+def _prepare(group: Any, name: str, contest: Contest) -> tuple[Tensor, Layout]:
     """On a rank: makes a contestant and runs it once; its part of out, and the layout of the parts."""
-    step, layout = CONTESTANTS[name].make(setting, group)
-    _prepared[name] = step
-    return step().cpu(), layout
+    one_round, layout = CONTESTANTS[name].make(contest, group)
+    _prepared[name] = one_round
+    return one_round().cpu(), layout
 
 
 def _timed(group: Any, name: str) -> float:
@@ -155,17 +155,17 @@ def _timed(group: Any, name: str) -> float:
     return time.perf_counter() - start
 
 
-def run(setting: Setting, names: list[str], repeats: int) -> list[dict[str, Any]]:
+def run(contest: Contest, names: list[str], repeats: int) -> list[dict[str, Any]]:
     """Rows {name, median_s, min_s, max_s, error, times}: seconds of one forward and backward, the slowest rank's.
 
     `error` is the norm of the difference of out to one kernel call, over its norm. A peer that is not installed, or does
     not run, has a `skipped` in place of times.
     """
-    backend = {"cpu": "gloo", "cuda": "nccl"}[setting.device]
+    backend = {"cpu": "gloo", "cuda": "nccl"}[contest.device]
     # Each contestant has processes of its own, so that one that fails takes no other along.
-    pools = {name: Ranks(setting.cp if CONTESTANTS[name].ring else 1, backend=backend) for name in names}
-    sizes = {name: setting.cp if CONTESTANTS[name].ring else 1 for name in names}
-    truth = one_call(setting, None)[0]().cpu()
+    pools = {name: Ranks(contest.cp if CONTESTANTS[name].ring else 1, backend=backend) for name in names}
+    sizes = {name: contest.cp if CONTESTANTS[name].ring else 1 for name in names}
+    truth = one_call(contest, None)[0]().cpu()
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
         rows[name] = {"name": name}
@@ -173,7 +173,7 @@ def run(setting: Setting, names: list[str], repeats: int) -> list[dict[str, Any]
             rows[name]["skipped"] = f"{CONTESTANTS[name].module} is not installed"
             continue
         try:
-            parts = pools[name].run(_prepare, sizes[name], name, setting, timeout=600)
+            parts = pools[name].run(_prepare, sizes[name], name, contest, timeout=600)
         except RankError as error:
             if name == "cp_ring":
                 raise

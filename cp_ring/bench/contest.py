@@ -1,4 +1,4 @@
-"""What a contestant of `cp-ring bench attention` is given, and what it makes of it."""
+"""What `cp-ring bench attention` asks of a contestant: sizes go in, a function that runs one round comes out."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Step = Callable[[], Tensor]
+Round = Callable[[], Tensor]
 """One forward and backward; returns this rank's out [b, tokens, h, d]."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class Contest:
     """Sizes of the attention: causal, batch 1, `heads` query and key/value heads of `head_dim`; `device` is cpu or cuda."""
 
     n: int
@@ -30,13 +30,13 @@ class Setting:
         return [torch.randn(shape, generator=generator).to(self.device, getattr(torch, self.dtype)) for _ in range(4)]
 
 
-def differentiated(attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list[Tensor]) -> Step:
-    """A step of `attend` on this rank's q, k, v and gradient of out."""
+def differentiated(attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list[Tensor]) -> Round:
+    """A round of `attend` on this rank's q, k, v and gradient of out."""
     q, k, v = (x.contiguous().requires_grad_() for x in parts[:3])
 
-    def step() -> Tensor:
+    def one_round() -> Tensor:
         out = attend(q, k, v)
         torch.autograd.grad(out, (q, k, v), parts[3])
         return out.detach()
 
-    return step
+    return one_round

@@ -15,28 +15,28 @@ import torch
 import torch.distributed as dist
 
 from cp_ring import Layout, Mask, RingPlan
-from cp_ring.bench.attention import Setting, _prepare, _timed
+from cp_ring.bench.attention import Contest, _prepare, _timed
 from cp_ring.errors import ConfigError
 from cp_ring.kernels import choose
 from cp_ring.kernels.calls import kernel_calls
-from cp_ring.testing.network import Link
+from cp_ring.testing.network import ThrottledLink
 from cp_ring.testing.rank_pool import Ranks
 
 
-def hop_seconds(group: Any, setting: Setting, repeats: int) -> float:
+def hop_seconds(group: Any, contest: Contest, repeats: int) -> float:
     """On a rank: compute of its hop 1 in forward, in seconds of its one thread: what else the machine does is not counted."""
-    plan = RingPlan.build(Mask.causal(setting.n), Layout.zigzag(setting.n, setting.cp))
+    plan = RingPlan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp))
     hop = plan.rank_plan(group.rank()).hops[1]
-    rows = setting.n // setting.cp
-    q, k, v, out = (torch.randn(rows, 1, setting.heads, setting.head_dim) for _ in range(4))
-    lse = torch.zeros(1, setting.heads, rows)
-    kernel = choose("auto", device=q.device, dtype=q.dtype, d=setting.head_dim, e=setting.head_dim)
+    rows = contest.n // contest.cp
+    q, k, v, out = (torch.randn(rows, 1, contest.heads, contest.head_dim) for _ in range(4))
+    lse = torch.zeros(1, contest.heads, rows)
+    kernel = choose("auto", device=q.device, dtype=q.dtype, d=contest.head_dim, e=contest.head_dim)
     times = []
     for _ in range(repeats + 1):
         dist.barrier(group)
         start = time.thread_time()
         for call in kernel_calls(hop, kernel.capabilities):
-            call.merge_(out, lse, *call.attend(kernel, q, k, v, setting.head_dim**-0.5))
+            call.merge_(out, lse, *call.attend(kernel, q, k, v, contest.head_dim**-0.5))
         times.append(time.thread_time() - start)
     return min(times[1:])
 
@@ -53,28 +53,28 @@ def transfer_seconds(group: Any, size: int) -> float:
     return time.perf_counter() - start
 
 
-def run(setting: Setting, ratios: list[float], repeats: int) -> list[dict[str, Any]]:
+def run(contest: Contest, ratios: list[float], repeats: int) -> list[dict[str, Any]]:
     """Rows {name, ratio, median_s, min_s, max_s, exposed, hop_s, transfer_s, bytes_per_s}, the first of the free wire.
 
     Wires take turns, a step of each a round; a time is the slower rank's. Where this machine or user cannot make such
     a link, one row with the reason in `skipped`.
     """
     try:
-        link = Link()
+        link = ThrottledLink()
     except ConfigError as error:
         return [{"name": "cp_ring", "skipped": str(error)}]
     ranks = Ranks(2, link.ends)
     try:
-        return _measure(link, ranks, setting, ratios, repeats)
+        return _measure(link, ranks, contest, ratios, repeats)
     finally:
         ranks.close()
         link.close()
 
 
-def _measure(link: Link, ranks: Ranks, setting: Setting, ratios: list[float], repeats: int) -> list[dict[str, Any]]:
-    size = 2 * setting.n // 2 * setting.heads * setting.head_dim * 4
-    hop = statistics.mean(ranks.run(hop_seconds, 2, setting, 3, timeout=600))
-    ranks.run(_prepare, 2, "cp_ring", setting, timeout=600)
+def _measure(link: ThrottledLink, ranks: Ranks, contest: Contest, ratios: list[float], repeats: int) -> list[dict[str, Any]]:
+    size = 2 * contest.n // 2 * contest.heads * contest.head_dim * 4
+    hop = statistics.mean(ranks.run(hop_seconds, 2, contest, 3, timeout=600))
+    ranks.run(_prepare, 2, "cp_ring", contest, timeout=600)
     rows: list[dict[str, Any]] = [{"name": "cp_ring_free_wire", "ratio": 0.0, "times": []}]
     rows += [{"name": "cp_ring", "ratio": ratio, "times": [], "bytes_per_s": size / (ratio * hop)} for ratio in ratios]
     for row in rows:

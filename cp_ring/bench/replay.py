@@ -26,7 +26,7 @@ from cp_ring.testing.loopback import LoopbackTransport
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RankSizes:
     """Of one rank: `tokens` of one stream, h query and g key/value heads, head sizes d and e."""
 
     tokens: int = 8192
@@ -44,7 +44,7 @@ class Sizes:
         return [torch.randn(tokens, 1, *x, generator=generator, device=self.device, dtype=self.dtype) for x in shapes]
 
 
-def replay(plan: RingPlan, rank: int, sizes: Sizes, *, kernel: str = "auto", num_slots: int = 2, repeats: int = 5,
+def replay(plan: RingPlan, rank: int, sizes: RankSizes, *, kernel: str = "auto", num_slots: int = 2, repeats: int = 5,
            bandwidth: float | None = None) -> dict[str, Any]:  # fmt: skip
     """Times one rank's forward, and forward with backward, in seconds; its memory over q, k, v, out and lse in bytes.
 
@@ -118,7 +118,7 @@ def _cpu_peak(work: Callable[[], Any]) -> int:
     return max(itertools.accumulate(changes, initial=0))
 
 
-def single_call(mask: Mask, sizes: Sizes, *, repeats: int = 5) -> dict[str, Any]:
+def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5) -> dict[str, Any]:
     """The fastest kernel that attends to the whole sequence in one call, nothing around it: no merge, no float32 sums.
 
     Raises `KernelError` when no installed kernel can.
@@ -156,7 +156,7 @@ def _bare(call: KernelCall, kernel: AttentionKernel, inputs: tuple[Tensor, ...],
     return {name: statistics.median([_timed(work, q.device) for _ in range(repeats + 2)][2:]) for name, work in works.items()}
 
 
-def efficiency(cp: int, mask: Mask, sizes: Sizes, *, kernel: str = "auto", repeats: int = 5, bandwidth: float | None = None,
+def efficiency(cp: int, mask: Mask, sizes: RankSizes, *, kernel: str = "auto", repeats: int = 5, bandwidth: float | None = None,
                whole: dict[str, Any] | None = None, layout: str = "zigzag") -> dict[str, Any]:  # fmt: skip
     """Every rank of `cp` in turn; the slowest against `whole`, which `single_call` measures unless given.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,7 @@ from cp_ring.errors import ConfigError, KernelError, PlanError
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # typer has it from click or from a copy of its own, and exports it from neither
 
-app = typer.Typer(name="cp-ring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable=False)
 
 app.command("plan")(plan_command)
 app.command("train")(train_command)
@@ -36,14 +36,29 @@ bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
 bench.command("overlap")(bench_overlap)
 app.add_typer(bench, name="bench")
-app.command("submit")(submit_command)
-app.command("status")(status_command)
-app.command("preflight")(preflight_command)
+slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm: the commands of the same names.")
+for group in (app, slurm):
+    group.command("submit")(submit_command)
+    group.command("status")(status_command)
+    group.command("preflight")(preflight_command)
+app.add_typer(slurm, name="slurm")
 app.command("patches")(patches_command)
 
 
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(", ".join(f"{name} {version(name)}" for name in ("cp-ring", "torch", "megatron-core")))
+        raise typer.Exit
+
+
 @app.callback()
-def _about() -> None:
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print versions and stop.")
+    ] = False,
+) -> None:
     """Context parallelism for Megatron-core: ring attention planned as data and proven before it runs."""
 
 
@@ -51,7 +66,7 @@ def main() -> None:
     """Entry point of the console script: bad input is one line on stderr and exit code 2, never a traceback."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns on import where there is no GPU
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="cp-ring", standalone_mode=False))
     except typer.Abort:  # Ctrl-C
         sys.exit("Aborted!")
     except _USAGE_ERROR as error:

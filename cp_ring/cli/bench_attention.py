@@ -27,7 +27,7 @@ def bench_attention(
 
     import torch
 
-    from cp_ring.bench.attention import CONTESTANTS, Setting, run
+    from cp_ring.bench.attention import CONTESTANTS, Contest, run
     from cp_ring.bench.machine import facts
     from cp_ring.errors import ConfigError
 
@@ -49,7 +49,7 @@ def bench_attention(
     if seq_length % (2 * cp):
         raise ConfigError(f"--seq-length {seq_length} does not divide by 2 * --cp {cp}")
     dtype = dtype or {"cpu": "float32", "cuda": "bfloat16"}[device]
-    rows = run(Setting(seq_length, cp, heads, head_dim, dtype, device), names, repeats)
+    rows = run(Contest(seq_length, cp, heads, head_dim, dtype, device), names, repeats)
     if as_json:
         typer.echo(json.dumps({**facts(), "rows": rows}))
         return

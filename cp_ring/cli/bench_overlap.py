@@ -22,7 +22,7 @@ def bench_overlap(
 
     Needs root, for network namespaces; says so, and measures nothing, where it cannot have them. Default ratios: 0.5, 0.9.
     """
-    from cp_ring.bench.attention import Setting
+    from cp_ring.bench.attention import Contest
     from cp_ring.bench.machine import facts
     from cp_ring.bench.overlap import run
     from cp_ring.errors import ConfigError
@@ -32,7 +32,7 @@ def bench_overlap(
     bad = [x for x in ratio or [] if not x > 0]
     if bad:
         raise ConfigError(f"--ratio {bad[0]:g} must be above 0")
-    rows = run(Setting(seq_length, 2, heads, head_dim), ratio or [0.5, 0.9], repeats)
+    rows = run(Contest(seq_length, 2, heads, head_dim), ratio or [0.5, 0.9], repeats)
     if as_json:
         typer.echo(json.dumps({**facts(), "rows": rows}))
         return

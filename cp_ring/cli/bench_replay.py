@@ -29,7 +29,7 @@ def bench_replay(
 
     from cp_ring.bench import samples
     from cp_ring.bench.machine import facts
-    from cp_ring.bench.replay import Sizes, efficiency
+    from cp_ring.bench.replay import RankSizes, efficiency
     from cp_ring.errors import ConfigError
     from cp_ring.plan import Mask
 
@@ -42,15 +42,15 @@ def bench_replay(
     layout = layout or ("balanced" if document else "zigzag")
     if layout not in ("zigzag", "balanced"):
         raise ConfigError(f"--layout {layout}: it is zigzag or balanced")
-    sizes = Sizes(tokens, heads, kv_heads, head_dim, head_dim, getattr(torch, dtype), device)
+    sizes = RankSizes(tokens, heads, kv_heads, head_dim, head_dim, getattr(torch, dtype), device)
     rows = []
     for ranks in cp or [1, 2, 4, 8]:
         n = ranks * tokens
         mask = (
             Mask.documents(samples.exponential(n, document, 0), window=(window, 0)) if document else Mask.causal(n, (window, 0))
         )
-        options = {"kernel": kernel, "repeats": repeats, "bandwidth": bandwidth * 1e9 or None, "layout": layout}
-        rows.append(efficiency(ranks, mask, sizes, **options))
+        link = bandwidth * 1e9 or None
+        rows.append(efficiency(ranks, mask, sizes, kernel=kernel, repeats=repeats, bandwidth=link, layout=layout))
     if as_json:
         typer.echo(json.dumps({**facts(), "rows": rows}))
         return

@@ -51,7 +51,7 @@ def _stdout_as_stderr() -> Iterator[None]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The probes, one a row."""
+    """The probes, one a line."""
     shown = Table()
     for column in ("probe", "layer", "mask", "error", "bound", "result"):
         shown.add_column(column, justify="right" if column in ("error", "bound") else "left")

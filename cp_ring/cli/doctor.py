@@ -20,15 +20,18 @@ _COLORS = {"good": "green", "absent": "yellow", "problem": "red"}
 
 
 def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False) -> None:
-    """Say what this installation can do, what it will refuse, and what is wrong with it; exit code 1 where something is."""
+    """Say what this installation can do, what it cannot do, and what is wrong with it; exit code 1 for a problem."""
     from cp_ring.job import doctor
 
     with _quiet():
         found = doctor.examine()
     wrong = doctor.problems(found)
     if as_json:
-        rows = [dataclasses.asdict(finding) for finding in found]
-        typer.echo(json.dumps({"ok": not wrong, "problems": wrong, "findings": rows}, indent=2))
+        typer.echo(
+            json.dumps(
+                {"ok": not wrong, "problems": wrong, "findings": [dataclasses.asdict(finding) for finding in found]}, indent=2
+            )
+        )
     else:
         _show(found)
         for line in wrong:
@@ -39,7 +42,7 @@ def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print J
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Packages print and warn as they are imported; their lines would stand between the report's, or break its JSON."""
+    """Hides what packages print when they are imported: these lines would break the report or its JSON."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:

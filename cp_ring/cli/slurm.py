@@ -1,4 +1,4 @@
-"""The command lines of `cp-ring submit`, `status` and `preflight`; what they do is imported when they run."""
+"""`cp-ring submit`, `status` and `preflight`, also as `cp-ring slurm submit` and so on."""
 
 from __future__ import annotations
 
@@ -8,32 +8,53 @@ from typing import Annotated
 
 import typer
 
+RESOURCES, RANKS = "What to ask Slurm for", "How ranks are started"  # panels of the help
+
 
 def submit_command(
     config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one (quickstart).")],
-    nodes: Annotated[int, typer.Option(help="Nodes.")],
-    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each node; one rank on each.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="For jobs on the CPU: ranks of each node.")] = None,
+    nodes: Annotated[int, typer.Option(rich_help_panel=RESOURCES, help="Nodes.")],
+    gpus_per_node: Annotated[
+        int | None, typer.Option(rich_help_panel=RESOURCES, help="GPUs of each node, with one rank on each.")
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(rich_help_panel=RESOURCES, help="Ranks of each node, for jobs on the CPU.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key; the value is read as YAML. Repeatable.")
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
-    qos: Annotated[str | None, typer.Option(help="Slurm quality of service.")] = None,
-    time: Annotated[str | None, typer.Option(help="Time limit of each try: minutes, H:MM:SS or D-HH:MM:SS.")] = None,
-    name: Annotated[str, typer.Option(help="Name of the job.")] = "cp_ring",
-    cpus_per_rank: Annotated[int | None, typer.Option(help="Cores of each rank.")] = None,
+    partition: Annotated[str | None, typer.Option(rich_help_panel=RESOURCES, help="Slurm partition.")] = None,
+    account: Annotated[str | None, typer.Option(rich_help_panel=RESOURCES, help="Slurm account.")] = None,
+    qos: Annotated[str | None, typer.Option(rich_help_panel=RESOURCES, help="Slurm quality of service.")] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=RESOURCES, help="Time limit of each attempt: minutes, H:MM:SS or D-HH:MM:SS."),
+    ] = None,
+    name: Annotated[str, typer.Option(rich_help_panel=RESOURCES, help="Name of the job.")] = "cp_ring",
+    cpus_per_rank: Annotated[int | None, typer.Option(rich_help_panel=RESOURCES, help="Cores of each rank.")] = None,
     slurm: Annotated[
         list[str] | None,
-        typer.Option(metavar="--OPTION=VALUE", help="A further sbatch option: --slurm=--exclusive."),
+        typer.Option(rich_help_panel=RESOURCES, metavar="OPTION", help="Another sbatch option: --slurm=--exclusive. Repeatable."),
     ] = None,
-    warn_seconds: Annotated[int, typer.Option(help="Ranks save so many seconds before the time limit.")] = 120,
-    launcher: Annotated[str, typer.Option(help="srun: a task per rank; torchrun: a task per node.")] = "srun",
-    rank_order: Annotated[Path | None, typer.Option(help="File of host names in the order of their ranks.")] = None,
-    env_file: Annotated[Path | None, typer.Option(help="Your site's copy of launch/slurm/env.sh.")] = None,
-    container_image: Annotated[str | None, typer.Option(help="Run in this image (pyxis and enroot).")] = None,
-    container_mounts: Annotated[str | None, typer.Option(help="SRC:DST[,SRC:DST...]; the run directory is always there.")] = None,
-    python: Annotated[str | None, typer.Option(help="Python of the ranks; default: this one, or python3 of the image.")] = None,
+    warn_seconds: Annotated[
+        int, typer.Option(rich_help_panel=RESOURCES, help="Save this many seconds before the time limit.")
+    ] = 120,
+    launcher: Annotated[
+        str, typer.Option(rich_help_panel=RANKS, help="srun starts a task per rank, torchrun a task per node.")
+    ] = "srun",
+    rank_order: Annotated[
+        Path | None, typer.Option(rich_help_panel=RANKS, help="File of host names in the order of their ranks.")
+    ] = None,
+    env_file: Annotated[Path | None, typer.Option(rich_help_panel=RANKS, help="Your site's copy of launch/slurm/env.sh.")] = None,
+    container_image: Annotated[
+        str | None, typer.Option(rich_help_panel=RANKS, help="Run in this image (pyxis and enroot).")
+    ] = None,
+    container_mounts: Annotated[
+        str | None, typer.Option(rich_help_panel=RANKS, help="SRC:DST,... (the run directory is always mounted).")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(rich_help_panel=RANKS, help="Python of the ranks; default: this one, or the image's python3.")
+    ] = None,
     preflight: Annotated[bool, typer.Option(help="Check nodes and links before training.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and the placement, and stop.")] = False,
 ) -> None:
@@ -77,7 +98,7 @@ def status_command(
     run_dir: Annotated[Path, typer.Argument(help="The launch.run_dir of the job.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Show where a run stands: state, last step, newest whole checkpoint, restarts, why it last stopped."""
+    """Show the state of a run, its last step, newest whole checkpoint, restarts, and why it last stopped."""
     from cp_ring.slurm.status import show, status
 
     facts = status(run_dir)

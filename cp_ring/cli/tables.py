@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.table import Table
 
 
-def print_table(rows: list[dict[str, str]]) -> None:
-    """Rows of the same keys, in the order of the first one's."""
+def print_table(entries: list[dict[str, str]]) -> None:
+    """Prints entries with the same keys, a line each; the columns are in the order of the first entry."""
     shown = Table(show_lines=True)
-    for column in rows[0]:
+    for column in entries[0]:
         shown.add_column(column, overflow="fold")
-    for row in rows:
-        shown.add_row(*row.values())
+    for entry in entries:
+        shown.add_row(*entry.values())
     Console().print(shown)

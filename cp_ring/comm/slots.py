@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_ring.observe.counters import ledgers
+from cp_ring.observe.counters import recording
 
 Shape = tuple[int, ...]
 
@@ -34,8 +34,8 @@ class Slots:
             self._made += 1
             key, value = (x.new_empty((self._rows, *x.shape[1:]), dtype=self._dtype or x.dtype) for x in self._like)
             self._free.append((key, value))
-        for ledger in ledgers():
-            ledger.slot(+1)
+        for counters in recording():
+            counters.slot(+1)
         key, value = self._free.pop()
         return key[:rows], value[:rows]
 
@@ -43,5 +43,5 @@ class Slots:
         """Puts a buffer back; what it holds is lost."""
         key, value = (x.as_strided((self._rows, *x.shape[1:]), x.stride()) for x in buffer)
         self._free.append((key, value))
-        for ledger in ledgers():
-            ledger.slot(-1)
+        for counters in recording():
+            counters.slot(-1)

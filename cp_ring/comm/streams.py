@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cp_ring.comm.slots import Slots
 from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
-from cp_ring.observe.counters import ledgers
+from cp_ring.observe.counters import recording
 from cp_ring.ops.sums import add_, move_
 from cp_ring.plan.tables import Hop, RankPlan, Transfer
 
@@ -31,8 +31,8 @@ class KeyStream:
                 self._post(hop)
             self._pending[place].wait()
             self._post_ahead(hop)
-            for ledger in ledgers():
-                ledger.hops += bool(len(hop.tiles))
+            for counters in recording():
+                counters.hops += bool(len(hop.tiles))
             yield hop, *self._buffers.get(hop.index, self._buffers[0])
             if hop.index in self._buffers and hop.index:
                 self._slots.give(self._buffers.pop(hop.index))

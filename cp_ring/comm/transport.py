@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from cp_ring.errors import ConfigError
-from cp_ring.observe.counters import ledgers
+from cp_ring.observe.counters import recording
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -197,8 +197,8 @@ def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, T
 
 
 def count(batch: MessageBatch) -> None:
-    """Tells those who are recording what a batch moves."""
-    for ledger in ledgers():
+    """Adds a batch to the counters that are recording."""
+    for counters in recording():
         for _, rows in messages(batch.sends):
-            ledger.sent(batch.kind, rows.nbytes)
-        ledger.bytes_received += sum(rows.nbytes for _, rows in messages(batch.receives))
+            counters.sent(batch.kind, rows.nbytes)
+        counters.bytes_received += sum(rows.nbytes for _, rows in messages(batch.receives))

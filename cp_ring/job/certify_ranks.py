@@ -6,24 +6,29 @@ import os
 import sys
 from pathlib import Path
 
-from cp_ring.megatron.rejection import reject, rejecting
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import rejection
 from cp_ring.patches.install import install
 
 
 def main() -> None:
     """Probes the job of the command line; rank 0 writes REPORT.json. Exits with code 2 where a probe fails."""
     report = Path(sys.argv.pop(1))
-    with rejecting():
+    with rejection.rejecting():
         install(sys.argv[1:])
         sys.argv += [flag for flag in ("--calculate-per-token-loss",) if flag not in sys.argv]
-        from cp_ring.megatron import compat
-        from cp_ring.megatron.certificate import examination, record
+        from cp_ring.megatron import compat  # Megatron is imported once its patches are applied
+        from cp_ring.megatron.certificate import certify, record
 
-        certificate = examination.examine(compat.start())
-        if os.environ.get("RANK", "0") == "0":
-            record.write(report, certificate.as_dict())
-        if certificate.failures:
-            reject(certificate.failures[0].refusal())
+        args = compat.start()
+    try:
+        certificate = certify.run_probes(args)
+    except ConfigError as error:
+        rejection.reject(str(error))
+    if os.environ.get("RANK", "0") == "0":
+        record.write(report, certificate.as_dict())
+    if certificate.failures:
+        rejection.reject(certificate.failures[0].rejection())
 
 
 if __name__ == "__main__":

@@ -68,13 +68,16 @@ def build_command(job: JobConfig, corpus: Corpus | None, elsewhere: bool = False
     Raises `ConfigError` that names the key or flag that Megatron does not have or cannot read.
     """
     device, visible = choose_device(job, elsewhere)
-    line = megatron_flags(job, corpus, device)
-    check_layers(line, elsewhere)
+    line, args = megatron_flags(job, corpus, device)
+    check_layers(args, elsewhere)
     return Command(_environment(job, device) | visible, _torchrun(job), line)
 
 
-def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> list[str]:
-    """The flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu). Raises as `build_command` does."""
+def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> tuple[list[str], argparse.Namespace]:
+    """The flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu), and what Megatron's parser reads from them.
+
+    Raises as `build_command` does.
+    """
     from cp_ring.megatron import argument_parser
 
     config = job.cp_ring.model_copy(update={"cpu": device == "cpu", "run_dir": str(run_dir(job).absolute())})
@@ -82,28 +85,29 @@ def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> list[s
     megatron = argument_parser.to_flags(parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel")
     megatron += argument_parser.to_flags(parser, _defaults(job, corpus) | job.megatron, "megatron")
     megatron += config.to_args()
-    _refuse_early(argument_parser.check(parser, megatron), job, megatron)
-    return megatron
+    args = argument_parser.check(parser, megatron)
+    _check_early(args, job, megatron)
+    return megatron, args
 
 
-def check_layers(line: list[str], elsewhere: bool = False, otherwise: str = "") -> None:
-    """Raises `ConfigError` where the flags in `line` ask for layers of a package that is not installed; `elsewhere` only warns.
+def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: str = "") -> None:
+    """Raises `ConfigError` where `args` ask for layers of a package that is not installed; with `elsewhere`, only warns.
 
     otherwise: what else the user may do about it.
     """
-    from cp_ring.megatron import argument_parser, validate
+    from cp_ring.megatron import validate
 
-    if "--cp-ring-cpu" in line:  # Megatron's own layers
+    if args.cp_ring_cpu:  # Megatron's own layers
         return
     try:
-        validate.check_layers(argument_parser.check(argument_parser.build_parser(), line))
+        validate.check_layers(args)
     except ConfigError as error:
         if not elsewhere:
             raise ConfigError(f"{error}{otherwise}") from None
         print(f"cp_ring: warning: {error}", file=sys.stderr)
 
 
-def _refuse_early(args: argparse.Namespace, job: JobConfig, line: list[str]) -> None:
+def _check_early(args: argparse.Namespace, job: JobConfig, line: list[str]) -> None:
     """The ranks' own checks of the flags in `line`, made once before any of them starts."""
     from cp_ring.megatron import validate
 

@@ -10,12 +10,12 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
@@ -25,8 +25,18 @@ _SECTION = "must be a section with keys"
 _PLAIN = {"model_type": _SECTION, "dict_type": _SECTION, "path_type": "must be a path"}  # of pydantic's types of errors
 
 
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # ~name of a user that does not exist
+        raise ValueError(str(error)) from None
+
+
+UserPath = Annotated[Path, AfterValidator(_expanded)]  # ~ is the home directory, as in a shell
+
+
 class Section(BaseModel):
-    """A section of the file; unknown keys are refused."""
+    """A section of the file; unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,10 +44,11 @@ class Section(BaseModel):
 class DataConfig(Section):
     """What to train on. Unused where `megatron` names datasets of its own (data_path, train_data_path, mock_data, ...)."""
 
-    path: Path | None = Field(None, description="A folder of text files or a .jsonl file; default: Python's standard library.")
+    path: UserPath | None = Field(None, description="A folder of texts or a .jsonl file; default: Python's standard library.")
     vocab_size: int = Field(4096, ge=300, description="Tokens of the BPE that is trained on the data.")
     validation_fraction: float = Field(0.05, gt=0, le=0.5, description="Part of the documents that is only validated on.")
-    cache: Path = Field(Path("runs/corpora"), description="Where tokenized corpora are kept.")
+    cache: UserPath = Field(Path("runs/corpora"), description="Where tokenized corpora are kept.")
+    replace: bool = Field(False, description="Resume with another corpus than the run was started with.")
 
 
 class ParallelConfig(Section):
@@ -62,7 +73,7 @@ class ParallelConfig(Section):
 class LaunchConfig(Section):
     """Where the ranks run and where their output goes."""
 
-    run_dir: Path | None = Field(None, description="Checkpoints and logs; default: runs/<name of the file>.")
+    run_dir: UserPath | None = Field(None, description="Checkpoints and logs; default: runs/<name of the file>.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs with NCCL where there are any, else gloo.")
     nnodes: int = Field(1, ge=1, description="Nodes; with more than one, start the job on each of them.")
     node_rank: int = Field(0, ge=0, description="Which of the nodes this one is.")
@@ -123,29 +134,50 @@ def packaged() -> dict[str, Path]:
 
 
 def summaries() -> list[dict[str, str]]:
-    """Of each packaged configuration: its name, presets, and what its first comment says."""
-    rows = []
+    """The name, the presets and the first comment of each packaged configuration."""
+    found = []
     for name, path in packaged().items():
         lines = path.read_text().splitlines()
         comment = " ".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
         about = _HINT.split(comment, maxsplit=1)[0]
-        rows.append({"name": name, "presets": ", ".join(read(path, name).get("presets", {})), "about": about})
-    return rows
+        found.append({"name": name, "presets": ", ".join(read(path, name).get("presets", {})), "about": about})
+    return found
 
 
 def read(path: Path, source: str) -> dict[str, Any]:
     """The sections of a file, unchecked; raises `ConfigError` that names `source` where it cannot be read or has none."""
     try:
-        settings = yaml.safe_load(path.read_text())
+        settings = _from_yaml(path.read_text())
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{source}: not valid YAML: {_reason(error)}") from None
     if settings is None:
         return {}
     if not isinstance(settings, dict):
         raise ConfigError(f"{source}: needs the sections {', '.join(JobConfig.model_fields)}")
     return settings
+
+
+class _Loader(yaml.SafeLoader):
+    """Rejects a key that is given twice; YAML's own loader silently takes the second value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        given: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in given:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
+            given |= {key} if isinstance(key, Hashable) else set()
+        return super().construct_mapping(node, deep)
+
+
+def _from_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def _reason(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
 
 
 def _preset(presets: Any, name: str, source: str) -> dict[str, Any]:
@@ -156,7 +188,7 @@ def _preset(presets: Any, name: str, source: str) -> dict[str, Any]:
 
 
 def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`settings` with the keys of `changes` in place of its own; sections within sections are merged alike."""
+    """`settings` with the keys of `changes` in place of its own; nested sections are merged in the same way."""
     merged = dict(settings)
     for key, value in changes.items():
         inner = merged.get(key)
@@ -196,7 +228,9 @@ def _override(settings: dict[str, Any], override: str) -> None:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {override}: expected section.key=value")
     try:
-        value = yaml.safe_load(text)
+        value = _from_yaml(text)
+    except RecursionError as error:
+        raise ConfigError(f"--set {key}: the value is not valid YAML: {_reason(error)}") from None
     except yaml.YAMLError:
         raise ConfigError(f"--set {override}: the value is not valid YAML") from None
     *sections, last = key.split(".")

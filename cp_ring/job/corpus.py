@@ -59,7 +59,7 @@ class Corpus:
         return self.folder.is_dir()
 
     def summary(self) -> dict[str, Any]:
-        """Documents, tokens and vocabulary size, as written when the corpus was built."""
+        """Documents, tokens, vocabulary size and a hash of the contents, as written when the corpus was built."""
         return json.loads((self.folder / "corpus.json").read_text())
 
 
@@ -88,12 +88,17 @@ def find(path: Path | None, cache: Path, *, vocab_size: int = 4096, validation_f
 def build(corpus: Corpus) -> None:
     """Builds the corpus beside its place and publishes it by one rename, so that a half-built one is never used.
 
-    Raises `ConfigError` when the sources hold fewer than two documents (one to train on, one to validate on).
+    Raises `ConfigError` where the sources hold fewer than two documents (one to train on, one to validate on), where the cache
+    cannot be written, and where the package `tokenizers` is not installed.
     """
     if corpus.ready:
         return
-    corpus.folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".building-", dir=corpus.folder.parent))
+    _import_tokenizers()
+    try:
+        corpus.folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".building-", dir=corpus.folder.parent))
+    except OSError as error:
+        raise ConfigError(f"data.cache {corpus.folder.parent}: the folder cannot be made: {error.strerror}") from None
     try:
         work.chmod(0o755)
         _build_in(work, corpus)
@@ -104,6 +109,17 @@ def build(corpus: Corpus) -> None:
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _import_tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError(
+            f"data.path: to build a corpus, cp_ring needs the package tokenizers ({error}): pip install 'cp-ring[corpus]', "
+            "or give datasets of Megatron (megatron.data_path)"
+        ) from None
+    return tokenizers
 
 
 def _build_in(work: Path, corpus: Corpus) -> None:
@@ -126,10 +142,10 @@ def _build_in(work: Path, corpus: Corpus) -> None:
         progress.update(counting, total=documents, description=f"{corpus.name}: training a tokenizer")
         tokenizer = _train_tokenizer(sample, corpus.vocab_size)
         _save_tokenizer(tokenizer, work / "tokenizer")
-        progress.update(counting, completed=0, description=f"{corpus.name}: tokenising")
+        progress.update(counting, completed=0, description=f"{corpus.name}: tokenizing")
         stride = min(documents, max(2, round(1 / corpus.validation_fraction)))
         tokens = _write(work, tokenizer, _documents(corpus.files), stride, lambda done: progress.update(counting, completed=done))
-    summary = {"documents": documents, "tokens": tokens, "vocab_size": tokenizer.get_vocab_size()}
+    summary = {"documents": documents, "tokens": tokens, "vocab_size": tokenizer.get_vocab_size(), "digest": _digest(work)}
     (work / "corpus.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
@@ -151,6 +167,15 @@ def _write(work: Path, tokenizer: Any, documents: Iterable[str], stride: int, re
     for file in files.values():
         file.close()
     return tokens
+
+
+def _digest(folder: Path) -> str:
+    """A hash of what a run trains on: the tokenizer and both splits. The same texts in another place have the same hash."""
+    whole = hashlib.sha256()
+    for name in ("tokenizer/tokenizer.json", "train.bin", "valid.bin"):
+        with (folder / name).open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
 
 
 def _train_tokenizer(documents: list[str], vocab_size: int) -> Any:
@@ -209,7 +234,9 @@ def _json_lines(file: Path) -> Iterator[str]:
                 continue
             try:
                 text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ConfigError(f'data.path {file}: line {number} is not a JSON object with a "text" key') from None
+            if not isinstance(text, str):
+                raise ConfigError(f'data.path {file}: line {number}: the value of "text" is not a string')
             if text.strip():
                 yield text

@@ -1,7 +1,7 @@
 """What this installation can do and what is wrong with it: versions, kernels, devices, patches; one line for each finding.
 
-Nothing is trained and no process group is made. Packages that Megatron would import are imported here too, because a broken one
-shows only then; whatever they raise is a finding.
+Nothing is trained and no process group is made. Packages that Megatron imports are imported here too, because only an import
+shows that a package is broken. Whatever an import raises is a finding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Finding:
     Attributes:
         section: versions, machine, kernels, patches or limits.
         name: what was looked at.
-        state: `good`; `absent`, which is no fault, but something cannot be used; or `problem`.
+        state: `good`, `problem`, or `absent`: no fault, but something cannot be used.
         found: what is there.
         advice: what to do, or what follows; never empty for a problem.
     """
@@ -59,7 +59,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _requirements() -> Iterator[Finding]:
-    """The packages that cp_ring cannot do without, against the versions that it was made for."""
+    """The required packages: installed or not, and in a supported version or not."""
     yield Finding("versions", "cp-ring", "good", _version("cp-ring") or "not installed: run from its source")
     for text in importlib.metadata.requires("cp-ring") or [] if _version("cp-ring") else []:
         wanted = Requirement(text)
@@ -203,24 +203,24 @@ def _kernels() -> Iterator[Finding]:
 def _patches() -> Iterator[Finding]:
     from cp_ring import patches
 
-    for row in patches.table():
-        state = row["state"]
-        yield Finding("patches", row["name"], "absent" if state.startswith("rejected") else "good", state)
+    for patch in patches.table():
+        rejected = patch["state"].startswith("rejected")
+        yield Finding("patches", patch["name"], "absent" if rejected else "good", patch["state"])
 
 
 def _limits(found: list[Finding]) -> Iterator[Finding]:
-    """What jobs on this machine will be refused, or have to do without, because of the findings."""
+    """What jobs on this machine cannot use, because of the findings."""
     from cp_ring.megatron import compat
 
     usable = {finding.name for finding in found if finding.state == "good"}
     if not any(name.startswith("GPU ") for name in usable):
         yield Finding(
-            "limits", "launch.device: cuda", "absent", "refused without GPUs", "jobs with launch.device: auto run on the CPU"
+            "limits", "launch.device: cuda", "absent", "rejected without GPUs", "jobs with launch.device: auto run on the CPU"
         )
     if "TransformerEngine" not in usable:
         yield Finding("limits", "transformer_impl: transformer_engine", "absent", "not available", "give transformer_impl: local")
         if "Apex" not in usable:
-            yield Finding("limits", "sequence_parallel: true", "absent", "refused with torch's norms", "leave it out")
+            yield Finding("limits", "sequence_parallel: true", "absent", "rejected with torch's norms", "leave it out")
     for what, advice in compat.missing_features():
         yield Finding("limits", what, "absent", "not with this megatron-core", advice)
 

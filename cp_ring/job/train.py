@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import sys
@@ -15,12 +16,15 @@ from rich.console import Console
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line as commands
 from cp_ring.job import config as configs
-from cp_ring.job.launch import KILLED, launch
+from cp_ring.job import local_run
+from cp_ring.job.launch import launch
 from cp_ring.job.output import RankOutput, log_path
 from cp_ring.observe import progress
 
 if TYPE_CHECKING:
     from cp_ring.job.corpus import Corpus
+
+CORPUS = "corpus.json"  # in the run directory: which corpus the run was trained on
 
 
 def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False, verbose: bool = False) -> int:
@@ -38,8 +42,9 @@ def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False, ver
             print("cp_ring: its corpus is not built yet; `cp-ring train` without --dry-run builds it", file=sys.stderr)
         return 0
     if corpus is not None:
-        prepare_corpus(corpus)
-    record_job(job)
+        prepare_corpus(corpus, job)
+    record_job(job, corpus)
+    local_run.begin(commands.run_dir(job))
     before, wanted = last_step(job), job.megatron.get("train_iters")
     if before and wanted and before >= wanted:
         say(f"all {wanted} steps are done: only validating; for more, --set megatron.train_iters={2 * wanted}")
@@ -75,18 +80,36 @@ def last_step(job: configs.JobConfig) -> int:
         return 0
 
 
-def prepare_corpus(corpus: Corpus) -> None:
-    """Builds the corpus unless it is there, and says what is in it."""
+def prepare_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
+    """Builds the corpus unless it is there, and says what is in it.
+
+    Raises `ConfigError` where the run has checkpoints of training on another corpus, unless data.replace is true.
+    """
     from cp_ring.job import corpus as corpora
 
     corpora.build(corpus)
+    _reject_another_corpus(corpus, job)
     summary = corpus.summary()
     documents, tokens = summary["documents"], sum(summary["tokens"].values())
     say(f"corpus {corpus.folder}: {documents:,} documents, {tokens:,} tokens, vocabulary {summary['vocab_size']:,}")
 
 
-def record_job(job: configs.JobConfig) -> None:
-    """Leaves the job as it is run, overrides included, beside its checkpoints; it is not done (any more)."""
+def _reject_another_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
+    path, step = commands.run_dir(job) / CORPUS, last_step(job)
+    try:
+        earlier = json.loads(path.read_text())
+        folder, digest = earlier["folder"], earlier["digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if step and digest != corpus.summary().get("digest") and not job.data.replace:
+        raise ConfigError(
+            f"data.path: the run in {commands.run_dir(job)} was trained on the corpus {folder} up to step {step}, and this is "
+            f"another one, {corpus.folder}: give another launch.run_dir, or --set data.replace=true to go on with the new corpus"
+        )
+
+
+def record_job(job: configs.JobConfig, corpus: Corpus | None) -> None:
+    """Writes job.yaml (the job as it is run, overrides included) and corpus.json into the run directory, and removes DONE."""
     folder = commands.run_dir(job)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,13 +119,15 @@ def record_job(job: configs.JobConfig) -> None:
             if job.megatron.get(name):
                 settings["megatron"][name] = str(Path(job.megatron[name]).absolute())
         (folder / "job.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+        if corpus is not None:
+            (folder / CORPUS).write_text(json.dumps({"folder": str(corpus.folder), **corpus.summary()}, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"launch.run_dir {folder}: {error.strerror}") from None
 
 
 def _closing_line(job: configs.JobConfig, source: str, overrides: Sequence[str]) -> str:
     step, wanted = last_step(job), job.megatron.get("train_iters")
-    settings = list(overrides)
+    settings = [setting for setting in overrides if not setting.startswith("data.replace=")]  # holds for one start
     if wanted and step >= wanted:  # the same command again would only validate: more steps are needed to go on
         settings = [setting for setting in settings if not setting.startswith("megatron.train_iters=")]
         settings.append(f"megatron.train_iters={2 * wanted}")

@@ -71,7 +71,7 @@ def apex() -> str:
 
 
 def missing_features(version: str | None = None) -> list[tuple[str, str]]:
-    """Features that `version` of Megatron (by default the installed one) lacks or gets wrong, and later ones do not; each with advice."""
+    """Features that `version` of Megatron (by default the installed one) lacks or gets wrong, each with advice."""
     version = version or megatron_version()
     later = (
         (">=0.17", "multi-latent attention and experts without TransformerEngine", "needs megatron-core 0.17"),

@@ -138,7 +138,7 @@ class Documents:
 
 
 @dataclass
-class DocumentParams(PackedSeqParams):  # type: ignore[misc]
+class DocumentParams(PackedSeqParams):
     """The documents of a microbatch in sbhd, as the argument that Megatron passes to every layer and through recomputation."""
 
     documents: Documents | None = None
@@ -196,7 +196,7 @@ def _offsets(packed: Any, *names: str) -> Ints | None:
     if queries is None and keys is None:
         return None
     if queries is None or keys is None:
-        raise ConfigError(f"packed_seq_params has {names[0] if keys is None else names[1]} alone: queries and keys both need theirs")
+        raise ConfigError(f"packed_seq_params has {names[0] if keys is None else names[1]} alone: queries and keys both need it")
     offsets = _on_cpu(queries)
     if keys is not queries and not np.array_equal(offsets, _on_cpu(keys)):
         raise ConfigError(f"packed_seq_params: {names[0]} and {names[1]} differ; --cp-ring supports self attention only")

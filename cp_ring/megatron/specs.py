@@ -22,7 +22,7 @@ from cp_ring.megatron.core_attention import RingDotProductAttention
 try:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 except ImportError:
-    TEDotProductAttention = None  # type: ignore[assignment,misc]
+    TEDotProductAttention = None
 
 _REPLACED = (DotProductAttention, TEDotProductAttention, RingDotProductAttention)
 
@@ -68,8 +68,8 @@ def with_ring_attention(spec: Any) -> Any:
     """A copy of a layer or block specification in which every attention layer's core attention is ring attention.
 
     It copies `ModuleSpec`s, dataclasses of submodules, and lists of them; everything else is shared with the argument. A core
-    attention that ring attention cannot replace raises `ConfigError` only when a layer with it is built, because specifications of
-    hybrid models have layers that a model may not use.
+    attention that ring attention cannot replace raises `ConfigError` only when a layer with it is built, because specifications
+    of hybrid models have layers that a model may not use.
     """
     if isinstance(spec, list | tuple):
         return type(spec)(with_ring_attention(item) for item in spec)
@@ -85,7 +85,7 @@ def with_ring_attention(spec: Any) -> Any:
     return dataclasses.replace(spec, **changes)
 
 
-class LayerOfFlags(ModuleSpec):  # type: ignore[misc]
+class LayerOfFlags(ModuleSpec):
     """The transformer layer that the command line describes, with ring attention, for --spec.
 
     Before 0.19 Megatron imports it before the flags are parsed. So its fields are made from the flags when they are first read.

@@ -71,7 +71,7 @@ class StepLine:
 
 
 def peak_memory() -> int:
-    """The most bytes that any rank has held: reserved by CUDA's allocator or, without CUDA, resident. A collective."""
+    """The largest memory of any rank, in bytes: what CUDA's allocator reserved or, without CUDA, what was resident."""
     cuda = torch.cuda.is_available()
     held = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     largest = torch.tensor(held, dtype=torch.int64, device="cuda" if cuda else "cpu")

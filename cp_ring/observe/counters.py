@@ -1,4 +1,4 @@
-"""Counts what ring attention really did: messages, bytes, hops and buffers alive. Off unless someone is recording."""
+"""Counts what ring attention did: messages, bytes, hops and buffers in use. Off unless `record` is active."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Ledger:
-    """Totals of one rank since recording began. Bytes are payload; hops are those with tiles."""
+class Counters:
+    """Totals of one rank since recording began. Bytes are payload; only hops with tiles are counted."""
 
     messages_sent: int = 0
     bytes_sent: int = 0
@@ -29,20 +29,20 @@ class Ledger:
         self.slots_peak = max(self.slots_peak, self.slots_alive)
 
 
-_recording: list[Ledger] = []
+_recording: list[Counters] = []
 
 
 @contextmanager
-def record() -> Iterator[Ledger]:
+def record() -> Iterator[Counters]:
     """Records this process until the block ends; recordings may nest."""
-    ledger = Ledger()
-    _recording.append(ledger)
+    counters = Counters()
+    _recording.append(counters)
     try:
-        yield ledger
+        yield counters
     finally:
-        _recording.remove(ledger)
+        _recording.remove(counters)
 
 
-def ledgers() -> list[Ledger]:
-    """Those that are recording now; empty at most times."""
+def recording() -> list[Counters]:
+    """The counters that are recording now; usually none."""
     return _recording

@@ -1,6 +1,6 @@
-"""What a run leaves in its directory for people and scripts: one line per logged step, and a mark at the end.
+"""The files of a run directory that people and scripts read: steps.jsonl, one line per logged step, and DONE at the end.
 
-`steps.jsonl` grows over all restarts: a step that had to be done again is there twice, and the later line counts.
+`steps.jsonl` grows over all restarts: a step that was repeated has two lines, and the later line counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DONE = "DONE"
 
 
 def append(folder: str, step: int, values: Mapping[str, float]) -> None:
-    """Adds a step; called by one rank alone. The line is on its way to the disk when this returns."""
+    """Adds a step; called by one rank only. The operating system has the line when this returns."""
     line = json.dumps({"step": step, **values, "time": round(time.time(), 3)})
     path = Path(folder) / STEPS
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def _end_of_torn_line(path: Path) -> bytes:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All whole lines, in the order in which they were written; [] if there are none."""
+    """All complete lines, in the order in which they were written; [] without a file."""
     path = folder / STEPS
     steps = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
@@ -48,10 +48,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def begin(folder: Path) -> None:
-    """The job is not done (any more): more steps may be wanted than it was started for before."""
+    """Removes DONE: the job may be started again for more steps."""
     (folder / DONE).unlink(missing_ok=True)
 
 
 def finish(folder: str, step: int) -> None:
-    """The job has run to its end, after `step` steps; nobody needs to start it again."""
+    """Writes DONE: the job has run to its end, after `step` steps, and need not be started again."""
     (Path(folder) / DONE).write_text(f"{step}\n")

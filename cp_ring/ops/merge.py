@@ -14,11 +14,21 @@ from torch.profiler import record_function
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
+def lse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the running lse, where out is accumulated in `dtype`.
+
+    float64 on the CPU: an error of lse is a relative error of all weights, and in float32 each merge adds one rounding of a
+    number around 8. Of all the ring's sums that is the one that loses accuracy, and lse is small beside out. On CUDA it is
+    `dtype`, which the fused kernel reads.
+    """
+    return torch.float64 if device.type == "cpu" else dtype
+
+
 def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
-    """Merges in place: out [b, q, h, e] and lse [b, h, q], the running ones in float32 (or float64).
+    """Merges in place: the running out [b, q, h, e] in float32 (or float64) and lse [b, h, q] in `lse_dtype`.
 
     out += sigmoid(lse_tile - lse) * (out_tile - out);  lse = log(exp(lse) + exp(lse_tile)).
-    Rows that saw nothing on either side (lse -inf) keep the other side's values; on both sides, out 0 and lse -inf.
+    A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side, out is 0 and lse -inf.
 
     On CUDA it is one kernel that passes over memory once, where Triton is installed.
     """
@@ -37,7 +47,7 @@ def _fused() -> Merge | None:
 
 def _merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
     lse_tile = lse_tile.to(lse.dtype)
-    # -inf - -inf is NaN: such a row weighs nothing.
+    # -inf - -inf is NaN: the weight of such a query is 0.
     weight = torch.sigmoid(lse_tile - lse).masked_fill_(lse_tile == -math.inf, 0.0)
-    out.lerp_(out_tile.to(out.dtype), weight.transpose(1, 2)[..., None])
+    out.lerp_(out_tile.to(out.dtype), weight.to(out.dtype).transpose(1, 2)[..., None])
     torch.logaddexp(lse, lse_tile, out=lse)

@@ -1,4 +1,4 @@
-"""A job's attention as a plan, before anything runs: for what it will move between nodes, and how long that takes."""
+"""The plan of a job's attention, before anything runs: what it will move between nodes, and how long that takes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sizes_of(job: JobConfig) -> AttentionSizes:
 
 
 def lines(job: JobConfig, placement: Placement) -> list[str]:
-    """For a person: where context-parallel ranks are, and which hops pass between nodes."""
+    """Lines for a person: where context-parallel ranks are, and which hops pass between nodes."""
     cp = job.parallel.context_parallel_size
     if cp == 1:
         return ["context parallel size 1: no hops"]
@@ -63,7 +63,7 @@ class Prediction:
 
 
 def predict(job: JobConfig, flops_per_second: float, bytes_per_second: float) -> Prediction:
-    """What the measured speeds of matrix products and of the slowest link promise."""
+    """The prediction from the measured speeds of matrix products and of the slowest link."""
     plan = plan_of(job)
     costs = cost(plan.verify(job.cp_ring.num_slots), sizes_of(job), job.cp_ring.num_slots)
     spans, _ = timeline(plan, costs, flops_per_second, bytes_per_second)

@@ -1,4 +1,4 @@
-"""A job's batch script for Slurm: what it asks for, how it is written, and what is wrong with one."""
+"""A job's batch script for Slurm: the resources, the text, and a check of the text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks Slurm for. `gpus` says whether each rank has a GPU; `options` are further sbatch options as they are."""
+    """What a job asks Slurm for. gpus: whether each rank has a GPU. options: more sbatch options, passed on unchanged."""
 
     nodes: int
     ranks_per_node: int
@@ -47,6 +47,11 @@ class Resources:
                 raise ConfigError(f"--{flag} {value!r}: Slurm has no such names")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise ConfigError(f"--time {self.time!r}: Slurm reads minutes, H:MM:SS or D-HH:MM:SS")
+        if self.time is not None and self.warn_seconds >= seconds(self.time):
+            raise ConfigError(
+                f"--warn-seconds {self.warn_seconds}: --time {self.time} is {seconds(self.time)} s, "
+                "which leaves no time to train; lower --warn-seconds or raise --time"
+            )
         for option in self.options:
             if not re.fullmatch(r"--[a-z][\w-]*(=\S+)?", option):
                 raise ConfigError(f"--slurm {option!r}: expected one sbatch option, such as --constraint=h100")
@@ -117,6 +122,17 @@ class Script:
         return "".join(f"{line}\n" for line in lines)
 
 
+def seconds(time: str) -> int:
+    """A time limit as Slurm reads it: M, M:SS, H:MM:SS, D-H, D-H:MM or D-H:MM:SS."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, more = [*parts, 0, 0][:3]
+    else:
+        hours, (minutes, more) = 0, [*parts, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + more
+
+
 def quote(word: str) -> str:
     """`word` for bash, on one line: a line of its own could be read as a #SBATCH line."""
     if word.isprintable():
@@ -133,7 +149,7 @@ def output_pattern(folder: Path) -> str:
 
 
 def lint(script: str) -> None:
-    """Raises `ConfigError` for what Slurm would pass over or only find out on the node."""
+    """Raises `ConfigError` for mistakes that Slurm ignores, or finds only on the node."""
     if not script.startswith("#!"):
         raise ConfigError("batch script: the first line is no #! line")
     command = 0

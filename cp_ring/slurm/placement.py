@@ -1,4 +1,4 @@
-"""Which rank runs on which node, and what that makes of a ring plan: the hops and bytes that pass between nodes."""
+"""Which rank runs on which node, and which hops and bytes of a ring plan therefore pass between nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Placement:
 
     @property
     def nodes(self) -> Ints:
-        """Of each rank, the index of its host; int64 [ranks]."""
+        """The index of each rank's host; int64 [ranks]."""
         return np.arange(self.ranks) // self.per_node
 
     def host(self, rank: int) -> str:

@@ -1,7 +1,8 @@
-"""`cp-ring preflight`: before training, all ranks report what they see and measure their links; rank 0 judges."""
+"""`cp-ring preflight`: before training, all ranks report facts and measure their links; rank 0 decides."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import hashlib
@@ -22,7 +23,7 @@ from cp_ring.job import command_line as commands
 from cp_ring.job import config as configs
 from cp_ring.slurm import attention_plan
 from cp_ring.slurm.placement import Placement, context_groups
-from cp_ring.slurm.preflight_checks import Facts, Finding, Link, from_json, judge, slowest_rate, summary
+from cp_ring.slurm.preflight_checks import Facts, LinkSpeed, Problem, from_json, judge, slowest_rate, summary
 
 TIMEOUT_S = 25
 MEASURED_HOPS = 16
@@ -31,7 +32,7 @@ _PACKAGES = ("torch", "megatron-core", "cp-ring", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """This rank among all: from torchrun's variables, or those of a Slurm task; alone where there are neither."""
+    """The place of this rank among all: from the variables of torchrun or of a Slurm task; a single rank without them."""
 
     rank: int
     size: int
@@ -95,11 +96,11 @@ def preflight(source: str, overrides: list[str]) -> int:
     store.set(f"facts/{world.rank}", json.dumps(dataclasses.asdict(facts)))
     if world.rank == 0:
         ranks = [from_json(json.loads(store.get(f"facts/{rank}"))) for rank in range(world.size)]
-        findings = judge(job, ranks)
-        for line in report(job, ranks, findings):
+        problems = judge(job, ranks)
+        for line in report(job, ranks, problems):
             print(f"cp_ring: preflight: {line}", flush=True)
         print(f"cp_ring: preflight: {time.monotonic() - began:.1f} s", flush=True)
-        store.set("verdict", "2" if any(finding.fatal for finding in findings) else "0")
+        store.set("verdict", "2" if any(problem.fatal for problem in problems) else "0")
     code = int(store.get("verdict"))
     store.add("left", 1)
     if world.rank == 0:  # the store lives in this process
@@ -109,19 +110,19 @@ def preflight(source: str, overrides: list[str]) -> int:
 
 
 def _sound(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> bool:
-    """Whether links can be measured: ranks with fatal findings (a host name that means loopback, no GPU) wait for one another."""
+    """Whether links can be measured. With a fatal problem (a host name that means loopback, no GPU), ranks would wait forever."""
     store.set(f"seen/{world.rank}", json.dumps(dataclasses.asdict(facts)))
     if world.rank == 0:
         seen = [from_json(json.loads(store.get(f"seen/{rank}"))) for rank in range(world.size)]
-        store.set("sound", "" if any(finding.fatal for finding in judge(job, seen)) else "yes")
+        store.set("sound", "" if any(problem.fatal for problem in judge(job, seen)) else "yes")
     return bool(store.get("sound"))
 
 
-def report(job: configs.JobConfig, ranks: list[Facts], findings: list[Finding]) -> list[str]:
-    """All lines for a person: findings, placement, links, prediction."""
-    lines = [("error: " if finding.fatal else "warning: ") + finding.line for finding in findings]
+def report(job: configs.JobConfig, ranks: list[Facts], problems: list[Problem]) -> list[str]:
+    """All lines that are printed: problems, placement, links, prediction."""
+    lines = [("error: " if problem.fatal else "warning: ") + problem.line for problem in problems]
     hosts = list(dict.fromkeys(facts.host for facts in ranks))
-    fits = not any(finding.fatal for finding in findings)
+    fits = not any(problem.fatal for problem in problems)
     if fits and len(ranks) > 1:
         lines += attention_plan.lines(job, Placement(tuple(hosts), len(ranks) // len(hosts)))
     lines += summary(ranks)
@@ -181,7 +182,26 @@ def _gather_facts(job: configs.JobConfig, source: str, world: World, store: Any)
         gpu=_gpu(job, world.local_rank),
     )
     facts.flops = _flops(bool(facts.gpu))
+    facts.missing = _missing(job, bool(facts.gpu))
     return facts
+
+
+def _missing(job: configs.JobConfig, gpu: bool) -> list[str]:
+    """What the job needs and this host lacks: a GPU for the rank, the package of its layers."""
+    import torch
+
+    from cp_ring.megatron import validate
+
+    missing = []
+    if job.launch.device == "cuda" and not gpu:
+        missing.append(f"launch.device cuda: no GPU for this rank ({torch.cuda.device_count()} GPUs here)")
+    if job.launch.device == "cuda" or gpu:  # on the CPU the layers are Megatron's own
+        layers = job.megatron.get("transformer_impl", "transformer_engine")
+        try:
+            validate.check_layers(argparse.Namespace(transformer_impl=layers, spec=job.megatron.get("spec")))
+        except ConfigError as error:
+            missing.append(str(error))
+    return missing
 
 
 def _write_probe(run_dir: Path, world: World) -> str:
@@ -285,7 +305,7 @@ def _measure(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> 
         sender, receiver = group[(place - hop) % cp], group[(place + hop) % cp]
         latency = min(_exchange(large[:8], sender, receiver) for _ in range(5))
         seconds = min(_exchange(large, sender, receiver) for _ in range(2))
-        facts.links.append(Link(hop, sender, world.rank, large.numel() / seconds, latency))
+        facts.links.append(LinkSpeed(hop, sender, world.rank, large.numel() / seconds, latency))
     dist.destroy_process_group()
 
 
@@ -308,7 +328,7 @@ def _exchange(data: Any, sender: int, receiver: int) -> float:
 
 
 def main(source: str, overrides: list[str]) -> int:
-    """As `preflight`, with refusals on one line each, of any rank: each sees a host of its own."""
+    """Runs `preflight`; a rejection is one line on stderr and exit code 2, on any rank, because each rank sees another host."""
     try:
         return preflight(source, overrides)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What preflight makes of the facts that ranks report: pure functions from facts to findings, a line each."""
+"""Preflight's checks: pure functions from the facts that ranks report to problems, a line each."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SLOW_RANK, SLOW_LINK = 2.0, 4.0
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Something that is wrong, on a line; `fatal` findings keep the job from training."""
+class Problem:
+    """Something that is wrong, in one line; a job with `fatal` problems must not train."""
 
     fatal: bool
     line: str
 
 
 @dataclass(frozen=True)
-class Link:
-    """What rank `receiver` measured of `sender` at a hop: bytes per second at its best, and seconds of an empty message."""
+class LinkSpeed:
+    """One link, as its receiving rank measured it: the best rate in bytes per second, the latency in seconds."""
 
     hop: int
     sender: int
@@ -36,7 +36,10 @@ class Link:
 
 @dataclass
 class Facts:
-    """What one rank reports. Times are seconds, sizes bytes; `gpu` is {} without one."""
+    """What one rank reports. Times are in seconds, sizes in bytes.
+
+    gpu: {} without one. missing: what the job needs and this host does not have, a line each.
+    """
 
     rank: int
     host: str
@@ -50,114 +53,121 @@ class Facts:
     free: int
     flops: float
     gpu: dict[str, Any] = field(default_factory=dict)
-    links: list[Link] = field(default_factory=list)
+    links: list[LinkSpeed] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
 
-def judge(job: JobConfig, ranks: Sequence[Facts]) -> list[Finding]:
-    """All findings, fatal ones first."""
+def judge(job: JobConfig, ranks: Sequence[Facts]) -> list[Problem]:
+    """All problems, fatal ones first."""
     found = [*sizes(job, len(ranks), len({facts.host for facts in ranks}))]
-    for check in (same_everywhere, names, run_directory, clocks, gpus, slow_ranks, slow_links):
+    for check in (installed, same_everywhere, names, run_directory, clocks, gpus, slow_ranks, slow_links):
         found += check(ranks)
-    return sorted(found, key=lambda finding: not finding.fatal)
+    return sorted(found, key=lambda problem: not problem.fatal)
 
 
-def sizes(job: JobConfig, world: int, hosts: int) -> Iterator[Finding]:
-    """The sizes in section parallel make the ranks that there are, alike on each node."""
+def sizes(job: JobConfig, world: int, hosts: int) -> Iterator[Problem]:
+    """The sizes in section parallel give the number of ranks that were started, with the same number on each node."""
     if world == 1:
         return  # alone, ahead of the job
     if job.parallel.ranks != world:
-        yield Finding(True, f"section parallel makes {job.parallel.ranks} ranks, and {world} were started")
+        yield Problem(True, f"section parallel makes {job.parallel.ranks} ranks, and {world} were started")
     if world % hosts:
-        yield Finding(True, f"{world} ranks do not divide by {hosts} nodes")
+        yield Problem(True, f"{world} ranks do not divide by {hosts} nodes")
     elif job.parallel.tensor_model_parallel_size > world // hosts:
         tp = job.parallel.tensor_model_parallel_size
-        yield Finding(False, f"parallel.tensor_model_parallel_size {tp} is more than the {world // hosts} ranks of a node: slow")
+        yield Problem(False, f"parallel.tensor_model_parallel_size {tp} is more than the {world // hosts} ranks of a node: slow")
 
 
-def same_everywhere(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def installed(ranks: Sequence[Facts]) -> Iterator[Problem]:
+    """Every host has the GPUs and the packages that the job needs."""
+    for line in dict.fromkeys(f"{facts.host}: {missing}" for facts in ranks for missing in facts.missing):
+        yield Problem(True, line)
+
+
+def same_everywhere(ranks: Sequence[Facts]) -> Iterator[Problem]:
     """Every rank reads the same job with the same software."""
     for facts in ranks:
         if facts.config_hash != ranks[0].config_hash:
-            yield Finding(True, f"rank {facts.rank} on {facts.host} reads another job.yaml than rank 0 on {ranks[0].host}")
+            yield Problem(True, f"rank {facts.rank} on {facts.host} reads another job.yaml than rank 0 on {ranks[0].host}")
         for name, version in ranks[0].versions.items():
             other = facts.versions.get(name)
             if other != version:
                 where = f"rank {facts.rank} on {facts.host} has {name} {other}"
-                yield Finding(True, f"{where}, rank 0 on {ranks[0].host} has {version}")
+                yield Problem(True, f"{where}, rank 0 on {ranks[0].host} has {version}")
 
 
-def names(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def names(ranks: Sequence[Facts]) -> Iterator[Problem]:
     """Hosts can be reached by other hosts under their names, or the network device is named."""
     if len({facts.host for facts in ranks}) == 1:
         return
     for facts in _one_per_host(ranks):
         if facts.interface == "lo":
-            yield Finding(True, f"{facts.host}: GLOO_SOCKET_IFNAME is lo, which no other host reaches: name a device in env.sh")
+            yield Problem(True, f"{facts.host}: GLOO_SOCKET_IFNAME is lo, which no other host reaches: name a device in env.sh")
         elif facts.address.startswith("127.") and not facts.interface:
-            yield Finding(
+            yield Problem(
                 True,
                 f"{facts.host}: its name means {facts.address}, which no other host reaches: set GLOO_SOCKET_IFNAME in env.sh",
             )
 
 
-def run_directory(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """It is the same directory on all hosts, can be written, and has room."""
+def run_directory(ranks: Sequence[Facts]) -> Iterator[Problem]:
+    """The run directory is the same on all hosts, can be written, and has room."""
     for facts in _one_per_host(ranks):
         if facts.writable:
-            yield Finding(True, f"launch.run_dir cannot be written on {facts.host}: {facts.writable}")
+            yield Problem(True, f"launch.run_dir cannot be written on {facts.host}: {facts.writable}")
         elif not facts.shared:
-            yield Finding(
+            yield Problem(
                 True, f"launch.run_dir is another directory on {facts.host} than on {ranks[0].host}: use a shared file system"
             )
     room = min(ranks, key=lambda facts: facts.free)
     if room.free < FREE_BYTES:
-        yield Finding(False, f"launch.run_dir has {room.free / 2**30:.1f} GiB free on {room.host}: too little for checkpoints?")
+        yield Problem(False, f"launch.run_dir has {room.free / 2**30:.1f} GiB free on {room.host}: too little for checkpoints?")
 
 
-def clocks(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """All hosts have the same time, give or take what reading it takes."""
+def clocks(ranks: Sequence[Facts]) -> Iterator[Problem]:
+    """The clocks of all hosts agree within CLOCK_S seconds."""
     middle = statistics.median(facts.clock for facts in ranks)
     for facts in _one_per_host(ranks):
         if abs(facts.clock - middle) > CLOCK_S:
-            yield Finding(False, f"the clock of {facts.host} is {facts.clock - middle:+.0f} s off those of the others")
+            yield Problem(False, f"the clock of {facts.host} is {facts.clock - middle:+.0f} s off those of the others")
 
 
-def gpus(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """All ranks have a GPU or none has; it is of one kind, healthy, and free."""
+def gpus(ranks: Sequence[Facts]) -> Iterator[Problem]:
+    """Either all ranks have a GPU or none has; the GPUs are of one kind, healthy and free."""
     kinds = {facts.gpu.get("name") for facts in ranks}
     if len(kinds) > 1:
         by_kind = {facts.gpu.get("name"): facts for facts in reversed(ranks)}
         shown = ", ".join(
             f"{facts.host} has {kind or 'none'}" for kind, facts in sorted(by_kind.items(), key=lambda item: str(item[0]))
         )
-        yield Finding(None in kinds, f"GPUs differ: {shown}")
+        yield Problem(None in kinds, f"GPUs differ: {shown}")
     for facts in ranks:
         where = f"GPU {facts.gpu.get('index')} of {facts.host}"
         if facts.gpu.get("uncorrected_errors"):
-            yield Finding(True, f"{where}: {facts.gpu['uncorrected_errors']} uncorrected memory errors: leave out this node")
+            yield Problem(True, f"{where}: {facts.gpu['uncorrected_errors']} uncorrected memory errors: leave out this node")
         total, free = facts.gpu.get("total", 0), facts.gpu.get("free", 0)
         if total and free < FREE_GPU_SHARE * total:
-            yield Finding(
+            yield Problem(
                 False, f"{where}: only {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free: does another process use it?"
             )
 
 
-def slow_ranks(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """No rank multiplies matrices at less than half the speed of the others; all wait for the slowest."""
+def slow_ranks(ranks: Sequence[Facts]) -> Iterator[Problem]:
+    """No rank multiplies matrices at less than half the median speed: all ranks wait for the slowest."""
     middle = statistics.median(facts.flops for facts in ranks)
     for facts in ranks:
         if facts.flops * SLOW_RANK < middle:
-            yield Finding(
+            yield Problem(
                 False,
                 f"slow rank {facts.rank} on {facts.host}: {facts.flops / 1e9:,.1f} GFLOP/s, the median is {middle / 1e9:,.1f}",
             )
 
 
-def slow_links(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def slow_links(ranks: Sequence[Facts]) -> Iterator[Problem]:
     """No link is far slower than the better ones of its kind (inside a node, between nodes)."""
     hosts = [facts.host for facts in ranks]
     for away in (False, True):
-        best: dict[tuple[str, str], Link] = {}
+        best: dict[tuple[str, str], LinkSpeed] = {}
         for link in (link for facts in ranks for link in facts.links):
             pair = hosts[link.sender], hosts[link.receiver]
             if (pair[0] != pair[1]) == away and (pair not in best or link.rate > best[pair].rate):
@@ -171,7 +181,7 @@ def slow_links(ranks: Sequence[Facts]) -> Iterator[Finding]:
         )
         for (sender, receiver), link in sorted(best.items()):
             if link.rate * SLOW_LINK < good:
-                yield Finding(
+                yield Problem(
                     False,
                     f"slow link {sender} -> {receiver} (hop {link.hop}, rank {link.sender} to {link.receiver}): "
                     f"{link.rate / 1e6:,.1f} MB/s, better ones {good / 1e6:,.1f}",
@@ -179,7 +189,7 @@ def slow_links(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def summary(ranks: Sequence[Facts]) -> Iterator[str]:
-    """Bandwidth and latency per hop, the slowest of its links."""
+    """Bandwidth and latency of each hop, and its slowest link."""
     links = [link for facts in ranks for link in facts.links]
     hosts = [facts.host for facts in ranks]
     for hop in sorted({link.hop for link in links}):
@@ -198,8 +208,8 @@ def slowest_rate(ranks: Sequence[Facts]) -> float | None:
 
 
 def from_json(data: Mapping[str, Any]) -> Facts:
-    """Facts that `dataclasses.asdict` and JSON have seen."""
-    return Facts(**{**data, "links": [Link(**link) for link in data["links"]]})
+    """The facts that were written by `dataclasses.asdict` as JSON."""
+    return Facts(**{**data, "links": [LinkSpeed(**link) for link in data["links"]]})
 
 
 def _one_per_host(ranks: Sequence[Facts]) -> list[Facts]:

@@ -1,4 +1,4 @@
-"""`cp-ring status`: where a run stands, from its directory and Slurm's queue."""
+"""`cp-ring status`: the state of a run, from its directory and Slurm's queue."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.job import config as configs
+from cp_ring.job import local_run
 from cp_ring.observe import progress
 from cp_ring.slurm import attempts
 
@@ -74,7 +75,10 @@ def _state(run_dir: Path, number: str | None) -> str:
         return f"{queued.name}, job {number} ({queued.detail})"
     if (run_dir / progress.DONE).is_file():
         return "DONE"
-    return f"job {number} is not in the queue" if number else "not submitted to Slurm"
+    local = local_run.state(run_dir)
+    if number and (local is None or local.startswith("stopped")):
+        return f"job {number} is not in the queue"
+    return local or "not started"
 
 
 def _checkpoint(folder: Path) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,6 +41,11 @@ class Site:
                 raise ConfigError(f"{flag} {path}: no such file")
         if self.container_mounts and not self.container_image:
             raise ConfigError("--container-mounts needs --container-image")
+        for mount in self.container_mounts.split(",") if self.container_mounts else []:
+            if not re.fullmatch(r"[^:,]+:/[^:,]*(:[^:,]+)*", mount):
+                raise ConfigError(f"--container-mounts {mount!r}: expected SRC:DST with an absolute path DST")
+        if self.python and "/" in self.python and not self.container_image and not os.access(self.python, os.X_OK):
+            raise ConfigError(f"--python {self.python}: no such program; it must have the same path on all nodes")
 
     def srun_options(self, run_dir: Path) -> list[str]:
         """Those of the pyxis plugin (enroot containers); the run directory is the same inside."""
@@ -58,7 +65,7 @@ def submit(
 ) -> str | None:
     """Submits the job of a YAML file and returns Slurm's job id; with `dry_run`, prints the script and returns None.
 
-    Everything that can be refused is refused before anything is queued. Raises `ConfigError`.
+    Everything that can be rejected is rejected before anything is queued. Raises `ConfigError`.
     """
     job = configs.load(source, overrides)
     launch = job.launch.model_copy(update={"run_dir": commands.run_dir(job).absolute()})  # ranks may start elsewhere
@@ -66,9 +73,9 @@ def submit(
     check(job, resources, source)
     _placement(resources, site)
     corpus = commands.find_corpus(job)
-    flags = commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu")
+    flags, args = commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu")
     if not (site.container_image or site.python):  # the ranks run this Python
-        commands.check_layers(flags, dry_run, "; --python or --container-image name another Python of the ranks")
+        commands.check_layers(args, dry_run, "; --python or --container-image name another Python of the ranks")
     script, line = build(job, resources, site, flags)
     text = script.render((_folder() / "train.sbatch").read_text())
     batch_script.lint(text)
@@ -79,10 +86,10 @@ def submit(
         return None
     if shutil.which("sbatch") is None:
         raise ConfigError("cp-ring submit: no sbatch here; run it on a login node, or train without Slurm: cp-ring train")
-    _refuse_second(script.run_dir)
+    _reject_second(script.run_dir)
     if corpus is not None:
-        prepare_corpus(corpus)
-    record_job(job)
+        prepare_corpus(corpus, job)
+    record_job(job, corpus)
     _write(script, site, text)
     _run([*line[:1], "--test-only", *line[1:]])
     number = _run([*line[:1], "--parsable", *line[1:]]).strip().partition(";")[0]
@@ -159,7 +166,7 @@ def _write(script: batch_script.Script, site: Site, text: str) -> None:
     shutil.copyfile(site.env_file or _folder() / "env.sh", script.env_file)
 
 
-def _refuse_second(run_dir: Path) -> None:
+def _reject_second(run_dir: Path) -> None:
     """Two jobs would write each other's checkpoints."""
     number = attempts.last_job(run_dir)
     state = attempts.queue_state(number) if number else None

@@ -42,7 +42,7 @@ _LSE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3
 
 
 @dataclass(frozen=True)
-class Setting:
+class Subject:
     """What is checked, and on what: `heads` is one of `HEADS`."""
 
     kernel: AttentionKernel
@@ -80,103 +80,103 @@ def check(
     for name in PROPERTIES if only is None else [only]:
         for sizes in served:
             try:
-                PROPERTIES[name](Setting(kernel, device, dtype, sizes, scale=sizes[2] ** -0.5))
+                PROPERTIES[name](Subject(kernel, device, dtype, sizes, scale=sizes[2] ** -0.5))
             except AssertionError as error:
                 at = f"heads {sizes[0]}:{sizes[1]}, head sizes {sizes[2]} and {sizes[3]}, {dtype}"
                 raise AssertionError(f"{kernel.name}, {name}: {error} ({at})") from None
 
 
-def _full(setting: Setting) -> None:
+def _full(subject: Subject) -> None:
     for rows, columns in RECTANGLES:
-        _tile(setting, rows, columns, -OPEN, OPEN)
+        _tile(subject, rows, columns, -OPEN, OPEN)
 
 
-def _causal(setting: Setting) -> None:
+def _causal(subject: Subject) -> None:
     for rows in (1, 33, 64, 130):
-        _tile(setting, rows, rows, -OPEN, 0)
+        _tile(subject, rows, rows, -OPEN, 0)
 
 
-def _bands(setting: Setting) -> None:
-    for band in BANDS if setting.kernel.capabilities.bands else ():
-        _tile(setting, *band)
+def _bands(subject: Subject) -> None:
+    for band in BANDS if subject.kernel.capabilities.bands else ():
+        _tile(subject, *band)
 
 
-def _empty_rows(setting: Setting) -> None:
-    for band in EMPTY_ROWS if setting.kernel.capabilities.bands else ():
-        _tile(setting, *band)
+def _empty_rows(subject: Subject) -> None:
+    for band in EMPTY_ROWS if subject.kernel.capabilities.bands else ():
+        _tile(subject, *band)
 
 
-def _scale(setting: Setting) -> None:
+def _scale(subject: Subject) -> None:
     for scale in (0.03, 1.0):
-        _tile(replace(setting, scale=scale), 33, 33, -OPEN, 0)
+        _tile(replace(subject, scale=scale), 33, 33, -OPEN, 0)
 
 
-def _strided(setting: Setting) -> None:
+def _strided(subject: Subject) -> None:
     """Reads its view and nothing around it."""
     for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
-        _tile(setting, 33, 33, lo, hi, strided=True)
+        _tile(subject, 33, 33, lo, hi, strided=True)
 
 
-def _natural_log(setting: Setting) -> None:
-    q, k, v, _ = setting.draw(33, 40)
-    _, lse = setting.kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=setting.scale)
-    truth = _logits(q, k, setting.scale).logsumexp(-1)
+def _natural_log(subject: Subject) -> None:
+    q, k, v, _ = subject.draw(33, 40)
+    _, lse = subject.kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=subject.scale)
+    truth = _logits(q, k, subject.scale).logsumexp(-1)
     base = float((truth / lse.double()).median())
     assert abs(base - 1) < 1e-2, f"lse is the natural logarithm times {1 / base:.4f}"
 
 
-def _written(setting: Setting) -> None:
+def _written(subject: Subject) -> None:
     """Every element of every output is written: fresh memory is NaN."""
     with _nan_memory():
         for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
-            _tile(setting, 45, 45, lo, hi)
-        _varlen(setting)
+            _tile(subject, 45, 45, lo, hi)
+        _varlen(subject)
 
 
-def _merged(setting: Setting) -> None:
+def _merged(subject: Subject) -> None:
     """Backward with out and lse of the whole row gives the tile's exact share of the gradients."""
-    q, k, v, dout = setting.draw(33, 33)
-    more_k, more_v = setting.draw(33, 47, seed=1)[1:3]
+    q, k, v, dout = subject.draw(33, 33)
+    more_k, more_v = subject.draw(33, 47, seed=1)[1:3]
     every = torch.ones(33, 47, dtype=torch.bool, device=q.device)
     allowed = torch.cat([every[:, :33].tril(), every], 1)
-    truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, setting.scale)
-    out, lse = truth.out.to(setting.dtype), truth.lse.to(torch.promote_types(setting.dtype, torch.float32))
-    options: dict[str, Any] = {"lo": -OPEN, "scale": setting.scale}
-    first = setting.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
-    second = setting.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
-    _close("dq of two tiles", first[0].double() + second[0].double(), truth.dq, setting)
+    truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, subject.scale)
+    out, lse = truth.out.to(subject.dtype), truth.lse.to(torch.promote_types(subject.dtype, torch.float32))
+    options: dict[str, Any] = {"lo": -OPEN, "scale": subject.scale}
+    first = subject.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
+    second = subject.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
+    _close("dq of two tiles", first[0].double() + second[0].double(), truth.dq, subject)
     for name, a, b, whole in zip(("dk", "dv"), first[1:], second[1:], (truth.dk, truth.dv), strict=True):
-        _close(f"{name} of a causal tile among two", a, whole[:, :33], setting)
-        _close(f"{name} of a full tile among two", b, whole[:, 33:], setting)
+        _close(f"{name} of a causal tile among two", a, whole[:, :33], subject)
+        _close(f"{name} of a full tile among two", b, whole[:, 33:], subject)
 
 
-def _varlen(setting: Setting) -> None:
-    if not setting.kernel.capabilities.varlen:
+def _varlen(subject: Subject) -> None:
+    if not subject.kernel.capabilities.varlen:
         return
-    assert isinstance(setting.kernel, VarlenKernel), "capabilities say varlen, but there are no varlen methods"
+    assert isinstance(subject.kernel, VarlenKernel), "capabilities say varlen, but there are no varlen methods"
     sizes = [(7, 7), (1, 1), (40, 40), (3, 3)], [(5, 19), (33, 4), (1, 1), (9, 64)]
-    _packed(setting, sizes[0], -1, 0)
-    _packed(setting, sizes[1], -1, -1)
-    if setting.kernel.capabilities.bands:
+    _packed(subject, sizes[0], -1, 0)
+    _packed(subject, sizes[1], -1, -1)
+    if subject.kernel.capabilities.bands:
         for left, right in ((5, 0), (-1, 2), (4, -1)):
-            _packed(setting, [*sizes[0], (5, 19), (8, 12)], left, right)
+            _packed(subject, [*sizes[0], (5, 19), (8, 12)], left, right)
 
 
-def _repeats(setting: Setting) -> None:
+def _repeats(subject: Subject) -> None:
     """The same bits twice, where the kernel promises that and does not refuse."""
     with determinism(True):
-        refused = setting.kernel.rejection(setting.device, setting.dtype, *setting.heads[2:]) is not None
-        if refused or not setting.kernel.capabilities.deterministic:
+        refused = subject.kernel.rejection(subject.device, subject.dtype, *subject.heads[2:]) is not None
+        if refused or not subject.kernel.capabilities.deterministic:
             return
-        q, k, v, dout = setting.draw(130, 130)
+        q, k, v, dout = subject.draw(130, 130)
         runs = []
         for _ in range(2):
-            out, lse = setting.kernel.forward(q, k, v, lo=-OPEN, hi=0, scale=setting.scale)
-            runs.append((out, lse, *setting.kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=setting.scale)))
+            out, lse = subject.kernel.forward(q, k, v, lo=-OPEN, hi=0, scale=subject.scale)
+            runs.append((out, lse, *subject.kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=subject.scale)))
         assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True)), "two runs differ in their bits"
 
 
-PROPERTIES: dict[str, Callable[[Setting], None]] = {
+PROPERTIES: dict[str, Callable[[Subject], None]] = {
     "full rectangles": _full,
     "causal squares": _causal,
     "natural-log lse": _natural_log,
@@ -191,32 +191,32 @@ PROPERTIES: dict[str, Callable[[Setting], None]] = {
 }
 
 
-def _tile(setting: Setting, rows: int, columns: int, lo: int, hi: int, strided: bool = False) -> None:
-    q, k, v, dout = setting.draw(rows, columns, strided=strided)
+def _tile(subject: Subject, rows: int, columns: int, lo: int, hi: int, strided: bool = False) -> None:
+    q, k, v, dout = subject.draw(rows, columns, strided=strided)
     offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
-    truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), setting.scale)
-    options: dict[str, Any] = {"lo": lo, "hi": hi, "scale": setting.scale}
-    out, lse = setting.kernel.forward(q, k, v, **options)
-    grads = setting.kernel.backward(dout, q, k, v, out, lse, **options)
-    _compare(f"{rows} x {columns} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, setting)
+    truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), subject.scale)
+    options: dict[str, Any] = {"lo": lo, "hi": hi, "scale": subject.scale}
+    out, lse = subject.kernel.forward(q, k, v, **options)
+    grads = subject.kernel.backward(dout, q, k, v, out, lse, **options)
+    _compare(f"{rows} x {columns} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, subject)
 
 
-def _packed(setting: Setting, sizes: list[tuple[int, int]], left: int, right: int) -> None:
+def _packed(subject: Subject, sizes: list[tuple[int, int]], left: int, right: int) -> None:
     """Many tiles in one call, against each alone."""
-    one = replace(setting, batch=1)
+    one = replace(subject, batch=1)
     parts = [one.draw(*size, seed=seed) for seed, size in enumerate(sizes)]
     q, k, v, dout = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
     ends = [torch.tensor([0, *accumulate(column)], dtype=torch.int32, device=q.device) for column in zip(*sizes, strict=True)]
     max_q, max_k = (max(column) for column in zip(*sizes, strict=True))
     packing = Packing(ends[0], ends[1], max_q, max_k, left, right)
-    kernel = cast(VarlenKernel, setting.kernel)
-    out, lse = kernel.forward_varlen(q, k, v, packing, setting.scale)
-    dq, dk, dv = kernel.backward_varlen(dout, q, k, v, out, lse, packing, setting.scale)
+    kernel = cast(VarlenKernel, subject.kernel)
+    out, lse = kernel.forward_varlen(q, k, v, packing, subject.scale)
+    dq, dk, dv = kernel.backward_varlen(dout, q, k, v, out, lse, packing, subject.scale)
     bounds = zip(*(pairwise(x.tolist()) for x in ends), strict=True)
     for (rows, columns), ((q0, q1), (k0, k1)), part in zip(sizes, bounds, parts, strict=True):
         offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None] - (columns - rows)
         allowed = (offset >= -left if left >= 0 else offset >= -OPEN) & (offset <= right if right >= 0 else offset <= OPEN)
-        truth = _truth(*part, allowed, setting.scale)
+        truth = _truth(*part, allowed, subject.scale)
         got = out[None, q0:q1], lse[None, :, q0:q1], dq[None, q0:q1], dk[None, k0:k1], dv[None, k0:k1]
         _compare(f"{rows} x {columns} tile of a varlen batch, window ({left}, {right})", got, truth, one)
 
@@ -244,7 +244,7 @@ def _truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, scale
     return _Truth(out.detach(), scores.detach().logsumexp(-1), *torch.autograd.grad(out, (q, k, v), dout.double()))
 
 
-def _compare(what: str, got: Sequence[Tensor], truth: _Truth, setting: Setting) -> None:
+def _compare(what: str, got: Sequence[Tensor], truth: _Truth, subject: Subject) -> None:
     out, lse, *grads = got
     assert lse.dtype in (torch.float32, torch.float64), f"lse of a {what} is {lse.dtype}"
     for name, x, true in zip(("out", "lse", "dq", "dk", "dv"), got, vars(truth).values(), strict=True):
@@ -252,18 +252,18 @@ def _compare(what: str, got: Sequence[Tensor], truth: _Truth, setting: Setting) 
     empty = truth.lse.isneginf()
     assert torch.equal(lse.isneginf(), empty), f"lse of a {what} is -inf in other rows than those that see nothing"
     off = float((lse.double() - truth.lse)[~empty].abs().max()) if not empty.all() else 0.0
-    assert off <= _LSE_TOLERANCE[setting.dtype], f"lse of a {what} is off by {off:.1e}"
+    assert off <= _LSE_TOLERANCE[subject.dtype], f"lse of a {what} is off by {off:.1e}"
     assert not (out.transpose(1, 2)[empty] != 0).any(), f"out of a {what} is not 0 where a row sees nothing"
     for name, x, true in zip(("out", "dq", "dk", "dv"), (out, *grads), (truth.out, truth.dq, truth.dk, truth.dv), strict=True):
-        _close(f"{name} of a {what}", x, true, setting)
+        _close(f"{name} of a {what}", x, true, subject)
 
 
-def _close(what: str, x: Tensor, truth: Tensor, setting: Setting) -> None:
+def _close(what: str, x: Tensor, truth: Tensor, subject: Subject) -> None:
     assert x.isfinite().all(), f"{what} has NaN or infinity"
     # Gradients of scores vanish where a row sees one key: what remains is rounding, measured against the size of 1.
     floor = 0.1 * math.sqrt(truth.numel())
     off = float((x.double() - truth).norm() / truth.norm().clamp(min=floor))
-    assert off <= _TOLERANCE[setting.dtype], f"{what} is off by {off:.1e}, more than {_TOLERANCE[setting.dtype]:.0e}"
+    assert off <= _TOLERANCE[subject.dtype], f"{what} is off by {off:.1e}, more than {_TOLERANCE[subject.dtype]:.0e}"
 
 
 def _embed(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class Network(NamedTuple):
     interface: str
 
 
-class Link:
+class ThrottledLink:
     """Two network namespaces joined by a veth pair; `ends` are the two.
 
     The namespaces have no names: they end with this object, or with the process however it ends. Raises `ConfigError`

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_ring import Layout, RingPlan, ring_attention
-from cp_ring.observe.counters import Ledger, record
+from cp_ring.observe.counters import Counters, record
 
 
 class Case(NamedTuple):
@@ -49,19 +49,19 @@ def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> 
     return Grads(out.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.double()))
 
 
-def on_rank(group, case: Case, plan: RingPlan, **options) -> tuple[Grads, Ledger]:  # type: ignore[no-untyped-def]
+def on_rank(group, case: Case, plan: RingPlan, **options) -> tuple[Grads, Counters]:  # type: ignore[no-untyped-def]
     """A rank's part: its shard's out and gradients, and what its transport counted."""
     rank = group.rank() if group is not None else 0
     dim = 0 if options.get("qkv_format") == "sbhd" else 1
     shard = [plan.layout.shard(x.transpose(0, 1) if dim == 0 else x, rank, dim) for x in case]
     q, k, v = (x.detach().requires_grad_() for x in shard[:3])
-    with record() as ledger:
+    with record() as counters:
         out = ring_attention(q, k, v, group, plan=plan, **options)
         grads = torch.autograd.grad(out, (q, k, v), shard[3])
-    return Grads(*(x.detach().transpose(0, 1) if dim == 0 else x.detach() for x in (out, *grads))), ledger
+    return Grads(*(x.detach().transpose(0, 1) if dim == 0 else x.detach() for x in (out, *grads))), counters
 
 
-def whole(layout: Layout, parts: list[tuple[Grads, Ledger]]) -> Grads:
+def whole(layout: Layout, parts: list[tuple[Grads, Counters]]) -> Grads:
     return Grads(*(layout.unshard(list(column), 1) for column in zip(*(part[0] for part in parts), strict=True)))
 
 

@@ -39,7 +39,7 @@ def main():
     assert F.scaled_dot_product_attention is stock
 
     # Outside its version range a patch is rejected with one line, and nothing is changed.
-    old = Patch("old", "-", "-", package="torch", versions="<2", replacements=replacements)
+    old = Patch(name="old", what="-", why="-", package="torch", versions="<2", replacements=replacements)
     try:
         old.apply()
     except ConfigError as error:

@@ -11,23 +11,20 @@ CU_SEQLENS = [0, 300, 301, 420, 512]  # four documents of 300, 1, 119 and 92 tok
 
 
 def loss_of(weights, tokens, group, plan):
-    """Mean loss of all tokens that have a next token in their document. `group` None is one rank that holds all tokens."""
+    """This rank's share of the mean loss, and the mean loss to show. `group` None is one rank that holds all tokens."""
     table, projection = weights
-    positions = torch.arange(tokens.shape[1])[None]
-    tokens, positions = shard((tokens, positions), plan, group)
+    tokens = shard(tokens, plan, group)
     x = table[tokens]  # [1, s, HEADS * SIZE]
     q, k, v = (x @ projection).unflatten(-1, (3, HEADS, SIZE)).unbind(2)
     x = x + ring_attention(q, k, v, group, plan=plan).flatten(2)
 
-    labels = roll(tokens, -1, plan, group)  # the next token, which may be on another rank
-    last = torch.isin(positions, torch.tensor(CU_SEQLENS[1:]) - 1)  # the last token of a document predicts nothing
-    losses = F.cross_entropy((x @ table.T)[0], labels[0], reduction="none")[~last[0]]
-    total = torch.stack([losses.sum(), torch.tensor(float(len(losses)))])
-    if group is not None:  # divide by the number of tokens of all ranks, not of this one: a mean of means would be wrong
-        counts = total.detach().clone()
-        dist.all_reduce(counts, group=group)
-        return total[0] / counts[1], counts[0] / counts[1]
-    return total[0] / total[1], (total[0] / total[1]).detach()
+    # The next token may be on another rank. The last token of a document has none: its label is -100, which counts for nothing.
+    labels = roll(tokens, -1, plan, group, cu_seqlens=CU_SEQLENS, fill=-100)
+    total = F.cross_entropy((x @ table.T)[0], labels[0], ignore_index=-100, reduction="sum")
+    sums = torch.stack([total.detach(), (labels != -100).sum()])
+    if group is not None:
+        dist.all_reduce(sums, group=group)  # divide by the tokens of all ranks: a mean of the ranks' means would be wrong
+    return total / sums[1], sums[0] / sums[1]
 
 
 def main(group):

@@ -18,7 +18,7 @@ network_device() {
     echo lo
 }
 
-# Megatron wants one CUDA connection for tensor or context parallelism before Blackwell, and refuses just that with FSDP.
+# Before Blackwell, Megatron needs exactly one CUDA connection for tensor or context parallelism; with FSDP it rejects one.
 cuda_connections() {
     local word capability
     for word in "$@"; do

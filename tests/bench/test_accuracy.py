@@ -13,6 +13,7 @@ from cp_ring.bench import accuracy
 from cp_ring.cli import app
 from cp_ring.errors import ConfigError
 
+# Of out and of gradients. The worst case, float32, full mask and cp 8, measured 1.08 and 0.96 on an Intel Xeon with AVX-512.
 LIMITS = {"float32": (1.15, 1.05), "bfloat16": (1.15, 1.10)}
 
 
@@ -36,21 +37,37 @@ def test_sharp_softmax(monkeypatch):
     assert max(row[part] for part in accuracy.PARTS) <= 1.5
 
 
-def test_a_lossy_merge_is_seen(monkeypatch):
-    """The measure itself: accumulators rounded to bfloat16 are far outside the limits."""
-    from cp_ring.kernels import calls
+LOSSY = {"out": ["out"], "dq": ["dq"], "dk and dv": ["dk", "dv"]}
 
-    exact = calls.merge_
 
-    def lossy(out, lse, out_tile, lse_tile):
-        exact(out, lse, out_tile, lse_tile)
-        if out.dtype == torch.float32:  # not the float64 of the truth
-            out.copy_(out.bfloat16())
+@pytest.mark.parametrize("what", LOSSY)
+def test_a_lossy_sum_is_seen(monkeypatch, what):
+    """The measure itself: accumulators rounded to bfloat16 are far outside the limits, and only they."""
+    from cp_ring.kernels.calls import _Single
 
-    monkeypatch.setattr(calls, "merge_", lossy)
+    merge, add = _Single.merge_, _Single.add_
+
+    def rounded(name, *sums):
+        for x in sums:
+            if what == name and x.dtype == torch.float32:  # not the float64 of the truth
+                x.copy_(x.bfloat16())
+
+    def lossy_merge(call, out, lse, *parts):
+        merge(call, out, lse, *parts)
+        rounded("out", out)
+
+    def lossy_add(call, dq, dk, dv, *parts):
+        add(call, dq, dk, dv, *parts)
+        rounded("dq", dq)
+        rounded("dk and dv", dk, dv)
+
+    monkeypatch.setattr(_Single, "merge_", lossy_merge)
+    monkeypatch.setattr(_Single, "add_", lossy_add)
     monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
-    (row,) = accuracy.run(256, 2, 1, 16, ["cpu"], ["float32"], [2], 1, "cpu")
-    assert row["out"] > 100
+    (result,) = accuracy.run(256, 2, 1, 16, ["cpu"], ["float32"], [2], 1, "cpu")
+    assert all(result[part] > 100 for part in LOSSY[what]), result
+    if what != "out":  # backward reads out
+        assert all(result[part] < 10 for part in accuracy.PARTS if part not in LOSSY[what]), result
 
 
 def test_command_gives_json_and_says_what_is_refused():

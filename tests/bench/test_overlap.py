@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring.bench import overlap
-from cp_ring.bench.attention import Setting
+from cp_ring.bench.attention import Contest
 from cp_ring.cli import app
 from cp_ring.errors import ConfigError
 from cp_ring.testing import network as links
@@ -20,12 +20,12 @@ def test_a_throttled_wire_is_as_slow_as_it_says(monkeypatch):
     """Seconds of the wire are set by the compute that was measured; here it is said to be 0.2 s a hop."""
     needs.programs("ip", "tc", "nsenter")
     try:
-        links.Link().close()
+        links.ThrottledLink().close()
     except ConfigError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(overlap, "hop_seconds", _a_fifth)
     before = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout.count("\n")
-    free, slow = overlap.run(Setting(2048, 2, 4, 64), [0.9], 1)
+    free, slow = overlap.run(Contest(2048, 2, 4, 64), [0.9], 1)
     assert (free["name"], slow["name"]) == ("cp_ring_free_wire", "cp_ring")
     assert slow["bytes_per_s"] == pytest.approx(2 * 1024 * 4 * 64 * 4 / 0.18)
     assert 0.9 * 0.18 < slow["transfer_s"] < 3 * 0.18

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, RingPlan
-from cp_ring.bench.replay import Sizes, efficiency, replay, single_call
+from cp_ring.bench.replay import RankSizes, efficiency, replay, single_call
 from cp_ring.errors import KernelError
 from cp_ring.plan.cost import AttentionSizes, cost
 
-SIZES = Sizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")
+SIZES = RankSizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")
 
 
 def test_a_rank_receives_what_its_plan_says():

@@ -1,6 +1,8 @@
 """Each program of docs/examples does what its page says; the programs assert their results themselves."""
 
+import functools
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from cp_ring.kernels import REGISTRY
+from cp_ring.kernels.cpu import CpuKernel
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
 
@@ -47,9 +50,32 @@ def test_in_one_process(registries, name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
-def test_megatron_layer(applied):
+def test_megatron_layer(applied, monkeypatch):
+    """Its attention takes the way to the kernel that docs/architecture.md lists, frame by frame."""
+    ways, stock = [], CpuKernel.forward
+
+    @functools.wraps(stock)
+    def forward(*args, **kwargs):
+        ways.append(frames(sys._getframe(1)))
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(CpuKernel, "forward", forward)
     applied("cpu_runtime")
     assert example("megatron_layer").main() == "RingDotProductAttention"
+    page = (EXAMPLES.parent / "architecture.md").read_text()
+    listed = re.search(r"^```text\n(RingDotProductAttention\.forward\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert ways and [*ways[0], "CpuKernel.forward"] == listed[1].split()
+
+
+def frames(frame):
+    """Names of the functions from the core attention of Megatron's layer down to `frame`."""
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_qualname)
+        if names[-1] == "RingDotProductAttention.forward":
+            return names[::-1]
+        frame = frame.f_back
+    raise AssertionError(f"not called by RingDotProductAttention: {names}")
 
 
 def test_the_first_program_by_torchrun():

@@ -1,6 +1,6 @@
 """Runs the fault campaign: `python -m tests.faults --rounds N [--json] [--only FAULT]`; exit code 1 unless all recovered.
 
-Each row is a fault: `rounds` of it; how often a restart `recovered`, that is, went on right after the last good checkpoint with
+Each entry is a fault: `rounds` of it; how often a restart `recovered`: it went on right after the last good checkpoint with
 the losses of an undisturbed run, step for step, to 1e-6; and `lost_steps`, how many steps after those checkpoints had to be done
 again in all rounds together.
 """
@@ -14,10 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cp_ring.megatron.checkpoints import folders, manifest
+from cp_ring.megatron.checkpoints import folders, lock, manifest
 from tests.faults.jobs import ASYNC, INTERVAL, Runs, random_kill, resumed_well
 
 STEPS = 4 * INTERVAL
@@ -50,7 +52,7 @@ def killed(
 
 def damages(saves: Path, chance: random.Random) -> list[tuple[str, Callable[[], object]]]:
     """What can happen to the newest checkpoint of `saves`, and to its tracker."""
-    newest = folders.folder_of(saves, folders.saved(saves)[-1])
+    newest = folders.folder_of(saves, folders.published(saves)[-1])
     files = sorted(path for path in newest.iterdir() if path.is_file())
     victim = chance.choice([path for path in files if path.name != manifest.NAME])
 
@@ -59,7 +61,7 @@ def damages(saves: Path, chance: random.Random) -> list[tuple[str, Callable[[], 
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         victim.write_bytes(data)
 
-    other = folders.folder_of(saves, folders.saved(saves)[-2]) / manifest.NAME
+    other = folders.folder_of(saves, folders.published(saves)[-2]) / manifest.NAME
     return [
         ("truncated", lambda: victim.write_bytes(victim.read_bytes()[: chance.randrange(victim.stat().st_size)])),
         ("flipped", flip),
@@ -114,11 +116,30 @@ def _one_disk(what: str, runs: Runs, disk: Path, straight: Losses, chance: rando
     return went_on and recovered, runs.steps - good
 
 
+def two_at_once(rounds: int, folder: Path, straight: Losses, chance: random.Random) -> list[Outcome]:
+    """A second job with the same --save begins while the first trains: it is rejected, and the first loses nothing."""
+    outcomes = []
+    for turn in range(rounds):
+        first = Runs(folder / f"round{turn}", STEPS)
+        second = Runs(folder / f"round{turn}" / "second", STEPS, saves=first.saves)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(first.run)
+            while not (first.saves / lock.NAME).exists() and not running.done():
+                time.sleep(0.01)
+            rejected, trained = second.run()
+            code, losses = running.result()
+        good = code == 0 and resumed_well(losses, 0, straight) and first.good() == STEPS
+        good = good and all(not manifest.defect(folders.folder_of(first.saves, step)) for step in folders.published(first.saves))
+        outcomes.append((good and rejected == 2 and not trained, 0))
+    return outcomes
+
+
 FAULTS: dict[str, Callable[[int, Path, Losses, random.Random], list[Outcome]]] = {
     "a rank killed at a random step": lambda *rest: killed("step", (), *rest),
     "a rank killed during a save": lambda *rest: killed("save", (), *rest),
     "a rank killed during an asynchronous save": lambda *rest: killed("asynchronous save", tuple(ASYNC), *rest),
     "a damaged checkpoint": corrupted,
+    "two jobs at once": two_at_once,
     "a full disk": lambda *rest: failing_disk("fill", *rest),
     "a read-only disk": lambda *rest: failing_disk("freeze", *rest),
 }
@@ -144,7 +165,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # as for all ranks of tests
-    mounts, rows = own_mounts(), []
+    mounts, entries = own_mounts(), []
     with tempfile.TemporaryDirectory(prefix="cp_ring-faults-") as folder:
         straight = Runs(Path(folder) / "straight", STEPS).run(save=False)[1]
         for place, fault in enumerate(given.only):
@@ -153,12 +174,12 @@ def main() -> int:
                 continue
             outcomes = FAULTS[fault](given.rounds, Path(folder) / str(place), straight, random.Random(f"{given.seed} {fault}"))
             recovered, lost = sum(good for good, _ in outcomes), sum(steps for _, steps in outcomes)
-            rows.append({"fault": fault, "rounds": len(outcomes), "recovered": recovered, "lost_steps": lost})
+            entries.append({"fault": fault, "rounds": len(outcomes), "recovered": recovered, "lost_steps": lost})
             if not given.json:
                 print(f"{fault}: {len(outcomes)} rounds, {recovered} recovered, {lost} steps done again", flush=True)
     if given.json:
-        print(json.dumps(rows))
-    return int(any(row["recovered"] < row["rounds"] for row in rows))
+        print(json.dumps(entries))
+    return int(any(entry["recovered"] < entry["rounds"] for entry in entries))
 
 
 if __name__ == "__main__":

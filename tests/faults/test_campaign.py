@@ -19,17 +19,17 @@ def run(*faults):
 
 
 def test_jobs_recover_from_kills_damage_and_a_full_disk():
-    wanted = ["a rank killed during a save", "a damaged checkpoint", "a full disk"]
-    code, rows, said = run(*wanted)
+    wanted = ["a rank killed during a save", "a damaged checkpoint", "two jobs at once", "a full disk"]
+    code, entries, said = run(*wanted)
     left_out = ["a full disk"] if "it takes root" in said else []
-    assert [row["fault"] for row in rows] == [fault for fault in wanted if fault not in left_out]
-    assert code == 0 and all(row["recovered"] == row["rounds"] == 1 for row in rows), rows
+    assert [entry["fault"] for entry in entries] == [fault for fault in wanted if fault not in left_out]
+    assert code == 0 and all(entry["recovered"] == entry["rounds"] == 1 for entry in entries), entries
 
 
 @pytest.mark.slow
 def test_jobs_recover_from_every_fault():
-    code, rows, _ = run(*campaign.FAULTS)
-    assert code == 0 and all(row["recovered"] == row["rounds"] for row in rows), rows
+    code, entries, _ = run(*campaign.FAULTS)
+    assert code == 0 and all(entry["recovered"] == entry["rounds"] for entry in entries), entries
 
 
 def test_a_gap_a_repetition_and_another_loss_are_seen():

@@ -27,10 +27,10 @@ from torch.autograd import DeviceType
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.bench import samples
-from cp_ring.bench.attention import CONTESTANTS, Setting
+from cp_ring.bench.attention import CONTESTANTS, Contest
 from cp_ring.bench.attention import run as contest
 from cp_ring.bench.machine import facts
-from cp_ring.bench.replay import Sizes, efficiency, replay, single_call
+from cp_ring.bench.replay import RankSizes, efficiency, replay, single_call
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, choose
 from cp_ring.ops.merge import _fused, _merge_
@@ -50,8 +50,8 @@ class Job:
         self.cuda = device == "cuda"
         self.dtypes = (torch.bfloat16, torch.float16) if self.cuda else (torch.float32, torch.bfloat16)
         self.heads = HEADS if self.cuda else ((4, 4, 16, 16), (4, 1, 24, 16))
-        small = Sizes(tokens=128, h=4, g=2, d=16, e=16, dtype=torch.float32, device="cpu")
-        self.sizes = Sizes() if self.cuda else small
+        small = RankSizes(tokens=128, h=4, g=2, d=16, e=16, dtype=torch.float32, device="cpu")
+        self.sizes = RankSizes() if self.cuda else small
         self.repeats = 5 if self.cuda else 1
 
     @property
@@ -104,7 +104,7 @@ def accuracy(job: Job) -> dict[str, Any]:
     n = 2048 if job.cuda else 128
     found: dict[str, Any] = {}
     for h, g, d, e in job.heads:
-        sizes = Sizes(n, h, g, d, e, job.dtypes[0], job.device.type)
+        sizes = RankSizes(n, h, g, d, e, job.dtypes[0], job.device.type)
         q, k, v, dout = (x.transpose(0, 1) for x in sizes.draw(n))
         options: dict[str, Any] = {"lo": -OPEN, "hi": 0, "scale": d**-0.5}
         oracle = choose("reference", device=job.device, dtype=sizes.dtype, d=d, e=e)
@@ -280,12 +280,12 @@ def allocations(job: Job) -> dict[str, Any]:
 def peers(job: Job) -> list[dict[str, Any]] | dict[str, Any]:
     """`cp-ring bench attention` with every peer that is installed, where each rank has a device."""
     if not job.cuda:
-        return contest(Setting(512, 2, 2, 16), ["cp_ring"], 1)
+        return contest(Contest(512, 2, 2, 16), ["cp_ring"], 1)
     cp = min(torch.cuda.device_count(), 8)
     if cp < 2:
         return {"skipped": "needs a CUDA device for each of two ranks"}
     names = [name for name, contestant in CONTESTANTS.items() if "cuda" in contestant.devices]
-    return contest(Setting(cp * job.sizes.tokens, cp, job.sizes.h, job.sizes.d, "bfloat16", "cuda"), names, 5)
+    return contest(Contest(cp * job.sizes.tokens, cp, job.sizes.h, job.sizes.d, "bfloat16", "cuda"), names, 5)
 
 
 SECTIONS: dict[str, Callable[[Job], Any]] = {

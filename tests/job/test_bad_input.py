@@ -1,5 +1,6 @@
 """Bad launch and config inputs: each is refused in one line that names the setting, before any rank starts."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,9 @@ TRAIN = [
     ("=1", ["--set =1", "section.key=value"]),
     ("megatron.num_layers.deep=1", ["--set megatron.num_layers.deep=1", "not a section"]),
     ("megatron.lr=[1", ["--set megatron.lr=[1", "YAML"]),
+    ("megatron.lr={a: 1, a: 2}", ["--set megatron.lr={a: 1, a: 2}", "YAML"]),
+    ("megatron.lr=" + "[" * 5000, ["--set megatron.lr", "nested too deeply"]),
+    ("data.path=~nosuchuser/texts", ["data.path", "home"]),
 ]
 
 # Of `cp-ring submit`: its options.
@@ -97,6 +101,12 @@ SUBMIT = [
     ([*CPU, "--rank-order", "/nosuch"], ["--rank-order /nosuch"]),
     ([*CPU, "--rank-order", sys.executable], ["--rank-order", "cannot read host names"]),
     ([*CPU, "--container-mounts", "/a:/b"], ["--container-mounts", "--container-image"]),
+    ([*CPU, "--warn-seconds", "600", "--time", "0:01:00"], ["--warn-seconds 600", "--time 0:01:00 is 60 s"]),
+    ([*CPU, "--time", "2"], ["--warn-seconds 120", "--time 2 is 120 s"]),
+    ([*CPU, "--container-image", "x", "--container-mounts", "data"], ["--container-mounts 'data'", "SRC:DST"]),
+    ([*CPU, "--container-image", "x", "--container-mounts", "/a:/b,/c"], ["--container-mounts '/c'", "SRC:DST"]),
+    ([*CPU, "--container-image", "x", "--container-mounts", "/a:b"], ["--container-mounts '/a:b'", "absolute path"]),
+    ([*CPU, "--python", "/nosuch/python"], ["--python /nosuch/python"]),
     ([*CPU, "--set", "launch.nnodes=2"], ["launch.nnodes"]),
     ([*CPU, "--set", "launch.max_restarts=3"], ["launch.max_restarts"]),
     ([*CPU, "--set", "launch.run_dir=a\\b"], ["launch.run_dir", "backslash"]),
@@ -114,6 +124,9 @@ FILES = [
     ("launch: 3", ["launch", "3"]),
     ("launch:\n  device:\n", ["launch.device"]),
     ("\xff\xfe", ["not valid YAML", "needs the sections"]),
+    ("[" * 5000, ["not valid YAML: it is nested too deeply"]),
+    ("megatron:\n  lr: 1\n  num_layers: 2\n  lr: 2", ["the key 'lr' is given twice"]),
+    ("data: {}\nlaunch: {}\ndata: {}", ["the key 'data' is given twice"]),
 ]
 
 # Of `cp-ring status`: what the job.yaml of the run holds.
@@ -177,7 +190,7 @@ def named(message, words):
     assert not missing, f"{message!r} lacks {missing}"
 
 
-@pytest.mark.parametrize(("override", "words"), TRAIN, ids=[override for override, _ in TRAIN])
+@pytest.mark.parametrize(("override", "words"), TRAIN, ids=[override[:60] for override, _ in TRAIN])
 def test_train(file, no_rank, monkeypatch, tmp_path, override, words):
     monkeypatch.chdir(tmp_path)
     if override.startswith("megatron.mock_data"):
@@ -276,6 +289,31 @@ def test_usage(monkeypatch, capsys, line, words):
     (message,) = capsys.readouterr().err.splitlines()
     assert message.startswith("cp_ring: error: ")
     named(message, words)
+
+
+def printed(monkeypatch, capsys, *line):
+    """What `cp-ring` prints for a command line that ends well."""
+    monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_version(monkeypatch, capsys):
+    assert re.fullmatch(r"cp-ring \S+, torch \S+, megatron-core \S+\n", printed(monkeypatch, capsys, "--version"))
+
+
+@pytest.mark.parametrize("command", ["train", "certify", "doctor", "submit", "status", "preflight", "slurm submit"])
+def test_help_fits_in_80_columns(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = printed(monkeypatch, capsys, *command.split(), "--help")
+    assert "\u2026" not in shown and "Usage: cp-ring" in shown
+    assert not command.endswith("submit") or {"--container-mounts", "--no-preflight", "--ranks-per-node"} <= set(shown.split())
+
+
+def test_shells_can_complete(monkeypatch, capsys):
+    assert "--install-completion" in printed(monkeypatch, capsys, "--help")
 
 
 def test_exit_codes_of_main(monkeypatch, capsys):

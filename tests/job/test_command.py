@@ -1,6 +1,7 @@
 """From YAML to the command line, checked against Megatron's own parser."""
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cp_ring.cli import main
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
 from cp_ring.megatron import argument_parser
@@ -143,9 +145,17 @@ def test_refusals_before_any_rank_starts(tmp_path, data, override, words):
         assert word in str(refused.value)
 
 
-def run(*arguments, **options):
-    line = [sys.executable, "-m", "cp_ring.cli", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, **options)
+@pytest.fixture
+def cp_ring(monkeypatch, capsys):
+    """Runs `cp-ring` in this process; returns its exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["cp-ring", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -156,19 +166,26 @@ def run(*arguments, **options):
         ("x.y=1", "x: unknown key"),
     ],
 )
-def test_refusal_is_one_line_and_exit_code_2(override, words):
-    done = run("train", "quickstart", "--set", override)
+def test_rejection_is_one_line_and_exit_code_2(cp_ring, override, words):
+    code, out, err = cp_ring("train", "quickstart", "--set", override)
+    assert code == 2 and not out
+    (line,) = err.splitlines()
+    assert line.startswith("cp_ring: error: ") and words in line
+
+
+def test_rejection_by_a_real_process():
+    line = [sys.executable, "-m", "cp_ring.cli", "train", "quickstart", "--set", "megatron.seq_length=2046"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and not done.stdout
-    lines = [line for line in done.stderr.splitlines() if line.startswith("cp_ring")]
-    assert len(lines) == 1 and lines[0].startswith("cp_ring: error: ") and words in lines[0]
-    assert "Traceback" not in done.stderr
+    assert re.fullmatch(r"cp_ring: error: .*--seq-length 2046.*\n", done.stderr), done.stderr
 
 
-def test_dry_run_prints_a_command_that_a_shell_can_run(tmp_path, data, parser):
-    done = run("train", "quickstart", "--dry-run", "--set", f"data.path={data}", "--set", f"launch.run_dir={tmp_path}/a b")
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    assert done.stdout.count("\n") == 1 and words[0] == "env"
+def test_dry_run_prints_a_command_that_a_shell_can_run(cp_ring, tmp_path, data, parser):
+    run_dir = f"launch.run_dir={tmp_path}/a b"
+    code, out, err = cp_ring("train", "quickstart", "--dry-run", "--set", f"data.path={data}", "--set", run_dir)
+    assert code == 0, err
+    words = shlex.split(out)
+    assert out.count("\n") == 1 and words[0] == "env"
     module = words.index("cp_ring.pretrain_gpt")
     assert words[module - 1] == "-m"
     args = parser.parse_args(words[module + 1 :])
@@ -178,20 +195,21 @@ def test_dry_run_prints_a_command_that_a_shell_can_run(tmp_path, data, parser):
     assert not (tmp_path / "a b").exists()
 
 
-def test_help_is_quick_and_loads_no_torch():
+def test_help_is_quick_and_loads_no_torch(cp_ring):
     code = "import sys, cp_ring.cli\nprint('torch' in sys.modules, 'megatron' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "False"]
-    shown = run("--help")
-    assert shown.returncode == 0 and "train" in shown.stdout and "patches" in shown.stdout
+    code, out, _ = cp_ring("--help")
+    assert code == 0 and "train" in out and "patches" in out
 
 
-def test_patches_command_lists_every_patch():
+def test_patches_command_lists_every_patch(cp_ring, monkeypatch):
     from cp_ring.patches import NAMES
 
-    done = run("patches", env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"})
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = cp_ring("patches")
+    assert code == 0
     for name in NAMES:
-        assert name in done.stdout
+        assert name in out
 
 
 def test_every_packaged_configuration_is_valid(tmp_path, data):

@@ -30,7 +30,7 @@ NOTHING_SAVED = [f"megatron.{name}=null" for name in ("save", "load", "tensorboa
 def flags(name, device, *overrides):
     """The configuration `name`, which saves nothing, and its flags of Megatron."""
     job = config.load(name, [*NOTHING_SAVED, *overrides])
-    return job, command_line.megatron_flags(job, None, device)
+    return job, command_line.megatron_flags(job, None, device)[0]
 
 
 def test_there_are_the_promised_ones():

@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
+import sys
 
 import pytest
 from tokenizers import Tokenizer
 
 from cp_ring.errors import ConfigError
+from cp_ring.job import command_line, config, train
 from cp_ring.job import corpus as corpora
 
 
@@ -129,6 +132,9 @@ def test_standard_library_is_the_default(tmp_path):
         (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"txt": "x"}\n')), "line 1 is not a JSON object"),
         (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')), "line 2 is not a JSON object"),
         (lambda path: (path.mkdir(), (path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')), "line 1 is not a JSON object"),
+        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": 3}\n')), 'line 1: the value of "text" is not'),
+        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": null}\n')), 'the value of "text" is not a string'),
+        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text("[" * 100000)), "line 1 is not a JSON object"),
     ],
 )
 def test_refusals(tmp_path, make_source, words):
@@ -136,3 +142,49 @@ def test_refusals(tmp_path, make_source, words):
     with pytest.raises(ConfigError, match=words) as refused:
         make(tmp_path / "source", tmp_path / "cache")
     assert "data.path" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_cache_that_cannot_be_made(folder, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"data\.cache .*file/cache: the folder cannot be made: Not a directory"):
+        make(folder, tmp_path / "file" / "cache")
+
+
+def test_without_tokenizers_one_line_names_the_extra(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # its import fails
+    with pytest.raises(ConfigError, match=r"pip install 'cp-ring\[corpus\]'"):
+        make(folder, tmp_path / "cache")
+
+
+@pytest.fixture
+def run_of(folder, tmp_path):
+    """A run with a checkpoint of step 7, trained on `folder`; what prepares to train on another folder in the same run."""
+
+    def start(path, *overrides):
+        settings = [f"data.path={path}", f"data.cache={tmp_path / 'cache'}", f"launch.run_dir={tmp_path / 'run'}"]
+        job = config.load("quickstart", [*settings, "data.vocab_size=300", *overrides])
+        corpus = command_line.find_corpus(job)
+        train.prepare_corpus(corpus, job)
+        train.record_job(job, corpus)
+        return corpus
+
+    first = start(folder)
+    tracker = tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir()
+    tracker.write_text("7")
+    return start, first
+
+
+def test_a_run_goes_on_with_its_own_corpus_only(run_of, folder, tmp_path):
+    start, first = run_of
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved)
+    assert start(moved).folder != first.folder, "the same texts in another place are the same corpus"
+    (moved / "more.txt").write_text("some more words to train on")
+    with pytest.raises(ConfigError, match=r"up to step 7, .*another one, .*data\.replace=true") as refused:
+        start(moved)
+    assert str(tmp_path / "cache" / "moved-") in str(refused.value) and "\n" not in str(refused.value)
+    replaced = start(moved, "data.replace=true")
+    assert start(moved) == replaced
+    with pytest.raises(ConfigError, match="another one"):
+        start(folder)

@@ -29,7 +29,7 @@ def job(tmp_path):
 
 
 def interrupted(line, run_dir):
-    """Runs `line` in a process group of its own, sends SIGINT to all of it after a few steps; returns what it printed, and the code."""
+    """Runs `line` in its own process group, sends SIGINT to the group after a few steps; returns its output and its exit code."""
     with subprocess.Popen(
         line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as run:

@@ -1,11 +1,14 @@
 """A job of TransformerEngine's layers where there is none: refused before a rank starts, shown with a warning by --dry-run."""
 
+import sys
+
 import pytest
 import yaml
 
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, train
 from cp_ring.megatron import implementations
+from cp_ring.slurm import preflight
 from cp_ring.slurm.batch_script import Resources
 from cp_ring.slurm.submit import Site, submit
 from tests.slurm.job import TINY
@@ -17,7 +20,7 @@ REFUSED = r'transformer_impl: transformer_engine .*pip install -e "\.\[te\]", or
 @pytest.fixture(autouse=True)
 def no_transformer_engine(monkeypatch):
     monkeypatch.setattr(implementations, "has_transformer_engine", lambda: False)
-    monkeypatch.setattr(train, "launch", lambda line: pytest.fail("a rank was started"))
+    monkeypatch.setattr(train, "launch", lambda *_: pytest.fail("a rank was started"))
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_a_dry_run_warns(file, capsys):
     assert "#SBATCH --nodes=2" in out and line.startswith("cp_ring: warning: transformer_impl: transformer_engine")
 
 
-@pytest.mark.parametrize("site", [Site(python="/opt/python"), Site(container_image="image")])
+@pytest.mark.parametrize("site", [Site(python=sys.executable), Site(container_image="image")])
 def test_another_python_may_have_it(file, capsys, monkeypatch, site):
     monkeypatch.setattr("shutil.which", lambda name: None if name == "sbatch" else "/bin/" + name)
     submit(file, GPUS, site, dry_run=True)
@@ -67,3 +70,15 @@ def test_other_layers_need_none(file, capsys, monkeypatch):
     monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cpu", {}))
     train.train(file, dry_run=True)
     assert warnings(capsys)[1] == []
+
+
+def test_preflight_says_what_this_host_lacks(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(preflight, "_flops", lambda gpu: 1.0)
+    assert preflight.main(file, []) == 2
+    said = capsys.readouterr().out
+    assert "error: " in said and "launch.device cuda: no GPU for this rank (0 GPUs here)" in said
+    assert "transformer_impl: transformer_engine" in said and "must not train" in said
+    for override in ("launch.device=cpu", "launch.device=auto"):
+        assert preflight.main(file, [override]) == 0
+        assert "may train" in capsys.readouterr().out

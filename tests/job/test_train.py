@@ -90,7 +90,8 @@ def test_train_and_resume_at_another_size(folder):
     assert len(first.stdout.splitlines()) <= 14 and not first.stderr, first.stdout + first.stderr
     log = log_of(folder)
     assert len(log.splitlines()) > 800 and "number of layers" not in first.stdout
-    for words in ("[rank 0]   hidden_size ....", "[rank 1]  [20", "iteration        3/       3", *first.stdout.splitlines()[3:-1]):
+    shown = first.stdout.splitlines()[3:-1]
+    for words in ("[rank 0]   hidden_size ....", "[rank 1]  [20", "iteration        3/       3", *shown):
         assert words in log, words
     (name,) = re.findall(r"cp_ring: the output of all ranks goes to (\S+)", first.stdout)
     assert (folder / name).read_text() == log and not list((folder / "out" / "logs").glob(".*"))
@@ -117,7 +118,8 @@ def test_failure_of_a_rank_is_one_line_and_the_exit_code(folder):
     done = train(folder, **{"megatron.train_iters": 1, "megatron.make_vocab_size_divisible_by": 0})
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert re.match(r"cp_ring: error: rank \d ended with exit code 1 \(ZeroDivisionError: .*\); the output of all ranks is in out/", line)
+    assert re.match(r"cp_ring: error: rank \d ended with exit code 1 \(ZeroDivisionError: .*\); ", line)
+    assert "; the output of all ranks is in out/logs/train-" in line
     assert "Traceback" not in done.stdout and "Traceback (most recent call last)" in log_of(folder)
 
 

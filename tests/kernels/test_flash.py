@@ -141,7 +141,7 @@ def test_rejections_are_one_line():
     assert kernel.rejection(CPU, torch.bfloat16, 192, 128) is None
     assert kernel.rejection(CPU, torch.bfloat16, 256, 256) == "4 knows head sizes up to 128, not 256 and 256"
     assert kernel.rejection(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
-    with pytest.raises(KernelError, match="flash: flash needs flash-attn, which is not installed"):
+    with pytest.raises(KernelError, match="kernel='flash': flash needs flash-attn, which is not installed"):
         choose("flash", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
 
 
@@ -150,7 +150,7 @@ def test_a_parameter_of_the_future_is_named():
         return q, mood, softmax_scale, causal, window_size
 
     values = {"q": 1, "softmax_scale": 1.0, "causal": False, "window_size": (-1, -1)}
-    with pytest.raises(KernelError, match="forward of the installed flash-attn wants mood, unknown here"):
+    with pytest.raises(KernelError, match="kernel='flash': forward of the installed version wants mood, unknown here"):
         arguments(forward, values)
 
     def windowless(q, softmax_scale, causal):

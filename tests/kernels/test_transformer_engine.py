@@ -80,7 +80,7 @@ def test_rejections_are_one_line():
         assert KERNEL.rejection(CPU, torch.float16, 264, 264).startswith("has no fused backend for head sizes 264 and 264")
         assert KERNEL.rejection(CPU, torch.float16, 200, 160) is None  # as (200, 200)
     with pytest.raises(
-        KernelError, match="transformer_engine: transformer_engine needs TransformerEngine, which is not installed"
+        KernelError, match="transformer_engine': transformer_engine needs TransformerEngine, which is not installed"
     ):
         choose("transformer_engine", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
 

@@ -163,6 +163,27 @@ def _padding() -> list[Any]:
     return [(Documents, "in_thd", attended)]
 
 
+def _wrong_beyond_256(make_plan: Any, mask: str, n: int, *args: Any) -> Any:
+    *rest, (left, right) = args
+    return make_plan(mask, n, *rest, (left if n <= 256 else 200, right))
+
+
+def _second_row_like_the_first(attention: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+    return attention(q, k[:, :1].expand(k.shape).contiguous(), v[:, :1].expand(v.shape).contiguous(), *args, **kwargs)
+
+
+def _loss_mask_not_split(split: Any, batch: Any, rank: int, cp: int) -> Any:
+    """Every rank gets the first tokens of the loss mask."""
+    parts = split(batch, rank, cp)
+    return parts | {name: batch[name][:, : parts[name].shape[1]] for name in ("loss_mask",) if name in parts}
+
+
+def _key_gradients_in_bf16(start: Any, self: Any, hop: Any) -> Any:
+    for part in self._home:
+        part.copy_(part.bfloat16())
+    return start(self, hop)
+
+
 # Names of faults: what they replace, and by what.
 FAULTS: dict[str, Any] = {
     "mask dropped to plain causal": _core("make_plan", _plain_causal),
@@ -184,5 +205,9 @@ FAULTS: dict[str, Any] = {
     "loss divided by cp twice": _gpt("loss_function", _loss_divided),
     "reported loss halved": _gpt("loss_function", _reported_loss_divided),
     "padding attended": _padding,
+    "window beyond 256 tokens": _core("make_plan", _wrong_beyond_256),
+    "second batch row like the first": _core("ring_attention", _second_row_like_the_first),
+    "loss mask not split": _gpt("on_this_cp_rank", _loss_mask_not_split),
+    "gradients of keys summed in bf16": _streams("GradStream", "start", _key_gradients_in_bf16),
     "roll across documents": _parity("roll across documents"),
 }

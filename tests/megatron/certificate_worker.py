@@ -1,7 +1,10 @@
 """One rank of certificates: a job of flags is examined in each of its cases, and not trained.
 
-A job is {"name", "argv", "cases"}, a case a planted fault ("" for none) and a seed. FOLDER/name.json gets, from rank 0, a list of
-{"fault", "seed", "refusals", "untouched"} with the certificate; "untouched" tells whether all states and arguments are as before.
+A job is {"name", "argv", "cases"}, a case a planted fault ("" for none) and a seed. "step" may name a forward step of
+certificate_steps, and "seconds" the time for probes at the job's length.
+
+FOLDER/name.json gets, from rank 0, a list of {"fault", "seed", "refusals", "untouched"} with the certificate; "untouched" tells
+whether all states and arguments are as before.
 """
 
 import json
@@ -10,6 +13,7 @@ import sys
 
 import torch
 
+from tests.megatron import certificate_steps
 from tests.megatron.certificate_faults import planted
 
 
@@ -39,14 +43,16 @@ def run(job, folder):
     sys.argv = ["certificate", *job["argv"]]
     install(sys.argv[1:])
     args = compat.start()
-    from cp_ring.megatron.certificate.examination import examine
+    from cp_ring.megatron.certificate.certify import run_probes
 
+    step = getattr(certificate_steps, job["step"]) if job.get("step") else None
     found = []
     for fault, seed in job["cases"]:
         before = states()
         with planted(fault):
-            certificate = examine(args, seed)
-        entry = {"fault": fault, "seed": seed, "refusals": [probe.refusal() for probe in certificate.failures]}
+            certificate = run_probes(args, seed, step, job.get("seconds", 5.0))
+        entry = {"fault": fault, "seed": seed, "refusals": [probe.rejection() for probe in certificate.failures]}
+        entry["failure"] = certificate.failure
         found.append(entry | certificate.as_dict() | {"untouched": states() == before})
     if os.environ["RANK"] == "0":
         (folder / f"{job['name']}.json").write_text(json.dumps(found))

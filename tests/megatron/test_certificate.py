@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from types import SimpleNamespace
 
 import pytest
 
-from cp_ring.megatron import gpt
-from cp_ring.megatron.certificate import examination
 from tests.megatron.certificate_faults import FAULTS
 from tests.megatron.launch import fork, trace, train
 from tests.parity.rows import COMMON, GROUPED, LATENT, UNTIED
@@ -159,22 +156,3 @@ def test_a_fault_stops_the_job_before_it_trains(trained):
 
 def test_a_job_that_resumes_with_another_mask_is_refused(trained):
     assert "its certificate is for another mask (--window-size was [5, 0], now [7, 0])" in refused(trained, "resumed")
-
-
-def test_a_scripts_own_step_is_not_run_where_tensor_parallel_ranks_may_wait_for_one_another(monkeypatch):
-    def step(iterator, model):
-        raise AssertionError("it ran")
-
-    class Reached(Exception):
-        pass
-
-    def stop(*_, **__):
-        raise Reached
-
-    monkeypatch.setattr(examination, "kinds", stop)  # what the probe begins with
-    two, one = (SimpleNamespace(tensor_model_parallel_size=size) for size in (2, 1))
-    left_out = "the loss of a script's own forward step with tensor-parallel ranks"
-    assert examination._probe_model(two, None, 1, step) == ([], [left_out])
-    for args, probed in ((one, step), (two, None), (two, gpt.forward_step)):
-        with pytest.raises(Reached):
-            examination._probe_model(args, None, 1, probed)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.megatron.certificate.layer_kinds import kinds
+from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.certificate.oracle import attend, declared_mask
 from cp_ring.megatron.certificate.report import Certificate, Probe
 
@@ -15,7 +15,7 @@ from cp_ring.megatron.certificate.report import Certificate, Probe
 def test_declared_mask(window):
     spans = [(0, 5), (6, 9)]  # token 5 and those behind 8 are padding
     queries = torch.tensor([8, 0, 5, 3, 6, 10])
-    found = declared_mask(queries, 11, spans, window)
+    found = declared_mask(queries, torch.arange(11), spans, window)
     for row, i in enumerate(queries.tolist()):
         for j in range(11):
             together = any(start <= i < end and start <= j < end for start, end in spans)
@@ -38,13 +38,13 @@ def test_attention_row_by_row():
 
 
 def job(**config):
-    args = argparse.Namespace(num_layers=4, tensor_model_parallel_size=2, context_parallel_size=4)
+    args = argparse.Namespace(num_layers=4, tensor_model_parallel_size=2, context_parallel_size=4, micro_batch_size=1)
     wanted = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 64, "softmax_type": "vanilla"}
     return args, SimpleNamespace(**(wanted | {"window_size": None, "window_attn_skip_freq": None} | config))
 
 
 def test_each_distinct_kind_once_under_each_mask():
-    found = kinds(*job(window_size=(128, 0), window_attn_skip_freq=2), ("causal", "packed"), 16)
+    found = find_layer_kinds(*job(window_size=(128, 0), window_attn_skip_freq=2), ("causal", "packed"))
     assert [(kind.layer, kind.layers, kind.window, kind.mask) for kind in found] == [
         (1, 2, (128, 0), "causal"), (1, 2, (128, 0), "packed"), (2, 2, (-1, -1), "causal"), (2, 2, (-1, -1), "packed"),
     ]  # fmt: skip
@@ -52,9 +52,9 @@ def test_each_distinct_kind_once_under_each_mask():
 
 
 def test_a_probe_shows_the_edge_of_its_window():
-    (near,) = kinds(*job(window_size=(500, 0)), ("causal",), 16)
+    (near,) = find_layer_kinds(*job(window_size=(500, 0)), ("causal",))
     assert near.probed == (500, 0) and near.tokens > 2 * 500 and near.tokens % (2 * 4 * 16) == 0
-    (far,) = kinds(*job(window_size=(100_000, 0)), ("causal",), 16)
+    (far,) = find_layer_kinds(*job(window_size=(100_000, 0)), ("causal",))
     assert 0 < far.probed[0] < far.tokens / 2 and far.tokens**2 * far.heads <= 4 << 24
     assert far.layer_name == f"layer 1 (window 100000, probed as {far.probed[0]})"
 
@@ -76,6 +76,6 @@ def test_pairs_are_named_before_errors():
         Probe("out", "layer 1", "causal", 1.0, 0.1, "rank 0"),
         Probe("mask", "layer 2", "causal", 3.0, 0.0, "rank 1: query 4"),
     ]
-    assert Certificate(probes).failures[0].refusal() == (
+    assert Certificate(probes).failures[0].rejection() == (
         "--cp-ring-certify: layer 2, causal: mask wrong in 3 pairs, rank 1: query 4"
     )

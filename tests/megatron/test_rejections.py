@@ -12,6 +12,7 @@ import torch
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
+from cp_ring.job import command_line, config
 from cp_ring.megatron import argument_parser, compat, implementations, rejection, settings, validate
 from cp_ring.megatron.checkpoints import inspection
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
@@ -143,6 +144,25 @@ def test_flags(parse, capsys, flags, named):
     assert stop.value.code == 2
     assert len(lines) == 1 and lines[0].startswith("cp_ring: error: ") and named in lines[0]
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("num_query_groups=3", "--num-attention-heads 8 is not divisible by --num-query-groups 3"),
+        ("num_attention_heads=9", "--num-attention-heads 9 is not divisible by --tensor-model-parallel-size 2"),
+        ("micro_batch_size=3", "--global-batch-size 2 is not divisible by --micro-batch-size 3 x 1 data-parallel ranks = 3"),
+        ("save_interval=0", "--save-interval 0 must be at least 1"),
+    ],
+)
+def test_sizes_of_a_job_before_a_rank_starts(override, named):
+    data = ["mock_data=true", "tokenizer_type=NullTokenizer", "vocab_size=255", "global_batch_size=2"]
+    model = ["num_attention_heads=8", "group_query_attention=true", "num_query_groups=2", "hidden_size=144", "micro_batch_size=1"]
+    ranks = [f"parallel.{name}=2" for name in ("tensor_model_parallel_size", "context_parallel_size")]
+    job = config.load("quickstart", [*ranks, *(f"megatron.{setting}" for setting in [*data, *model, override])])
+    with pytest.raises(ConfigError) as rejected:
+        command_line.megatron_flags(job, None, "cpu")
+    assert named in str(rejected.value) and "\n" not in str(rejected.value)
 
 
 def test_every_rejected_flag_is_one_of_megatron():

@@ -179,6 +179,29 @@ def test_after_a_trial_collectives_count_only_once_attention_runs_again(monkeypa
     assert watchdog.enter(1) == first and waited() > 0.04
 
 
+def test_a_checkpoint_may_take_longer_than_a_hop(monkeypatch):
+    """A synchronous save runs in torch.distributed all the time, as a collective that hangs does."""
+    monkeypatch.setattr(watchdog, "WATCH", watchdog.Watch(beats=1))
+    monkeypatch.setattr(watchdog, "_collective", lambda frame: frame)  # whatever runs is a collective that does not end
+    clock = [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    dog = watchdog.Watchdog(600.0, 0, 1, Store())
+    frame = SimpleNamespace(f_lasti=1)
+    monkeypatch.setattr(watchdog.sys, "_current_frames", lambda: {dog._main: frame})
+
+    def waited():
+        dog.waited()
+        clock[0] += 1000.0
+        return dog.waited()
+
+    assert waited() == 1000.0
+    with watchdog.paused():
+        with watchdog.paused():
+            assert waited() == 0.0
+        assert waited() == 0.0
+    assert dog.waited() == 0.0 and waited() == 1000.0
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0])
 def test_zero_is_off(seconds):
     before = watchdog._watched

@@ -14,9 +14,9 @@ import yaml
 
 from cp_ring.errors import ConfigError
 from cp_ring.job import config
-from cp_ring.slurm import attention_plan
+from cp_ring.slurm import attention_plan, preflight
 from cp_ring.slurm.preflight import World
-from cp_ring.slurm.preflight_checks import Facts, Link, from_json, judge, summary
+from cp_ring.slurm.preflight_checks import Facts, LinkSpeed, from_json, judge, summary
 from tests.slurm.job import TINY
 
 
@@ -41,20 +41,21 @@ def healthy(rank, **changes):
         free=10**12,
         flops=1e12,
         gpu={"index": rank % 2, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "uncorrected_errors": 0},
-        links=[Link(hop, (rank - hop) % 4, rank, 1e9 + rank, 1e-4) for hop in (1, 2, 3)],
+        links=[LinkSpeed(hop, (rank - hop) % 4, rank, 1e9 + rank, 1e-4) for hop in (1, 2, 3)],
     )
     return dataclasses.replace(facts, **changes)
 
 
 def lines(job, changes):
     found = judge(job, [healthy(rank, **changes.get(rank, {})) for rank in range(4)])
-    return [("error " if finding.fatal else "warning ") + finding.line for finding in found]
+    return [("error " if problem.fatal else "warning ") + problem.line for problem in found]
 
 
 def test_nothing_is_found_where_nothing_is_wrong(job):
     assert lines(job, {}) == []
 
 
+HOPS = (1, 2, 3)
 GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "uncorrected_errors": 0}
 
 
@@ -78,7 +79,7 @@ GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "unc
         ({3: {"gpu": GPU | {"free": 20 * 2**30}}}, "warning GPU 1 of n2: only 20 of 80 GiB are free"),
         ({3: {"flops": 4e11}}, "warning slow rank 3 on n2: 400.0 GFLOP/s, the median is 1,000.0"),
         (
-            {r: {"links": [Link(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in (1, 2, 3)]} for r in (0, 1)},
+            {r: {"links": [LinkSpeed(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in HOPS]} for r in (0, 1)},
             "warning slow link n2 -> n1 (hop 1, rank 3 to 0): 1.0 MB/s, better ones 1,000.0",
         ),
     ],
@@ -92,11 +93,11 @@ def test_each_is_named_on_a_line(job, changes, line):
 def test_sizes(job):
     assert "section parallel makes 4 ranks, and 6 were started" in judge(job, [healthy(rank) for rank in range(6)])[0].line
     uneven = [healthy(0), healthy(1), healthy(2), healthy(3, host="n3"), *[healthy(rank) for rank in (2, 3)]][:5]
-    assert "5 ranks do not divide by 3 nodes" in [finding.line for finding in judge(job, uneven)]
+    assert "5 ranks do not divide by 3 nodes" in [problem.line for problem in judge(job, uneven)]
     parallel = job.parallel.model_copy(update={"tensor_model_parallel_size": 4, "context_parallel_size": 1})
     wide = job.model_copy(update={"parallel": parallel})
-    (finding,) = judge(wide, [healthy(rank) for rank in range(4)])
-    assert not finding.fatal and "parallel.tensor_model_parallel_size 4 is more than the 2 ranks of a node" in finding.line
+    (problem,) = judge(wide, [healthy(rank) for rank in range(4)])
+    assert not problem.fatal and "parallel.tensor_model_parallel_size 4 is more than the 2 ranks of a node" in problem.line
 
 
 def test_facts_survive_json():
@@ -112,27 +113,33 @@ def test_prediction_follows_the_slower_of_link_and_arithmetic(job):
     assert attention_plan.predict(job, 1e9, 1e9).compute == pytest.approx(idle.compute)
 
 
-def alone(tmp_path, *options, **environment):
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
-    line = [sys.executable, "-m", "cp_ring.cli", "preflight", str(path), *options]
-    return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def alone(tmp_path, monkeypatch, capsys):
+    """Runs preflight for one rank, in this process; returns its exit code, stdout and stderr."""
+
+    def run(*overrides, **environment):
+        path = tmp_path / "job.yaml"
+        path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return preflight.main(str(path), list(overrides)), *capsys.readouterr()
+
+    return run
 
 
-def test_alone_it_checks_this_host(tmp_path):
-    done = alone(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"cp_ring: preflight: 1 ranks on 1 hosts: may train", done.stdout)
+def test_alone_it_checks_this_host(alone, tmp_path):
+    code, out, err = alone()
+    assert code == 0, err
+    assert re.search(r"cp_ring: preflight: 1 ranks on 1 hosts: may train", out)
     blocked = tmp_path / "file"
     blocked.touch()
-    done = alone(tmp_path, "--set", f"launch.run_dir={blocked}")
-    assert done.returncode == 2 and "cp_ring: preflight: error: launch.run_dir cannot be written on " in done.stdout
+    code, out, _ = alone(f"launch.run_dir={blocked}")
+    assert code == 2 and "cp_ring: preflight: error: launch.run_dir cannot be written on " in out
 
 
-def test_ranks_without_an_address_are_refused_on_a_line(tmp_path):
-    done = alone(tmp_path, SLURM_NTASKS="2", SLURM_PROCID="1")
-    refusal = "cp_ring: preflight: error: cp-ring preflight: 2 ranks need"
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(refusal)
+def test_ranks_without_an_address_are_rejected_in_a_line(alone):
+    code, _, err = alone(SLURM_NTASKS="2", SLURM_PROCID="1")
+    assert code == 2 and err.startswith("cp_ring: preflight: error: cp-ring preflight: 2 ranks need") and err.count("\n") == 1
 
 
 @pytest.fixture
@@ -187,13 +194,11 @@ def test_the_port_is_that_of_the_batch_script(scontrol, monkeypatch):
     assert World.find().port == int(said or 0) == 20017
 
 
-def test_port_in_use_is_refused(tmp_path):
-
+def test_port_in_use_is_rejected(alone):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = alone(tmp_path, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    assert done.returncode == 2
-    assert f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in done.stderr, done.stderr
+        code, _, err = alone(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert code == 2 and f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in err, err
 
 
 def test_where_ranks_cannot_meet_links_are_not_measured_and_the_reason_is_printed(tmp_path):

@@ -1,6 +1,8 @@
 """`cp-ring submit` and `cp-ring status` without a Slurm: what is written, what is said."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -148,7 +150,7 @@ def test_status_finds_checkpoints_from_any_folder(tmp_path, monkeypatch):
     for name in ("iter_0000002", "iter_0000010.bak"):
         (elsewhere / "saves" / name).mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
-    record_job(job)
+    record_job(job, None)
     monkeypatch.chdir(tmp_path)
     assert "iter_0000002 is not whole" in status(tmp_path / "run")["checkpoint"]
 
@@ -167,9 +169,28 @@ def test_status_names_a_try_that_ended_without_a_word(file, tmp_path, slurm):
 def test_status_command_prints_json(tmp_path):
     (tmp_path / "job.yaml").write_text("megatron: {train_iters: 3}")
     line = [sys.executable, "-m", "cp_ring.cli", "status", str(tmp_path), "--json"]
-    assert json.loads(subprocess.check_output(line, text=True))["state"] == "not submitted to Slurm"
+    assert json.loads(subprocess.check_output(line, text=True))["state"] == "not started"
     with pytest.raises(ConfigError, match=r"no job\.yaml"):
         status(tmp_path / "nothing")
+
+
+def test_status_of_a_run_without_slurm(tmp_path):
+    (tmp_path / "job.yaml").write_text("megatron: {train_iters: 3}")
+    code = "import sys, pathlib; from cp_ring.job import local_run; local_run.begin(pathlib.Path(sys.argv[1])); print(1); input()"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as launcher:
+        assert launcher.stdout.readline() == b"1\n"
+        assert re.fullmatch(rf"running on this host since .*, process {launcher.pid}", status(tmp_path)["state"])
+        launcher.communicate(b"\n")
+    assert status(tmp_path)["state"].startswith("stopped; it was started at ")
+    record = json.loads((tmp_path / "launcher.json").read_text())
+    (tmp_path / "launcher.json").write_text(json.dumps(record | {"pid": os.getpid()}))  # the number of another process now
+    assert status(tmp_path)["state"].startswith("stopped")
+    (tmp_path / "launcher.json").write_text(json.dumps(record | {"host": "elsewhere"}))
+    assert status(tmp_path)["state"].startswith("started on elsewhere at ")
+    progress.finish(str(tmp_path), 3)
+    assert status(tmp_path)["state"] == "DONE"
 
 
 def test_right_sizes_pass(file):

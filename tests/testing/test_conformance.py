@@ -129,7 +129,8 @@ def test_planted_fault_is_caught(kernel, prop, says):
 
 
 def test_missing_methods_and_sizes():
-    kernel = type("Half", (), {"name": "half", "capabilities": replace(CPU.capabilities, varlen=True), "rejection": CPU.rejection})()
+    claims = replace(CPU.capabilities, varlen=True)
+    kernel = type("Half", (), {"name": "half", "capabilities": claims, "rejection": CPU.rejection})()
     with pytest.raises(AssertionError, match=r"half, varlen: .*no varlen methods"):
         conformance.check(kernel, only="varlen")
     with pytest.raises(AssertionError, match="cpu serves none of the head sizes"):

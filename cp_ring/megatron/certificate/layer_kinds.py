@@ -1,4 +1,4 @@
-"""The distinct kinds of attention in a job: windows and sinks of its layers, and the masks that its microbatches can bring."""
+"""The distinct kinds of attention in a job: windows and sinks of its layers, and the masks of its microbatches."""
 
 from __future__ import annotations
 
@@ -7,22 +7,29 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-SCORES = 1 << 24  # of one probe on one rank, beyond which it takes a smaller window
+from cp_ring.megatron import settings
+
+MAX_SCORES = 1 << 24  # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
+MAX_ROWS = 32  # batch rows of a probe
+GRAIN = 16  # chunks are multiples of so many tokens, as packed kernels want it
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of attention layer under one kind of mask, as declared by the flags, and the size of its probe.
+class LayerKind:
+    """One kind of attention layer under one kind of mask, as the flags declare it, and the size of its probe.
 
     Attributes:
-        layer: the first layer of this kind, from 1.
-        layers: how many there are.
+        layer: number of the first layer of this kind, from 1.
+        layers: how many layers are of this kind.
         mask: `causal`, `documents` (boundaries in sbhd) or `packed` (thd with padding).
-        window: keys before and after a query that it sees; -1 any. `probed` is what the probe uses for it.
+        window: how many keys before and after itself a query sees; -1 is any number.
+        probed: the window that the probe uses.
         scale: factor of the scores.
         sink: `vanilla`, `off-by-one` or `learnable`.
-        heads, groups, d, e: query heads, key/value heads of a tensor-parallel rank, head sizes of keys and values.
-        tokens: tokens of the probe's rows.
+        heads, groups: query heads and key/value heads of a tensor-parallel rank.
+        d, e: head sizes of keys and values.
+        tokens: tokens of a batch row of the probe.
+        rows: batch rows of the probe.
     """
 
     layer: int
@@ -37,6 +44,7 @@ class Kind:
     d: int
     e: int
     tokens: int
+    rows: int = 1
 
     @property
     def layer_name(self) -> str:
@@ -48,10 +56,10 @@ class Kind:
         return f"layer {self.layer} ({', '.join(about)})"
 
 
-def kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ...], chunk: int, whole: bool = False) -> list[Kind]:
-    """Every distinct kind of layer of the job under each of `masks`; `chunk` is the least tokens of a chunk of a probe.
+def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ...], whole_rows: bool = False) -> list[LayerKind]:
+    """Every distinct kind of layer of the job, under each of `masks`.
 
-    With `whole` each rank is to hold the scores of whole rows, so that large windows make smaller probes.
+    With `whole_rows` each rank will hold the scores of whole batch rows, so that large windows make smaller probes.
     """
     windows: dict[tuple[int, int], list[int]] = {}
     for layer in range(1, args.num_layers + 1):
@@ -61,17 +69,27 @@ def kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ...], chunk: 
     scale, d, e = declared_scale(config)
     groups = heads if getattr(config, "multi_latent_attention", False) else max(1, config.num_query_groups // tp)
     sink = getattr(config, "softmax_type", "vanilla")
+    rows = min(args.micro_batch_size, MAX_ROWS)
+    scores = MAX_SCORES // heads // rows * (1 if whole_rows else cp)
     found = []
     for window, layers in windows.items():
-        tokens, probed = _size(window, cp, SCORES // heads if whole else SCORES * cp // heads, chunk)
-        kind = Kind(layers[0], len(layers), "", window, probed, scale, sink, heads, groups, d, e, tokens)
-        found += [replace(kind, mask=mask) for mask in masks]
+        tokens, probed = _size_of_probe(window, cp, scores)
+        kind = LayerKind(layers[0], len(layers), "", window, probed, scale, sink, heads, groups, d, e, tokens)
+        found += [replace(kind, mask=mask, rows=1 if mask == "packed" else rows) for mask in masks]
     return found
+
+
+def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The kinds of mask that the job's microbatches can have."""
+    if settings.current().document_mask:
+        return ("documents", "packed")
+    packed = getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False)
+    return ("causal", "packed") if packed else ("causal",)
 
 
 def declared_window(config: Any, layer: int) -> tuple[int, int]:
     """The window of a layer by Megatron's own rule."""
-    from megatron.core.transformer import utils
+    from megatron.core.transformer import utils  # heavy, and installed with Megatron only
 
     size = getattr(config, "window_size", None)
     rule = getattr(utils, "is_layer_window_attention", None)
@@ -91,12 +109,11 @@ def declared_scale(config: Any) -> tuple[float, int, int]:
     return stretch * stretch * d**-0.5, d, config.v_head_dim
 
 
-def _size(window: tuple[int, int], cp: int, area: int, chunk: int) -> tuple[int, tuple[int, int]]:
-    """Tokens n of a probe that shows the window's edge, and the window; a smaller one where n * n would exceed `area`."""
-    step = 2 * cp * 16  # chunks are multiples of 16 tokens, which packed kernels want
-    least = -(-2 * cp * chunk // step) * step
-    wanted = -(-2 * (window[0] + 1) // step) * step
-    most = max(least, int(area**0.5) // step * step)
+def _size_of_probe(window: tuple[int, int], cp: int, scores: int) -> tuple[int, tuple[int, int]]:
+    """Tokens n of a batch row that shows the window's edge, and the window; a smaller one where n * n would exceed `scores`."""
+    unit = 2 * cp * GRAIN
+    wanted = -(-2 * (window[0] + 1) // unit) * unit
+    most = max(unit, int(scores**0.5) // unit * unit)
     if wanted <= most:
-        return max(least, wanted), window
+        return max(unit, wanted), window
     return most, (most // 3, window[1])

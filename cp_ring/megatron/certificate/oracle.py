@@ -1,6 +1,6 @@
-"""What the flags declare, from first principles: dense masks, attention in float64. Nothing of cp_ring's plan has a part in it.
+"""What the flags declare, from first principles: dense masks and attention in float64. Shares no code with cp_ring's plans.
 
-Shapes: s tokens of some ranks, n of a whole row, h query and g key/value heads, d and e head sizes of keys and values.
+Shapes: s queries, n keys, b batch rows, h query and g key/value heads, d and e head sizes of keys and values.
 """
 
 from __future__ import annotations
@@ -12,23 +12,34 @@ import torch
 from torch import Tensor
 
 Spans = Sequence[tuple[int, int]]
+"""The documents [start, end) of a batch row, ascending. Positions outside all of them are padding."""
 
 
-def declared_mask(queries: Tensor, n: int, spans: Spans, window: tuple[int, int]) -> Tensor:
-    """Which of the n keys of a row the tokens at `queries` [s] may see, bool [s, n]: those of their span [start, end), not after
-    themselves and at most window[0] before (-1: any). Tokens outside all spans are padding, which neither sees nor is seen."""
-    keys = torch.arange(n, device=queries.device)
-    owner = torch.full((n,), -1, device=queries.device)
-    for number, (start, end) in enumerate(spans):
-        owner[start:end] = number
-    back = queries[:, None] - keys
-    allowed = (back >= 0) & (owner[queries][:, None] == owner) & (owner[queries][:, None] >= 0)
-    return allowed & (back <= window[0]) if window[0] >= 0 else allowed
+def declared_mask(queries: Tensor, keys: Tensor, spans: Spans, window: tuple[int, int]) -> Tensor:
+    """Which keys each query may see, bool [s, n]; queries [s] and keys [n] are positions in one batch row.
+
+    A query sees the keys of its own document that are not after it, and at most window[0] before it (-1: any number).
+    Padding neither sees nor is seen.
+    """
+    query_document, key_document = (_document_of(positions, spans) for positions in (queries, keys))
+    distance = queries[:, None] - keys
+    allowed = (distance >= 0) & (query_document[:, None] == key_document) & (query_document[:, None] >= 0)
+    return allowed & (distance <= window[0]) if window[0] >= 0 else allowed
+
+
+def _document_of(positions: Tensor, spans: Spans) -> Tensor:
+    """The number of the document that each position is in, -1 for padding."""
+    start, end = torch.tensor(spans, dtype=torch.int64, device=positions.device).T.contiguous()
+    document = torch.searchsorted(start, positions.contiguous(), right=True) - 1
+    inside = (document >= 0) & (positions < end[document.clamp(min=0)])
+    return torch.where(inside, document, -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, sink: Tensor | None = None) -> Tensor:
-    """q [s, h, d], k [n, g, d], v [n, g, e], allowed bool [s, n], sink [h]: the attention [s, h, e] in float64; rows that see
-    nothing are zero."""
+    """Attention in float64, [s, h, e]; zero for a query that sees no key.
+
+    q [s, h, d], k [n, g, d], v [n, g, e], allowed bool [s, n], sink [h].
+    """
     q, k, v = (x.double() for x in (q, k, v))
     shared = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
@@ -37,28 +48,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, sink:
     extra = torch.full((q.shape[1], q.shape[0], 1), -math.inf, dtype=scores.dtype, device=q.device)
     if sink is not None:
         extra = sink.double()[:, None, None].expand_as(extra)
-    dead = ~allowed.any(1)[:, None]
-    everything = torch.cat([scores, extra], -1).masked_fill(dead, 0.0)
-    weight = everything.softmax(-1)[..., :-1].masked_fill(dead, 0.0)
+    blind = ~allowed.any(1)[:, None]
+    everything = torch.cat([scores, extra], -1).masked_fill(blind, 0.0)
+    weight = everything.softmax(-1)[..., :-1].masked_fill(blind, 0.0)
     return torch.einsum("hsn,nhe->she", weight, v)
 
 
 class DenseAttention(torch.nn.Module):
-    """Core attention of a whole sequence in float64, in place of `ring` (a layer's RingDotProductAttention), whose parameter it
-    shares; takes what Megatron gives to core attention. `spans` are the documents of each batch row."""
+    """Core attention of a whole sequence in float64. Takes the arguments that Megatron gives to core attention.
+
+    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `spans` are the documents of each batch row.
+    """
+
+    softmax_offset: Tensor | None
 
     def __init__(self, ring: torch.nn.Module, window: tuple[int, int], scale: float | None, spans: Sequence[Spans]):
         super().__init__()
-        self.softmax_offset = ring.softmax_offset
+        self.softmax_offset = getattr(ring, "softmax_offset", None)
         self.window, self.spans = window, spans
         self.scale = scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
         """query [n, b, h, d], key [n, b, g, d], value [n, b, g, e] to [n, b, h * e]."""
-        n = query.shape[0]
+        positions = torch.arange(query.shape[0], device=query.device)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         rows = []
         for row, spans in enumerate(self.spans):
-            allowed = declared_mask(torch.arange(n, device=query.device), n, spans, self.window)
+            allowed = declared_mask(positions, positions, spans, self.window)
             rows.append(attend(query[:, row], key[:, row], value[:, row], allowed, scale, self.softmax_offset))
         return torch.stack(rows, 1).flatten(2).to(query.dtype)

@@ -1,24 +1,30 @@
-"""The certificate beside the checkpoints, and what a resumed job must have in common with it."""
+"""The certificate beside the checkpoints, and the settings that a resumed job must share with it."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import hashlib
+import importlib.metadata
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from packaging.version import Version
+
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.report import Certificate
+from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.rejection import note
 
 NAME = "cp_ring_certificate.json"
 
-# The settings that decide what attention computes. Those of the mask may not change under a checkpoint; layout, kernel, route and
-# sizes of parallel groups may, and are not among them.
+# The settings that decide what attention computes. Those of the mask must stay the same when a job resumes. Layout, kernel, route
+# and sizes of parallel groups may change, and are not listed.
 _MASK = {
     "window_size": "--window-size",
     "window_attn_skip_freq": "--window-attn-skip-freq",
@@ -43,7 +49,7 @@ _OTHERS = {
 
 
 def attention_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What of `args` decides what attention computes, in plain values."""
+    """The settings in `args` that decide what attention computes, in plain values."""
     found = {name: getattr(args, name, None) for name in (*_MASK, *_OTHERS)}
     found["document_mask"] = bool(getattr(args, "cp_ring_document_mask", False))
     found["inter_document_masking"] = bool(getattr(args, "dataloader_inter_document_masking", False))
@@ -56,13 +62,8 @@ def attention_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
     """Versions, date, sizes, and the settings that the certificate is for, with their hash."""
-    import torch
-
-    from cp_ring.megatron.compat import megatron_version
-    from cp_ring.megatron.settings import current
-
     found = attention_settings(args)
-    used = current()
+    used = settings.current()
     sizes = {
         "tp": args.tensor_model_parallel_size,
         "pp": args.pipeline_model_parallel_size,
@@ -71,7 +72,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"megatron-core": megatron_version(), "torch": torch.__version__},
+        "versions": versions(),
         "sizes": sizes,
         "ring": {"kernel": used.kernel, "layout": used.layout, "route": used.route, "wire_dtype": used.wire_dtype},
         "dtype": str(args.params_dtype).removeprefix("torch."),
@@ -80,8 +81,20 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def versions() -> dict[str, str]:
+    """The versions of cp_ring, megatron-core and torch.
+
+    Megatron adds the git revision of the folder that it lies in, be it Megatron's or another project's: that part is left out.
+    """
+    return {
+        "cp_ring": importlib.metadata.version("cp-ring"),
+        "megatron-core": Version(megatron_version() or "0").public,
+        "torch": torch.__version__,
+    }
+
+
 def save(args: argparse.Namespace, certificate: Certificate) -> None:
-    """Writes the certificate into --save, whole or not at all; nothing without --save."""
+    """Writes the certificate into the folder of --save, if there is one, whole or not at all."""
     folder = getattr(args, "save", None)
     if not folder:
         return
@@ -93,7 +106,7 @@ def save(args: argparse.Namespace, certificate: Certificate) -> None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON so that `path` holds either what it held or all of `content`, whenever the machine stops."""
+    """Writes JSON atomically: `path` holds either its old content or all of `content`, whenever the machine stops."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w") as file:
@@ -112,9 +125,9 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Compares the job with the certificate beside the checkpoints of --load, where there are both.
+    """Compares the job with the certificate beside the checkpoints of --load, if there is one.
 
-    Says in one line what differs. Raises `ConfigError` where the mask does: the model was trained with another one.
+    Prints one line about what differs. Raises `ConfigError` where the mask differs: the model was trained with another one.
     """
     before = _read(getattr(args, "load", None))
     if before is None:
@@ -145,8 +158,8 @@ def _read(folder: str | None) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        settings: dict[str, Any] = json.loads(path.read_text())["about"]["attention"]
-        return dict(settings)
+        certified: dict[str, Any] = json.loads(path.read_text())["about"]["attention"]
+        return dict(certified)
     except (OSError, ValueError, KeyError, TypeError):
         note(f"{path} is not readable: the job is compared with nothing")
         return None

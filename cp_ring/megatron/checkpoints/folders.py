@@ -74,7 +74,7 @@ def last_good(load: str | Path) -> int | None:
     load, latest = Path(load), tracked(Path(load))
     for number in reversed([number for number in published(load) if latest is None or number <= latest]):
         folder = folder_of(load, number)
-        if (folder / manifest.NAME).is_file():
+        if (folder / manifest.NAME).exists():
             if not manifest.defect(folder, checksums=False):
                 return number
         elif number == latest and any(folder.iterdir()):

@@ -1,12 +1,13 @@
 """Checkpoints are data: loading one never runs code that is stored in it.
 
-There are two gates. Files and byte entries that torch.save wrote go through `torch.load` with `weights_only=True`: zip archives
-only, no TorchScript, no legacy format, and our list of names instead of the list of the process. The index `.metadata`, which
-torch reads with plain `pickle`, goes through `IndexUnpickler`, whose list holds the classes of such an index and nothing else.
+Files and byte entries that torch.save wrote go through `torch.load` with `weights_only=True`: zip archives only, no TorchScript,
+no legacy format, and our list of names instead of the list of the process. What is read with plain `pickle` goes through a
+reader that finds the classes it needs and nothing else: `IndexUnpickler` for the index `.metadata`, `ExtraStateUnpickler` for
+the state of fp8 that TransformerEngine's layers keep in a tensor.
 
-Both gates look an enumeration up by value. Neither gives a state to anything that the rest of the process shares, and neither
-imports a module. Arrays of NumPy are built by `_Array` and `_DataType`, which accept plain numbers and strings only: NumPy's own
-constructors would take any bytes for the addresses of objects.
+All of them look an enumeration up by value. None gives a state to anything that the rest of the process shares, and none
+imports a module that it does not list. Arrays of NumPy are built by `_Array` and `_DataType`, which accept plain numbers and
+strings only: NumPy's own constructors would take any bytes for the addresses of objects.
 
 `--cp-ring-trust-checkpoint` switches the gates off. A type of a user passes after `torch.serialization.add_safe_globals([Type])`.
 """
@@ -71,9 +72,11 @@ class _DataType:
 
 
 class _Array(np.ndarray):
-    """An array as a pickle fills it: made empty, whatever the pickle asks for, and filled once."""
+    """An array as a pickle fills it: made empty by `_reconstruct`, and filled once."""
 
-    def __new__(cls, *_: Any) -> _Array:
+    def __new__(cls, *args: Any) -> _Array:
+        if args:
+            raise _refused("that calls numpy.ndarray")
         return super().__new__(cls, 0, np.int8)
 
     def __setstate__(self, state: Any) -> None:
@@ -173,13 +176,13 @@ _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def _our_list() -> Iterator[None]:
-    """While the block runs, torch's list of safe globals is ours."""
+def _list_of(names: list[tuple[Any, str]] | None = None) -> Iterator[None]:
+    """While the block runs, torch's list of safe globals is `names`, or else `_allowed`."""
     with _lock:
         before = torch.serialization.get_safe_globals()
-        ours = _allowed(before)
+        ours: Any = _allowed(before) if names is None else names
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(ours)  # type: ignore[arg-type]
+        torch.serialization.add_safe_globals(ours)
         try:
             yield
         finally:
@@ -190,6 +193,7 @@ def _our_list() -> Iterator[None]:
 # Archives.
 
 _torch_load = torch.load
+_ZIP = b"PK\x03\x04"
 
 
 @contextlib.contextmanager
@@ -211,16 +215,32 @@ def torch_load(file: Any, map_location: Any = None) -> Any:
         start = opened.tell()
         magic = opened.read(4)
         opened.seek(start)
-        if magic != b"PK\x03\x04":  # where torch.load would take the file for one of its legacy formats
+        if magic != _ZIP:  # where torch.load would take the file for one of its legacy formats
             raise Refused(f"the checkpoint holds a file that is no zip archive of torch.save: {_ADVICE}")
         try:
             if "constants.pkl" in _records(opened, start):
                 raise Refused("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
-            with _our_list():
+            with _list_of():
                 return _torch_load(opened, map_location=map_location, weights_only=True)
         except (ConfigError, OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a forged archive raises nearly anything
+            raise _in_one_line(error) from None
+
+
+def storage_from_bytes(data: bytes) -> Any:
+    """As `torch.storage._load_from_bytes`: a storage within a pickled tensor, which torch still writes in its legacy format.
+
+    Torch's `weights_only` loader reads that format too, here with torch's own names alone: no type of Megatron or of a user.
+    """
+    if data[:4] == _ZIP:
+        return torch_load(io.BytesIO(data))
+    with _list_of([]):
+        try:
+            return _torch_load(io.BytesIO(data), weights_only=True)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # forged data raises nearly anything
             raise _in_one_line(error) from None
 
 
@@ -235,8 +255,8 @@ def _records(file: Any, start: int) -> list[str]:
 
 def _in_one_line(error: Exception) -> Refused:
     found = re.search(r"GLOBAL (\S+)", str(error))
-    if found:
-        return _refused(f"of {found[1]}")
+    if found:  # torch leaves the name of the module builtins out
+        return _refused(f"of {found[1] if '.' in found[1] else 'builtins.' + found[1]}")
     refusal = re.search(r"WeightsUnpickler error: (.+)", str(error))
     why = refusal[1] if refusal else (str(error).strip().splitlines() or [""])[0]
     return Refused(f"the checkpoint holds an archive that cannot be loaded ({type(error).__name__}: {why:.200}): {_ADVICE}")
@@ -260,6 +280,22 @@ _INDEX: dict[str, frozenset[str]] = {
         "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
     }.items()
 }
+_EXTRA_STATE: dict[str, frozenset[str]] = {
+    module: frozenset(names.split())
+    for module, names in {
+        "collections": "OrderedDict",
+        "torch": "Size",
+        "torch._utils": "_rebuild_tensor_v2",
+        "torch.storage": "UntypedStorage _load_from_bytes",
+        "megatron.core.safe_globals": "safe_load_from_bytes",
+        "megatron.core.extensions.transformer_engine": "TEDelayedScaling",
+        "transformer_engine.common.recipe": "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling "
+        "NVFP4BlockScaling Format _FormatHelper MMParams QParams",
+        "numpy": "ndarray dtype",
+        "numpy._core.multiarray": "_reconstruct",
+        "numpy.core.multiarray": "_reconstruct",
+    }.items()
+}
 _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)  # they pickle by name: torch.bfloat16
 _OPCODES = {
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP, pickle.MEMOIZE),
@@ -276,40 +312,69 @@ _OPCODES = {
 _PythonUnpickler: Any = pickle._Unpickler
 
 
-class IndexUnpickler(_PythonUnpickler):
-    """Reads `.metadata` of a distributed checkpoint, and no other pickle.
+class _Gate(_PythonUnpickler):
+    """`pickle.Unpickler` that finds `names` only, module by module, and gives a state to instances of classes among them.
 
     In Python, since the one in C lets nobody see which object is given which state: 7 s instead of 3 s for 100,000 tensors.
     """
 
+    names: dict[str, frozenset[str]]
+
     def load_build(self) -> None:
-        """Gives an object its state, if it is an instance of a class of the index."""
+        """Gives an object its state."""
         target: Any = self.stack[-2]
-        if type(target).__name__ not in _INDEX.get(type(target).__module__, ()) or isinstance(target, enum.Enum):
+        kind = type(target)
+        listed = kind.__name__ in self.names.get(kind.__module__, ()) or kind in (_Array, _DataType)
+        if not listed or isinstance(target, enum.Enum):
             raise _refused(f"that gives a state to {target!r:.60}")
         super().load_build()
 
     dispatch = {code[0]: _PythonUnpickler.dispatch[code[0]] for code in _OPCODES} | {pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object of that name; raises `Refused` unless an index may name it."""
+        """The object of that name; raises `Refused` unless it is listed."""
         if module == "pathlib._local":  # where Python 3.13 alone defines them
             module = "pathlib"
-        if name in _INDEX.get(module, ()):
-            found = getattr(importlib.import_module(module), name, None)
+        if name in self.names.get(module, ()):
+            found = _NUMPY.get(f"{module}.{name}") or getattr(importlib.import_module(module), name, None)
             if found is not None:
                 return _by_value(found) if isinstance(found, enum.EnumMeta) else found
         elif module == "torch" and isinstance(getattr(torch, name, None), _TORCH_VALUES):
             return getattr(torch, name)
         raise _refused(f"of {module}.{name}")
 
+    def read(self) -> Any:
+        """As `load`; raises `Refused` for an instruction that neither an index nor an extra state has."""
+        try:
+            return self.load()
+        except KeyError as error:  # also a reference to nothing
+            raise _refused(f"with the instruction {error.args[0]!r:.20}") from None
+
+
+class IndexUnpickler(_Gate):
+    """Reads `.metadata` of a distributed checkpoint, and no other pickle."""
+
+    names = _INDEX
+
+
+class ExtraStateUnpickler(_Gate):
+    """Reads the extra state of TransformerEngine's layers: scaling factors and the recipe of fp8, pickled into a tensor.
+
+    Its names are those of Megatron's own `SafeUnpickler` (0.19), which NumPy's constructors could lead astray.
+    """
+
+    names = _EXTRA_STATE
+
+    def find_class(self, module: str, name: str) -> Any:
+        """As that of `_Gate`; storages go through `storage_from_bytes`."""
+        if name in ("_load_from_bytes", "safe_load_from_bytes") and name in self.names.get(module, ()):
+            return storage_from_bytes
+        return super().find_class(module, name)
+
 
 def load_index(file: Any) -> Any:
     """As `pickle.load` of an open `.metadata`; raises `Refused` where it is anything else."""
-    try:
-        return IndexUnpickler(file).load()
-    except KeyError as error:  # an opcode that no index has, or a reference to nothing
-        raise _refused(f"with the instruction {error.args[0]!r:.20}") from None
+    return IndexUnpickler(file).read()
 
 
 class PickleOfIndex:
@@ -365,3 +430,23 @@ def gated_jit_load(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return load
+
+
+def gated_storage(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.storage._load_from_bytes` that is `storage_from_bytes` within `restricted()`, and as it was outside."""
+
+    @functools.wraps(original)
+    def load(b: bytes) -> Any:
+        return storage_from_bytes(b) if _gated() else original(b)
+
+    return load
+
+
+class PickleOfExtraState:
+    """Stands for the module `pickle` in modules that read extra states: `loads` is gated within `restricted()`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pickle, name)
+
+    def loads(self, data: bytes, **options: Any) -> Any:
+        return ExtraStateUnpickler(io.BytesIO(data)).read() if _gated() else pickle.loads(data, **options)

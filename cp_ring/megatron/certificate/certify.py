@@ -1,0 +1,224 @@
+"""Probes a job before it trains, and ends it where a probe fails."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.megatron import rejection, settings
+from cp_ring.megatron.certificate import attention_probe, loss_probe, record, tiny_model
+from cp_ring.megatron.certificate.attention_probe import Subject
+from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, probe_groups, states_restored
+from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind, find_layer_kinds, masks_of
+from cp_ring.megatron.certificate.loss_probe import ForwardStep
+from cp_ring.megatron.certificate.report import Certificate, Probe
+
+SEED = 20261121
+LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
+
+
+def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certificate:
+    """Probes the job of `args`, whose parallel groups exist, on all ranks; ends it with exit code 2 where a probe fails.
+
+    `step` is the forward step that it trains with, by default that of `cp_ring.pretrain_gpt`. With `--cp-ring-certify strict`
+    the job ends too where something cannot be probed.
+
+    Leaves random states, arguments, groups and settings as they were. Rank 0 writes the certificate beside the checkpoints.
+    """
+    try:
+        certificate = run_probes(args, step=step)
+    except ConfigError as error:
+        rejection.reject(str(error))
+    failures = certificate.failures
+    if failures:
+        more = f" (and {len(failures) - 1} more probes failed)" if len(failures) > 1 else ""
+        rejection.reject(failures[0].rejection() + more)
+    if settings.current().certify == "strict" and certificate.not_covered:
+        missing = ", ".join(certificate.not_covered)
+        rejection.reject(f"--cp-ring-certify strict: not covered: {missing}; --cp-ring-certify on trains without it")
+    if certificate.failure:
+        rejection.note(f"warning: --cp-ring-certify: the loss could not be probed: {certificate.failure}")
+    rejection.note(summary(certificate))
+    if dist.get_rank() == 0:
+        record.save(args, certificate)
+    return certificate
+
+
+def summary(certificate: Certificate) -> str:
+    """One line: what was probed, what was not, and how long it took."""
+    limits = certificate.about.get("up_to", {})
+    layers = sorted({f"{probe.layer} under {probe.mask}" for probe in certificate.probes})
+    layers = [layer + (f", up to {limits[layer]}" if layer in limits else "") for layer in layers]
+    missing = f"; not covered: {', '.join(certificate.not_covered)}" if certificate.not_covered else ""
+    return f"certificate: {len(certificate.probes)} probes passed in {certificate.seconds:.1f} s ({'; '.join(layers)}){missing}"
+
+
+@dataclass
+class _Findings:
+    """What the probes of one rank found.
+
+    `up_to` tells, by layer and mask, how far the probes went where the job goes further; `failure` why they ended early.
+    """
+
+    attention: list[Probe] = field(default_factory=list)
+    loss: list[Probe] = field(default_factory=list)
+    not_covered: list[str] = field(default_factory=list)
+    up_to: dict[str, str] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+def run_probes(
+    args: argparse.Namespace, seed: int = SEED, step: ForwardStep | None = None, seconds: float = LENGTH_SECONDS
+) -> Certificate:
+    """All probes of the job of `args`, each the worst of all ranks; every rank calls it and gets the same certificate.
+
+    `seconds` limits the time of the probes at the job's own sequence length.
+
+    Raises `ConfigError` on all ranks where attention cannot be probed on one of them.
+    """
+    start = time.monotonic()
+    of_ranks: list[_Findings] = [_Findings()] * dist.get_world_size()
+    with states_restored(), probe_groups() as groups:
+        mine = _probe_on_this_rank(groups, args, seed, step, seconds)
+        dist.all_gather_object(of_ranks, mine)
+    failures = sorted((found.failure for found in of_ranks if found.failure), key=lambda failure: failure.order)
+    if failures and failures[0].fatal:
+        raise ConfigError(f"--cp-ring-certify: {failures[0]}")
+    certificate = Certificate(about=record.about(args))
+    certificate.merge([found.attention + ([] if failures else found.loss) for found in of_ranks])
+    certificate.not_covered = list(mine.not_covered)
+    up_to: dict[str, str] = {}
+    for found in of_ranks:
+        up_to |= found.up_to
+    certificate.about["up_to"] = up_to
+    if failures:
+        certificate.failure = str(failures[0])
+        certificate.not_covered.append(f"the loss ({failures[0]})")
+    certificate.seconds = time.monotonic() - start
+    return certificate
+
+
+def _probe_on_this_rank(
+    groups: ProbeGroups, args: argparse.Namespace, seed: int, step: ForwardStep | None, seconds: float
+) -> _Findings:
+    """Runs all probes; an exception becomes the failure of this rank. Other ranks learn of it and stop too.
+
+    A job whose flags no tiny model can have may be right, so only attention that cannot be probed is fatal.
+    """
+    found = _Findings()
+    of_attention = True
+    with groups.in_force():
+        try:
+            _probe_attention(args, found, seed, seconds)
+            of_attention = False
+            _probe_loss(args, found, seed, step)
+        except Exception as error:
+            fatal = of_attention or isinstance(error, ConfigError | PlanError | KernelError)
+            found.failure = groups.fail(error, fatal)
+    groups.done.set()
+    if found.failure:
+        groups.close()
+    return found
+
+
+def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seconds: float) -> None:
+    """Probes every kind of layer of the job, over the context-parallel group in force."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    config = core_transformer_config_from_args(args)
+    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
+    kinds = find_layer_kinds(args, config, masks_of(args))
+    for kind in kinds:
+        layer = _make_layer(config, kind, groups)
+        subject = Subject(kind, layer, groups.cp, args.params_dtype, tiny_model.own_device(), _split)
+        layer.window = kind.probed
+        found.attention += attention_probe.probe_short(subject, seed)
+        layer.window = kind.window
+        tokens = attention_probe.longest_in_time(subject, args.seq_length, seconds / len(kinds))
+        if tokens > kind.tokens or kind.probed != kind.window:
+            found.attention += attention_probe.probe_long(attention_probe.at_length(subject, tokens), seed)
+        found.up_to |= _limits(args, kind, tokens)
+        if args.params_dtype in (torch.float16, torch.bfloat16):
+            layer.window = kind.probed
+            found.attention += _probe_sums(subject, seed)
+
+
+def _probe_sums(subject: Subject, seed: int) -> list[Probe]:
+    """The probes of values again in float32, which show sums that are kept in too few bits."""
+    kind, layer = subject.kind, subject.layer.float()
+    kernel = _kernel_in_float32(layer.settings.kernel, kind)
+    layer.settings = layer.settings.model_copy(update={"kernel": kernel})
+    return attention_probe.probe_short(replace(subject, dtype=torch.float32, note=" in float32"), seed, values_only=True)
+
+
+def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str, str]:
+    """How far the probes of a kind went, where the job goes further; as in `4096 of 131072 tokens`."""
+    limits = []
+    if tokens + 2 * args.context_parallel_size * GRAIN <= args.seq_length or (kind.mask == "causal" and tokens < args.seq_length):
+        limits.append(f"{tokens} of {args.seq_length} tokens")
+    if kind.rows < args.micro_batch_size and kind.mask != "packed":
+        limits.append(f"{kind.rows} of {args.micro_batch_size} batch rows")
+    return {f"{kind.layer_name} under {kind.mask}": " and ".join(limits)} if limits else {}
+
+
+def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: ForwardStep | None) -> None:
+    """Probes the loss and the gradients of a tiny model, with the forward step of the job."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    reason = tiny_model.uncovered(args)
+    if reason:
+        found.not_covered.append(f"the loss of {reason}")
+        return
+    masks = [mask for mask in masks_of(args) if mask != "packed"]
+    found.not_covered += ["experts, in the loss"] if getattr(args, "num_experts", None) else []
+    if "packed" in masks_of(args) and "causal" in masks:
+        found.not_covered.append("the loss of packed sequences")
+    kinds = find_layer_kinds(args, core_transformer_config_from_args(args), tuple(masks), whole_rows=True)
+    tokens = max(kind.tokens for kind in kinds)
+    kinds = [replace(kind, tokens=tokens) for kind in kinds]
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    before = settings.current()
+    try:
+        settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
+        found.loss += loss_probe.probe_loss(args, kinds, alone, step, seed)
+    finally:
+        settings.configure(before)
+        dist.destroy_process_group(alone)
+
+
+def _kernel_in_float32(name: str, kind: LayerKind) -> str:
+    """The job's kernel if it can compute in float32 here, else the reference."""
+    from cp_ring.kernels import choose  # finds out which kernels are installed
+
+    try:
+        choose(name, device=tiny_model.own_device(), dtype=torch.float32, d=kind.d, e=kind.e, packed=kind.mask != "causal")
+    except (ConfigError, KernelError):
+        return "reference"
+    return name
+
+
+def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
+    """The job's core attention of this kind of layer, as its attention layer builds it."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from cp_ring.megatron.core_attention import RingDotProductAttention  # imports Megatron
+
+    sizes: dict[str, Any] = {}
+    if getattr(config, "multi_latent_attention", False):
+        sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
+    elif getattr(config, "softmax_scale", None):
+        sizes = {"softmax_scale": config.softmax_scale}
+    return RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", pg_collection=groups, **sizes)
+
+
+def _split(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
+    from cp_ring.megatron import gpt  # imports Megatron
+
+    return gpt.on_this_cp_rank(batch, rank, cp)

@@ -1,0 +1,204 @@
+"""Keeps the probes apart from the job: states are restored, and a probe that fails on one rank ends on all of them.
+
+The probes talk over process groups of their own, with the ranks and backends of the job's. A rank whose probe raises closes these
+groups, so that ranks that wait for it stop waiting; the job's own groups stay usable.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import hashlib
+import itertools
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cp_ring.comm.transport import forget
+from cp_ring.megatron import settings
+from cp_ring.observe import watchdog
+
+TIMEOUT_S = 30.0  # how long a message of a probe may take
+POLL_S = 0.2
+_KEY = "cp_ring/certificate/"
+_number = itertools.count()
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Sets attributes, given as (owner, name, value), and afterwards sets them back."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)
+
+
+@dataclass
+class Failure:
+    """Why the probes of a rank ended early. `order` counts the failures of all ranks from 1: the first causes the others."""
+
+    rank: int
+    order: int
+    message: str
+    fatal: bool  # an error of cp_ring itself, with which the job cannot train
+
+    def __str__(self) -> str:
+        return f"{self.message} (rank {self.rank})"
+
+
+@dataclass
+class ProbeGroups:
+    """Copies of the job's process groups, while they are in force, and the thread that watches for failures of other ranks."""
+
+    copies: dict[tuple[str, tuple[int, ...]], Any]
+    store: Any
+    key: str
+    done: threading.Event = field(default_factory=threading.Event)
+    end: Callable[[int], Any] = os._exit
+
+    @classmethod
+    def make(cls) -> ProbeGroups:
+        """Copies each group of Megatron that has more than one rank; all ranks of the job call it."""
+        number = next(_number)
+        copies: dict[tuple[str, tuple[int, ...]], Any] = {}
+        for _, group in sorted(_groups_of_megatron().items()):
+            for one in group if isinstance(group, list) else [group]:
+                name = _identity(one)
+                if len(name[1]) > 1 and name not in copies:
+                    copies[name] = _new_group(*name, number)
+        return cls(copies, dist.distributed_c10d._get_default_store(), f"{_KEY}{number}/")
+
+    def in_force(self) -> AbstractContextManager[None]:
+        """Replaces the groups in Megatron's parallel state by their copies, and afterwards restores them."""
+        from megatron.core import parallel_state  # heavy, and installed with Megatron only
+
+        def copy_of(group: Any) -> Any:
+            return self.copies.get(_identity(group), group)
+
+        return replaced(
+            *(
+                (parallel_state, name, [copy_of(one) for one in group] if isinstance(group, list) else copy_of(group))
+                for name, group in _groups_of_megatron().items()
+            )
+        )
+
+    def fail(self, error: BaseException, fatal: bool) -> Failure:
+        """Tells all ranks that the probes of this one have failed."""
+        order = int(self.store.add(self.key + "failed", 1))
+        text = str(error).strip().splitlines()
+        message = text[0] if fatal and text else f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+        return Failure(dist.get_rank(), order, message, fatal)
+
+    def watch(self, store: Any) -> None:
+        """Waits until the probes end, or a rank fails: then NCCL's waits are aborted, and a rank that still hangs is ended."""
+        while not self.done.wait(POLL_S):
+            if not store.check([self.key + "failed"]):
+                continue
+            for (backend, _), group in self.copies.items():
+                if "nccl" in backend:
+                    group.abort()  # gloo's waits end by themselves once the failed rank has closed its side
+            if not self.done.wait(2 * TIMEOUT_S):
+                rank = dist.get_rank()
+                print(
+                    f"cp_ring: error: --cp-ring-certify: a rank failed in the probe, and rank {rank} still waits for it; "
+                    "give --no-cp-ring-certify to train without the probe",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+                self.end(2)
+            return
+
+    def close(self) -> None:
+        """Destroys the copies, and with them the connections to other ranks, whose waits for this one fail then."""
+        if watchdog.WATCH.batch is not None:
+            watchdog.WATCH.end()  # the wait in which the probe failed
+        gc.collect()  # models, layers and autograd nodes of the probes refer to the groups
+        for group in self.copies.values():
+            forget(group)
+            dist.destroy_process_group(group)
+        self.copies.clear()
+
+
+@contextmanager
+def probe_groups() -> Iterator[ProbeGroups]:
+    """Copies of Megatron's process groups; all ranks of the job enter it together, and leave it once all have finished."""
+    groups = ProbeGroups.make()
+    store = groups.store.clone()  # a store serves one thread at a time
+    thread = threading.Thread(target=groups.watch, args=(store,), name="cp_ring certificate", daemon=True)
+    thread.start()
+    try:
+        yield groups
+    finally:
+        groups.done.set()
+        thread.join(5)
+        groups.close()
+
+
+def _new_group(backend: str, ranks: tuple[int, ...], number: int) -> Any:
+    """A process group that only its members make. `number` tells it from a former one, whose addresses the store still holds.
+
+    torch would name it by how many groups the rank is in, which differs between pipeline stages.
+    """
+    name = f"cp_ring_certificate_{number}_{backend}_" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+    with replaced((dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name)):
+        timeout = datetime.timedelta(seconds=TIMEOUT_S)
+        return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+
+
+def _groups_of_megatron() -> dict[str, Any]:
+    from megatron.core import parallel_state  # heavy, and installed with Megatron only
+
+    def is_group(value: Any) -> bool:
+        return isinstance(value, dist.ProcessGroup)
+
+    found = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+    return {
+        name: value
+        for name, value in found.items()
+        if is_group(value) or (isinstance(value, list) and value and all(map(is_group, value)))
+    }
+
+
+def _identity(group: Any) -> tuple[str, tuple[int, ...]]:
+    return dist.get_backend(group), tuple(dist.get_process_group_ranks(group))
+
+
+@contextmanager
+def states_restored() -> Iterator[None]:
+    """Afterwards restores random states, cp_ring's settings, and what Megatron and the watchdog collect while a model runs."""
+    from megatron.core import tensor_parallel  # heavy, and installed with Megatron only
+    from megatron.core.transformer import multi_token_prediction
+
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        if torch.cuda.is_available():
+            stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state())
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        stack.callback(tracker.set_states, dict(tracker.get_states()))
+        stack.callback(settings.configure, settings.current())
+        for owner, name in (("MTPLossLoggingHelper", "tracker"), ("MTPLossAutoScaler", "main_loss_backward_scale")):
+            helper = getattr(multi_token_prediction, owner, None)
+            if helper is not None and hasattr(helper, name):
+                value = getattr(helper, name)
+                stack.callback(setattr, helper, name, dict(value) if isinstance(value, dict) else value)
+        try:
+            yield
+        finally:
+            watchdog.rest()  # the next wait may be long: rank 0 indexes a data set while the others wait in a barrier
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()

@@ -1,0 +1,307 @@
+"""Probe of a tiny model made from the job's flags: losses and gradients of one microbatch, against context parallel size 1.
+
+The model takes one training step's forward and backward as the job does: the job's split of the batch, its forward step and loss,
+Megatron's schedule, DistributedDataParallel and reduction of gradients. Its twin has the same weights, holds whole batch rows,
+and attends by a dense mask in float64. Both compute in float32, so that they differ in context parallelism alone.
+
+Without --calculate-per-token-loss Megatron averages the mean losses of the ranks, so a token on a rank where few tokens count
+weighs more than one elsewhere. The twin then gives each token that weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_ring.megatron import compat, settings
+from cp_ring.megatron.certificate.isolation import replaced
+from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_scale, declared_window
+from cp_ring.megatron.certificate.oracle import DenseAttention, Spans
+from cp_ring.megatron.certificate.probe_batch import documents_of_rows, random_offsets, spans_between
+from cp_ring.megatron.certificate.report import Probe
+from cp_ring.megatron.certificate.tiny_model import (
+    VOCABULARY,
+    arguments_in_force,
+    build,
+    one_rank,
+    one_stage,
+    own_device,
+    tiny_args,
+)
+
+# Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
+BOUND = {"cpu": 1e-4, "cuda": 1e-2}
+
+ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Whole batch rows [b, n] as a data set gives them, and the documents of each."""
+
+    data: dict[str, Tensor]
+    spans: list[Spans]
+
+    @classmethod
+    def draw(cls, kind: LayerKind, seed: int) -> Microbatch:
+        """Random tokens, in documents where the mask of `kind` has them; the loss mask differs between ranks."""
+        random = torch.Generator().manual_seed(seed)
+        n, documents = kind.tokens, kind.mask == "documents"
+        spans = [spans_between(random_offsets(n, 3 if documents else 0, row)) for row in range(1, kind.rows + 1)]
+        tokens = torch.randint(VOCABULARY, (len(spans), n + 1), generator=random)
+        mask = (torch.rand(len(spans), n, generator=random) < torch.linspace(0.4, 1.0, n)).float()
+        positions = torch.empty(len(spans), n, dtype=torch.int64)
+        for row, of_row in enumerate(spans):
+            for start, end in of_row:
+                positions[row, start:end] = torch.arange(end - start)
+                mask[row, end - 1] *= not documents
+        data = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "position_ids": positions}
+        return cls(data | {"loss_mask": mask}, spans)
+
+    def fresh(self) -> dict[str, Tensor]:
+        """A copy of the data: a script may write into the dictionary and the tensors that it gets."""
+        return {name: tensor.clone() for name, tensor in self.data.items()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a step: losses of this rank's tokens [b, s], the reported loss, gradients by parameter.
+
+    `sums` tells whether the loss function reports a sum and a number of tokens, which are added up over ranks, and not a mean.
+    `tokens` is the number of tokens that it returns, if it does.
+    """
+
+    losses: Tensor
+    loss: float
+    gradients: dict[str, Tensor]
+    sums: bool
+    tokens: float | None = None
+
+
+def is_own(step: ForwardStep | None) -> bool:
+    """Whether `step` is the forward step of `cp_ring.pretrain_gpt`, also for None, and not a script's own."""
+    from cp_ring.megatron import gpt  # imports Megatron
+
+    return step is None or getattr(step, "__module__", "") == gpt.__name__
+
+
+def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, step: ForwardStep | None, seed: int) -> list[Probe]:
+    """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`; every rank of the job calls it.
+
+    `alone` is a process group of this rank only, `step` the job's forward step: that of `cp_ring.pretrain_gpt`, also for None,
+    or a script's own, which then runs at context parallel size 1 too, because it may have a loss of its own.
+    """
+    from cp_ring.megatron.gpt import forward_step  # imports Megatron
+
+    own = is_own(step)
+    step = forward_step if own or step is None else step
+    batch = Microbatch.draw(kinds[0], seed)
+    tiny = tiny_args(args, kinds, len(batch.spans))
+    with arguments_in_force(tiny, one_stage(alone)):
+        model = build(tiny)
+        (ours,) = _train(model, batch, step)
+        cp, rank = args.context_parallel_size, _rank()
+        positions = [_positions(batch, kinds[0], of_rank, cp) for of_rank in range(cp)]
+        counts = None if own else _counts_of_ranks(ours)
+    weights = [] if args.calculate_per_token_loss else [_weights(batch, positions, counts)]
+    whole = argparse.Namespace(**(vars(tiny) | {"context_parallel_size": 1}))
+    with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch):
+        twin = build(whole)
+        twin.load_state_dict(model.state_dict())
+        _attend_densely(twin, batch.spans)
+        plain, *weighted = _train(twin, batch, _whole_rows if own else step, None, *weights)
+    return _compare(ours, plain, weighted[0] if weighted else plain, own, positions[rank].to(own_device()), kinds)
+
+
+def _rank() -> int:
+    from megatron.core import parallel_state  # heavy, and installed with Megatron only
+
+    return int(parallel_state.get_context_parallel_rank())
+
+
+def _counts_of_ranks(ours: Outcome) -> list[float] | None:
+    """How many tokens count on each context-parallel rank by a script's own loss function, which may change the loss mask."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    counts: list[Any] = [None] * group.size()
+    dist.all_gather_object(counts, ours.tokens, group=group)
+    return None if None in counts else [max(count, 1.0) for count in counts]
+
+
+def _weights(batch: Microbatch, positions: list[Tensor], tokens: list[float] | None) -> Tensor:
+    """How much each token weighs [b, n] where the mean losses of ranks are averaged, relative to a mean over all tokens.
+
+    `tokens` is how many tokens count on each rank, by default as many as the loss mask says.
+    """
+    mask = batch.data["loss_mask"]
+    counts = tokens or [float(mask.gather(1, of_rank).sum().clamp(min=1)) for of_rank in positions]
+    weights = torch.empty_like(mask)
+    for of_rank, count in zip(positions, counts, strict=True):
+        weights.scatter_(1, of_rank, torch.full(of_rank.shape, sum(counts) / (len(positions) * count)))
+    return weights
+
+
+def _compare(
+    ours: Outcome, plain: Outcome, weighted: Outcome, own: bool, positions: Tensor, kinds: list[LayerKind]
+) -> list[Probe]:
+    """The job's outcome against its twin's: `weighted` has the gradients of averaged means, `plain` those of one mean.
+
+    A script may average either way, so that its gradients are compared with both.
+    """
+    bound, mask = BOUND["cuda" if ours.losses.is_cuda else "cpu"], kinds[0].mask
+    layer, rank = f"tiny model of {len(kinds)} layer{'s' * (len(kinds) > 1)}", f"rank {dist.get_rank()}"
+    truth = plain.losses.gather(1, positions)
+    difference = ours.losses - truth
+    row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
+    place = f"{rank}: worst at query {int(positions[row, token])} of row {row}"
+    possible = [weighted] if own else [weighted, plain]
+    worst, error, ratio = min((_compare_gradients(ours, one) for one in possible), key=lambda result: _number(result[1]))
+    expected = [plain] if ours.sums else possible
+    loss = min((one.loss for one in expected), key=lambda value: _number(abs(ours.loss / value - 1)))
+    return [
+        Probe("loss of each token", layer, mask, float(difference.norm() / truth.norm()), bound, place),
+        Probe("loss", layer, mask, abs(ours.loss / loss - 1), bound, f"{rank}: {ours.loss:.6g}, at cp 1 {loss:.6g}"),
+        Probe("gradient norm", layer, mask, abs(ratio - 1), bound, f"{rank}: {ratio:.6g} of that at cp 1"),
+        Probe("gradients", layer, mask, error, 10 * bound, f"{rank}: worst in {worst}"),
+    ]
+
+
+def _compare_gradients(ours: Outcome, wanted: Outcome) -> tuple[str, float, float]:
+    """The parameter whose gradient is worst, its error relative to its norm, and the ratio of the norms of all gradients."""
+    norms = [torch.stack([x.norm() for x in outcome.gradients.values()]).norm() for outcome in (ours, wanted)]
+    least = float(norms[1]) * 1e-2
+    errors = {
+        name: float((ours.gradients[name] - gradient).norm() / gradient.norm().clamp(min=least))
+        for name, gradient in wanted.gradients.items()
+    }
+    worst = max(errors, key=lambda name: _number(errors[name]))
+    return worst, errors[worst], float(norms[0] / norms[1])
+
+
+def _number(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _positions(batch: Microbatch, kind: LayerKind, rank: int, cp: int) -> Tensor:
+    """Where the tokens of a rank are in their batch rows, int64 [b, s], as the job's own split has them."""
+    from cp_ring.megatron.gpt import on_this_cp_rank  # imports Megatron
+
+    whole = torch.arange(kind.tokens).expand(len(batch.spans), -1)
+    if kind.mask == "documents":
+        return torch.as_tensor(documents_of_rows(batch.spans, kind.tokens, cp).shard(whole, rank))
+    return on_this_cp_rank({"tokens": whole}, rank, cp)["tokens"]
+
+
+def _train(model: Any, batch: Microbatch, step: ForwardStep, *weights: Tensor | None) -> list[Outcome]:
+    """Forward, backward and reduction of gradients of one microbatch, as Megatron's training loop runs them.
+
+    Once for each of `weights`, the factors [b, n] of the losses of tokens; None is 1.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.training import get_args
+
+    known = {"grad_reduce_in_fp32": True, "average_in_collective": getattr(get_args(), "ddp_average_in_collective", False)}
+    config = DistributedDataParallelConfig(**compat.known_fields(DistributedDataParallelConfig, known))
+    wrapped = DistributedDataParallel(model.config, config, model)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.model_type = ModelType.encoder_or_decoder
+    try:
+        return [_train_once(wrapped, batch, step, factors) for factors in weights or (None,)]
+    finally:
+        wrapped.grad_accs.clear()  # a cycle through autograd, which would keep the model and its groups alive
+        for module in model.modules():  # Megatron's caches keep some of them, and their groups must close
+            for name in [name for name, value in vars(module).items() if isinstance(value, dist.ProcessGroup)]:
+                delattr(module, name)
+
+
+def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Tensor | None) -> Outcome:
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    seen: list[Tensor] = []
+    tokens: list[float] = []
+
+    def observed(iterator: Any, module: Any) -> Any:
+        output, loss = step(iterator, module)
+        seen.append(output.detach().clone())
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            outputs = loss(*args, **kwargs)
+            tokens.extend([float(outputs[1])] if len(outputs) == 3 else [])
+            return outputs
+
+        return (output if weights is None else output * weights.to(output.device)), counted
+
+    wrapped.zero_grad_buffer()
+    rows, n = batch.data["tokens"].shape
+    reports = forward_backward_no_pipelining(
+        forward_step_func=observed, data_iterator=iter([batch.fresh()]), model=[wrapped], num_microbatches=1, seq_length=n,
+        micro_batch_size=rows, forward_only=False,
+    )  # fmt: skip
+    report = next(iter(reports[0].values())).detach().clone().double().reshape(-1)
+    sums = report.numel() == 2
+    report = report if sums else torch.stack([report[0], torch.ones_like(report[0])])
+    dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    gradients = {name: parameter.main_grad.detach().double().clone() for name, parameter in wrapped.module.named_parameters()}
+    losses = seen[0].reshape(rows, -1).double()
+    return Outcome(losses, float(report[0] / report[1]), gradients, sums, tokens[0] if tokens else None)
+
+
+def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    """The forward step of the twin: whole batch rows, no packing; the sum of the losses that count, and their number."""
+    batch = {name: tensor.to(own_device()) for name, tensor in next(iterator).items()}
+    mask = batch["loss_mask"]
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+
+    def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total, count = (losses.reshape(-1).float() * mask.reshape(-1)).sum(), mask.sum()
+        return total, count.detach().to(torch.int), {"lm loss": torch.stack([total.detach(), count])}
+
+    return output, loss
+
+
+def _attend_densely(model: Any, spans: list[Spans]) -> None:
+    """Replaces ring attention in every layer of the twin by dense attention with the mask that the flags declare."""
+    from cp_ring.megatron.core_attention import RingDotProductAttention  # imports Megatron
+
+    scale = declared_scale(model.config)[0]
+    for module in model.modules():
+        ring = getattr(module, "core_attention", None)
+        if isinstance(ring, RingDotProductAttention):
+            module.core_attention = DenseAttention(ring, declared_window(model.config, ring.layer_number), scale, spans)
+
+
+@contextmanager
+def _whole_rows_in_force(batch: Microbatch) -> Iterator[None]:
+    """cp_ring's settings of the twin, batch rows in order; multi-token prediction stays within the declared documents."""
+    rows, n = batch.data["tokens"].shape
+    last = torch.zeros(rows, n, dtype=torch.bool)
+    for row, spans in enumerate(batch.spans):
+        for _, end in spans:
+            last[row, end - 1] = True
+
+    def roll(tensor: Tensor | None, shifts: int = -1, dims: int = -1, *rest: Any, **named: Any) -> Any:
+        if tensor is None:
+            return None, None
+        rolled = torch.roll(tensor, -1, -1).masked_fill(last.to(tensor.device).view(tensor.shape), 0)
+        return rolled, rolled.sum()
+
+    before = settings.current()
+    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core") and module]
+    with ExitStack() as stack:
+        stack.enter_context(replaced(*((module, "roll_tensor", roll) for module in loaded if "roll_tensor" in vars(module))))
+        settings.configure(before.model_copy(update={"layout": "zigzag", "document_mask": False}))
+        stack.callback(functools.partial(settings.configure, before))
+        yield

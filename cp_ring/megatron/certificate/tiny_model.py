@@ -1,0 +1,122 @@
+"""A tiny model made from a job's flags, and Megatron's global state for it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_ring.megatron.certificate.isolation import replaced
+from cp_ring.megatron.certificate.layer_kinds import LayerKind
+
+VOCABULARY = 128
+HIDDEN = 64
+
+
+def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], rows: int) -> argparse.Namespace:
+    """The job's arguments with one small dense layer of each kind, in float32, without pipeline stages."""
+    tp = args.tensor_model_parallel_size
+    sharing = args.num_attention_heads // (args.num_query_groups or args.num_attention_heads) if args.group_query_attention else 1
+    groups = min(args.num_attention_heads // sharing, 2 * tp)
+    changes: dict[str, Any] = {
+        "num_layers": len(kinds), "hidden_size": HIDDEN * tp, "ffn_hidden_size": 2 * HIDDEN * tp,
+        "num_attention_heads": groups * sharing,
+        "num_query_groups": groups if args.group_query_attention else args.num_query_groups,
+        "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp, "seq_length": kinds[0].tokens, "micro_batch_size": rows,
+        "max_position_embeddings": kinds[0].tokens, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
+        "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0,
+        "moe_layer_freq": 1, "num_moe_experts": None, "pipeline_dtype": None,
+    }  # fmt: skip
+    nothing = (
+        "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
+        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_virtual_stages_per_pipeline_rank",
+        "num_experts", "fp8", "fp4", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+        "embedding_init_method_std", "expert_tensor_parallel_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    )  # fmt: skip
+    off = (
+        "bf16", "fp16", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "use_megatron_fsdp",
+        "use_torch_fsdp2", "check_for_nan_in_loss_and_grad", "gradient_accumulation_fusion", "tp_comm_overlap",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "cpu_offloading",
+        "fine_grained_activation_offloading", "init_model_with_meta_device", "moe_shared_expert_overlap", "fp8_param_gather",
+        "overlap_moe_expert_parallel_comm", "sft", "check_for_spiky_loss",
+        "dataloader_inter_document_masking", "moe_grouped_gemm", "log_num_zeros_in_grad",
+    )  # fmt: skip
+    changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False)
+    if args.window_size is not None:
+        window = max(kinds, key=lambda kind: kind.probed[0]).probed
+        changes |= {"window_size": window, "window_attn_skip_freq": [int(kind.window[0] >= 0) for kind in kinds]}
+    kept = {name: value for name, value in changes.items() if hasattr(args, name)}
+    return argparse.Namespace(**(vars(args) | kept))
+
+
+def uncovered(args: argparse.Namespace) -> str:
+    """Why no tiny model can be made from these flags, or ""."""
+    if getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None):
+        return "hybrid models"
+    if getattr(args, "heterogeneous_layers_config_path", None):
+        return "heterogeneous layers"
+    return "models from a YAML file" if getattr(args, "yaml_cfg", None) else ""
+
+
+def own_device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def build(args: argparse.Namespace) -> Any:
+    """The model of `args` with all its layers, on this rank's device."""
+    from megatron.core import tensor_parallel
+
+    try:
+        from megatron.training.argument_utils import gpt_config_from_args
+    except ImportError:
+        from cp_ring.megatron.gpt_model import build as build_gpt
+
+        model = build_gpt()
+    else:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        config = gpt_config_from_args(args)
+        builder = config.get_builder_cls()(config)
+        model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True)
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model.to(own_device())
+
+
+@contextmanager
+def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iterator[None]:
+    """Replaces Megatron's global arguments, timers and process groups, and afterwards restores them."""
+    from megatron.core import Timers, parallel_state
+    from megatron.training import global_vars
+
+    changes = [(parallel_state, name, value) for name, value in groups.items() if hasattr(parallel_state, name)]
+    with replaced((global_vars, "_GLOBAL_ARGS", args), (global_vars, "_GLOBAL_TIMERS", Timers(0, "minmax")), *changes):
+        yield
+
+
+def one_stage(alone: Any) -> dict[str, Any]:
+    """The parallel state of a rank that holds every stage of its model."""
+    here = [dist.get_rank()]
+    groups = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GROUP")
+    ranks = ("_PIPELINE_GLOBAL_RANKS", "_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
+    none = ("_MPU_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+    virtual = ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+    return dict.fromkeys(groups, alone) | dict.fromkeys(ranks, here) | dict.fromkeys((*none, *virtual))
+
+
+def one_rank(alone: Any) -> dict[str, Any]:
+    """As `one_stage`, and with whole batch rows and batches: context and data parallel size 1."""
+    from megatron.core import parallel_state
+
+    here = [dist.get_rank()]
+    data = [name for name in vars(parallel_state) if "DATA_PARALLEL_GROUP" in name and "EXPERT" not in name]
+    data = [name for name in data if "GLOO" not in name and not name.startswith("_TENSOR")]
+    groups = dict.fromkeys(data, alone) | {"_CONTEXT_PARALLEL_GROUP": alone, "_CONTEXT_PARALLEL_GLOBAL_RANKS": here}
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    both = ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+    return one_stage(alone) | groups | dict.fromkeys(both, tensor)

@@ -1,0 +1,133 @@
+"""Generates pickles that call something when a careless reader loads them, from targets, ways to call and ways to write."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CANARY = "tests.adversary.canary"
+
+
+def text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def value(thing: Any) -> bytes:
+    """The opcodes that push plain data, without header and end."""
+    return pickle.dumps(thing, 2)[2:-1]
+
+
+def name(module: str, attribute: str) -> bytes:
+    return b"c" + f"{module}\n{attribute}\n".encode()
+
+
+def stack_name(module: str, attribute: str) -> bytes:
+    return text(module) + text(attribute) + b"\x93"
+
+
+def targets(folder: Path) -> dict[str, tuple[str, str, tuple[Any, ...]]]:
+    """What a gadget wants to call: module, name, arguments. Each leaves a mark in `folder` or in the canary, and does no harm."""
+    mark = str(folder / "mark")
+    return {
+        "canary": (CANARY, "trip", ()),
+        "class of the canary": (CANARY, "Trip", ()),
+        "os.system": ("os", "system", (f"touch {mark}",)),
+        "posix.system": ("posix", "system", (f"touch {mark}",)),
+        "subprocess": ("subprocess", "Popen", (["touch", mark],)),
+        "exec": ("builtins", "exec", (f"open({mark!r}, 'w')",)),
+        "eval": ("builtins", "eval", (f"open({mark!r}, 'w')",)),
+        "open": ("builtins", "open", (mark, "w")),
+        "io.open": ("io", "open", (mark, "w")),
+        "import": ("builtins", "__import__", ("antigravity_is_not_there",)),
+        "import_module": ("importlib", "import_module", ("this",)),
+        "getattr": ("builtins", "getattr", ("", "join")),
+        "run_path": ("runpy", "run_path", (mark,)),
+        "copy": ("shutil", "copyfile", ("/dev/null", mark)),
+        "touch": ("pathlib", "Path.touch", (mark,)),
+        "partial": ("functools", "partial", (print, mark)),
+        "methodcaller": ("operator", "methodcaller", ("touch",)),
+        "torch.load": ("torch", "load", (mark,)),
+        "torch.jit.load": ("torch.jit", "load", (mark,)),
+        "torch.save": ("torch", "save", ([], mark)),
+        "torch.hub": ("torch.hub", "load", (mark, "model")),
+        "numpy.load": ("numpy", "load", (mark,)),
+        "numpy.memmap": ("numpy", "memmap", (mark, "u1", "w+")),
+        "enum": ("enum", "Enum", ("Planted", {"member": 1})),
+        "enum through Megatron": ("megatron.core.rerun_state_machine", "Enum", ("Planted", {"member": 1})),
+        "function of Megatron": ("megatron.core.utils", "get_attr_wrapped_model", ("", "join")),
+        "dataclass": ("dataclasses", "make_dataclass", ("Planted", ["member"])),
+        "type": ("builtins", "type", ("Planted", (), {})),
+    }
+
+
+def ways(module: str, attribute: str, args: tuple[Any, ...]) -> Iterator[tuple[str, int, bytes]]:
+    """The ways to call a target by opcodes: name, protocol, pickle."""
+    given, found = value(args), name(module, attribute)
+    spread = b"(" + b"".join(map(value, args))
+    bodies = {
+        "reduce": (2, found + given + b"R"),
+        "reduce by names on the stack": (4, stack_name(module, attribute) + given + b"R"),
+        "newobj": (2, found + given + b"\x81"),
+        "newobj_ex": (4, found + given + b"}\x92"),
+        "inst": (2, spread + b"i" + f"{module}\n{attribute}\n".encode()),
+        "obj": (2, b"(" + found + spread[1:] + b"o"),
+        "state of a name": (2, found + value({"planted": 1}) + b"b"),
+        "slots of a name": (2, found + value((None, {"planted": 1})) + b"b"),
+        "persistent id": (2, value("module") + found + given + b"R" + value("a.py") + value("text") + b"\x86\x86\x86Q"),
+        "partial": (2, name("functools", "partial") + b"(" + found + b"tR)R"),
+        "reconstructor": (2, name("copyreg", "_reconstructor") + b"(" + found + name("builtins", "object") + b"NtR"),
+        "hook of a tensor type": (2, name("torch._tensor", "_rebuild_from_type_v2") + b"(" + found + found + given + b"}tR"),
+        "wrapped tensor": (2, name("torch._utils", "_rebuild_wrapper_subclass") + b"(" + found + given + b"tR"),
+        "key of a mapping": (2, b"}" + found + given + b"RNs"),
+    }
+    for way, (protocol, body) in bodies.items():
+        yield way, protocol, b"\x80" + bytes([protocol]) + body + b"."
+
+
+def archive(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:
+    """A zip archive as torch.save writes it, with `pickled` for its pickle."""
+    file = io.BytesIO()
+    with torch.serialization._open_zipfile_writer(file) as writer:
+        for record, data in ({"data.pkl": pickled, "byteorder": b"little"} | (records or {})).items():
+            writer.write_record(record, data, len(data))
+    return file.getvalue()
+
+
+def legacy(pickled: bytes) -> bytes:
+    """A file in the format that torch.save wrote before zip archives."""
+    head = (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {"little_endian": True})
+    return b"".join(pickle.dumps(part, 2) for part in head) + pickled + pickle.dumps([], 2)
+
+
+def _stored(records: dict[str, bytes]) -> tuple[bytes, bytes]:
+    """The files and the central directory of a plain zip archive."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive_file:
+        for record, data in records.items():
+            archive_file.writestr(record, data)
+        start = archive_file.start_dir
+    data = file.getvalue()
+    start = struct.unpack("<I", data[-6:-2])[0]
+    return data[:start], data[start:-22]
+
+
+def two_directories(shown: dict[str, bytes], hidden: dict[str, bytes]) -> bytes:
+    """A zip archive that Python's zipfile reads as `shown`, and torch, which trusts the recorded offset, as `hidden`."""
+    files, directory = _stored(hidden)
+    others, second = _stored(shown)
+    room = len(directory) - len(second)
+    assert room >= 0
+    comment = struct.unpack("<H", second[32:34])[0]
+    assert comment == 0
+    last = second.rindex(b"PK\x01\x02")
+    second = second[: last + 32] + struct.pack("<H", room) + second[last + 34 :] + bytes(room)
+    end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, len(hidden), len(hidden), len(directory), len(files), 0)
+    return files + directory + others + second + end

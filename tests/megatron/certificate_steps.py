@@ -1,0 +1,96 @@
+"""Forward steps of users' scripts, for the certificate: one that behaves as Megatron-LM's own script, and ones that are wrong."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
+
+
+def loss_function(loss_mask, output):
+    mask = loss_mask.reshape(-1)
+    loss = torch.sum(output.reshape(-1) * mask)
+    tokens = mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def get_batch(data_iterator):
+    """As in Megatron-LM's script: every key is written back into the dictionary of the data loader."""
+    batch = next(data_iterator)
+    for key in KEYS:
+        batch[key] = batch[key].cuda() if batch.get(key) is not None else None
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+
+
+def run_model(model, batch):
+    return model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+
+
+def writes_into_its_batch(data_iterator, model):
+    batch = get_batch(data_iterator)
+    return run_model(model, batch), functools.partial(loss_function, batch["loss_mask"])
+
+
+def writes_into_its_tensors(data_iterator, model):
+    batch = next(data_iterator)
+    batch["loss_mask"][:, -1] = 0  # the last token counts for nothing
+    return writes_into_its_batch(iter([batch]), model)
+
+
+def wrong_label(data_iterator, model):
+    batch = get_batch(data_iterator)
+    if parallel_state.get_context_parallel_world_size() > 1:
+        batch["labels"] = batch["labels"].roll(1, 1)
+    return run_model(model, batch), functools.partial(loss_function, batch["loss_mask"])
+
+
+def whole_loss_mask(data_iterator, model):
+    """The loss mask is not split: its first tokens serve on every rank."""
+    whole = next(data_iterator)
+    mask = whole["loss_mask"].clone()
+    batch = get_batch(iter([whole]))
+    return run_model(model, batch), functools.partial(loss_function, mask[:, : batch["tokens"].shape[1]])
+
+
+def loss_mask_of_ones(data_iterator, model):
+    batch = get_batch(data_iterator)
+    mask = batch["loss_mask"]
+    if parallel_state.get_context_parallel_world_size() > 1:
+        mask = torch.ones_like(mask)
+    return run_model(model, batch), functools.partial(loss_function, mask)
+
+
+def mean_over_all_ranks(data_iterator, model):
+    """As in older scripts: the loss function returns a mean over the tokens of all ranks, and no number of tokens."""
+    batch = get_batch(data_iterator)
+
+    def loss(output):
+        mask = batch["loss_mask"].reshape(-1)
+        total = torch.stack([torch.sum(output.reshape(-1) * mask), mask.sum()])
+        count = total[1].clone()
+        torch.distributed.all_reduce(count, group=parallel_state.get_context_parallel_group())
+        return total[0] / count, {"lm loss": total.detach()}
+
+    return run_model(model, batch), loss
+
+
+def fails_everywhere(data_iterator, model):
+    raise ValueError("no such batch")
+
+
+def fails_before_the_ring(data_iterator, model):
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank 1 has no such batch")
+    return writes_into_its_batch(data_iterator, model)
+
+
+def fails_behind_the_ring(data_iterator, model):
+    output, loss = writes_into_its_batch(data_iterator, model)
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank 1 has no such loss")
+    return output, loss
