@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
+from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints
+from cp_ring.plan.rank_plan import rank_tiles
 from cp_ring.plan.schedule import FLOPS_PER_SECOND, NETWORK_BYTES_PER_SECOND
 from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.verify import Report
@@ -117,6 +119,11 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
         "backward: a hop's dk, dv that leave": leaving * width * wire,
         "backward: dk, dv that arrive": returning * width * wire,
     }
+
+
+def kernel_calls(plan: PlanTables) -> Ints:
+    """Kernel calls of each rank in forward, for a kernel that supports FULL and CAUSAL tiles, one a call: int64 [cp]."""
+    return np.array([len(lower(rank_tiles(plan, rank)[0], Capabilities()).tiles) for rank in range(plan.cp)])
 
 
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:

@@ -37,18 +37,15 @@ class _HopBuffers:
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """The plan of one rank, from the tables of all ranks."""
     cp, num_tokens = plan.cp, int(plan.layout.tokens_per_rank[rank])
-    arriving = plan.transfers.where("receiver", rank)
+    arriving, grads_leaving, keys, grads = _buffers(plan, rank)
     leaving = plan.transfers_by_sender.where("sender", rank)
-    grads_leaving = plan.gradients.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     arriving_far, leaving_far, grads_leaving_far, grads_arriving_far = (
         (rank - table.owner) % cp for table in (arriving, leaving, grads_leaving, grads_arriving)
     )
-    keys = _HopBuffers(arriving, arriving_far, num_tokens, cp)
-    grads = _HopBuffers(grads_leaving, grads_leaving_far, num_tokens, cp)
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
-    tile_hop, tile_far = plan.tile_hop[mine], (rank - plan.tile_source[mine]) % cp
-    tiles, tile_hop, grad_shift = _in_buffers(plan.tiles[mine], tile_hop, tile_far, keys, grads)
+    tile_far = (rank - plan.tile_source[mine]) % cp
+    tiles, tile_hop, grad_shift = _in_buffers(plan.tiles[mine], plan.tile_hop[mine], tile_far, keys, grads)
 
     live = np.zeros(cp, bool)
     for hop in (tile_hop, arriving.hop, leaving.hop, grads_leaving.hop, grads_arriving.hop):
@@ -82,6 +79,22 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         )
 
     return RankPlan(rank, cp, num_tokens, Hops(make, np.flatnonzero(live).tolist()), plan.layout.rows)
+
+
+def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
+    """The tiles of one rank as its rank plan has them, without the rest of it: (tiles, hop of each)."""
+    _, _, keys, grads = _buffers(plan, rank)
+    mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
+    far = (rank - plan.tile_source[mine]) % plan.cp
+    return _in_buffers(plan.tiles[mine], plan.tile_hop[mine], far, keys, grads)[:2]
+
+
+def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuffers, _HopBuffers]:
+    """The messages that fill a rank's key buffers, those that leave its gradient buffers, and these buffers."""
+    arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
+    num_tokens = int(plan.layout.tokens_per_rank[rank])
+    keys, grads = (_HopBuffers(t, (rank - t.owner) % plan.cp, num_tokens, plan.cp) for t in (arriving, leaving))
+    return arriving, leaving, keys, grads
 
 
 def _in_buffers(
