@@ -44,7 +44,7 @@ def one_call(contest: Contest, group: Any) -> tuple[Round, Layout]:
 
 def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """One rank computes the tiles and merges of all ranks: with linear scaling, `cp` ranks take 1 / cp of this time."""
-    plan = RingPlan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp))
+    plan = RingPlan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp), schedule="ring")
     shards = [[plan.layout.shard(x, rank, 1) for x in contest.draw()] for rank in range(contest.cp)]
     dtype, d = getattr(torch, contest.dtype), contest.head_dim
     kernel = choose("cpu", device=torch.device("cpu"), dtype=dtype, d=d, e=d)
@@ -54,7 +54,7 @@ def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
         out, lse = torch.zeros_like(q), q.new_full((1, contest.heads, q.shape[1]), -math.inf)
         dq, dk, dv = (torch.zeros_like(x) for x in shards[rank][:3])
         calls = [
-            (slice(t.q0, t.q1), [shards[hop.source][i][:, t.k0 : t.k1] for i in (1, 2)], 0 if t.is_causal else OPEN)
+            (slice(t.q0, t.q1), [shards[hop.sources[0]][i][:, t.k0 : t.k1] for i in (1, 2)], 0 if t.is_causal else OPEN)
             for hop in plan.rank_plan(rank).hops
             for t in hop.tiles
         ]

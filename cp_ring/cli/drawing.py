@@ -46,11 +46,12 @@ def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Attenti
     _draw_scores(left, plan)
     _draw_timeline(right, plan, report, sizes or AttentionSizes())
     figure.suptitle(
-        f"{plan.mask.describe()}; {plan.layout.name} layout, {plan.route} route: {plan.n:,} tokens on {plan.cp} ranks\n"
+        f"{plan.mask.describe()}; {plan.layout.name} layout, {plan.route} route: {plan.n:,} tokens on {plan.cp} ranks, "
+        f"{plan.schedule[-1]} remote hops\n"
         f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full ring on the wire",
         fontsize=13, color=INK,
     )  # fmt: skip
-    handles = [Patch(color=color(rank, 0, plan.cp), label=f"rank {rank}") for rank in range(min(plan.cp, MAX_LEGEND))]
+    handles = [Patch(color=color(rank, 0, plan.cp, 1), label=f"rank {rank}") for rank in range(min(plan.cp, MAX_LEGEND))]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(plan.cp, 8), frameon=False, fontsize=10)
     try:
         figure.savefig(path, dpi=140)
@@ -64,10 +65,10 @@ def check_ending(path: str) -> None:
         raise PlanError(f"--draw {path}: the file must end in .png, .svg or .pdf")
 
 
-def color(rank: int, hop: int, cp: int) -> Color:
+def color(rank: int, hop: int, cp: int, hops: int) -> Color:
     """The color of a rank at a hop: a hue for each rank, paler at later hops."""
     hue = (0.58 + rank / max(cp, 1)) % 1.0
-    fade = hop / max(cp - 1, 1)
+    fade = hop / max(hops - 1, 1)
     return colorsys.hls_to_rgb(hue, 0.42 + 0.42 * fade, 0.62 - 0.12 * fade)
 
 
@@ -76,13 +77,14 @@ def _draw_scores(axes: Axes, plan: RingPlan) -> None:
     tiles, parent = tiles_in_stream(plan)
     rank, hop = plan.tile_rank[parent], plan.tile_hop[parent]
     shapes = [_outline(tile) for tile in tiles]
-    colors = [color(r, h, plan.cp) for r, h in zip(rank.tolist(), hop.tolist(), strict=True)]
+    hops = plan.schedule[-1] + 1
+    colors = [color(r, h, plan.cp, hops) for r, h in zip(rank.tolist(), hop.tolist(), strict=True)]
     edge = 0.6 if len(shapes) <= 600 else 0.0
     axes.add_collection(PolyCollection(shapes, facecolors=colors, edgecolors="white", linewidths=edge))
     for shape, one, area in zip(shapes, hop.tolist(), tiles.area().tolist(), strict=True):
         if plan.cp > 1 and area**0.5 > plan.n / 40:
             x, y = _center(np.array(shape))
-            axes.text(x, y, str(one), ha="center", va="center", fontsize=8, color="white" if one < plan.cp / 2 else INK)
+            axes.text(x, y, str(one), ha="center", va="center", fontsize=8, color="white" if one < hops / 2 else INK)
     axes.set(xlim=(0, plan.n), ylim=(plan.n, 0), aspect="equal", xlabel="key position", ylabel="query position")
     axes.set_title("which rank computes which pairs, and at which hop (number)", fontsize=11, color=INK)
     _set_frame(axes)
@@ -119,10 +121,10 @@ def _draw_timeline(axes: Axes, plan: RingPlan, report: Report, sizes: AttentionS
             # A transfer has the color of the computation that waits for it.
             low, high, top = span.start * 1e3, span.end * 1e3, span.rank + offset
             shapes.append([(low, top), (high, top), (high, top + height), (low, top + height)])
-            colors.append(color(span.rank, span.hop, plan.cp))
+            colors.append(color(span.rank, span.hop, plan.cp, plan.schedule[-1] + 1))
         hatch = "////" if height < 0.4 else None
         axes.add_collection(PolyCollection(shapes, facecolors=colors, edgecolors="white", linewidths=0.5, hatch=hatch))
-    _label_hops(axes, compute, plan.cp)
+    _label_hops(axes, compute, plan.cp, plan.schedule[-1] + 1)
     end = max((span.end for span in compute + transfers), default=0.0) * 1e3
     axes.set(xlim=(0, end * 1.01 or 1), ylim=(plan.cp - 0.4, -0.6), xlabel="time of one layer's forward pass (ms), predicted")
     axes.set_yticks(range(plan.cp) if plan.cp <= 32 else range(0, plan.cp, plan.cp // 16))
@@ -131,11 +133,11 @@ def _draw_timeline(axes: Axes, plan: RingPlan, report: Report, sizes: AttentionS
     _set_frame(axes)
 
 
-def _label_hops(axes: Axes, compute: list[Span], cp: int) -> None:
+def _label_hops(axes: Axes, compute: list[Span], cp: int, hops: int) -> None:
     total = max((span.end for span in compute), default=0.0)
     for span in compute:
         if cp <= 16 and span.end - span.start > total / 40:
-            ink = "white" if span.hop < cp / 2 else INK
+            ink = "white" if span.hop < hops / 2 else INK
             x = (span.start + span.end) / 2 * 1e3
             axes.text(x, span.rank - 0.13, str(span.hop), ha="center", va="center", fontsize=8, color=ink)
 

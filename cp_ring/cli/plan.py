@@ -15,12 +15,13 @@ from rich.table import Table
 from cp_ring.bench import samples
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost
+from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost, kernel_calls
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
 from cp_ring.plan.verify import Report
 
 PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
@@ -68,6 +69,14 @@ def plan_command(
     route: Annotated[
         str, typer.Option(metavar="NAME", help=f"{' or '.join(ROUTES)}.", rich_help_panel=_LAYOUT)
     ] = "direct",
+    schedule: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"{', '.join(NAMES)}, or the hop of each ring distance as in 0,1,2,2.",
+                     rich_help_panel=_LAYOUT),
+    ] = "auto",
+    slot_shards: Annotated[
+        int, typer.Option(help="Sources of a hop at most: the shards of a receive buffer.", rich_help_panel=_LAYOUT)
+    ] = SLOT_SHARDS,
     num_slots: Annotated[int, typer.Option(help="Receive buffers for keys and values.", rich_help_panel=_LAYOUT)] = 2,
     heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=_SIZES)] = 32,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads; only these travel.", rich_help_panel=_SIZES)] = 8,
@@ -96,7 +105,8 @@ def plan_command(
         offsets = _document_offsets(seq_length, documents, documents_mean, seed)
         mask = _make_mask(seq_length, offsets, window, full, prefix)
         chosen = _make_layout(layout, mask, offsets, cp, chunks_per_rank)
-        plan, build_ms = _timed(lambda: RingPlan.build(mask, chosen, route))
+        with _name_options(schedule="--schedule", slot_shards="--slot-shards"):
+            plan, build_ms = _timed(lambda: RingPlan.build(mask, chosen, route, schedule, slot_shards))
         report, verify_ms = _timed(lambda: plan.verify(num_slots))
     costs = cost(report, sizes, num_slots)
     facts = summary(plan, report, costs, ranks_per_node) | {"build_ms": build_ms, "verify_ms": verify_ms}
@@ -117,6 +127,7 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
         "mask": plan.mask.name,
         "layout": plan.layout.name,
         "route": plan.route,
+        "schedule": list(plan.schedule),
         "n": plan.n,
         "cp": plan.cp,
         "tokens_per_rank": report.tokens_per_rank.tolist(),
@@ -127,6 +138,7 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
         "gradient_bytes_out_per_rank": costs.gradient_bytes_out.sum(1).tolist(),
         "forward_flops_per_rank": costs.forward_flops.sum(1).tolist(),
         "backward_flops_per_rank": costs.backward_flops.sum(1).tolist(),
+        "kernel_calls_per_rank": kernel_calls(plan).tolist(),
         "moving_hops_per_rank": report.moving_hops.tolist(),
         "moving_hops": int((report.keys_in.sum(0) > 0).sum()),
         "share_of_full_ring": report.share_of_full_ring,
@@ -178,6 +190,19 @@ def _name_options_if_out_of_memory(n: int, cp: int) -> Iterator[None]:
         raise PlanError(f"--seq-length {n} --cp {cp}: the plan does not fit into memory: {error}") from None
 
 
+@contextmanager
+def _name_options(**options: str) -> Iterator[None]:
+    """Turns parameters into their options in a `PlanError` that begins with the name of one of them."""
+    try:
+        yield
+    except PlanError as error:
+        named = str(error)
+        if named.startswith(tuple(options)):
+            for name, option in options.items():
+                named = named.replace(name, option, 2 if name == "slot_shards" else 1)
+        raise PlanError(named) from None
+
+
 def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
     """What `make` returns, and the milliseconds that it takes."""
     start = time.perf_counter()
@@ -204,6 +229,10 @@ def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
         f"balance {facts['balance']:.3f} (max / mean work); {facts['share_of_full_ring']:.1%} of a full ring on the wire, "
         f"{facts['share_between_nodes']:.1%} of that between nodes; proven: built in {facts['build_ms']:.1f} ms, "
         f"verified in {facts['verify_ms']:.1f} ms, {facts['slots']} receive buffers in use"
+    )
+    sources = ", ".join(map(str, group_sizes(plan.schedule))) or "none"
+    console.print(
+        f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward"
     )
     buffers = Table("buffer, on the rank that needs most of it", "MiB")
     for name, size in facts["memory"].items():

@@ -121,6 +121,7 @@ def _run_rank_checks(args: argparse.Namespace, job: JobConfig, line: list[str]) 
     if job.cp_ring.enabled:
         validate.check_attention(args)
         validate.check_documents(args, job.cp_ring)
+        job.cp_ring.check_schedule(job.parallel.context_parallel_size)
     elif job.cp_ring.document_mask:
         raise ConfigError("cp_ring.document_mask (--cp-ring-document-mask) needs cp_ring.enabled (--cp-ring)")
     if not uses_corpus(job):

@@ -103,19 +103,36 @@ class Documents:
         between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)
         return Mask(self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents")
 
-    def prepare(self, rank: int, route: str, window: tuple[int, int] = (-1, -1), causal: bool = True) -> None:
-        """Starts to make the plan on a worker thread, unless that has started already."""
-        key = (rank, route, window, causal)
+    def prepare(
+        self,
+        rank: int,
+        route: str,
+        window: tuple[int, int] = (-1, -1),
+        causal: bool = True,
+        schedule: str = "auto",
+        slot_shards: int | None = None,
+    ) -> Future[RankPlan]:
+        """Starts making the plan on a worker thread, unless that has begun already. Arguments as in `plan`."""
+        key = (rank, route, window, causal, schedule, slot_shards)
         if key not in self._plans:
-            self._plans[key] = _worker().submit(_make_plan, self.mask(window, causal), self.layout, rank, route, (window, causal))
+            mask, how = self.mask(window, causal), (route, schedule, slot_shards)
+            self._plans[key] = _worker().submit(_make_plan, mask, self.layout, rank, how, (window, causal))
+        return self._plans[key]
 
-    def plan(self, rank: int, route: str, window: tuple[int, int] = (-1, -1), causal: bool = True) -> RankPlan:
-        """The rank plan of `rank`, made once for all layers with this window.
+    def plan(
+        self,
+        rank: int,
+        route: str,
+        window: tuple[int, int] = (-1, -1),
+        causal: bool = True,
+        schedule: str = "auto",
+        slot_shards: int | None = None,
+    ) -> RankPlan:
+        """The rank plan of `rank`, made once for all layers with this window; `route` to `slot_shards` as in `RingPlan.build`.
 
         The plan of all ranks is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
         """
-        self.prepare(rank, route, window, causal)
-        return self._plans[rank, route, window, causal].result()
+        return self.prepare(rank, route, window, causal, schedule, slot_shards).result()
 
     def positions(self, rank: int) -> torch.Tensor:
         """The positions, within their batch rows, of the tokens that `rank` holds: int64 [n / cp, batch]."""
@@ -255,14 +272,15 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
 
 
-def _make_plan(mask: Mask, layout: Layout, rank: int, route: str, kind: Iterable[Any]) -> RankPlan:
-    key = (layout.name, layout.cp, route, *kind)
+def _make_plan(mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None], kind: Iterable[Any]) -> RankPlan:
+    """`how` is the route, the schedule and the limit of its sources."""
+    key = (layout.name, layout.cp, *how, *kind)
     if key not in _proven or next(_made) % PROVE_EVERY == 0:
-        plan = RingPlan.build(mask, layout, route)
+        plan = RingPlan.build(mask, layout, *how)
         plan.verify()
         _proven.add(key)
         return plan.rank_plan(rank)
-    return RingPlan.build_rank_plan(mask, layout, rank, route)
+    return RingPlan.build_rank_plan(mask, layout, rank, *how)
 
 
 def _shorten(values: Ints) -> str:

@@ -107,7 +107,8 @@ def _make_documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
     args, edges = get_args(), cu_seqlens.numpy()
     documents = Documents.in_rows(edges, int(edges[-1]) // args.seq_length, current().layout, cp)
     if getattr(args, "window_size", None) is None:
-        documents.prepare(rank, current().route)
+        settings = current()
+        documents.prepare(rank, settings.route, schedule=settings.schedule, slot_shards=settings.slot_shards)
     return documents
 
 

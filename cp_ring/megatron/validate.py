@@ -69,6 +69,8 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         elif config.document_mask:
             raise ConfigError("--cp-ring-document-mask needs --cp-ring")
         check_sizes(args)
+        if config.enabled:
+            config.check_schedule(args.context_parallel_size)
         check_norms(args)
         check_data(args)
         check_layers(args)

@@ -23,7 +23,8 @@ def plan_of(job: JobConfig) -> RingPlan:
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"megatron.seq_length {n!r}: it must be the number of tokens of a sequence")
     layout = Layout.contiguous(n, cp) if job.cp_ring.layout == "contiguous" else Layout.zigzag(n, cp)
-    return RingPlan.build(Mask.causal(n), layout, job.cp_ring.route)
+    settings = job.cp_ring
+    return RingPlan.build(Mask.causal(n), layout, settings.route, settings.schedule, settings.slot_shards)
 
 
 def sizes_of(job: JobConfig) -> AttentionSizes:
