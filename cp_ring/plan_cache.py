@@ -16,32 +16,37 @@ from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.schedule import text
 
 MAX_PLANS = 64
 """How many plans are kept: those that were used last."""
 
 Offsets = Sequence[int] | np.ndarray | Tensor
 
-_plans: OrderedDict[bytes, RingPlan] = OrderedDict()
+_plans: OrderedDict[tuple[object, ...], RingPlan] = OrderedDict()
 _lock = Lock()
 
 
-def plan_for(mask: Mask, layout: Layout | str, cp: int, route: str = "direct") -> RingPlan:
-    """The plan for `mask`, proven; an equal mask, layout and route give the plan of an earlier call.
+def plan_for(
+    mask: Mask, layout: Layout | str, cp: int, route: str = "direct", schedule: str | Sequence[int] = "auto"
+) -> RingPlan:  # fmt: skip
+    """The plan for `mask`, proven; an equal mask, layout, route and schedule give the plan of an earlier call.
 
-    `layout` is a `Layout`, or a name in `LAYOUTS`. Raises `PlanError` where mask, layout and route do not fit together.
+    `layout` is a `Layout`, or a name in `LAYOUTS`. Raises `PlanError` where the arguments do not fit together.
     """
     if isinstance(layout, str) and layout not in LAYOUTS:
         raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
     if route not in ROUTES:
         raise PlanError(f"route={route!r}: unknown; known are {', '.join(ROUTES)}")
-    key = _digest(mask, layout, cp, route)
+    # Another function may have taken a name in the registries since.
+    how = _digest(mask, layout, cp, f"{route} {text(schedule)}")
+    key = how, LAYOUTS[layout] if isinstance(layout, str) else None, ROUTES[route]
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
             return _plans[key]
         # Made under the lock: threads that ask for one plan at the same time share it.
-        plan = RingPlan.build(mask, LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout, route)
+        plan = RingPlan.build(mask, LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout, route, schedule)
         plan.verify()
         _plans[key] = plan
         while len(_plans) > MAX_PLANS:
@@ -61,6 +66,7 @@ def plan_of_call(
     mask: Mask | None,
     layout: str | Layout,
     route: str,
+    schedule: str | Sequence[int] = "auto",
 ) -> RingPlan:
     """The plan of a call in which rank `rank` of `cp` passes `batch` rows of `tokens` tokens.
 
@@ -74,7 +80,7 @@ def plan_of_call(
         else:
             offsets = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor | np.ndarray) else cu_seqlens)
         mask = _mask(offsets, causal, tuple(window_size))
-    plan = plan_for(mask, layout, cp, route)
+    plan = plan_for(mask, layout, cp, route, schedule)
     held = int(plan.layout.tokens_per_rank[rank])
     if plan.layout.rows == 1 and held != tokens:
         name = "cu_seqlens ends at" if cu_seqlens is not None else "the sequence has"
@@ -107,6 +113,7 @@ def check_mask_arguments(
     cu_seqlens: Offsets | None,
     layout: object,
     route: str,
+    schedule: object = "auto",
 ) -> None:
     """Raises `ConfigError` for arguments that say the same thing twice, or are of the wrong type."""
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
@@ -114,10 +121,10 @@ def check_mask_arguments(
     masks = [("mask", mask is not None), ("causal", causal), ("window_size", tuple(window_size) != (-1, -1)),
              ("cu_seqlens", cu_seqlens is not None)]  # fmt: skip
     if plan is not None:
-        others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct")]
+        others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct"), ("schedule", schedule != "auto")]
         for name, given in others:
             if given:
-                raise ConfigError(f"{name} and plan are both given, but a plan has its own mask, layout and route: drop one")
+                raise ConfigError(f"{name} and plan are both given, but a plan has its own mask, layout, route and schedule: drop one")
     elif mask is not None:
         for name, given in masks[1:]:
             if given:
@@ -125,6 +132,8 @@ def check_mask_arguments(
         if not isinstance(mask, Mask):
             hint = "; mask_mod functions are not supported, see the constructors of cp_ring.Mask" if callable(mask) else ""
             raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
+    if not isinstance(schedule, str | Sequence):
+        raise ConfigError(f"schedule is a {type(schedule).__name__}, not auto, ring, gather or a tuple of hops")
     if not isinstance(layout, str | Layout):
         raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}")
 
@@ -142,9 +151,9 @@ def _mask(offsets: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Ma
     return Mask.causal(offsets[-1], window) if causal else Mask.full(offsets[-1], window)
 
 
-def _digest(mask: Mask, layout: Layout | str, cp: int, route: str) -> bytes:
-    """Equal for equal masks, layouts and routes, whatever they are called."""
-    state = hashlib.blake2b(f"{mask.n} {cp} {route} ".encode(), digest_size=16)
+def _digest(mask: Mask, layout: Layout | str, cp: int, names: str) -> bytes:
+    """Equal for equal masks and layouts, whatever they are called, and equal `names` of route and schedule."""
+    state = hashlib.blake2b(f"{mask.n} {cp} {names} ".encode(), digest_size=16)
     state.update(mask.pieces.data.tobytes())
     if isinstance(layout, str):
         state.update(f" layout {layout}".encode())

@@ -130,7 +130,7 @@ def beyond(hop: Counter[str]) -> int:
 @pytest.mark.parametrize("rank", range(4))
 def test_launches_per_hop(launches, rank):
     """At most 2 in forward and 3 in backward; besides, the lse of a call's queries is copied where the last call had others."""
-    plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4))
+    plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4), schedule="ring")
     both(plan, rank, launches)  # tensors that are made once
     forward, backward = both(plan, rank, launches)
     assert [beyond(hop) for hop in forward] == [1, 1, 1, 1], forward
@@ -140,6 +140,19 @@ def test_launches_per_hop(launches, rank):
     assert max(beyond(hop) for hop in backward) <= 3, backward
     assert [hop["attention"] for hop in backward] == [1, 1, 1, 1, 2]
     assert not any("_local_scalar_dense" in hop for hop in forward + backward)
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_launches_of_hops_with_several_sources(launches, rank):
+    """Sources that the same queries see go to the kernel in one call, so 7 remote ones take 3 calls at most."""
+    plan = RingPlan.build(Mask.causal(8 * 256), Layout.zigzag(8 * 256, 8), schedule=(0, 1, 1, 1, 2, 2, 2, 2))
+    both(plan, rank, launches)
+    forward, backward = both(plan, rank, launches)
+    assert len(forward) == 3
+    assert sum(hop["attention"] for hop in forward) == (3 if rank in (0, 3, 7) else 4)
+    assert all(beyond(hop) == hop["attention"] for hop in forward), forward
+    # Hop 0 is in two halves, of which the second has two tiles.
+    assert sum(hop["attention"] for hop in backward) == sum(hop["attention"] for hop in forward) + 2
 
 
 def test_packed_documents_upload_nothing_in_the_hops(launches):
@@ -193,7 +206,7 @@ def test_strided_queries_are_copied_once(launches):
 def test_no_buffer_is_made_per_hop(launches):
     """From hop 3 on everything is there; slots do not grow with the ranks."""
     cp = 16
-    plan = RingPlan.build(Mask.causal(cp * 512), Layout.zigzag(cp * 512, cp))
+    plan = RingPlan.build(Mask.causal(cp * 512), Layout.zigzag(cp * 512, cp), schedule="ring")
     with record() as counters:
         forward, backward = both(plan, cp // 2, launches)
     assert counters.slots_peak == 2

@@ -143,6 +143,20 @@ def test_dense_gradients_that_may_be_nan(monkeypatch):
         assert [call["max_seqlen_kv"] for call in calls if "d_o" in call] == [256, 160, 192, 192]
 
 
+def test_names_that_are_tried_are_those_of_the_calls(monkeypatch):
+    """Rejection tries to bind the same values as the calls pass."""
+    names: dict[str, set[frozenset[str]]] = {}
+
+    def noted(kernel, function, values):
+        names.setdefault(function.__name__, set()).add(frozenset(values))
+        return bind(kernel, function, values)
+
+    monkeypatch.setattr(adapter, "bind", noted)
+    with installed("2.20.2"):
+        conformance.check(KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)])
+    assert [len(names[name]) for name in ("fused_attn_fwd", "fused_attn_bwd")] == [1, 1]
+
+
 def test_library_whose_parameters_do_not_fit_is_rejected(monkeypatch):
     def fused_attn_bwd(q, temperature):
         return q, temperature
