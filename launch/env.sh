@@ -24,15 +24,15 @@ environment_hash() {
     cat "$ROOT/pyproject.toml" "$ROOT/launch/constraints.txt" | sha256sum | cut -c1-16
 }
 
-# prepare_environment EXTRAS: "" or "[test]". Returns at once if .venv is complete; starts anew after an interrupted installation.
+# prepare_environment EXTRAS, as "[test]" or "[corpus]". Returns at once if .venv is complete; repairs an interrupted installation.
 prepare_environment() {
-    local extras="$1" stamp python
+    local extras="$1" stamp python old
     if [[ ! -e "$ROOT/pyproject.toml" ]]; then
         echo "cp_ring: error: this script sets up a checkout of cp_ring; where cp_ring is installed, run: cp-ring train quickstart" >&2
         return 1
     fi
     stamp="$VENV/complete-$(environment_hash)"
-    if [[ -e "$stamp$extras" && -x "$VENV/bin/python" ]]; then
+    if [[ (-e "$stamp$extras" || -e "${stamp}[test]") && -x "$VENV/bin/python" ]]; then # [test] holds what the others need
         return
     fi
     if [[ -e "$VENV/installing" ]]; then
@@ -50,7 +50,9 @@ prepare_environment() {
     touch "$VENV/installing"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$ROOT/launch/constraints.txt" --editable "$ROOT$extras"
-    rm -f "$VENV"/complete-*
+    for old in "$VENV"/complete-*; do
+        [[ "$old" == "$stamp"* ]] || rm -f "$old"
+    done
     touch "$stamp" "$stamp$extras"
     rm -f "$VENV/installing"
 }

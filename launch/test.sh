@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
 
-PARALLEL=(-n auto --dist loadfile --no-loadscope-reorder --durations=15)
+PARALLEL=(-n auto --dist loadgroup --no-loadscope-reorder --durations=15)
 COMPAT=(0.16.1 0.17.1 0.18.2 0.19.2) # the last of each minor version that cp_ring supports
 TORCH_TESTS=(tests/test_attention.py tests/test_attention_masks.py tests/kernels tests/ops tests/comm tests/plan
     tests/megatron/test_documents.py tests/megatron/test_recompute.py tests/megatron/test_run.py tests/megatron/test_specs.py)

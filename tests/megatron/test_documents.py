@@ -1,6 +1,7 @@
 """Packed documents: boundaries, masks, padding, rotary positions and multi-token prediction, alone and in training."""
 
 import importlib
+import multiprocessing
 import shlex
 import sys
 from types import SimpleNamespace
@@ -8,16 +9,31 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
 from cp_ring.patches import loss_bias, mtp_roll, rotary_documents
 from tests.megatron import documents as corpora
 from tests.megatron.launch import HERE, MODEL, TRAIN, trace, train
 from tests.parity.deliveries import cut
+
+
+def import_megatron():
+    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost every worker seconds."""
+    global PackedSeqParams, DocumentParams, Documents, boundaries, documents_of
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    import_megatron()
+
+
+if multiprocessing.parent_process():  # a rank that runs a function of this file
+    import_megatron()
 
 REAL, PADDED = np.array([0, 5, 6, 6, 15]), np.array([0, 8, 16, 16, 32])
 BOTH = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
