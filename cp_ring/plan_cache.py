@@ -19,6 +19,7 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import text
 
 MAX_PLANS = 64
+_OF_PLANS = "mask, layout, route and schedule"
 """How many plans are kept: those that were used last."""
 
 Offsets = Sequence[int] | np.ndarray | Tensor
@@ -124,7 +125,7 @@ def check_mask_arguments(
         others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct"), ("schedule", schedule != "auto")]
         for name, given in others:
             if given:
-                raise ConfigError(f"{name} and plan are both given, but a plan has its own mask, layout, route and schedule: drop one")
+                raise ConfigError(f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop one")
     elif mask is not None:
         for name, given in masks[1:]:
             if given:

@@ -69,7 +69,7 @@ def launch(command: Command, output: RankOutput) -> int:
             with output.following():
                 run(get_args_parser().parse_args(arguments))
         except ChildFailedError as error:
-            rank, failure = error.get_first_describe_failure()
+            rank, failure = error.get_first_failure()
             code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
             if code != 2 or not output.errors:  # otherwise the ranks have rejected the job and printed why
                 line = _describe_failure(rank, failure.exitcode, output)
