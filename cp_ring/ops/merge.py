@@ -36,10 +36,10 @@ def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None
     fits = out.is_cuda and out.dtype == lse.dtype == torch.float32 and out.stride(-1) == 1
     with record_function("cp_ring: merge"):
         if not (fits and _fused.run(out, lse, out_tile, lse_tile)):
-            _merge_with_torch_(out, lse, out_tile, lse_tile)
+            _merge_(out, lse, out_tile, lse_tile)
 
 
-def _merge_with_torch_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
+def _merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
     lse_tile = lse_tile.to(lse.dtype)
     # -inf - -inf is NaN: the weight of such a query is 0.
     weight = torch.sigmoid(lse_tile - lse).masked_fill_(lse_tile == -math.inf, 0.0)

@@ -23,8 +23,8 @@ CAPABILITIES = [Capabilities(bands, 0, varlen) for bands in (False, True) for va
 
 
 def hop_of(tiles: Tiles, shift=0) -> Hop:
-    columns = int(tiles.k1.max())
-    return Hop(0, 0, tiles, columns, None, (), columns + 8, np.full(len(tiles), shift), (), ())
+    keys = int(tiles.k1.max())
+    return Hop(0, 0, tiles, keys, None, (), keys + 8, np.full(len(tiles), shift), (), ())
 
 
 def run(hop: Hop, case: Case, capabilities: Capabilities, shift: int = 0) -> Grads:
@@ -45,20 +45,20 @@ def run(hop: Hop, case: Case, capabilities: Capabilities, shift: int = 0) -> Gra
 def random_tiles(generator: np.random.Generator, n: int) -> Tiles:
     """Bands on rectangles that share no query; keys overlap."""
     cuts = np.unique(np.concatenate([[0, n], generator.integers(1, n, 6)])).tolist()
-    rows = []
+    bands = []
     for q0, q1 in pairwise(cuts):
         k0, k1 = sorted(generator.choice(n + 1, 2, replace=False).tolist())
         kind, height = generator.integers(5), min(q1 - q0, n - k0)
         if kind == 0:
-            rows.append((q0, q1, k0, k1, -OPEN, OPEN))
+            bands.append((q0, q1, k0, k1, -OPEN, OPEN))
         elif kind == 1:
-            rows.append((q0, q0 + height, k0, k0 + height, -OPEN, k0 - q0))
+            bands.append((q0, q0 + height, k0, k0 + height, -OPEN, k0 - q0))
         elif kind == 2:
-            rows.append((q0, q0 + height, k0, k0 + height, k0 - q0, OPEN))
+            bands.append((q0, q0 + height, k0, k0 + height, k0 - q0, OPEN))
         elif kind == 3:
             lo = int(generator.integers(-n, n))
-            rows.append((q0, q1, k0, k1, lo, lo + int(generator.integers(0, n))))
-    return Tiles.of(rows or [(0, n, 0, n, -OPEN, OPEN)])
+            bands.append((q0, q1, k0, k1, lo, lo + int(generator.integers(0, n))))
+    return Tiles.of(bands or [(0, n, 0, n, -OPEN, OPEN)])
 
 
 @pytest.mark.parametrize("capabilities", CAPABILITIES, ids=str)
@@ -70,8 +70,8 @@ def test_random_tiles(capabilities, b):
         case = Case.draw(n, b=b, h=4, g=2, d=8, e=12, seed=seed, dtype=torch.float64)
         truth = brute_force(case, paint(tiles, n, n) > 0, scale=0.25)
         shift = seed % 8
-        columns = int(tiles.k1.max())
-        seen = Case(case.q, case.k[:, :columns], case.v[:, :columns], case.dout)
+        keys = int(tiles.k1.max())
+        seen = Case(case.q, case.k[:, :keys], case.v[:, :keys], case.dout)
         got = run(hop_of(tiles, shift), seen, capabilities, shift)
         for name, x, y in zip(Grads._fields, got, truth, strict=True):
             y = y[:, : x.shape[1]]
