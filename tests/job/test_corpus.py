@@ -186,5 +186,5 @@ def test_a_run_goes_on_with_its_own_corpus_only(run_of, folder, tmp_path):
     assert str(tmp_path / "cache" / "moved-") in str(rejected.value) and "\n" not in str(rejected.value)
     replaced = start(moved, "data.replace=true")
     assert start(moved) == replaced
-    with pytest.raises(ConfigError, match="another one"):
+    with pytest.raises(ConfigError, match="another corpus"):
         start(folder)
