@@ -261,8 +261,8 @@ class _RingAttention(torch.autograd.Function):
         ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call
     ) -> tuple[Tensor, Tensor]:
         WATCH.place, WATCH.backward = call.place, False
-        q = q if q.stride(-1) == 1 else q.contiguous()
-        k, v = k.contiguous(), v.contiguous()
+        # Once a call: some kernels copy a strided q, which every hop would repeat.
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         kept = call.results.take() if call.results is not None else None
         if kept is not None:
             out, lse = kept

@@ -24,6 +24,8 @@ from cp_ring.kernels.calls import KernelCall, Statistics, kernel_calls
 from cp_ring.plan import Layout, Mask, RingPlan
 from cp_ring.testing.loopback import LoopbackTransport
 
+_LEAD_CYCLES = 10_000_000  # of the device's clock, about 5 ms
+
 
 @dataclass(frozen=True)
 class RankSizes:
@@ -92,6 +94,8 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
+    # The device sleeps until the host has begun to enqueue the work. Otherwise the time of the host's first calls would count.
+    torch.cuda._sleep(_LEAD_CYCLES)
     begin.record()
     work()
     end.record()

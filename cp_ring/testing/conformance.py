@@ -36,6 +36,8 @@ BANDS = (
 )
 EMPTY_QUERIES = ((20, 20, -OPEN, -3), (20, 20, 5, OPEN), (20, 12, -4, 0), (8, 30, -OPEN, -2), (5, 5, 9, 12))
 """Tiles in which some queries see no key: number of queries, number of keys, lo, hi."""
+DENSE = ((256, 128), (128, 256))
+"""Multiples of 128, the sizes of most tiles in training. Some kernels compute them with other functions than other sizes."""
 
 # Norm of the error divided by norm of the truth. It allows for rounding in another order; a wrong key gives an error of 0.05.
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -98,6 +100,13 @@ def _causal(case: KernelCase) -> None:
         _check_tile(case, size, size, -OPEN, 0)
 
 
+def _multiples_of_128(case: KernelCase) -> None:
+    for queries, keys in DENSE:
+        _check_tile(case, queries, keys, -OPEN, OPEN)
+    _check_tile(case, 256, 256, -OPEN, 0)
+    _check_merged(case, 128, 256)
+
+
 def _bands(case: KernelCase) -> None:
     for band in BANDS if case.kernel.capabilities.bands else ():
         _check_tile(case, *band)
@@ -136,11 +145,18 @@ def _written(case: KernelCase) -> None:
 
 
 def _merged(case: KernelCase) -> None:
-    """Backward of one tile, with out and lse over all keys, gives that tile's exact share of the gradients."""
-    q, k, v, dout = case.draw(33, 33)
-    more_k, more_v = case.draw(33, 47, seed=1)[1:3]
-    every = torch.ones(33, 47, dtype=torch.bool, device=q.device)
-    allowed = torch.cat([every[:, :33].tril(), every], 1)
+    _check_merged(case, 33, 47)
+
+
+def _check_merged(case: KernelCase, queries: int, more: int) -> None:
+    """Backward of one tile, with out and lse over all keys, gives that tile's exact share of the gradients.
+
+    The queries see a causal tile of `queries` keys, and a full tile of `more` keys.
+    """
+    q, k, v, dout = case.draw(queries, queries)
+    more_k, more_v = case.draw(queries, more, seed=1)[1:3]
+    causal = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
+    allowed = torch.cat([causal, causal.new_ones(queries, more)], 1)
     truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case.scale)
     out, lse = truth.out.to(case.dtype), truth.lse.to(torch.promote_types(case.dtype, torch.float32))
     options: dict[str, Any] = {"lo": -OPEN, "scale": case.scale}
@@ -148,8 +164,8 @@ def _merged(case: KernelCase) -> None:
     second = case.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
     _close("dq of two tiles", first[0].double() + second[0].double(), truth.dq, case)
     for name, a, b, whole in zip(("dk", "dv"), first[1:], second[1:], (truth.dk, truth.dv), strict=True):
-        _close(f"{name} of a causal tile among two", a, whole[:, :33], case)
-        _close(f"{name} of a full tile among two", b, whole[:, 33:], case)
+        _close(f"{name} of a causal tile among two", a, whole[:, :queries], case)
+        _close(f"{name} of a full tile among two", b, whole[:, queries:], case)
 
 
 def _varlen(case: KernelCase) -> None:
@@ -181,6 +197,7 @@ def _repeats(case: KernelCase) -> None:
 PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
     "full rectangles": _full,
     "causal squares": _causal,
+    "multiples of 128": _multiples_of_128,
     "natural-log lse": _natural_log,
     "scale": _scale,
     "bands": _bands,

@@ -6,11 +6,13 @@ of PyTorch's operators, with the fused merge and sums counted as the one kernel 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import Layout, Mask, RingPlan, attention, ring_attention
 from cp_ring.comm import streams
 from cp_ring.comm.streams import KeyStream
-from cp_ring.kernels import REGISTRY, calls, choose
+from cp_ring.kernels import REGISTRY, calls, choose, signatures
 from cp_ring.kernels.base import OPEN, no_random_state
 from cp_ring.observe.counters import record
 from cp_ring.testing.loopback import LoopbackTransport
@@ -163,6 +165,42 @@ def test_packed_documents_upload_nothing_in_the_hops(launches):
         forward, backward = both(plan, 1, launches)
         assert not any(hop["upload"] or "_local_scalar_dense" in hop for hop in forward + backward)
         assert bool(launches.counts["upload"]) == (repeat == 0)
+
+
+def test_nothing_is_worked_out_twice(launches, monkeypatch):
+    """A second call of a plan reads no signature, makes no tensor of lengths, and uploads nothing."""
+    signatures_read = []
+    counted = SimpleNamespace(signature=lambda function: signatures_read.append(function) or inspect.signature(function))
+    monkeypatch.setattr(signatures, "inspect", counted)
+    signatures.parameters_of.cache_clear()
+    signatures._names.cache_clear()
+    for plan in (
+        RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4)),
+        RingPlan.build(Mask.causal(4 * 90), Layout.zigzag(4 * 90, 4)),  # uneven: packings of one tile
+        RingPlan.build(Mask.documents([0, 30, 77, 101, 300, 512]), Layout.zigzag(512, 4)),
+    ):
+        both(plan, 1, launches)
+        signatures_read.clear()
+        launches.counts.clear()
+        both(plan, 1, launches)
+        assert launches.counts["attention"]
+        assert not signatures_read
+        assert not launches.counts.keys() & {"arange", "upload", "searchsorted", "cumsum"}
+
+
+def test_strided_queries_are_copied_once(launches):
+    """As models without rotary embeddings give them: a part of one tensor of queries, keys and values."""
+    plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4))
+    q, k, v, _ = draw(1024)
+    q = torch.cat([q, q], -1)[..., :16]
+    with launches, torch.no_grad():
+        ring_attention(q, k, v, LoopbackTransport(1, 4), plan=plan, kernel="emulated", qkv_format="sbhd")
+        launches.hops()
+        launches.counts.clear()
+        ring_attention(q, k, v, LoopbackTransport(1, 4), plan=plan, kernel="emulated", qkv_format="sbhd")
+        hops = launches.hops()[:-1]
+    assert not any(hop["clone"] for hop in hops)
+    assert launches.counts["clone"] == 1
 
 
 def test_no_buffer_is_made_per_hop(launches):
