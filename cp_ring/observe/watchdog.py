@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 EXIT_CODE = 3
 _KEY = "cp_ring/watchdog/"
+_COLLECTIVES = ("/torch/distributed/", "/cp_ring/comm/agreement.py")
 _GRACE_S = 3.0  # within which all ranks of a job can write to the store and read from it
 
 
@@ -119,11 +120,15 @@ class Watchdog:
     """
 
     def __init__(self, timeout: float, rank: int, size: int, store: Any, end: Callable[[int], Any] = os._exit):
-        self.timeout, self.rank, self.size, self.store, self.end = timeout, rank, size, store, end
-        self.tick = min(max(timeout / 20, 0.2), 5.0)
+        self.rank, self.size, self.store, self.end = rank, size, store, end
+        self.set_timeout(timeout)
         self._stack: tuple[Any, ...] = ()
         self._stack_since = time.monotonic()
         self._main = threading.main_thread().ident or 0
+
+    def set_timeout(self, timeout: float) -> None:
+        """Puts another timeout in force from the next tick on."""
+        self.timeout, self.tick = timeout, min(max(timeout / 20, 0.2), 5.0)
 
     def run(self, alive: Callable[[], bool]) -> None:
         """Looks at every tick, until the process group is gone."""
@@ -242,11 +247,11 @@ def _progress(told: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _collective(frame: FrameType | None) -> FrameType | None:
-    """The frame of torch.distributed that the stack is in, or None where it is not in one."""
+    """The frame that waits for other ranks outside of hops, or None where the stack is in none: see `_COLLECTIVES`."""
     for _ in range(4):
         if frame is None:
             return None
-        if "/torch/distributed/" in frame.f_code.co_filename:
+        if any(place in frame.f_code.co_filename for place in _COLLECTIVES):
             return frame
         frame = frame.f_back
     return None
@@ -262,17 +267,25 @@ def _line(frame: FrameType | None) -> str:
 
 
 _watched: Any = None
+_dog: Watchdog | None = None
 
 
 def start(timeout: float) -> None:
-    """Starts the thread for the present default process group, unless it has one, or `timeout` is 0, or there is no group."""
-    global _watched
-    if not timeout or not dist.is_initialized() or dist.distributed_c10d._get_default_group() is _watched:
+    """Starts the thread for the present default process group, unless `timeout` is 0, or there is no group.
+
+    A rank that then waits for longer than `timeout` seconds, for a hop or in a collective, is reported, and the process ends
+    with `EXIT_CODE`. Where the thread runs already, `timeout` replaces the earlier one.
+    """
+    global _watched, _dog
+    if not timeout or not dist.is_initialized():
+        return
+    if dist.distributed_c10d._get_default_group() is _watched and _dog is not None:
+        _dog.set_timeout(timeout)
         return
     group = _watched = dist.distributed_c10d._get_default_group()
     WATCH.__init__()  # type: ignore[misc]
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    dog = Watchdog(timeout, dist.get_rank(), dist.get_world_size(), store)
+    dog = _dog = Watchdog(timeout, dist.get_rank(), dist.get_world_size(), store)
 
     def alive() -> bool:
         return dist.is_initialized() and dist.distributed_c10d._get_default_group() is group
