@@ -12,6 +12,7 @@ but it is found.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -139,7 +140,8 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.W
 def agreement_of(group: dist.ProcessGroup) -> Agreement:
     """The agreement of a process group, which all its transports share."""
     if group not in _agreements:
-        store = dist.distributed_c10d._get_process_group_store(group).clone()  # a wait blocks a store for other threads
+        # A copy, because a wait blocks a store for other threads.
+        store = dist.distributed_c10d._get_process_group_store(group).clone()  # type: ignore[attr-defined]
         _agreements[group] = Agreement(store, dist.get_rank(group), dist.get_world_size(group))
     return _agreements[group]
 
@@ -180,7 +182,8 @@ def _look_out(agreement: weakref.ref[Agreement]) -> None:
             except RuntimeError:  # the store is gone, and with it the job
                 return
             if line:
-                print(f"cp_ring: rank {here._rank}: {line}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # standard error may be a file on a full disk
+                    print(f"cp_ring: rank {here._rank}: {line}", file=sys.stderr, flush=True)
                 return
         calls = here._calls
         del here

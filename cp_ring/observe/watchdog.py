@@ -164,21 +164,21 @@ class Watchdog:
         """Says where this rank is, learns it of the others, lets one rank name the first stuck, and ends the process."""
         try:
             mine = self.where()
-            print(f"cp_ring: watchdog: rank {self.rank} {sentence(mine)}", file=sys.stderr, flush=True)
+            _say(f"cp_ring: watchdog: rank {self.rank} {sentence(mine)}")
             self.store.set(_KEY + str(self.rank), json.dumps(mine))
             self.store.set(_KEY + "fired", "1")
             time.sleep(self.tick + _GRACE_S)
             told = {rank: self.store.get(_KEY + str(rank)) for rank in range(self.size) if self.store.check([_KEY + str(rank)])}
             if self.rank == min(told):
                 line = verdict({rank: json.loads(text) for rank, text in told.items()}, self.size)
-                print(f"cp_ring: watchdog: {line}; ending the job", file=sys.stderr, flush=True)
+                _say(f"cp_ring: watchdog: {line}; ending the job")
                 self.store.set(_KEY + "said", "1")
             else:
                 end = time.monotonic() + _GRACE_S
                 while time.monotonic() < end and not self.store.check([_KEY + "said"]):
                     time.sleep(0.1)
         except RuntimeError as error:
-            print(f"cp_ring: watchdog: rank {self.rank} cannot reach the others: {error}", file=sys.stderr, flush=True)
+            _say(f"cp_ring: watchdog: rank {self.rank} cannot reach the others: {error}")
         finally:
             self.end(EXIT_CODE)
 
@@ -196,6 +196,12 @@ class Watchdog:
         if _collective(frame) is not None:
             mine |= {"waits": "collective", "seconds": time.monotonic() - self._stack_since}
         return mine
+
+
+def _say(line: str) -> None:
+    """Prints to standard error. Where that is a file on a full disk, the other ranks must still be told."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def sentence(told: dict[str, Any]) -> str:
