@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
@@ -70,6 +71,7 @@ def ring_attention(
     qkv_format: str = "bshd", timeout: float | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
+@_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -137,6 +139,8 @@ def ring_attention(
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64 for float64 inputs).
         Queries that see no key have out 0 and lse -inf. Sums are accumulated in float32 (float64 for float64 inputs).
 
+    In a `torch.compile` region the call is a graph break: planning and messages run as they do without compilation.
+
     Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a plan for them.
 
     Raises:
@@ -167,6 +171,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
+@_disable_dynamo
 def attend(
     q: Tensor,
     k: Tensor,
@@ -230,7 +235,8 @@ class Results:
     place: Place | None = None
 
     def fill(self, out: Tensor, lse: Tensor) -> None:
-        self.out, self.lse = out.detach(), lse
+        # Copies: the caller owns the tensors of the first run and may change them in place.
+        self.out, self.lse = out.detach().clone(), lse.detach().clone()
 
     def at(self, place: Place) -> Place:
         """The place of the call that fills the results; the call that takes them has the same place."""
@@ -343,7 +349,8 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Of softmax with a sink: -sum over queries of exp(sink - lse) * (dout . out), [h]."""
     share = _weight(sink.to(lse.dtype)[:, None], lse)
-    product = (dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
+    # Queries that see no key have out 0: their dout, which may be NaN in padding, does not count.
+    product = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
     return -(share * product).sum((0, 2)).to(sink.dtype)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.agreement import Fact
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@_disable_dynamo
 def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     tensors: Tensors,
     layout: Layout | RingPlan | None = None,
@@ -51,6 +53,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     return _layout(layout, tensors.shape[dim], size).shard(tensors, rank, dim)
 
 
+@_disable_dynamo
 def unshard(
     x: Tensor,
     layout: Layout | RingPlan | None = None,
@@ -74,6 +77,7 @@ def unshard(
     return whole.movedim(0, dim)
 
 
+@_disable_dynamo
 def roll(
     x: Tensor,
     shift: int,
