@@ -55,8 +55,8 @@ def ring_attention(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", softmax_scale: float | None = None, sink: Tensor | None = None,
-    return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire_dtype: str = "input",
-    qkv_format: str = "bshd",
+    return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
+    wire_dtype: str = "input", qkv_format: str = "bshd",
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -64,8 +64,8 @@ def ring_attention(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", softmax_scale: float | None = None, sink: Tensor | None = None,
-    return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire_dtype: str = "input",
-    qkv_format: str = "bshd",
+    return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
+    wire_dtype: str = "input", qkv_format: str = "bshd",
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 def ring_attention(

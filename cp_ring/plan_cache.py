@@ -122,7 +122,9 @@ def check_mask_arguments(
         others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct"), ("schedule", schedule != "auto")]
         for name, given in others:
             if given:
-                raise ConfigError(f"{name} and plan are both given, but a plan has its own mask, layout, route and schedule: drop one")
+                raise ConfigError(
+                    f"{name} and plan are both given, but a plan has its own mask, layout, route and schedule: drop one"
+                )
     elif mask is not None:
         for name, given in masks[1:]:
             if given:

@@ -134,7 +134,8 @@ class RingDotProductAttention(MegatronModule):
     def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> RingPlan | RankPlan:
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any, the documents of the batch."""
         rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
-        route, hops = self.settings.route, {"schedule": self.settings.schedule, "slot_shards": self.settings.slot_shards}
+        route = self.settings.route
+        hops: dict[str, Any] = {"schedule": self.settings.schedule, "slot_shards": self.settings.slot_shards}
         if packed_seq_params is None:
             return make_plan(mask, tokens * cp, cp, self.settings.layout, route, self.window, **hops)
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
