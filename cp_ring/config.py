@@ -47,9 +47,9 @@ def choices(setting: str) -> tuple[str, ...]:
         from cp_ring.kernels import REGISTRY  # loads torch, which a command line that names no kernel does without
 
         return ("auto", *REGISTRY)
-    registry: Mapping[str, Any] | None = {"layout": LAYOUTS, "route": ROUTES}.get(setting)
-    if registry is not None:
-        return tuple(registry)
+    registries: dict[str, Mapping[str, object]] = {"layout": LAYOUTS, "route": ROUTES}
+    if setting in registries:
+        return tuple(registries[setting])
     return tuple(map(str, typing.get_args(ContextParallelConfig.model_fields[setting].annotation)))
 
 
@@ -73,7 +73,7 @@ class ContextParallelConfig(BaseModel):
     route: str = Field("direct", description="How keys and values reach the ranks that need them.")
     schedule: str = Field(
         "auto",
-        description="The hop at which a rank uses the keys of which others: auto; ring, one source a hop; gather, all in one hop; "
+        description="The hop at which a rank uses the keys of each other: auto; ring, one source a hop; gather, all in one hop; "
         "or the hop of each ring distance, as in 0,1,2,2.",
     )
     slot_shards: int = Field(

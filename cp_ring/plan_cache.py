@@ -19,11 +19,12 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import text
 
 MAX_PLANS = 64
+_OF_PLANS = "mask, layout, route and schedule"
 """How many plans are kept: those that were used last."""
 
 Offsets = Sequence[int] | np.ndarray | Tensor
 
-_plans: OrderedDict[bytes, RingPlan] = OrderedDict()
+_plans: OrderedDict[tuple[object, ...], RingPlan] = OrderedDict()
 _lock = Lock()
 
 
@@ -38,7 +39,9 @@ def plan_for(
         raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
     if route not in ROUTES:
         raise PlanError(f"route={route!r}: unknown; known are {', '.join(ROUTES)}")
-    key = _digest(mask, layout, cp, f"{route} {text(schedule)}")
+    # Another function may have taken a name in the registries since.
+    how = _digest(mask, layout, cp, f"{route} {text(schedule)}")
+    key = how, LAYOUTS[layout] if isinstance(layout, str) else None, ROUTES[route]
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
@@ -122,9 +125,7 @@ def check_mask_arguments(
         others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct"), ("schedule", schedule != "auto")]
         for name, given in others:
             if given:
-                raise ConfigError(
-                    f"{name} and plan are both given, but a plan has its own mask, layout, route and schedule: drop one"
-                )
+                raise ConfigError(f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop one")
     elif mask is not None:
         for name, given in masks[1:]:
             if given:

@@ -159,7 +159,7 @@ def test_deterministic_reaches_the_kernel_in_forward_and_backward(monkeypatch):
         seen.clear()
 
 
-def test_deterministic_is_refused_by_kernels_that_do_not_promise_it(monkeypatch):
+def test_deterministic_is_rejected_by_kernels_that_do_not_promise_it(monkeypatch):
     plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
     q, k, v, _ = Case.draw(16, d=11)
     monkeypatch.setattr(KERNEL, "capabilities", replace(KERNEL.capabilities, deterministic=False))

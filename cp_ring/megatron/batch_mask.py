@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -11,7 +12,9 @@ from cp_ring.plan.layout import Layout
 
 _QUERIES_AT_ONCE = 1024  # bounds the memory of a comparison
 _accepted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Version of each mask tensor that was found causal. All layers of a microbatch get the same tensor."""
+"""Of each mask tensor that was found causal: its version, and the layout and the rank for which it is the causal one.
+
+All layers of a microbatch get the same tensor."""
 
 
 def accept_causal(mask: torch.Tensor, layout: Layout, rank: int) -> None:
@@ -25,7 +28,7 @@ def accept_causal(mask: torch.Tensor, layout: Layout, rank: int) -> None:
         ConfigError: if it is anything else.
     """
     version = -1 if mask.is_inference() else mask._version
-    if version >= 0 and _accepted.get(mask) == version:
+    if version >= 0 and _was_accepted(mask, version, layout, rank):
         return
     positions = torch.from_numpy(layout.positions(rank)).to(mask.device)
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2:] != (len(positions), layout.n):
@@ -37,11 +40,17 @@ def accept_causal(mask: torch.Tensor, layout: Layout, rank: int) -> None:
         equal &= (mask[:, :, queries] == (keys > positions[queries, None])).all()
     if not equal:
         raise _rejected(mask)
-    _accepted[mask] = version
+    _accepted[mask] = version, layout, rank
     note(
         "the batches hold the causal attention mask, which ring attention does not need: "
         "--no-create-attention-mask-in-dataloader saves making it"
     )
+
+
+def _was_accepted(mask: torch.Tensor, version: int, layout: Layout, rank: int) -> bool:
+    before, its_layout, its_rank = _accepted.get(mask, (-1, layout, -1))
+    same = before == version and its_rank == rank and its_layout.n == layout.n
+    return same and np.array_equal(its_layout.edges, layout.edges) and np.array_equal(its_layout.owner, layout.owner)
 
 
 def _rejected(mask: torch.Tensor) -> ConfigError:

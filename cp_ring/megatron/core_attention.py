@@ -134,12 +134,11 @@ class RingDotProductAttention(MegatronModule):
     def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> RingPlan | RankPlan:
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any, the documents of the batch."""
         rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
-        route = self.settings.route
-        hops: dict[str, Any] = {"schedule": self.settings.schedule, "slot_shards": self.settings.slot_shards}
+        used = self.settings
         if packed_seq_params is None:
-            return make_plan(mask, tokens * cp, cp, self.settings.layout, route, self.window, **hops)
+            return make_plan(mask, tokens * cp, cp, used.layout, used.route, self.window, used.schedule, used.slot_shards)
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return documents.plan(rank, route, self.window, causal=mask == "causal", **hops)
+        return documents.plan(rank, used.route, self.window, mask == "causal", used.schedule, used.slot_shards)
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""

@@ -156,7 +156,7 @@ def backward(a: dict, packed_stats: bool):
 
 
 def check(a: dict) -> None:
-    """What the library would refuse or, worse, misread."""
+    """What the library would reject or, worse, misread."""
     layout = a["qkv_layout"].split("_")
     assert layout in (["sbhd"] * 3, ["thd"] * 3), "the default layout is sbh3d"
     for name in ("o_format", "do_format"):

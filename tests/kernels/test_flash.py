@@ -94,12 +94,12 @@ def backward(label: str, a: dict):
 @pytest.mark.parametrize("label", SIGNATURES)
 def test_conformance(label):
     kernel = stand_in(label)
-    for prop in ("full rectangles", "bands", "empty rows", "merged backward", "varlen", "deterministic"):
+    for prop in ("full rectangles", "bands", "queries without keys", "merged backward", "varlen", "deterministic"):
         conformance.check(kernel, CPU, torch.float16, only=prop, heads=[(4, 2, 16, 24)])
 
 
 def test_no_deterministic_backward_no_determinism():
-    """A version without the parameter is refused where the same bits are wanted, and not otherwise."""
+    """A version without the parameter is rejected where the same bits are wanted, and not otherwise."""
     kernel = stand_in("2: flash-attn 2.8.3")
     with determinism(True):
         assert kernel.rejection(CPU, torch.float16, 64, 64) is None

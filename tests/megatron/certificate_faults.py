@@ -1,4 +1,4 @@
-"""Faults that the certificate must refuse, planted one at a time, each with the job in which it is one."""
+"""Faults that the certificate must reject, planted one at a time, each with the job in which it is one."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ FAULTS: dict[str, Any] = {
     "reported loss halved": _gpt("loss_function", _reported_loss_divided),
     "padding attended": _padding,
     "window beyond 256 tokens": _core("make_plan", _wrong_beyond_256),
-    "second batch row like the first": _core("ring_attention", _second_row_like_the_first),
+    "second batch row like the first": _core("attend", _second_row_like_the_first),
     "loss mask not split": _gpt("on_this_cp_rank", _loss_mask_not_split),
     "gradients of keys summed in bf16": _streams("GradStream", "start", _key_gradients_in_bf16),
     "roll across documents": _parity("roll across documents"),

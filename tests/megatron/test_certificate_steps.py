@@ -94,7 +94,7 @@ def ended(monkeypatch):
         def reject(message):
             raise SystemExit(message)
 
-        for name, function in (("refuse", reject), ("note", said.append)):
+        for name, function in (("reject", reject), ("note", said.append)):
             monkeypatch.setattr(module.rejection, name, function)
         monkeypatch.setattr(module, "run_probes", lambda args, step=None: certificate)
         monkeypatch.setattr(module.settings, "current", lambda: SimpleNamespace(certify=choice))

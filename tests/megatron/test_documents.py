@@ -1,23 +1,43 @@
 """Packed documents: boundaries, masks, padding, rotary positions and multi-token prediction, alone and in training."""
 
+import copy
 import importlib
+import multiprocessing
 import shlex
 import sys
+import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import documents as documents_module
 from cp_ring.megatron import settings
-from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
 from cp_ring.patches import loss_bias, mtp_roll, rotary_documents
 from tests.megatron import documents as corpora
 from tests.megatron.launch import HERE, MODEL, TRAIN, trace, train
 from tests.parity.deliveries import cut
+
+
+def import_megatron():
+    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost every worker seconds."""
+    global PackedSeqParams, DocumentParams, Documents, boundaries, documents_of
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    import_megatron()
+
+
+if multiprocessing.parent_process():  # a rank that runs a function of this file
+    import_megatron()
 
 REAL, PADDED = np.array([0, 5, 6, 6, 15]), np.array([0, 8, 16, 16, 32])
 BOTH = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -116,6 +136,58 @@ def test_boundaries_are_those_that_came_with_the_microbatch():
     assert documents_of(described, 16, 2, False) is documents_of(described, 16, 2, False)
 
 
+def _fill(params):
+    params.cu_seqlens_q.copy_(torch.tensor([0, 5, 6, 6, 9]))
+    return params
+
+
+def _fill_past_the_version_counter(params):
+    params.cu_seqlens_q.numpy()[:] = [0, 5, 6, 6, 9]
+    return params
+
+
+def _replace(params):
+    params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor([0, 5, 6, 6, 9])
+    return params
+
+
+def _replace_in_a_copy(params):
+    return _replace(copy.copy(params))
+
+
+def _fill_a_deep_copy(params):
+    return _fill(copy.deepcopy(params))
+
+
+@pytest.mark.parametrize(
+    "change", [_fill, _fill_past_the_version_counter, _replace, _replace_in_a_copy, _fill_a_deep_copy], ids=lambda f: f.__name__
+)
+def test_packed_parameters_that_are_reused_describe_what_they_hold_now(change):
+    params = packed()
+    before = documents_of(params, 16, 2, whole_row=False)
+    before.plan(0, "direct")
+    after = documents_of(change(params), 16, 2, whole_row=False)
+    assert before.end.tolist() == [5, 9, 25] and after.end.tolist() == [5, 9, 19]
+    assert documents_of(packed(), 16, 2, whole_row=False) is before
+
+
+def test_the_way_of_splitting_belongs_to_the_packed_documents():
+    params = packed()
+    names = [documents_of(params, 16, 2, whole_row).layout.name for whole_row in (False, True, False)]
+    assert names == ["per_document_zigzag", "zigzag", "per_document_zigzag"]
+
+
+def test_offsets_on_a_device_are_read_again_when_they_change(monkeypatch):
+    reads = []
+    monkeypatch.setattr(documents_module, "_values", lambda x: reads.append(1) or np.arange(3))
+    monkeypatch.setattr(documents_module, "_read", weakref.WeakKeyDictionary())
+    offsets = mock.Mock(device=SimpleNamespace(type="cuda"), is_inference=lambda: False)
+    for version in (0, 0, 1, 1):
+        offsets._version = version
+        documents_module._on_cpu(offsets)
+    assert len(reads) == 2
+
+
 def test_a_stage_without_the_microbatch_says_so(monkeypatch):
     from cp_ring import ContextParallelConfig
     from cp_ring.megatron import gpt
@@ -130,7 +202,7 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
     before = settings.current()
     settings.configure(ContextParallelConfig.make(enabled=True, document_mask=True))
     try:
-        with pytest.raises(ConfigError, match="--cp-ring-document-mask: this pipeline stage has no data set to take document"):
+        with pytest.raises(ConfigError, match="--cp-ring-document-mask: this pipeline stage has no data set, from which"):
             gpt.get_batch(None, None)
         arguments.position_embedding_type = "mrope"
         with pytest.raises(ConfigError, match="--position-embedding-type mrope: a middle pipeline stage has no position ids"):

@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Puts the fault called `name` (none for "") into cp_ring for as long as the context lasts; its patches must be in force."""
+    """Plants the fault `name` (none for "") in cp_ring until the context ends. The patches must be installed before."""
     if not name:
         yield
         return

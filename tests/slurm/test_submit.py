@@ -103,14 +103,14 @@ def test_recorded_run_dir_is_absolute(file, tmp_path, slurm, monkeypatch):
     assert config.load("here/job.yaml").launch.run_dir == tmp_path / "here"
 
 
-def test_what_slurm_would_refuse_is_not_submitted(file, tmp_path, slurm):
+def test_what_slurm_would_reject_is_not_submitted(file, tmp_path, slurm):
     log = slurm(code=1)
     with pytest.raises(ConfigError, match="sbatch --test-only"):
         submit(file, CPU, Site())
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_second_job_in_the_same_folder_is_refused(file, slurm):
+def test_second_job_in_the_same_folder_is_rejected(file, slurm):
     slurm()
     submit(file, CPU, Site())
     slurm(queue="RUNNING|n[1-2]")
@@ -160,7 +160,7 @@ def test_status_names_a_try_that_ended_without_a_word(file, tmp_path, slurm):
     submit(file, CPU, Site())
     with (tmp_path / "run" / "attempts.tsv").open("a") as file:
         file.writelines(f"{int(time.time())}\t12\t{restart}\tstart\t{4 * restart}\t\n" for restart in (0, 1))
-    assert "try 0 from iteration 0 ended without a word" in status(tmp_path / "run")["last_stop"]
+    assert "try 0 from iteration 0 ended without a record" in status(tmp_path / "run")["last_stop"]
     slurm(queue="")
     progress.finish(str(tmp_path / "run"), 6)
     assert status(tmp_path / "run")["state"] == "DONE"
