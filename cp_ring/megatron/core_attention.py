@@ -139,7 +139,9 @@ class RingDotProductAttention(MegatronModule):
         rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
         used = self.settings
         if packed_seq_params is None:
-            return make_plan(mask, tokens * cp, cp, used.layout, used.route, self.window, used.schedule, used.slot_shards)
+            return make_plan(
+                mask, tokens * cp, cp, used.layout, used.route, self.window, schedule=used.schedule, slot_shards=used.slot_shards
+            )
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         return documents.plan(rank, used.route, self.window, mask == "causal", used.schedule, used.slot_shards)
 
