@@ -26,14 +26,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
+from cp_ring.comm.agreement import EVERY, Fact
 from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
 from cp_ring.kernels.calls import Statistics, kernel_calls, prepare
+from cp_ring.observe import watchdog
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.merge import lse_dtype
 from cp_ring.plan.layout import Layout
@@ -56,7 +59,7 @@ def ring_attention(
     mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", softmax_scale: float | None = None, sink: Tensor | None = None,
     return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
-    wire_dtype: str = "input", qkv_format: str = "bshd",
+    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -65,9 +68,10 @@ def ring_attention(
     mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", softmax_scale: float | None = None, sink: Tensor | None = None,
     return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
-    wire_dtype: str = "input", qkv_format: str = "bshd",
+    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
+@_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -90,6 +94,7 @@ def ring_attention(
     num_slots: int = 2,
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
+    timeout: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is sharded across the ranks of `group`; differentiable.
 
@@ -129,21 +134,29 @@ def ring_attention(
         num_slots: receive buffers for keys and values, 2 to 8. Memory grows with it, not with the number of ranks.
         wire_dtype: the dtype in which partial gradients of keys and values travel: `input` or `float32`.
         qkv_format: `bshd`, or `sbhd` for tensors [s, b, heads, head size]; `out` has the same format.
+        timeout: seconds that this process may wait for other ranks. A thread watches the waits from then on, in backward and in
+            other collectives too. A rank that waits for longer prints where it is and names the rank that is stuck or does not
+            call; all ranks that wait end, with exit code 3. None starts no such thread. It needs a process group.
 
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64 for float64 inputs).
         Queries that see no key have out 0 and lse -inf. Sums are accumulated in float32 (float64 for float64 inputs).
 
+    In a `torch.compile` region the call is a graph break: planning and messages run as they do without compilation.
+
     Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a plan for them.
 
     Raises:
         ConfigError: arguments that contradict each other, or a group that cannot be used.
-        PlanError: tensors, group and plan that disagree.
+        PlanError: tensors, group and plan that disagree; on all ranks, where ranks of the group make different calls. They
+            are compared when a call is new to the group (`cp_ring.comm.agreement`).
         KernelError: the kernel is unknown, not installed, or cannot compute such tensors.
         All three are ValueErrors whose one line names the argument.
 
     Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
     """
+    if timeout is not None:
+        _watch(timeout)
     check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule)
     if plan is None:
         transport = transport_for(group, q.device)
@@ -162,6 +175,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
+@_disable_dynamo
 def attend(
     q: Tensor,
     k: Tensor,
@@ -177,11 +191,13 @@ def attend(
     qkv_format: str = "bshd",
     deterministic: bool | None = None,
     results: Results | None = None,
+    compare_every: int = EVERY,
 ) -> tuple[Tensor, Tensor]:
     """`ring_attention` with a plan, for callers inside cp_ring; returns out and lse.
 
     `results` serves the recomputation of activations. A call with empty `results` fills them. A later call with the same
     inputs on every rank takes out and lse from them instead of computing and sending; its backward is the usual one.
+    `compare_every` is `every` of `Agreement.check`.
     """
     _check_values(num_slots, wire_dtype, qkv_format, softmax_scale)
     _check_tensors(q, k, v, sink)
@@ -206,6 +222,7 @@ def attend(
         place=results.at(WATCH.place) if results is not None else WATCH.place,
         results=results,
     )
+    _agree(call, q, k, v, sink, compare_every)
     out, lse = _RingAttention.apply(q, k, v, sink, call)
     if out.shape[1] != batch:
         out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
@@ -222,7 +239,8 @@ class Results:
     place: Place | None = None
 
     def fill(self, out: Tensor, lse: Tensor) -> None:
-        self.out, self.lse = out.detach(), lse
+        # Copies: the caller owns the tensors of the first run and may change them in place.
+        self.out, self.lse = out.detach().clone(), lse.detach().clone()
 
     def at(self, place: Place) -> Place:
         """The place of the call that fills the results; the call that takes them has the same place."""
@@ -337,7 +355,8 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Of softmax with a sink: -sum over queries of exp(sink - lse) * (dout . out), [h]."""
     share = _weight(sink.to(lse.dtype)[:, None], lse)
-    product = (dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
+    # Queries that see no key have out 0: their dout, which may be NaN in padding, does not count.
+    product = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
     return -(share * product).sum((0, 2)).to(sink.dtype)
 
 
@@ -361,6 +380,29 @@ def _rank_plan(plan: RingPlan | RankPlan, transport: Transport | None) -> RankPl
     if rank_plan.rank != rank:
         raise PlanError(f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group")
     return rank_plan
+
+
+def _watch(timeout: float) -> None:
+    if not 0 < timeout < math.inf:
+        raise ConfigError(f"timeout={timeout}: it must be a number of seconds above 0, or None")
+    watchdog.start(timeout)
+    watchdog.enter("ring_attention", WATCH.place.step)
+
+
+def _agree(call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, every: int) -> None:
+    """Raises `PlanError` on all ranks where the ranks of the transport make different calls; q, k, v have tokens first."""
+    agree = getattr(call.transport, "agree", None)
+    if agree is None:
+        return
+    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.wire_dtype, sink is not None)
+    names = ("dtype", "batch", "query heads", "key/value heads", "head size", "head size of values", "softmax_scale",
+             "wire_dtype", "sink")  # fmt: skip
+
+    def facts() -> list[Fact]:
+        plan = [Fact(*part) for part in call.rank_plan.identity]
+        return [*plan, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
+
+    agree((call.rank_plan.digest, *values), facts, every)
 
 
 def _check_values(num_slots: int, wire_dtype: str, qkv_format: str, softmax_scale: float | None) -> None:

@@ -91,6 +91,15 @@ class ContextParallelConfig(BaseModel):
     hop_timeout: float = Field(
         600, ge=0, description="Seconds that a hop or a collective may wait before the job is ended with a report; 0 is any time."
     )
+    compare_every: int = Field(
+        16,
+        ge=0,
+        description="Compare what ranks are about to compute for one in so many new plans, after the first 32 of a group; "
+        "0 compares none. Packed documents bring a new plan with every microbatch.",
+    )
+    debug: bool = Field(
+        False, description="Fill receive buffers with NaN and compare what ranks are about to compute at every call. Slow."
+    )
     keep_checkpoints: int = Field(0, ge=0, description="How many checkpoints are kept, the newest ones; 0 keeps all.")
     trust_checkpoint: bool = Field(
         False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.identity import digest_of_layout, digest_of_mask
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
@@ -39,9 +39,9 @@ def plan_for(
         raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
     if route not in ROUTES:
         raise PlanError(f"route={route!r}: unknown; known are {', '.join(ROUTES)}")
-    # Another function may have taken a name in the registries since.
-    how = _digest(mask, layout, cp, f"{route} {text(schedule)}")
-    key = how, LAYOUTS[layout] if isinstance(layout, str) else None, ROUTES[route]
+    # The functions, because another one may have taken a name in the registries since.
+    split = LAYOUTS[layout] if isinstance(layout, str) else digest_of_layout(layout)
+    key = digest_of_mask(mask), split, cp, route, ROUTES[route], text(schedule)
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
@@ -150,16 +150,3 @@ def _mask(offsets: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Ma
     if len(offsets) > 2:
         return Mask.documents(list(offsets), causal=causal, window=window)
     return Mask.causal(offsets[-1], window) if causal else Mask.full(offsets[-1], window)
-
-
-def _digest(mask: Mask, layout: Layout | str, cp: int, names: str) -> bytes:
-    """Equal for equal masks and layouts, whatever they are called, and equal `names` of route and schedule."""
-    state = hashlib.blake2b(f"{mask.n} {cp} {names} ".encode(), digest_size=16)
-    state.update(mask.pieces.data.tobytes())
-    if isinstance(layout, str):
-        state.update(f" layout {layout}".encode())
-        return state.digest()
-    state.update(f" {layout.n} {layout.cp} {layout.rows} {len(layout.owner)} ".encode())
-    for table in (layout.edges, layout.owner):
-        state.update(table.tobytes())
-    return state.digest()

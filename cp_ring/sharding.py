@@ -10,10 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import MessageBatch, Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.identity import digest_of_layout
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.ring_plan import RingPlan
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@_disable_dynamo
 def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     tensors: Tensors,
     layout: Layout | RingPlan | None = None,
@@ -49,6 +53,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     return _layout(layout, tensors.shape[dim], size).shard(tensors, rank, dim)
 
 
+@_disable_dynamo
 def unshard(
     x: Tensor,
     layout: Layout | RingPlan | None = None,
@@ -67,10 +72,12 @@ def unshard(
     layout = _layout_of_part(layout, x, transport, dim)
     if transport is None:
         return layout.unshard([x], dim)
+    _agree(transport, "unshard", layout, x.movedim(dim, 0), 0)
     whole: Tensor = _Unshard.apply(x.movedim(dim, 0), layout, transport)
     return whole.movedim(0, dim)
 
 
+@_disable_dynamo
 def roll(
     x: Tensor,
     shift: int,
@@ -91,11 +98,26 @@ def roll(
     transport = transport_for(group, x.device)
     layout = _layout_of_part(layout, x, transport, dim)
     rank = transport.rank if transport else 0
+    _agree(transport, "roll", layout, x.movedim(dim, 0), shift)
     rolled: Tensor = _Roll.apply(x.movedim(dim, 0), shift, layout, transport, rank)
     if cu_seqlens is not None:
         inside = _same_document(layout.positions(rank), shift, layout.n, cu_seqlens).to(x.device)
         rolled = torch.where(inside.reshape(-1, *[1] * (x.dim() - 1)), rolled, fill)
     return rolled.movedim(0, dim)
+
+
+def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, shift: int) -> None:
+    """Raises `PlanError` on all ranks where they make different calls: other layouts, dtypes, sizes [tokens, ...] or shifts."""
+    agree = getattr(transport, "agree", None)
+    if agree is None:
+        return
+    key = (name, digest_of_layout(layout), x.dtype, tuple(x.shape[1:]), shift)
+
+    def facts() -> list[Fact]:
+        told = zip(("call", "dtype", "size of a token", "shift"), (name, *key[2:]), strict=True)
+        return [Fact("layout", key[1], repr(layout)), *(Fact.of(*fact) for fact in told)]
+
+    agree(key, facts)
 
 
 class _Unshard(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
 
 Shape = tuple[int, ...]
@@ -37,6 +38,7 @@ class Slots:
         for counters in recording():
             counters.slot(+1)
         key, value = self._free.pop()
+        debug.fill(key, value)
         return key[:rows], value[:rows]
 
     def give(self, buffer: tuple[Tensor, Tensor]) -> None:

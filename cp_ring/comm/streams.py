@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cp_ring.comm.slots import Slots
 from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
+from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
 from cp_ring.ops.sums import add_, move_
 from cp_ring.plan.tables import Hop, RankPlan, Transfer
@@ -103,6 +104,7 @@ class GradStream:
             self._arriving.append((transfer, transfer.packed(start)))
             start += transfer.tokens
         receives = [(packed, self._in) for _, packed in self._arriving]
+        debug.fill(*self._in)
         self._pending = self._transport.post(
             MessageBatch([(t, leaving) for t in hop.grad_sends], receives, "gradients", hop.index)
         )

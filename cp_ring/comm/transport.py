@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
+from cp_ring.comm.agreement import agreement_of
 from cp_ring.errors import ConfigError
 from cp_ring.observe.counters import recording
 from cp_ring.observe.watchdog import WATCH
@@ -57,7 +58,8 @@ class Done:
 class Transport(Protocol):
     """Messages between the `size` ranks of a context-parallel group, seen from one of them.
 
-    Both ends of every pair of ranks post their batches in the same order.
+    Both ends of every pair of ranks post their batches in the same order. A transport that has a method `agree(key, facts)` is
+    asked before each call whether its ranks make the same one; see `cp_ring.comm.agreement`, which says when they are compared.
     """
 
     rank: int
@@ -75,6 +77,7 @@ class GroupTransport:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
+        self.agree = agreement_of(group).check
 
     def post(self, batch: MessageBatch) -> Pending:
         """Follows `Transport.post`."""

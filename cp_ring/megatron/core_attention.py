@@ -20,7 +20,7 @@ from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
-from cp_ring.observe import watchdog
+from cp_ring.observe import debug, watchdog
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import RankPlan
 
@@ -64,6 +64,8 @@ class RingDotProductAttention(MegatronModule):
         self.current_max_attn_logits = None
         self.settings = current()
         watchdog.start(self.settings.hop_timeout)
+        if self.settings.debug:
+            debug.switch_on()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_layer(config, layer_number, attention_type, dropout, cp_comm_type)
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
@@ -124,6 +126,7 @@ class RingDotProductAttention(MegatronModule):
                 wire_dtype=self.settings.wire_dtype,
                 qkv_format="sbhd",
                 results=results,
+                compare_every=self.settings.compare_every,
             )
         except KernelError as error:  # name the flag, not the parameter
             kernel = self.settings.kernel
@@ -136,7 +139,9 @@ class RingDotProductAttention(MegatronModule):
         rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
         used = self.settings
         if packed_seq_params is None:
-            return make_plan(mask, tokens * cp, cp, used.layout, used.route, self.window, used.schedule, used.slot_shards)
+            return make_plan(
+                mask, tokens * cp, cp, used.layout, used.route, self.window, schedule=used.schedule, slot_shards=used.slot_shards
+            )
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         return documents.plan(rank, used.route, self.window, mask == "causal", used.schedule, used.slot_shards)
 

@@ -61,13 +61,15 @@ class StepLine:
     def _report(self, step: int, losses: dict[str, torch.Tensor], rate: float, memory: int) -> None:
         writer = self.get_writer()
         if writer:
-            writer.add_scalar("tokens per second", rate, step)
-            writer.add_scalar("peak memory of a rank (bytes)", memory, step)
+            with progress.warning_once("TensorBoard's log"):
+                writer.add_scalar("tokens per second", rate, step)
+                writer.add_scalar("peak memory of a rank (bytes)", memory, step)
         if dist.get_rank() == dist.get_world_size() - 1:  # the last pipeline stage is where the loss is
             folder = getattr(self.get_args(), "cp_ring_run_dir", "")
             if folder:
                 values = {name: float(value) for name, value in losses.items()}
-                progress.append(folder, step, {**values, "tokens per second": round(rate, 1), "memory": memory})
+                with progress.warning_once(progress.STEPS):
+                    progress.append(folder, step, {**values, "tokens per second": round(rate, 1), "memory": memory})
 
 
 def peak_memory() -> int:
@@ -86,8 +88,9 @@ def finish(folder: str) -> None:
     ...), it ends the process instead.
     """
     if folder and int(os.environ.get("RANK", "0")) == 0:
-        os.makedirs(folder, exist_ok=True)
-        progress.finish(folder, _wanted() or 0)
+        with progress.warning_once(progress.DONE):
+            os.makedirs(folder, exist_ok=True)
+            progress.finish(folder, _wanted() or 0)
 
 
 def all_steps_done() -> bool:

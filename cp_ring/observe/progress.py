@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 STEPS = "steps.jsonl"
 DONE = "DONE"
+
+_warned: set[str] = set()
 
 
 def append(folder: str, step: int, values: Mapping[str, float]) -> None:
@@ -22,6 +26,18 @@ def append(folder: str, step: int, values: Mapping[str, float]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write(_end_of_torn_line(path) + line.encode() + b"\n")
+
+
+@contextlib.contextmanager
+def warning_once(name: str) -> Iterator[None]:
+    """A log that cannot be written, as on a full disk, does not end the job: the first time, a line says why."""
+    try:
+        yield
+    except OSError as error:
+        if name not in _warned:
+            _warned.add(name)
+            with contextlib.suppress(OSError):  # standard error may be on the same disk
+                print(f"cp_ring: {name} cannot be written; the job goes on: {error}", file=sys.stderr, flush=True)
 
 
 def _end_of_torn_line(path: Path) -> bytes:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 EXIT_CODE = 3
 _KEY = "cp_ring/watchdog/"
+_COLLECTIVES = ("/torch/distributed/", "/cp_ring/comm/agreement.py")
 _GRACE_S = 3.0  # long enough for all ranks of a job to write to the store and to read from it
 
 
@@ -122,11 +123,15 @@ class Watchdog:
     """
 
     def __init__(self, timeout: float, rank: int, size: int, store: Any, end: Callable[[int], Any] = os._exit):
-        self.timeout, self.rank, self.size, self.store, self.end = timeout, rank, size, store, end
-        self.tick = min(max(timeout / 20, 0.2), 5.0)
+        self.rank, self.size, self.store, self.end = rank, size, store, end
+        self.set_timeout(timeout)
         self._stack: tuple[Any, ...] = ()
         self._stack_since = time.monotonic()
         self._main = threading.main_thread().ident or 0
+
+    def set_timeout(self, timeout: float) -> None:
+        """Puts another timeout in force from the next tick on."""
+        self.timeout, self.tick = timeout, min(max(timeout / 20, 0.2), 5.0)
 
     def run(self, alive: Callable[[], bool]) -> None:
         """Checks the notes at every tick, until the process group is gone."""
@@ -162,21 +167,21 @@ class Watchdog:
         """Prints where this rank is, reads where the others are, lets one rank name the first stuck one, and ends the process."""
         try:
             mine = self.where()
-            print(f"cp_ring: watchdog: rank {self.rank} {sentence(mine)}", file=sys.stderr, flush=True)
+            _say(f"cp_ring: watchdog: rank {self.rank} {sentence(mine)}")
             self.store.set(_KEY + str(self.rank), json.dumps(mine))
             self.store.set(_KEY + "fired", "1")
             time.sleep(self.tick + _GRACE_S)
             told = {rank: self.store.get(_KEY + str(rank)) for rank in range(self.size) if self.store.check([_KEY + str(rank)])}
             if self.rank == min(told):
                 line = verdict({rank: json.loads(text) for rank, text in told.items()}, self.size)
-                print(f"cp_ring: watchdog: {line}; ending the job", file=sys.stderr, flush=True)
+                _say(f"cp_ring: watchdog: {line}; ending the job")
                 self.store.set(_KEY + "said", "1")
             else:
                 end = time.monotonic() + _GRACE_S
                 while time.monotonic() < end and not self.store.check([_KEY + "said"]):
                     time.sleep(0.1)
         except RuntimeError as error:
-            print(f"cp_ring: watchdog: rank {self.rank} cannot reach the others: {error}", file=sys.stderr, flush=True)
+            _say(f"cp_ring: watchdog: rank {self.rank} cannot reach the others: {error}")
         finally:
             self.end(EXIT_CODE)
 
@@ -194,6 +199,12 @@ class Watchdog:
         if _collective(frame) is not None:
             mine |= {"waits": "collective", "seconds": time.monotonic() - self._stack_since}
         return mine
+
+
+def _say(line: str) -> None:
+    """Prints to standard error. Where that is a file on a full disk, the other ranks must still be told."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def sentence(told: dict[str, Any]) -> str:
@@ -249,7 +260,7 @@ def _collective(frame: FrameType | None) -> FrameType | None:
     for _ in range(4):
         if frame is None:
             return None
-        if "/torch/distributed/" in frame.f_code.co_filename:
+        if any(place in frame.f_code.co_filename for place in _COLLECTIVES):
             return frame
         frame = frame.f_back
     return None
@@ -265,17 +276,25 @@ def _position(frame: FrameType | None) -> str:
 
 
 _watched: Any = None
+_dog: Watchdog | None = None
 
 
 def start(timeout: float) -> None:
-    """Starts the thread for the default process group. Does nothing if it runs already, `timeout` is 0, or there is no group."""
-    global _watched
-    if not timeout or not dist.is_initialized() or dist.distributed_c10d._get_default_group() is _watched:
+    """Starts the thread for the present default process group, unless `timeout` is 0, or there is no group.
+
+    A rank that then waits for longer than `timeout` seconds, for a hop or in a collective, is reported, and the process ends
+    with `EXIT_CODE`. Where the thread runs already, `timeout` replaces the earlier one.
+    """
+    global _watched, _dog
+    if not timeout or not dist.is_initialized():
+        return
+    if dist.distributed_c10d._get_default_group() is _watched and _dog is not None:
+        _dog.set_timeout(timeout)
         return
     group = _watched = dist.distributed_c10d._get_default_group()
     WATCH.__init__()  # type: ignore[misc]
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    dog = Watchdog(timeout, dist.get_rank(), dist.get_world_size(), store)
+    dog = _dog = Watchdog(timeout, dist.get_rank(), dist.get_world_size(), store)
 
     def alive() -> bool:
         return dist.is_initialized() and dist.distributed_c10d._get_default_group() is group

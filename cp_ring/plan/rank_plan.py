@@ -6,6 +6,7 @@ from itertools import groupby
 
 import numpy as np
 
+from cp_ring.plan.identity import identity
 from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.tables import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce
@@ -78,7 +79,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
             grad_receives=grad_receives.at(index),
         )
 
-    return RankPlan(rank, cp, num_tokens, Hops(make, np.flatnonzero(live).tolist()), plan.layout.rows)
+    return RankPlan(rank, cp, num_tokens, Hops(make, np.flatnonzero(live).tolist()), plan.layout.rows, identity(plan))
 
 
 def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:

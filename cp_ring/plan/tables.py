@@ -202,7 +202,8 @@ class Hops(Sequence[Hop]):
 class RankPlan:
     """One rank's hops; hops at which the rank neither computes nor moves anything are left out.
 
-    `num_tokens` is the size of the rank's shard, `batch` the number of batch rows that the shard holds.
+    `num_tokens` is the size of the rank's shard, `batch` the number of batch rows that the shard holds. `identity` is that
+    of the whole plan (`cp_ring.plan.identity`), by which ranks find out whether they run the same plan; () is not compared.
     """
 
     rank: int
@@ -210,6 +211,7 @@ class RankPlan:
     num_tokens: int
     hops: Sequence[Hop]
     batch: int = 1
+    identity: tuple[tuple[str, str, str], ...] = ()
 
     @cached_property
     def backward(self) -> Sequence[Hop]:
@@ -222,6 +224,11 @@ class RankPlan:
         first, *others = self.hops
         start, end = (replace(first, tiles=t, grad_shift=first.grad_shift[which]) for t, which in split_in_half(first.tiles))
         return (start, *others, end) if len(start.tiles) and len(end.tiles) else self.hops
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the whole plan: equal on the ranks that run the same one."""
+        return ";".join(f"{name}={content}" for name, content, _ in self.identity)
 
     @property
     def packed(self) -> bool:

@@ -46,7 +46,7 @@ class World:
         size = _variable(("WORLD_SIZE", "SLURM_NTASKS"), 1)
         local = _variable(("LOCAL_RANK", "SLURM_LOCALID"), 0)
         if rank >= size:
-            raise ConfigError(f"cp-ring preflight: rank {rank} (RANK) is not below the number of ranks, {size} (WORLD_SIZE)")
+            raise ConfigError(f"cp-ring preflight: rank {rank} (RANK) is not a rank of {size} ranks (WORLD_SIZE)")
         address, port = os.environ.get("MASTER_ADDR"), _variable(("MASTER_PORT",), 0)
         nodes = os.environ.get("SLURM_STEP_NODELIST")
         if size > 1 and nodes is not None:  # a task of srun; the shell of a batch script is no rank

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cp_ring.comm.agreement import Fact, differences
 from cp_ring.comm.transport import MessageBatch, Pending, count, messages
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, PlanError
 
 TIMEOUT = 60.0
 """Seconds that a rank waits for a message before it raises an error."""
@@ -36,6 +37,7 @@ class LocalRing:
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         self._failed, grad = False, torch.is_grad_enabled()
+        self._calls: dict[int, tuple[int, Sequence[Fact]]] = {}
 
         def one(rank: int) -> Any:
             # One shared engine thread for the backward of all ranks would wait for itself.
@@ -54,6 +56,12 @@ class LocalRing:
         for error in sorted(failures, key=lambda error: isinstance(error, _Abandoned)):
             raise error
         return [rank.result() for rank in ranks]
+
+    def agree(self, rank: int, number: int, facts: Sequence[Fact]) -> None:
+        """Compares a rank's call of this number with the first one of that number. Raises `PlanError` where they differ."""
+        first, its_facts = self._calls.setdefault(number, (rank, facts))
+        if line := differences(first, its_facts, rank, facts):
+            raise PlanError(line)
 
     def put(self, key: tuple[int, int, int], message: Tensor) -> None:
         with self._changed:
@@ -81,6 +89,12 @@ class LocalGroup:
         self.rank, self.size = rank, ring.size
         self._sent: dict[int, int] = defaultdict(int)
         self._awaited: dict[int, int] = defaultdict(int)
+        self._calls = 0
+
+    def agree(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int = 1) -> None:
+        """Follows `Agreement.check`, but compares every call."""
+        self._ring.agree(self.rank, self._calls, facts())
+        self._calls += 1
 
     def post(self, batch: MessageBatch) -> Pending:
         """Follows `Transport.post`."""

@@ -205,8 +205,10 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         (["--schedule", "0,1,2"], "--schedule 0,1,2: 3 hops for 4 ranks"),
         (["--schedule", "0,1,2,1"], "--schedule 0,1,2,1: it decreases from hop 2 to hop 1"),
         (["--schedule", "0,2,2,2"], "--schedule 0,2,2,2: it leaves out hop 1"),
-        (["--schedule", "gather", "--slot-shards", "2"],
-         "--schedule gather: a hop has 3 sources, but --slot-shards is 2: raise --slot-shards to 3"),
+        (
+            ["--schedule", "gather", "--slot-shards", "2"],
+            "--schedule gather: a hop has 3 sources, but --slot-shards is 2: raise --slot-shards to 3",
+        ),
         (["--slot-shards", "0"], "--slot-shards 0: it must be at least 1"),
         (["--window", "-2"], r"window \(-2, 0\)"),
         (["--documents", "/does/not/exist"], "--documents /does/not/exist: cannot read"),

@@ -90,7 +90,7 @@ def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
 def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch):
     corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
     with monkeypatch.context() as patched:
-        patched.setattr(corpora, "_write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patched.setattr(corpora, "_tokenize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             corpora.build(corpus)
     assert not corpus.ready and list((tmp_path / "cache").iterdir()) == []
@@ -102,15 +102,15 @@ def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch):
 
 def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):
     corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
-    write = corpora._write
+    write = corpora._tokenize
 
     def beaten(*args):
         corpora_winner = corpora.find(folder, tmp_path / "cache", vocab_size=300)
-        monkeypatch.setattr(corpora, "_write", write)
+        monkeypatch.setattr(corpora, "_tokenize", write)
         corpora.build(corpora_winner)
         return write(*args)
 
-    monkeypatch.setattr(corpora, "_write", beaten)
+    monkeypatch.setattr(corpora, "_tokenize", beaten)
     corpora.build(corpus)
     assert corpus.ready and [path.name for path in (tmp_path / "cache").iterdir()] == [corpus.folder.name]
 
@@ -186,5 +186,5 @@ def test_a_run_goes_on_with_its_own_corpus_only(run_of, folder, tmp_path):
     assert str(tmp_path / "cache" / "moved-") in str(rejected.value) and "\n" not in str(rejected.value)
     replaced = start(moved, "data.replace=true")
     assert start(moved) == replaced
-    with pytest.raises(ConfigError, match="another one"):
+    with pytest.raises(ConfigError, match="another corpus"):
         start(folder)

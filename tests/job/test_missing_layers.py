@@ -74,7 +74,7 @@ def test_other_layers_need_none(file, capsys, monkeypatch):
 
 def test_preflight_says_what_this_host_lacks(file, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr(preflight, "_flops", lambda gpu: 1.0)
+    monkeypatch.setattr(preflight, "_measure_flops", lambda gpu: 1.0)
     assert preflight.main(file, []) == 2
     said = capsys.readouterr().out
     assert "error: " in said and "launch.device cuda: no GPU for this rank (0 GPUs here)" in said

@@ -14,7 +14,7 @@ from cp_ring.megatron.certificate.attention_probe import longest_in_time
 from cp_ring.megatron.certificate.record import versions
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from tests.megatron.launch import fork
-from tests.parity.rows import COMMON, UNTIED
+from tests.parity.models import COMMON, UNTIED
 
 FLAGS = f"{UNTIED} --num-layers 1 --seq-length 64 --cp-ring --context-parallel-size 2"
 LONG = f"{FLAGS} --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
@@ -36,14 +36,14 @@ def probes(folder, name, flags, cases, step=None):
 @pytest.mark.parametrize("step", RIGHT_STEPS)
 def test_a_right_step_passes(tmp_path, step):
     (entry,) = probes(tmp_path, step, FLAGS, [("", 1)], step)
-    assert entry["refusals"] == [] and entry["failure"] == "" and entry["about"]["not_covered"] == []
+    assert entry["rejections"] == [] and entry["failure"] == "" and entry["about"]["not_covered"] == []
     assert "gradients" in {probe["name"] for probe in entry["probes"]} and entry["untouched"]
 
 
 @pytest.mark.parametrize("step", WRONG_STEPS)
 def test_a_wrong_step_is_rejected(tmp_path, step):
     (entry,) = probes(tmp_path, step, FLAGS, [("", 1)], step)
-    assert any("tiny model" in line for line in entry["refusals"])
+    assert any("tiny model" in line for line in entry["rejections"])
 
 
 @pytest.mark.parametrize("step", FAILING_STEPS)
@@ -53,19 +53,19 @@ def test_a_step_that_raises_ends_the_probe_on_all_ranks(tmp_path, step):
     for entry in (first, second):
         assert entry["failure"].startswith("ValueError: ") and entry["seconds"] < 25
         assert entry["about"]["not_covered"] == [f"the loss ({entry['failure']})"]
-        assert entry["refusals"] == [] and {"mask", "out"} <= {probe["name"] for probe in entry["probes"]}
+        assert entry["rejections"] == [] and {"mask", "out"} <= {probe["name"] for probe in entry["probes"]}
         assert entry["untouched"]
 
 
 def test_faults_at_the_jobs_own_length_and_batch(tmp_path):
     right, *faulty = probes(tmp_path, "long", LONG, [("", 1), *((fault, 1) for fault in FAULTS)])
-    assert right["refusals"] == [] and right["about"]["up_to"] == {}
+    assert right["rejections"] == [] and right["about"]["up_to"] == {}
     names = {probe["name"] for probe in right["probes"]}
     assert {"mask at 512 tokens", "dk at 512 tokens", "dk in float32"} <= names
     beyond, batch, mask, sums = faulty
-    assert beyond["refusals"] and all("at 512 tokens" in line for line in beyond["refusals"])
-    assert any("out off by" in line for line in batch["refusals"])
-    assert mask["refusals"] and all("tiny model" in line for line in mask["refusals"])
+    assert beyond["rejections"] and all("at 512 tokens" in line for line in beyond["rejections"])
+    assert any("out off by" in line for line in batch["rejections"])
+    assert mask["rejections"] and all("tiny model" in line for line in mask["rejections"])
     found = {probe["name"]: probe["error"] / probe["bound"] for probe in sums["probes"] if probe["bound"]}
     assert found["dk in float32"] > 10 and found["dv in float32"] > 10
 

@@ -108,7 +108,7 @@ def test_padding_sees_nothing_and_is_seen_by_nobody():
     [
         ({}, 12, "cu_seqlens end at 32, but the 2 ranks .* hold 12 tokens each, 24 together"),
         ({"cu_seqlens_kv": torch.tensor([0, 5, 7, 7, 15])}, 16, "and cu_seqlens_kv differ; --cp-ring supports self attention"),
-        ({"cu_seqlens_kv": None}, 16, "has cu_seqlens_q alone"),
+        ({"cu_seqlens_kv": None}, 16, "has only cu_seqlens_q"),
         ({"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}, 16, "cu_seqlens end at 15"),
         ({"cu_seqlens_q": PADDED[[0, 2, 3, 4]]}, 16, "differ"),
         ({name: torch.tensor([0, 4, 16, 16, 32]) for name in BOTH}, 16, "do not fit into padded"),

@@ -1,12 +1,14 @@
 """The record of a step: losses, tokens per second of training time alone, memory; and the patch that installs it."""
 
+import errno
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron.training_log import StepLine
+from cp_ring.megatron.training_log import StepLine, finish
 from cp_ring.observe import progress
 
 
@@ -77,6 +79,43 @@ def test_without_a_run_directory_only_tensorboard_has_it(one_rank, tmp_path, mon
     megatron = Megatron("")
     megatron.step(megatron.line(), 1.0, 3.0)
     assert megatron.scalars["tokens per second"] == {1: 200.0} and not list(tmp_path.iterdir())
+
+
+class FullDisk:
+    """A file, or standard error, on a full disk."""
+
+    def write(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    flush = write
+
+
+@pytest.mark.parametrize("standard_error_too", [False, True])
+def test_a_full_disk_warns_once_and_the_job_goes_on(one_rank, tmp_path, monkeypatch, capsys, standard_error_too):
+    megatron = Megatron("/dev/full/run" if standard_error_too else tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / progress.STEPS).symlink_to("/dev/full")
+    (tmp_path / "run" / progress.DONE).symlink_to("/dev/full")
+    monkeypatch.setattr(progress, "_warned", set())
+    line = megatron.line()
+    if standard_error_too:
+        monkeypatch.setattr(sys, "stderr", FullDisk())
+    for _ in range(3):
+        assert megatron.step(line, 1.0, 3.0) == "flag"
+    finish(megatron.args.cp_ring_run_dir)
+    assert megatron.scalars["tokens per second"] == {1: 200.0, 2: 200.0, 3: 200.0}
+    if not standard_error_too:
+        said = capsys.readouterr().err.splitlines()
+        assert [line.split(" cannot")[0] for line in said] == ["cp_ring: steps.jsonl", "cp_ring: DONE"]
+        assert all("the job goes on" in line and "No space left" in line for line in said)
+
+
+def test_a_tensorboard_that_cannot_write_does_not_end_the_job(one_rank, tmp_path, monkeypatch):
+    megatron = Megatron(tmp_path)
+    line = megatron.line()
+    line.get_writer = lambda: SimpleNamespace(add_scalar=FullDisk().write)
+    assert megatron.step(line, 1.0, 3.0) == "flag"
+    assert len(progress.read(tmp_path)) == 1
 
 
 def test_patch_wraps_and_restores_megatrons_function():

@@ -37,6 +37,11 @@ def hanging_rank(rank, port, folder, how):
 
     transport.GroupTransport.post = sleeping_post
     dist.barrier()  # ranks need different times to start
+    if how == "call":
+        if rank == SLEEPER:
+            time.sleep(600)
+        x = torch.randn(1, 64 // RANKS, 2, 8)
+        ring_attention(x, x, x, dist.group.WORLD, causal=True, timeout=TIMEOUT)
     watchdog.start(TIMEOUT)
     plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, RANKS))
     for step in (1, 2):
@@ -60,8 +65,9 @@ def run(folder, how):
     ranks = [context.Process(target=hanging_rank, args=(rank, port, folder, how)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join(60)
+    for rank, process in enumerate(ranks):
+        if how != "call" or rank != SLEEPER:  # a rank that does not call has no watchdog that would end it
+            process.join(60)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
@@ -91,6 +97,21 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named(tmp_path):
     assert all_ended(codes), (codes, lines)
     assert "rank 0 waits in a collective, hanging_rank (test_watchdog.py:" in lines[0][0]
     assert any(f"first stuck: rank {SLEEPER}, which does not wait for anyone: it is in hanging_rank" in line for line in lines[0])
+
+
+def test_a_rank_that_never_calls_the_function_is_named(tmp_path):
+    codes, lines = run(tmp_path, "call")
+    others = [rank for rank in range(RANKS) if rank != SLEEPER]
+    assert all_ended([codes[rank] for rank in others]), (codes, lines)
+    assert "rank 0 waits in a collective" in lines[0][0]
+    assert any(f"first stuck: rank {SLEEPER}, which does not answer" in line for line in lines[0])
+
+
+def test_a_later_timeout_replaces_the_earlier_one(one_rank, monkeypatch):
+    monkeypatch.setattr(watchdog, "_watched", None)
+    watchdog.start(600)
+    watchdog.start(30)
+    assert watchdog._dog.timeout == 30
 
 
 def test_a_rank_that_does_not_answer_is_named():

@@ -18,7 +18,7 @@ from cp_ring.observe import progress
 from cp_ring.slurm import attempts
 from cp_ring.slurm.batch_script import Resources
 from cp_ring.slurm.status import show, status
-from cp_ring.slurm.submit import Site, build, check, submit
+from cp_ring.slurm.submit import Site, build_script, check_resources, submit
 from tests.slurm.job import TINY
 
 
@@ -54,7 +54,7 @@ def test_rank_order_names_the_hosts_of_the_dry_run(file, tmp_path, capsys):
 
 def test_container(file, tmp_path):
     site = Site(container_image="nvcr.io#nvidia/pytorch:26.10-py3", container_mounts="/data:/data")
-    script, _ = build(config.load(file), CPU, site, [])
+    script, _ = build_script(config.load(file), CPU, site, [])
     assert script.command[0] == "python3"
     assert "--container-image=nvcr.io#nvidia/pytorch:26.10-py3" in script.srun_options
     assert f"--container-mounts={tmp_path}/run:{tmp_path}/run,/data:/data" in script.srun_options
@@ -194,13 +194,13 @@ def test_status_of_a_run_without_slurm(tmp_path):
 
 
 def test_right_sizes_pass(file):
-    check(config.load(file), CPU, file)
-    check(config.load(file, ["parallel.data_parallel_size=2"]), Resources(nodes=4, ranks_per_node=2, gpus=False), file)
+    check_resources(config.load(file), CPU, file)
+    check_resources(config.load(file, ["parallel.data_parallel_size=2"]), Resources(nodes=4, ranks_per_node=2, gpus=False), file)
 
 
 def test_every_path_in_the_script_is_absolute(file, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    script, line = build(config.load(file, ["launch.run_dir=here"]), CPU, Site(), [])
+    script, line = build_script(config.load(file, ["launch.run_dir=here"]), CPU, Site(), [])
     assert (
         script.run_dir == tmp_path / "here"
         and line[-1] == f"{tmp_path}/here/job.sbatch"

@@ -1,0 +1,196 @@
+"""Ranks that make different calls stop with one line, instead of filling each other's buffers with the wrong tokens.
+
+The first time that a rank makes a call with a new plan, dtype or shape, it compares digests with the other ranks of its group
+before any message leaves: `Agreement.check`. The ranks meet in the process group's store, not in a collective, so nothing waits
+for the device, no message can be mistaken for another, and the wait has an end. A call that is known costs one look-up. Where
+the call is new to one rank and known to another, the second goes on to wait for messages; a thread of it tells the first.
+
+Packed documents bring a new plan with every microbatch. The first `FIRST` new calls of a group are compared one by one, then
+each `EVERY`-th. The digest covers all calls since the last comparison, so a difference between two comparisons is found late,
+but it is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from threading import Lock, Thread
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from cp_ring.errors import PlanError
+from cp_ring.observe import debug
+
+FIRST = 32
+EVERY = 16
+_MAX_KNOWN = 1024
+_ALIKE = "alike"
+_KEY = "cp_ring/agreement/"
+_TICK_S = 2.0
+
+
+class Fact(NamedTuple):
+    """Something that all ranks must agree on. `content` is compared, `words` are for the error message."""
+
+    name: str
+    content: str
+    words: str
+
+    @classmethod
+    def of(cls, name: str, value: object) -> Fact:
+        return cls(name, str(value), str(value))
+
+
+class Agreement:
+    """What one rank and the other ranks of its group have agreed on. `store` is shared by these ranks alone."""
+
+    def __init__(self, store: Any, rank: int, size: int):
+        self._store, self._rank, self._size = store, rank, size
+        self._known: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._history = hashlib.blake2b(digest_size=16)
+        self._lock = Lock()  # of what the thread of `_look_out` reads
+        self._calls = self._new = self._number = 0
+        self._meeting = False
+        self._current: Callable[[], Sequence[Fact]] = tuple
+        Thread(target=_look_out, args=(weakref.ref(self),), name="cp_ring agreement", daemon=True).start()
+
+    def check(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int = EVERY) -> None:
+        """Compares a call that is new with those of the other ranks; each rank makes its calls in the same order.
+
+        Equal facts have equal keys. One in `every` new calls is compared after the first `FIRST`; 0 compares none. Under
+        `debug.debugging` each call is compared.
+
+        Raises:
+            PlanError: on all ranks, where two of them differ; the line names the facts and the values.
+        """
+        digest = self._known.get(key)
+        if digest is None:
+            self._new += 1
+            meet = bool(every) and (self._new <= FIRST or self._new % every == 0)
+            digest = self._known[key] = _digest(facts())
+            while len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        else:
+            meet = False
+            self._known.move_to_end(key)
+        self._history.update(digest)
+        with self._lock:
+            self._meeting = meet or debug.enabled()
+            self._current = facts
+            self._calls += 1
+        if self._meeting:
+            self._meet(facts())
+
+    def _meet(self, facts: Sequence[Fact]) -> None:
+        """Waits for all ranks. The first one leaves its call in the store, and each of the others compares its own with it."""
+        base = f"{_KEY}{self._number}"
+        mine = json.dumps([self._rank, self._calls, self._history.hexdigest(), facts])
+        first = json.loads(self._store.compare_set(base, "", mine))
+        if first[2] != self._history.hexdigest():
+            self._store.set(base + "/end", _differences(first, json.loads(mine)))
+        elif self._store.add(base + "/alike", 1) == self._size:
+            self._store.set(base + "/end", _ALIKE)
+        self._wait(base, facts)
+        line = self._store.get(base + "/end").decode()
+        if self._rank == 0 and self._number:  # all ranks are here, so none reads the last comparison any more
+            for name in ("", "/end", "/alike"):
+                self._store.delete_key(f"{_KEY}{self._number - 1}{name}")
+        with self._lock:
+            self._number += 1
+            self._meeting = False
+        if line != _ALIKE:
+            self._known.clear()
+            self._history = hashlib.blake2b(digest_size=16)
+            raise PlanError(line)
+
+    def _tell_of_known_call(self) -> str:
+        """Tells a rank that waits for a comparison that this rank knew its own call, and returns the line, else ""."""
+        with self._lock:
+            base, calls, meeting, current = f"{_KEY}{self._number}", self._calls, self._meeting, self._current
+        if meeting or not self._store.check([base]):
+            return ""
+        first = json.loads(self._store.get(base))
+        if first[1] > calls:
+            return ""  # that rank is ahead
+        line = _differences(first, json.loads(json.dumps([self._rank, calls, "", current()])))
+        self._store.set(base + "/end", line)
+        return line
+
+    def _wait(self, base: str, facts: Sequence[Fact]) -> None:
+        try:
+            self._store.wait([base + "/end"])
+        except RuntimeError as error:
+            mine = ", ".join(f"{fact.name} {fact.words}" for fact in facts)
+            raise PlanError(
+                f"rank {self._rank} of {self._size} made a call that is new to it ({mine}), and another rank of the group made "
+                f"none within {self._store.timeout.total_seconds():g} s: all ranks must make the same calls ({error})"
+            ) from None
+
+
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+
+
+def agreement_of(group: dist.ProcessGroup) -> Agreement:
+    """The agreement of a process group, which all its transports share."""
+    if group not in _agreements:
+        # A copy, because a wait blocks a store for other threads.
+        store = dist.distributed_c10d._get_process_group_store(group).clone()  # type: ignore[attr-defined]
+        _agreements[group] = Agreement(store, dist.get_rank(group), dist.get_world_size(group))
+    return _agreements[group]
+
+
+def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[Fact]) -> str:
+    """One line that says in what the calls of two ranks differ; "" where they are alike."""
+    mine, theirs = ({fact.name: fact for fact in call} for call in (facts, others))
+    nothing = Fact("", "", "nothing")
+    pairs = [(name, mine.get(name, nothing), theirs.get(name, nothing)) for name in dict.fromkeys([*mine, *theirs])]
+    told = [
+        f"{name} is {a.words} on rank {rank} and {b.words}{' with other contents' * (a.words == b.words)} on rank {other}"
+        for name, a, b in pairs
+        if a.content != b.content
+    ]
+    return f"ranks of the group make different calls: {'; '.join(told)}" if told else ""
+
+
+def _differences(first: list[Any], mine: list[Any]) -> str:
+    (rank, *_, facts), (other, *_, others) = first, mine
+    line = differences(rank, [Fact(*fact) for fact in facts], other, [Fact(*fact) for fact in others])
+    return line or f"ranks of the group make different calls: an earlier call of rank {other} was not that of rank {rank}"
+
+
+def _look_out(agreement: weakref.ref[Agreement]) -> None:
+    """The thread of a rank that waits for messages of a call which it knows, while another rank's call is new to that rank.
+
+    It prints in what the calls differ, and tells the other rank, which ends. It asks the store only while no call is made.
+    """
+    calls = -1
+    while True:
+        time.sleep(_TICK_S)
+        here = agreement()
+        if here is None:
+            return
+        if here._calls == calls:
+            try:
+                line = here._tell_of_known_call()
+            except RuntimeError:  # the store is gone, and with it the job
+                return
+            if line:
+                with contextlib.suppress(OSError):  # standard error may be a file on a full disk
+                    print(f"cp_ring: rank {here._rank}: {line}", file=sys.stderr, flush=True)
+                return
+        calls = here._calls
+        del here
+
+
+def _digest(facts: Sequence[Fact]) -> bytes:
+    state = hashlib.blake2b(digest_size=16)
+    for fact in facts:
+        state.update(f"{fact.name}={fact.content};".encode())
+    return state.digest()

@@ -1,0 +1,44 @@
+"""A mode for finding faults: buffers hold NaN until a message arrives, and ranks compare each call before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+_depth = 0
+
+
+@contextmanager
+def debugging(active: bool = True) -> Iterator[None]:
+    """While the block runs, forward and backward of ring attention look for faults; all ranks must be in such a block.
+
+    Receive buffers are filled with NaN before each message, so that a token that was not received makes out NaN instead of
+    slightly wrong. The ranks of a group compare every call, not only new ones. Both cost time. The block holds for the whole
+    process, because autograd runs backward in threads of its own.
+    """
+    global _depth
+    _depth += active
+    try:
+        yield
+    finally:
+        _depth -= active
+
+
+def switch_on() -> None:
+    """Debugging until the process ends."""
+    global _depth
+    _depth += 1
+
+
+def enabled() -> bool:
+    """Whether a `debugging` block is active."""
+    return _depth > 0
+
+
+def fill(*buffers: Tensor) -> None:
+    """Fills buffers that are about to receive with NaN, if debugging is on."""
+    if enabled():
+        for buffer in buffers:
+            buffer.fill_(float("nan"))

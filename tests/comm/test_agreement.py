@@ -1,0 +1,265 @@
+"""Ranks that make different calls stop with one line that says in what they differ."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_ring import Layout, Mask, RingPlan, ring_attention, roll, unshard
+from cp_ring.comm import agreement as agreement_module
+from cp_ring.comm.agreement import FIRST, Agreement, Fact
+from cp_ring.errors import PlanError
+from cp_ring.observe.debug import debugging
+from cp_ring.plan.identity import identity
+from cp_ring.testing.local_ring import LocalGroup, LocalRing
+from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank, whole
+
+N, CP = 64, 2
+CALLS = {
+    "mask is <Mask of 64 tokens, (full|causal)> on rank": ({}, {"causal": True}),
+    "mask is .*with other contents": ({"cu_seqlens": [0, 31, 64]}, {"cu_seqlens": [0, 33, 64]}),
+    "layout": ({"layout": "zigzag"}, {"layout": "contiguous"}),
+    "route": ({}, {"route": "ring"}),
+    "dtype is torch.b?float16 on rank [01] and torch.b?float16 on": ({"dtype": torch.float16}, {"dtype": torch.bfloat16}),
+    "query heads is [24] on rank [01] and [24] on rank [01]": ({}, {"heads": (2, 2)}),
+    "key/value heads is [24] on rank [01] and [24] on rank [01]": ({}, {"heads": (4, 4)}),
+    "head size is (8|16) on rank [01] and (8|16) on": ({}, {"d": 16}),
+    "batch is [12] on rank [01] and [12] on": ({}, {"b": 2}),
+    "softmax_scale is 0.[0-9]+ on rank [01] and 0.[0-9]+ on": ({"softmax_scale": 0.125}, {"softmax_scale": 0.0625}),
+    "wire_dtype is torch.b?float(16|32) on rank [01] and": (
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "wire_dtype": "float32"},
+    ),
+}
+
+
+FRESH = itertools.count(1)
+
+
+def fresh(calls):
+    """The same calls with a scale that no call had before: they are new to both ranks."""
+    scale = 1 / next(FRESH)
+    return [{"softmax_scale": scale} | call for call in calls]
+
+
+def attend(group, calls, grad=False):
+    """What ring_attention says on this rank, "" for nothing. Rank r makes the call calls[r]."""
+    call = dict(calls[group.rank() if isinstance(group, dist.ProcessGroup) else group.rank])
+    heads, dtype, d, b = (call.pop(name, value) for name, value in
+                          (("heads", (4, 2)), ("dtype", torch.float32), ("d", 8), ("b", 1)))  # fmt: skip
+    q, k, v = (torch.ones(b, N // CP, h, d, dtype=dtype, requires_grad=grad) for h in (heads[0], heads[1], heads[1]))
+    try:
+        out = ring_attention(q, k, v, group, **call)
+        if grad:
+            out.sum().backward()
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("says", CALLS)
+def test_all_ranks_stop_with_one_line_that_says_what_differs(pool, says):
+    first, second = pool.run(attend, CP, fresh(CALLS[says]))
+    assert first == second and "\n" not in first
+    assert re.search(says, first), first
+    assert pool.run(attend, CP, [{}, {}], grad=True) == ["", ""]
+
+
+def test_the_ranks_are_right_after_a_disagreement(pool):
+    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, CP))
+    case = Case.draw(N)
+    assert all(pool.run(attend, CP, fresh([{}, {"causal": True}])))
+    got = whole(plan.layout, pool.run(on_rank, CP, case, plan))
+    truth = brute_force(case, plan.mask.dense())
+    assert max(error(*pair) for pair in zip(got, truth, strict=True)) < 3e-6 and len(got) == len(Grads._fields)
+
+
+def moved(group):
+    """What `unshard` and `roll` say on ranks that disagree."""
+    said, rank = [], group.rank()
+    layouts = Layout.zigzag(N, CP), Layout.contiguous(N, CP)
+    for call in (
+        lambda: unshard(torch.ones(1, N // CP), layouts[rank], group),
+        lambda: unshard(torch.ones(1, N // CP, 1 + rank), None, group),
+        lambda: roll(torch.ones(1, N // CP), -1 - rank, None, group),
+    ):
+        with pytest.raises(PlanError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_unshard_and_roll_too(pool):
+    for layout, size, shift in pool.run(moved, CP):
+        assert "layout is Layout.zigzag(n=64, cp=2, chunks=4) on rank" in layout
+        assert "size of a token is (1,) on rank 0 and (1, 2) on rank 1" in size or "size of a token is (1, 2) on rank 1" in size
+        assert "shift is -1 on rank 0 and -2 on rank 1" in shift or "shift is -2 on rank 1 and -1 on rank 0" in shift
+
+
+def known(group):
+    """How often ranks met: for a new plan, the plan again, an equal plan that was made anew, and with another dtype."""
+    count, meet = [], Agreement._meet
+    Agreement._meet = lambda self, facts: count.append(1) or meet(self, facts)
+    try:
+        met = []
+        for dtype in (torch.float32, torch.float32, torch.float32, torch.float64):
+            plan = RingPlan.build(Mask.causal(N, (17, 0)), Layout.zigzag(N, CP))
+            x = torch.ones(1, N // CP, 2, 8, dtype=dtype, requires_grad=True)
+            ring_attention(x, x, x, group, plan=plan).sum().backward()
+            met.append(len(count))
+        return met
+    finally:
+        Agreement._meet = meet
+
+
+def test_a_known_call_is_not_compared(pool):
+    assert pool.run(known, CP) == [[1, 1, 1, 2]] * CP
+
+
+def together(case, *args):
+    """`case(agreement, rank, *args)` on two ranks that share a store; the results, or the errors."""
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=20))
+
+    def one(rank):
+        try:
+            return case(Agreement(store, rank, 2), rank, *args)
+        except PlanError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(one, range(2)))
+
+
+def test_a_difference_between_two_comparisons_is_found_at_the_next():
+    def case(agreement, rank):
+        for number in range(FIRST + 4):
+            name = "other" if rank and number == FIRST else str(number)
+            agreement.check(name, lambda name=name: [Fact.of("plan", name)], every=4)
+            assert number <= FIRST + 3
+        return "none"
+
+    lines = {str(error) for error in together(case)}
+    assert len(lines) == 1 and "an earlier call of rank" in lines.pop()
+
+
+def test_no_comparison_is_a_choice():
+    def case(agreement, rank):
+        for number in range(99):
+            agreement.check((rank, number), lambda: [Fact.of("plan", rank)], every=0)
+        return "none"
+
+    assert together(case) == ["none", "none"]
+
+
+def test_a_rank_to_which_the_call_is_known_is_told_apart_from_one_that_is_late(monkeypatch, capfd):
+    monkeypatch.setattr(agreement_module, "_TICK_S", 0.05)
+    raised = threading.Event()
+
+    def case(agreement, rank):
+        for name in ("a", "b", "a"):
+            agreement.check(name, lambda name=name: [Fact.of("plan", name)])
+        if rank:
+            try:
+                agreement.check("c", lambda: [Fact.of("plan", "c")])
+            finally:
+                raised.set()
+        time.sleep(0.3)  # late: the other rank waits, and nobody is told anything
+        assert not raised.is_set()
+        agreement.check("b", lambda: [Fact.of("plan", "b")])
+        raised.wait(10)
+        return ""
+
+    said, error = together(case)
+    line = "ranks of the group make different calls: plan is c on rank 1 and b on rank 0"
+    assert said == "" and str(error) == line
+    assert capfd.readouterr().err == f"cp_ring: rank 0: {line}\n"
+
+
+def test_many_calls_leave_the_store_small():
+    store = dist.HashStore()
+
+    def one(rank):
+        agreement = Agreement(store, rank, 2)
+        for number in range(20):
+            agreement.check(number, lambda number=number: [Fact.of("plan", number)])
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(one, range(2)))
+    assert store.num_keys() <= 3
+
+
+def test_a_rank_that_makes_no_new_call_is_reported_after_the_timeout_of_the_store():
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=0.2))
+    with pytest.raises(PlanError, match=r"rank 1 of 2 made a call that is new to it \(plan 7\), and .* none within 0.2 s"):
+        Agreement(store, 1, 2).check(7, lambda: [Fact.of("plan", 7)])
+
+
+def known_but_different(group, active):
+    """Two known plans; then each rank runs another one of the two."""
+    for calls in ([{}, {}], [{"causal": True}, {"causal": True}]):
+        assert attend(group, calls) == ""
+    with debugging(active):
+        return attend(group, [{}, {"causal": True}])
+
+
+def test_under_debugging_known_calls_are_compared(pool):
+    assert all("mask is <Mask of 64 tokens" in line for line in pool.run(known_but_different, CP, True))
+
+
+@pytest.mark.parametrize("kind", ["keys", "gradients"])
+@pytest.mark.parametrize("active", [True, False])
+def test_under_debugging_what_is_not_received_is_nan(monkeypatch, kind, active):
+    post = LocalGroup.post
+    lost = threading.local()
+
+    def losing_post(self, batch):
+        pending = post(self, batch)
+        if batch.kind != kind or not batch.receives:
+            return pending
+        lost.pending = pending
+        return type("Lost", (), {"wait": lambda _: None})()
+
+    def case(group):
+        x = torch.ones(1, N // CP, 2, 8, requires_grad=True)
+        out = ring_attention(x, x, x, group)
+        out.sum().backward()
+        return [out.detach(), x.grad]
+
+    monkeypatch.setattr(LocalGroup, "post", losing_post)
+    with debugging() if active else nullcontext():
+        results = LocalRing(CP).run(case)
+    if active:
+        assert all(rank[kind == "gradients"].isnan().any() for rank in results)
+        assert all(not x.isnan().any() for x in [torch.ones(1)])
+    monkeypatch.undo()
+    with debugging(active):
+        assert not any(x.isnan().any() for rank in LocalRing(CP).run(case) for x in rank)
+
+
+def test_a_part_of_a_plan_has_the_identity_of_the_whole():
+    mask, layout = Mask.documents([0, 20, N]), Layout.zigzag(N, 4)
+    whole_plan = RingPlan.build(mask, layout)
+    digests = {whole_plan.rank_plan(rank).digest for rank in range(4)}
+    digests |= {RingPlan.build_rank_plan(mask, layout, rank).digest for rank in range(4)}
+    assert len(digests) == 1
+    others = [
+        RingPlan.build(Mask.documents([0, 21, N]), layout),
+        RingPlan.build(mask, Layout.contiguous(N, 4)),
+        RingPlan.build(mask, layout, "ring"),
+    ]
+    assert len(digests | {plan.rank_plan(0).digest for plan in others}) == 4
+    assert {"mask", "layout", "route"} <= {part.name for part in identity(whole_plan)}
+    assert RingPlan.build(Mask.causal(N), layout).rank_plan(0).digest == (
+        RingPlan.build(Mask.documents([0, N]), layout).rank_plan(0).digest
+    )
