@@ -57,18 +57,18 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
-    softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False,
-    deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire_dtype: str = "input",
-    qkv_format: str = "bshd", timeout: float | None = None,
+    schedule: str | Sequence[int] = "auto", softmax_scale: float | None = None, sink: Tensor | None = None,
+    return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
+    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
-    softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True],
-    deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire_dtype: str = "input",
-    qkv_format: str = "bshd", timeout: float | None = None,
+    schedule: str | Sequence[int] = "auto", softmax_scale: float | None = None, sink: Tensor | None = None,
+    return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
+    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -85,6 +85,7 @@ def ring_attention(
     plan: RingPlan | RankPlan | None = None,
     layout: str | Layout = "zigzag",
     route: str = "direct",
+    schedule: str | Sequence[int] = "auto",
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -115,12 +116,14 @@ def ring_attention(
             and `cu_seqlens`. FlexAttention's `mask_mod` functions are not supported, because a plan needs the mask as intervals:
             `Mask.causal(n)` is the closest to a causal mask_mod, `Mask.causal(n, window=(w, 0))` to a sliding window,
             `Mask.documents(cu_seqlens)` to a document mask, `Mask.prefix(n, length)` to a prefix-LM mask.
-        plan: a plan made with `RingPlan.build`, or this rank's part of it. It replaces mask, layout and route. Without one, a
-            plan is made for the given mask and layout, proven, and kept for later calls with the same arguments.
+        plan: a plan made with `RingPlan.build`, or this rank's part of it. It replaces mask, layout, route and schedule. Without
+            one, a plan is made for the given mask and layout, proven, and kept for later calls with the same arguments.
         layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`), another name in
             `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`, `cu_seqlens` or a `Layout`, all ranks must hold
             equally many tokens.
         route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`.
+        schedule: at which hop a rank uses the keys of which others: `auto`, chosen by a model of the time; `ring`, one source a
+            hop; `gather`, all remote sources in one hop; or the hop of each ring distance, as (0, 1, 2, 2) for 4 ranks.
         softmax_scale: factor of the scores; d ** -0.5 by default.
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each query. Zeros give the
             off-by-one softmax. Its gradient is this rank's share; sum it over `group`, as for any replicated parameter.
@@ -156,7 +159,7 @@ def ring_attention(
     """
     if timeout is not None:
         _watch(timeout)
-    check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route)
+    check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule)
     if plan is None:
         transport = transport_for(group, q.device)
         rank, size = (transport.rank, transport.size) if transport else (0, 1)
@@ -164,6 +167,7 @@ def ring_attention(
         plan = plan_of_call(
             tokens, batch, rank, size,
             causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, mask=mask, layout=layout, route=route,
+            schedule=schedule,
         )  # fmt: skip
     out, lse = attend(
         q, k, v, plan, group,
@@ -277,8 +281,8 @@ class _RingAttention(torch.autograd.Function):
         ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call
     ) -> tuple[Tensor, Tensor]:
         WATCH.place, WATCH.backward = call.place, False
-        q = q if q.stride(-1) == 1 else q.contiguous()
-        k, v = k.contiguous(), v.contiguous()
+        # Once a call: some kernels copy a strided q, which every hop would repeat.
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         kept = call.results.take() if call.results is not None else None
         if kept is not None:
             out, lse = kept
@@ -319,6 +323,7 @@ def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
             for kernel_call in kernel_calls(hop, call.kernel.capabilities):
                 partial = kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale)
                 kernel_call.merge_(out, lse, *partial)
+                del partial  # the next call needs the room
     return out, lse.to(call.sum_dtype)
 
 
@@ -337,6 +342,7 @@ def _run_backward(
             for kernel_call in kernel_calls(hop, call.kernel.capabilities):
                 partial = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, call.scale)
                 kernel_call.add_(dq, dk, dv, *partial)
+                del partial
         grads.send(hop)
     return dq, *grads.finish()
 

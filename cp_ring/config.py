@@ -15,9 +15,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text
 
 WireDtype = Literal["input", "float32"]
 Recompute = Literal["keep", "replay"]
@@ -46,9 +47,9 @@ def choices(setting: str) -> tuple[str, ...]:
         from cp_ring.kernels import REGISTRY  # loads torch, which a command line that names no kernel does without
 
         return ("auto", *REGISTRY)
-    registry: Mapping[str, Any] | None = {"layout": LAYOUTS, "route": ROUTES}.get(setting)
-    if registry is not None:
-        return tuple(registry)
+    registries: dict[str, Mapping[str, object]] = {"layout": LAYOUTS, "route": ROUTES}
+    if setting in registries:
+        return tuple(registries[setting])
     return tuple(map(str, typing.get_args(ContextParallelConfig.model_fields[setting].annotation)))
 
 
@@ -70,6 +71,14 @@ class ContextParallelConfig(BaseModel):
         "position ids begin anew in each, and that token's own prediction counts for nothing in the loss.",
     )
     route: str = Field("direct", description="How keys and values reach the ranks that need them.")
+    schedule: str = Field(
+        "auto",
+        description="The hop at which a rank uses the keys of each other: auto; ring, one source a hop; gather, all in one hop; "
+        "or the hop of each ring distance, as in 0,1,2,2.",
+    )
+    slot_shards: int = Field(
+        SLOT_SHARDS, ge=1, description="Sources of a hop at most, so the shards of keys and values that a receive buffer holds."
+    )
     num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
     wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")
     recompute: Recompute = Field(
@@ -113,6 +122,28 @@ class ContextParallelConfig(BaseModel):
             *others, last = (repr(name) for name in choices(setting))
             raise PydanticCustomError("unknown_name", "input should be {known}", {"known": f"{', '.join(others)} or {last}"})
         return value
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _schedule_as_text(cls, value: Any) -> Any:
+        """Reads a list too, as YAML has it: [0, 1, 2, 2] is 0,1,2,2."""
+        return text(value) if isinstance(value, list | tuple) else value
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, value: str) -> str:
+        try:
+            return text(parse(value))
+        except PlanError as error:
+            raise ValueError(str(error).partition(": ")[2]) from None
+
+    def check_schedule(self, cp: int) -> None:
+        """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than `slot_shards` sources at a hop."""
+        try:
+            resolve(self.schedule, cp, 1, self.slot_shards)
+        except PlanError as error:
+            named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
+            raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None
 
     @field_validator("certify", mode="before")
     @classmethod

@@ -16,8 +16,10 @@ from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.schedule import text
 
 MAX_PLANS = 64
+_OF_PLANS = "mask, layout, route and schedule"
 """How many plans are kept: those that were used last."""
 
 Offsets = Sequence[int] | np.ndarray | Tensor
@@ -26,10 +28,12 @@ _plans: OrderedDict[tuple[object, ...], RingPlan] = OrderedDict()
 _lock = Lock()
 
 
-def plan_for(mask: Mask, layout: Layout | str, cp: int, route: str = "direct") -> RingPlan:
-    """The plan for `mask`, proven; an equal mask, layout and route give the plan of an earlier call.
+def plan_for(
+    mask: Mask, layout: Layout | str, cp: int, route: str = "direct", schedule: str | Sequence[int] = "auto"
+) -> RingPlan:  # fmt: skip
+    """The plan for `mask`, proven; an equal mask, layout, route and schedule give the plan of an earlier call.
 
-    `layout` is a `Layout`, or a name in `LAYOUTS`. Raises `PlanError` where mask, layout and route do not fit together.
+    `layout` is a `Layout`, or a name in `LAYOUTS`. Raises `PlanError` where the arguments do not fit together.
     """
     if isinstance(layout, str) and layout not in LAYOUTS:
         raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
@@ -37,13 +41,13 @@ def plan_for(mask: Mask, layout: Layout | str, cp: int, route: str = "direct") -
         raise PlanError(f"route={route!r}: unknown; known are {', '.join(ROUTES)}")
     # The functions, because another one may have taken a name in the registries since.
     split = LAYOUTS[layout] if isinstance(layout, str) else digest_of_layout(layout)
-    key = digest_of_mask(mask), split, cp, route, ROUTES[route]
+    key = digest_of_mask(mask), split, cp, route, ROUTES[route], text(schedule)
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
             return _plans[key]
         # Made under the lock: threads that ask for one plan at the same time share it.
-        plan = RingPlan.build(mask, LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout, route)
+        plan = RingPlan.build(mask, LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout, route, schedule)
         plan.verify()
         _plans[key] = plan
         while len(_plans) > MAX_PLANS:
@@ -63,6 +67,7 @@ def plan_of_call(
     mask: Mask | None,
     layout: str | Layout,
     route: str,
+    schedule: str | Sequence[int] = "auto",
 ) -> RingPlan:
     """The plan of a call in which rank `rank` of `cp` passes `batch` rows of `tokens` tokens.
 
@@ -76,7 +81,7 @@ def plan_of_call(
         else:
             offsets = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor | np.ndarray) else cu_seqlens)
         mask = _mask(offsets, causal, tuple(window_size))
-    plan = plan_for(mask, layout, cp, route)
+    plan = plan_for(mask, layout, cp, route, schedule)
     held = int(plan.layout.tokens_per_rank[rank])
     if plan.layout.rows == 1 and held != tokens:
         name = "cu_seqlens ends at" if cu_seqlens is not None else "the sequence has"
@@ -109,6 +114,7 @@ def check_mask_arguments(
     cu_seqlens: Offsets | None,
     layout: object,
     route: str,
+    schedule: object = "auto",
 ) -> None:
     """Raises `ConfigError` for arguments that say the same thing twice, or are of the wrong type."""
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
@@ -116,10 +122,10 @@ def check_mask_arguments(
     masks = [("mask", mask is not None), ("causal", causal), ("window_size", tuple(window_size) != (-1, -1)),
              ("cu_seqlens", cu_seqlens is not None)]  # fmt: skip
     if plan is not None:
-        others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct")]
+        others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct"), ("schedule", schedule != "auto")]
         for name, given in others:
             if given:
-                raise ConfigError(f"{name} and plan are both given, but a plan has its own mask, layout and route: drop one")
+                raise ConfigError(f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop one")
     elif mask is not None:
         for name, given in masks[1:]:
             if given:
@@ -127,6 +133,8 @@ def check_mask_arguments(
         if not isinstance(mask, Mask):
             hint = "; mask_mod functions are not supported, see the constructors of cp_ring.Mask" if callable(mask) else ""
             raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
+    if not isinstance(schedule, str | Sequence):
+        raise ConfigError(f"schedule is a {type(schedule).__name__}, not auto, ring, gather or a tuple of hops")
     if not isinstance(layout, str | Layout):
         raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}")
 

@@ -5,7 +5,7 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 
-# Prints the first Python >= 3.12 that really runs; a version manager's shim can be on PATH and still fail.
+# Prints the first Python >= 3.12 that runs; the shim of a version manager can be on PATH and still fail.
 find_python() {
     local candidate
     for candidate in python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python3 \
@@ -19,20 +19,20 @@ find_python() {
     return 1
 }
 
-# What an environment was made from: another hash means that it has to be installed again.
+# A hash of the inputs of an environment. If it changes, the environment must be installed again.
 environment_hash() {
     cat "$ROOT/pyproject.toml" "$ROOT/launch/constraints.txt" | sha256sum | cut -c1-16
 }
 
-# prepare_environment EXTRAS: "" or "[test]". Costs nothing when .venv is complete; repairs what an interrupted install left.
+# prepare_environment EXTRAS, as "[test]" or "[corpus]". Returns at once if .venv is complete; starts anew after an interrupted installation.
 prepare_environment() {
-    local extras="$1" stamp python
+    local extras="$1" stamp python old
     if [[ ! -e "$ROOT/pyproject.toml" ]]; then
         echo "cp_ring: error: this script sets up a checkout of cp_ring; where cp_ring is installed, run: cp-ring train quickstart" >&2
         return 1
     fi
     stamp="$VENV/complete-$(environment_hash)"
-    if [[ -e "$stamp$extras" && -x "$VENV/bin/python" ]]; then
+    if [[ (-e "$stamp$extras" || -e "${stamp}[test]") && -x "$VENV/bin/python" ]]; then # [test] holds what the others need
         return
     fi
     if [[ -e "$VENV/installing" ]]; then
@@ -50,16 +50,18 @@ prepare_environment() {
     touch "$VENV/installing"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$ROOT/launch/constraints.txt" --editable "$ROOT$extras"
-    rm -f "$VENV"/complete-*
+    for old in "$VENV"/complete-*; do
+        [[ "$old" == "$stamp"* ]] || rm -f "$old"
+    done
     touch "$stamp" "$stamp$extras"
     rm -f "$VENV/installing"
 }
 
-# What the tests run beside Python: Slurm, shellcheck, network namespaces.
+# Programs that the tests need besides Python: Slurm, shellcheck, network namespaces.
 TEST_PROGRAMS=(slurmctld slurmd srun munged shellcheck ip)
 TEST_PACKAGES=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge shellcheck iproute2)
 
-# Installs the programs that tests need where one is missing and this is root with apt-get; without them tests are skipped.
+# Installs missing programs of the tests, if this is root with apt-get. Without a program, the tests that need it are skipped.
 prepare_system() {
     local program missing=""
     for program in "${TEST_PROGRAMS[@]}"; do
@@ -78,7 +80,7 @@ prepare_system() {
     echo "cp_ring: not installed, so that the tests that need them are skipped:${missing}" >&2
 }
 
-# Puts megatron-core VERSION alone, without what it depends on, into .compat/VERSION, once.
+# Installs megatron-core VERSION, without its dependencies, into .compat/VERSION, once.
 prepare_compat() {
     local version="$1" part
     if [[ -d "$ROOT/.compat/$version" ]]; then
@@ -91,8 +93,8 @@ prepare_compat() {
     mv "$part" "$ROOT/.compat/$version"
 }
 
-# Puts torch VERSION, with those of its CUDA libraries that differ, into a virtual environment of its own over .venv, once:
-# .compat/torch-VERSION. It sees everything else in .venv.
+# Installs torch VERSION, and the CUDA libraries that differ, into the virtual environment .compat/torch-VERSION, once.
+# This environment uses .venv for everything else.
 prepare_torch() {
     local version="$1" place="$ROOT/.compat/torch-$1" part="$ROOT/.compat/.part-torch-$1" below
     if [[ -d "$place" ]]; then
@@ -107,8 +109,8 @@ prepare_torch() {
     mv "$part" "$place"
 }
 
-# The package as an installed one, patches/, configs/ and launch/ inside cp_ring/, by symbolic links: for tools that read a package
-# from its folder (mypy, import-linter). Prints the folder. Made anew, so that nothing stays of an earlier state.
+# Makes a folder of symbolic links that has the form of the installed package, with patches/, configs/ and launch/ inside cp_ring/.
+# For tools that read a package from its folder (mypy, import-linter). Prints the folder. It is made anew each time.
 package_tree() {
     local tree="$ROOT/.cache/package" part
     rm -rf "$tree"

@@ -9,14 +9,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
 
-PARALLEL=(-n auto --dist loadfile --no-loadscope-reorder --durations=15)
+PARALLEL=(-n auto --dist loadgroup --no-loadscope-reorder --durations=15)
 COMPAT=(0.16.1 0.17.1 0.18.2 0.19.2) # the last of each minor version that cp_ring supports
 TORCH_TESTS=(tests/test_attention.py tests/test_attention_masks.py tests/kernels tests/ops tests/comm tests/plan
     tests/megatron/test_documents.py tests/megatron/test_recompute.py tests/megatron/test_run.py tests/megatron/test_specs.py)
 
 times=()
 
-# stage NAME COMMAND...: runs the command and remembers its wall time; its failure ends the script.
+# stage NAME COMMAND...: runs the command and records its wall time. If the command fails, the script ends.
 stage() {
     local name="$1" start=$SECONDS code=0
     shift
@@ -37,7 +37,7 @@ trap summary EXIT
 
 compat() {
     local tests=(tests/megatron/test_core.py)
-    # The wheel of 0.16 is without megatron.training: only what concerns megatron.core can be tried.
+    # The wheel of 0.16 lacks megatron.training, so only megatron.core can be tested.
     [[ "$1" == 0.16.* ]] || tests+=(tests/megatron/test_versions.py)
     PYTHONPATH="$ROOT/.compat/$1" "$VENV/bin/python" -m pytest -m compat "${tests[@]}"
 }

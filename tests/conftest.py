@@ -68,7 +68,7 @@ def group(item: pytest.Item) -> str | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks groups for `--dist loadfile`; xdist reads the marks when all tests are collected."""
+    """Marks groups for `--dist loadgroup`; xdist reads the marks when all tests are collected."""
     if name := group(item):
         item.add_marker(pytest.mark.xdist_group(name))
 

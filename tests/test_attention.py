@@ -104,7 +104,7 @@ def test_backward_keeps_only_inputs_out_and_lse(pool):
 def test_slots_do_not_grow_with_cp(pool, num_slots):
     for cp in (2, 3, 4):
         n = 16 * cp
-        plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp))
+        plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp), schedule="ring")
         for _, counters in pool.run(on_rank, cp, Case.draw(n), plan, num_slots=num_slots):
             assert counters.slots_peak == min(num_slots, cp - 1)
             assert counters.slots_alive == 0
@@ -120,7 +120,7 @@ def test_transport_moves_the_plans_bytes(pool):
         keys = sum(send.tokens for hop in hops for send in hop.sends) * token
         gradients = sum(send.tokens for hop in hops for send in hop.grad_sends) * token
         assert counters.bytes_by_kind == {"keys": 2 * keys, "gradients": gradients}  # keys travel forward and again backward
-        arriving = sum(hop.receive.tokens for hop in hops if hop.receive) * 2
+        arriving = sum(receive.tokens for hop in hops for receive in hop.receives) * 2
         assert counters.bytes_received == (arriving + sum(t.tokens for hop in hops for t in hop.grad_receives)) * token
 
 
@@ -159,7 +159,7 @@ def test_deterministic_reaches_the_kernel_in_forward_and_backward(monkeypatch):
         seen.clear()
 
 
-def test_deterministic_is_refused_by_kernels_that_do_not_promise_it(monkeypatch):
+def test_deterministic_is_rejected_by_kernels_that_do_not_promise_it(monkeypatch):
     plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
     q, k, v, _ = Case.draw(16, d=11)
     monkeypatch.setattr(KERNEL, "capabilities", replace(KERNEL.capabilities, deterministic=False))

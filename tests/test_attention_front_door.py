@@ -70,6 +70,23 @@ def test_layout_and_route_by_name(pool):
         assert error(by_name, by_value.double()) < 1e-6
 
 
+def _schedules(group, case):
+    q, k, v = cp_ring.shard(case[:3], None, group)
+    n = 4 * q.shape[1]
+    found = []
+    for schedule in ("ring", "gather", (0, 1, 2, 2)):
+        plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, 4), schedule=schedule)
+        planned = ring_attention(q, k, v, group, plan=plan)
+        found.append(torch.equal(ring_attention(q, k, v, group, causal=True, schedule=schedule), planned))
+    default = RingPlan.build(Mask.causal(n), Layout.zigzag(n, 4))
+    found.append(torch.equal(ring_attention(q, k, v, group, causal=True), ring_attention(q, k, v, group, plan=default)))
+    return found
+
+
+def test_schedules(pool):
+    assert pool.run(_schedules, 4, Case.draw(N)) == [[True] * 4] * 4
+
+
 def test_a_plan_is_made_and_proven_once(monkeypatch):
     made, plain = [], RingPlan.verify
     monkeypatch.setattr(RingPlan, "verify", lambda plan, *args: made.append(plan) or plain(plan, *args))
@@ -116,6 +133,10 @@ PLAN = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
         ({"plan": PLAN, "cu_seqlens": [0, 16]}, ConfigError, "cu_seqlens and plan are both given"),
         ({"plan": PLAN, "layout": "contiguous"}, ConfigError, "layout and plan are both given"),
         ({"plan": PLAN, "route": "ring"}, ConfigError, "route and plan are both given"),
+        ({"plan": PLAN, "schedule": "ring"}, ConfigError, "schedule and plan are both given"),
+        ({"schedule": 3}, ConfigError, "schedule is a int, not auto, ring, gather or a tuple of hops"),
+        ({"schedule": "spiral"}, PlanError, "schedule 'spiral': known are auto, ring, gather"),
+        ({"schedule": (0, 1)}, PlanError, "schedule 0,1: 2 hops for 1 ranks"),
         ({"mask": Mask.causal(16), "causal": True}, ConfigError, "causal and mask are both given"),
         ({"mask": Mask.causal(16), "window_size": (3, 0)}, ConfigError, "window_size and mask are both given"),
         ({"mask": Mask.causal(16), "cu_seqlens": [0, 16]}, ConfigError, "cu_seqlens and mask are both given"),

@@ -33,15 +33,20 @@ def layouts(mask: Mask, cp: int) -> dict[str, Layout]:
     }
 
 
-@pytest.mark.parametrize("route", ROUTES)
+# Schedules of the largest group; smaller ones take what begins it.
+SCHEDULES = [("direct", "ring"), ("direct", "gather"), ("direct", (0, 1, 2, 2)), ("ring", "ring"), ("ring", (0, 1, 1, 2))]
+
+
+@pytest.mark.parametrize(("route", "schedule"), SCHEDULES)
 @pytest.mark.parametrize("mask", MASKS)
-def test_equals_brute_force(pool, mask, route):
+def test_equals_brute_force(pool, mask, route, schedule):
     mask = MASKS[mask]
     case = Case.draw(N, h=4, g=2, d=16)
     truth = brute_force(case, mask.dense())
     for cp in (1, 2, 3, 4):
         for name, layout in layouts(mask, cp).items():
-            plan = RingPlan.build(mask, layout, route=route)
+            hops = schedule if isinstance(schedule, str) else schedule[:cp]
+            plan = RingPlan.build(mask, layout, route, hops)
             plan.verify()
             got = whole(layout, pool.run(on_rank, cp, case, plan))
             errors = {part: error(x, y) for part, x, y in zip(Grads._fields, got, truth, strict=True)}
@@ -90,9 +95,9 @@ def on_rank_of_rows(group, case, plan, layout):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("route", "schedule"), [*((route, "ring") for route in ROUTES), ("direct", "auto"), ("ring", "gather")])
 @pytest.mark.parametrize("mask", ["causal", "causal window", "documents"])
-def test_counted_bytes_are_the_plans(pool, mask, route):
+def test_counted_bytes_are_the_plans(pool, mask, route, schedule):
     """The transport of a real run counts, rank by rank, the bytes that the report of the proof gives."""
     n, cp, g, d = 4096, 4, 2, 8
     rng = np.random.default_rng(0)
@@ -101,7 +106,7 @@ def test_counted_bytes_are_the_plans(pool, mask, route):
         "causal window": Mask.causal(n, window=(255, 0)),
         "documents": Mask.documents(np.append(np.sort(rng.choice(n, 20)) * (np.arange(20) > 0), n)),
     }[mask]
-    plan = RingPlan.build(mask, Layout.zigzag(n, cp), route=route)
+    plan = RingPlan.build(mask, Layout.zigzag(n, cp), route, schedule)
     report = plan.verify()
     token = g * (d + d) * 4
     for rank, (_, counters) in enumerate(pool.run(on_rank, cp, Case.draw(n, h=2, g=g, d=d), plan)):
@@ -109,3 +114,14 @@ def test_counted_bytes_are_the_plans(pool, mask, route):
         assert counters.bytes_by_kind.get("gradients", 0) == token * report.grads_out[rank].sum()
     full_ring = n * (cp - 1)
     assert report.keys_out.sum() < (0.76 if route == "direct" else 1.0) * full_ring
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "documents"])
+def test_one_source_a_hop_is_any_schedule_to_rounding(pool, mask):
+    """The schedule changes the order of sums, and nothing else."""
+    mask, case = MASKS[mask], Case.draw(N, h=4, g=2, d=16, dtype=torch.float64)
+    layout = Layout.zigzag(N, 4)
+    plans = [RingPlan.build(mask, layout, schedule=schedule) for schedule in ("ring", "auto", "gather", (0, 1, 1, 2))]
+    first, *others = (whole(layout, pool.run(on_rank, 4, case, plan)) for plan in plans)
+    for other in others:
+        assert all(error(x, y) < 1e-14 for x, y in zip(other, first, strict=True))

@@ -1,4 +1,7 @@
-"""`cp-ring bench accuracy`: the ring's error against float64, over that of one call of the same kernel on everything."""
+"""`cp-ring bench accuracy`: the error of ring attention against float64, divided by the error of one kernel call.
+
+The one call attends to the whole sequence with the same kernel.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ PARTS = ("out", "dq", "dk", "dv")
 
 
 def masks(n: int) -> dict[str, Mask]:
-    """One of each kind."""
+    """One mask of each kind, for `n` tokens."""
     return {
         "causal": Mask.causal(n),
         "full": Mask.full(n),
@@ -34,18 +37,19 @@ def draw(n: int, heads: int, kv_heads: int, head_dim: int, seed: int) -> list[Te
 
 
 def one_call(mask: Mask, inputs: list[Tensor], kernel: str) -> list[Tensor]:
-    """Out and gradients by one rank: one call of the kernel where it knows the mask.
+    """out, dq, dk, dv of one rank: one call of the kernel, if the kernel supports the mask.
 
-    The CPU kernel knows masks other than causal and full as a dense bias only, which the ring never gives it; what is
-    measured is PyTorch's own operator in the dtype of the inputs.
+    The CPU kernel supports masks other than causal and full as a dense bias only. The ring never gives it a bias. So this calls
+    PyTorch's own operator, with the bias, in the dtype of the inputs.
     """
     if inputs[0].device.type == "cpu" and kernel == "cpu":
-        return _stock_cpu(mask, inputs)
+        return _one_torch_call(mask, inputs)
     plan = RingPlan.build(mask, Layout.contiguous(mask.n, 1))
-    return _attend(None, plan, inputs, kernel)
+    return _attend_to_shard(None, plan, inputs, kernel)
 
 
-def _stock_cpu(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
+def _one_torch_call(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
+    """out, dq, dk, dv of PyTorch's operator for the CPU."""
     q, k, v, dout = (x.transpose(1, 2) for x in inputs)
     plain = mask.name == "full" or (mask.name == "causal" and mask.area() == mask.n * (mask.n + 1) // 2)
     options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5}
@@ -57,7 +61,8 @@ def _stock_cpu(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2) for x in (out, *backward(dout, q, k, v, out, lse, 0.0, causal, **options))]
 
 
-def _attend(group: Any, plan: RingPlan, inputs: list[Tensor], kernel: str) -> list[Tensor]:
+def _attend_to_shard(group: Any, plan: RingPlan, inputs: list[Tensor], kernel: str) -> list[Tensor]:
+    """out, dq, dk, dv of this rank's shard; `inputs` are those of the whole sequence."""
     q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in inputs)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = ring_attention(q, k, v, group, plan=plan, kernel=kernel)
@@ -65,7 +70,7 @@ def _attend(group: Any, plan: RingPlan, inputs: list[Tensor], kernel: str) -> li
 
 
 def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
-    """Norm of the difference over the norm of the truth, of out, dq, dk, dv."""
+    """The relative error of each of out, dq, dk, dv: norm of the difference divided by norm of the truth."""
     return [float((x.double().cpu() - y).norm() / y.norm()) for x, y in zip(got, truth, strict=True)]
 
 
@@ -80,39 +85,44 @@ def run(
     seeds: int,
     device: str,
 ) -> list[dict[str, Any]]:
-    """Rows {kernel, dtype, mask, cp, out, dq, dk, dv}: mean ratios over `seeds` draws; `refused` where a kernel cannot."""
-    rows: dict[tuple[str, str, str, int], dict[str, Any]] = {}
+    """Results {kernel, dtype, mask, cp, out, dq, dk, dv}: mean ratios over `seeds` draws.
+
+    Where a kernel does not support the case, the result has the reason in `rejected` instead of ratios.
+    """
+    results: dict[tuple[str, str, str, int], dict[str, Any]] = {}
     for name, mask in masks(n).items():
         for seed in range(seeds):
             exact = draw(n, heads, kv_heads, head_dim, seed)
             for dtype in dtypes:
                 inputs = [x.to(getattr(torch, dtype)) for x in exact]
-                truth = _attend(None, RingPlan.build(mask, Layout.contiguous(n, 1)), [x.double() for x in inputs], "reference")
+                whole = RingPlan.build(mask, Layout.contiguous(n, 1))
+                truth = _attend_to_shard(None, whole, [x.double() for x in inputs], "reference")
                 inputs = [x.to(device) for x in inputs]
                 for kernel in kernels:
-                    _measure(rows, mask, name, dtype, kernel, sizes, inputs, truth)
-    for row in rows.values():
-        for part, ratios in list(row.items()):
+                    _add_ratios(results, mask, name, dtype, kernel, sizes, inputs, truth)
+    for result in results.values():
+        for part, ratios in list(result.items()):
             if part in PARTS:
-                row[part] = sum(ratios) / len(ratios)
-    return list(rows.values())
+                result[part] = sum(ratios) / len(ratios)
+    return list(results.values())
 
 
-def _measure(
-    rows: dict[tuple[str, str, str, int], dict[str, Any]], mask: Mask, name: str, dtype: str, kernel: str, sizes: list[int],
+def _add_ratios(
+    results: dict[tuple[str, str, str, int], dict[str, Any]], mask: Mask, name: str, dtype: str, kernel: str, sizes: list[int],
     inputs: list[Tensor], truth: list[Tensor],
 ) -> None:  # fmt: skip
+    """Measures one kernel with one draw; appends the ratios to the lists in `results`."""
     q, _, v, _ = inputs
     try:
         choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1])
     except KernelError as error:
-        rows[kernel, dtype, name, 0] = {"kernel": kernel, "dtype": dtype, "mask": name, "refused": str(error)}
+        results[kernel, dtype, name, 0] = {"kernel": kernel, "dtype": dtype, "mask": name, "rejected": str(error)}
         return
     single = errors(one_call(mask, inputs, kernel), truth)
     for cp in sizes:
         plan = RingPlan.build(mask, Layout.zigzag(mask.n, cp))
-        parts = LocalRing(cp).run(_attend, plan, inputs, kernel)
+        parts = LocalRing(cp).run(_attend_to_shard, plan, inputs, kernel)
         got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
-        row = rows.setdefault((kernel, dtype, name, cp), {"kernel": kernel, "dtype": dtype, "mask": name, "cp": cp})
+        result = results.setdefault((kernel, dtype, name, cp), {"kernel": kernel, "dtype": dtype, "mask": name, "cp": cp})
         for part, ours, theirs in zip(PARTS, errors(got, truth), single, strict=True):
-            row.setdefault(part, []).append(ours / theirs)
+            result.setdefault(part, []).append(ours / theirs)

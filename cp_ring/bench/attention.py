@@ -1,8 +1,7 @@
-"""`cp-ring bench attention`: ring attention against one kernel call, its own work on one rank, and peers, in one run.
+"""`cp-ring bench attention`: times ring attention beside one kernel call, the same tiles on one rank, and other packages.
 
-Every contestant attends to the same tokens, forward and backward, on the CPU with one thread a rank, or on a GPU a rank.
-The rounds go round: one call of each contestant, then the next round, so that a slow minute of a shared machine hits all
-alike.
+Every contestant attends to the same tokens, forward and backward. A rank has one thread of the CPU, or a GPU of its own.
+Each round calls every contestant once. So a slow minute of a shared machine slows all contestants alike.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.bench import cuda_peers
-from cp_ring.bench.contest import Contest, Round, differentiated
+from cp_ring.bench.contest import Contest, Round, forward_and_backward
 from cp_ring.kernels import choose, merge_
 from cp_ring.plan.tiles import OPEN
 from cp_ring.testing.rank_pool import RankError, Ranks
@@ -33,19 +32,19 @@ def cp_ring(contest: Contest, group: Any) -> tuple[Round, Layout]:
     layout = Layout.zigzag(contest.n, contest.cp)
     plan = RingPlan.build(Mask.causal(contest.n), layout)
     parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
-    return differentiated(lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts), layout
+    return forward_and_backward(lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts), layout
 
 
 def one_call(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """One causal kernel call on the whole sequence by one rank: the plan of cp 1."""
     layout = Layout.zigzag(contest.n, 1)
     plan = RingPlan.build(Mask.causal(contest.n), layout)
-    return differentiated(lambda q, k, v: ring_attention(q, k, v, plan=plan), contest.draw()), layout
+    return forward_and_backward(lambda q, k, v: ring_attention(q, k, v, plan=plan), contest.draw()), layout
 
 
 def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
-    """The ring's own tiles and merges, of all ranks, computed by one rank: what linear scaling is measured against."""
-    plan = RingPlan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp))
+    """One rank computes the tiles and merges of all ranks: with linear scaling, `cp` ranks take 1 / cp of this time."""
+    plan = RingPlan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp), schedule="ring")
     shards = [[plan.layout.shard(x, rank, 1) for x in contest.draw()] for rank in range(contest.cp)]
     dtype, d = getattr(torch, contest.dtype), contest.head_dim
     kernel = choose("cpu", device=torch.device("cpu"), dtype=dtype, d=d, e=d)
@@ -55,16 +54,16 @@ def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
         out, lse = torch.zeros_like(q), q.new_full((1, contest.heads, q.shape[1]), -math.inf)
         dq, dk, dv = (torch.zeros_like(x) for x in shards[rank][:3])
         calls = [
-            (slice(t.q0, t.q1), [shards[hop.source][i][:, t.k0 : t.k1] for i in (1, 2)], 0 if t.is_causal else OPEN)
+            (slice(t.q0, t.q1), [shards[hop.sources[0]][i][:, t.k0 : t.k1] for i in (1, 2)], 0 if t.is_causal else OPEN)
             for hop in plan.rank_plan(rank).hops
             for t in hop.tiles
         ]
-        for rows, (k, v), hi in calls:
-            merge_(out[:, rows], lse[..., rows], *kernel.forward(q[:, rows], k, v, lo=-OPEN, hi=hi, scale=d**-0.5))
-        for rows, (k, v), hi in calls:
-            tile = (dout[:, rows], q[:, rows], k, v, out[:, rows], lse[..., rows])
+        for tokens, (k, v), hi in calls:
+            merge_(out[:, tokens], lse[..., tokens], *kernel.forward(q[:, tokens], k, v, lo=-OPEN, hi=hi, scale=d**-0.5))
+        for tokens, (k, v), hi in calls:
+            tile = (dout[:, tokens], q[:, tokens], k, v, out[:, tokens], lse[..., tokens])
             grads = kernel.backward(*tile, lo=-OPEN, hi=hi, scale=d**-0.5)
-            dq[:, rows] += grads[0]
+            dq[:, tokens] += grads[0]
             dk[:, : k.shape[1]] += grads[1]
             dv[:, : k.shape[1]] += grads[2]
         return out
@@ -78,7 +77,7 @@ def ring_attention_pytorch(contest: Contest, group: Any) -> tuple[Round, Layout]
 
     layout = Layout.contiguous(contest.n, contest.cp)
     parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
-    return differentiated(
+    return forward_and_backward(
         lambda q, k, v: ring_flash_attn(q, k, v, causal=True, ring_reduce_col=True, ring_size=contest.cp), parts
     ), layout
 
@@ -117,7 +116,14 @@ def jax_ringattention(contest: Contest, group: Any) -> tuple[Round, Layout]:
 
 @dataclass(frozen=True)
 class Contestant:
-    """How one is made, what it needs installed, where it runs, and whether on the ring's ranks or in one process of its own."""
+    """An implementation to time.
+
+    Attributes:
+        make: returns the function to time and the layout of its output.
+        module: must be installed.
+        ring: runs on `cp` ranks; otherwise in one process of its own.
+        devices: where it runs.
+    """
 
     make: Callable[[Contest, Any], tuple[Round, Layout]]
     module: str = "torch"
@@ -139,14 +145,15 @@ CONTESTANTS = {
 _prepared: dict[str, Round] = {}
 
 
-def _prepare(group: Any, name: str, contest: Contest) -> tuple[Tensor, Layout]:
-    """On a rank: makes a contestant and runs it once; its part of out, and the layout of the parts."""
+def prepare_contestant(group: Any, name: str, contest: Contest) -> tuple[Tensor, Layout]:
+    """On a rank: makes a contestant and runs one round; returns this rank's part of out, and the layout of the parts."""
     one_round, layout = CONTESTANTS[name].make(contest, group)
     _prepared[name] = one_round
     return one_round().cpu(), layout
 
 
-def _timed(group: Any, name: str) -> float:
+def time_round(group: Any, name: str) -> float:
+    """On a rank: seconds of one round of a contestant that `prepare_contestant` has made."""
     if group is not None:
         dist.barrier(group)
     start = time.perf_counter()
@@ -156,38 +163,39 @@ def _timed(group: Any, name: str) -> float:
 
 
 def run(contest: Contest, names: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Rows {name, median_s, min_s, max_s, error, times}: seconds of one forward and backward, the slowest rank's.
+    """Results {name, median_s, min_s, max_s, error, times}: seconds of one forward and backward on the slowest rank.
 
-    `error` is the norm of the difference of out to one kernel call, over its norm. A peer that is not installed, or does
-    not run, has a `skipped` in place of times.
+    `error` compares out with the out of one kernel call: norm of the difference divided by norm. A contestant that is not
+    installed, or fails, has the reason in `skipped` instead of times.
     """
     backend = {"cpu": "gloo", "cuda": "nccl"}[contest.device]
-    # Each contestant has processes of its own, so that one that fails takes no other along.
+    # Each contestant has processes of its own, so that a failure ends no other contestant.
     pools = {name: Ranks(contest.cp if CONTESTANTS[name].ring else 1, backend=backend) for name in names}
     sizes = {name: contest.cp if CONTESTANTS[name].ring else 1 for name in names}
     truth = one_call(contest, None)[0]().cpu()
-    rows: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in names:
-        rows[name] = {"name": name}
+        results[name] = {"name": name}
         if importlib.util.find_spec(CONTESTANTS[name].module) is None:
-            rows[name]["skipped"] = f"{CONTESTANTS[name].module} is not installed"
+            results[name]["skipped"] = f"{CONTESTANTS[name].module} is not installed"
             continue
         try:
-            parts = pools[name].run(_prepare, sizes[name], name, contest, timeout=600)
+            parts = pools[name].run(prepare_contestant, sizes[name], name, contest, timeout=600)
         except RankError as error:
             if name == "cp_ring":
                 raise
-            rows[name]["skipped"] = f"failed: {str(error).splitlines()[-1]}"
+            results[name]["skipped"] = f"failed: {str(error).splitlines()[-1]}"
             continue
         out = parts[0][1].unshard([part for part, _ in parts], 1)
-        rows[name] |= {"error": float((out.double() - truth.double()).norm() / truth.double().norm()), "times": []}
+        results[name] |= {"error": float((out.double() - truth.double()).norm() / truth.double().norm()), "times": []}
     for _ in range(repeats):
-        for name, row in rows.items():
-            if "skipped" not in row:
-                row["times"].append(max(pools[name].run(_timed, sizes[name], name, timeout=600)))
+        for name, result in results.items():
+            if "skipped" not in result:
+                result["times"].append(max(pools[name].run(time_round, sizes[name], name, timeout=600)))
     for pool in pools.values():
         pool.close()
-    for row in rows.values():
-        if "skipped" not in row:
-            row |= {"median_s": statistics.median(row["times"]), "min_s": min(row["times"]), "max_s": max(row["times"])}
-    return list(rows.values())
+    for result in results.values():
+        if "skipped" not in result:
+            times = result["times"]
+            result |= {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
+    return list(results.values())

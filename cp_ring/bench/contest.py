@@ -1,4 +1,4 @@
-"""What `cp-ring bench attention` asks of a contestant: sizes go in, a function that runs one round comes out."""
+"""What a contestant of `cp-ring bench attention` gets (the sizes, `Contest`) and returns (a function, `Round`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Round = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Contest:
-    """Sizes of the attention: causal, batch 1, `heads` query and key/value heads of `head_dim`; `device` is cpu or cuda."""
+    """Sizes of the attention, which is causal with batch size 1.
+
+    `n` tokens on `cp` ranks; `heads` heads of queries, of keys and of values, of size `head_dim`; `device` is cpu or cuda.
+    """
 
     n: int
     cp: int
@@ -30,8 +33,8 @@ class Contest:
         return [torch.randn(shape, generator=generator).to(self.device, getattr(torch, self.dtype)) for _ in range(4)]
 
 
-def differentiated(attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list[Tensor]) -> Round:
-    """A round of `attend` on this rank's q, k, v and gradient of out."""
+def forward_and_backward(attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list[Tensor]) -> Round:
+    """A round of `attend`, forward and backward, on `parts`: this rank's q, k, v and gradient of out."""
     q, k, v = (x.contiguous().requires_grad_() for x in parts[:3])
 
     def one_round() -> Tensor:

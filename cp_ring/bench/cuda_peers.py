@@ -1,6 +1,6 @@
-"""Contestants of `cp-ring bench attention --device cuda`: others' context parallelism, on the ring's ranks, where installed.
+"""Contestants of `cp-ring bench attention --device cuda`: context parallelism of other packages, where they are installed.
 
-All three split the sequence as zigzag does.
+All three use the zigzag layout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_ring.bench.contest import Contest, Round, differentiated
+from cp_ring.bench.contest import Contest, Round, forward_and_backward
 from cp_ring.plan import Layout
 
 
@@ -22,7 +22,7 @@ def ring_flash_attn_zigzag(contest: Contest, group: Any) -> tuple[Round, Layout]
 
     layout = Layout.zigzag(contest.n, contest.cp)
     parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
-    return differentiated(lambda q, k, v: zigzag_ring_flash_attn_func(q, k, v, causal=True, group=group), parts), layout
+    return forward_and_backward(lambda q, k, v: zigzag_ring_flash_attn_func(q, k, v, causal=True, group=group), parts), layout
 
 
 def transformer_engine_p2p(contest: Contest, group: Any) -> tuple[Round, Layout]:
@@ -38,7 +38,7 @@ def transformer_engine_p2p(contest: Contest, group: Any) -> tuple[Round, Layout]
         out = core(q, k, v, attn_mask_type="causal")
         return out.unflatten(-1, (contest.heads, contest.head_dim)) if out.dim() == 3 else out
 
-    return differentiated(attend, parts), layout
+    return forward_and_backward(attend, parts), layout
 
 
 def torch_context_parallel(contest: Contest, group: Any) -> tuple[Round, Layout]:
@@ -54,10 +54,10 @@ def torch_context_parallel(contest: Contest, group: Any) -> tuple[Round, Layout]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    plain = differentiated(attend, parts)
+    plain = forward_and_backward(attend, parts)
 
     def one_round() -> Tensor:
-        # It shards the buffers that it is given, at least one; here the shards are made already.
+        # context_parallel needs a buffer to shard. The inputs are shards already, so it gets one that nobody reads.
         buffer = torch.zeros(2 * contest.cp, device="cuda")
         with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
             return plain()

@@ -1,4 +1,4 @@
-"""What a measurement was made on and with."""
+"""The machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def facts() -> dict[str, Any]:
-    """Date, machine, load and versions of the packages that are installed, for a report."""
+    """Date, machine, load, and the versions of the installed packages among `PACKAGES`."""
     versions = {}
     for name in PACKAGES:
         try:

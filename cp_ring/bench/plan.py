@@ -1,4 +1,4 @@
-"""`cp-ring bench plan`: how fast plans are made and proven, how little they move, how even their work is."""
+"""`cp-ring bench plan`: the time to make and prove plans, the keys and values that they move, the balance of their work."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def packed(repeats: int) -> list[Result]:
     n, cp = 1 << 20, 64
     cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, n), 4095, replace=False))
     mask, layout = Mask.documents([0, *cuts.tolist(), n]), Layout.zigzag(n, cp)
-    plan, build = best(lambda: RingPlan.build(mask, layout), repeats)
-    _, verify = best(plan.verify, repeats)
-    _, balanced = best(lambda: Layout.balanced(mask, cp), repeats)
+    plan, build = best_time(lambda: RingPlan.build(mask, layout), repeats)
+    _, verify = best_time(plan.verify, repeats)
+    _, balanced = best_time(lambda: Layout.balanced(mask, cp), repeats)
     what = "1M tokens, 4,096 documents, cp 64"
     return [
         Result(f"{what}: build", build, "ms", 5),
@@ -50,8 +50,8 @@ def packed(repeats: int) -> list[Result]:
 def huge(repeats: int) -> list[Result]:
     """16M causal tokens on 1,024 ranks: the plan of one rank, and the whole plan built and proven."""
     mask, layout = Mask.causal(1 << 24), Layout.zigzag(1 << 24, 1024)
-    _, alone = best(lambda: RingPlan.build_rank_plan(mask, layout, 500), repeats)
-    _, whole = best(lambda: RingPlan.build(mask, layout).verify(), min(repeats, 3))
+    _, alone = best_time(lambda: RingPlan.build_rank_plan(mask, layout, 500), repeats)
+    _, whole = best_time(lambda: RingPlan.build(mask, layout).verify(), min(repeats, 3))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     what = "16M causal tokens, cp 1,024"
     return [
@@ -62,14 +62,16 @@ def huge(repeats: int) -> list[Result]:
 
 
 def shares() -> list[Result]:
-    """Keys and values on the wire as a share of a full ring."""
+    """Keys and values on the wire, as a share of those of a full ring."""
     n = 65536
     cases = [
         ("causal, cp 4", Mask.causal(n), Layout.zigzag(n, 4), 0.76),
         ("window 4,096, 64K tokens, cp 8", Mask.causal(n, (4096, 0)), Layout.zigzag(n, 8), 0.13),
     ]
     results = [
-        Result(f"share of full ring, {name}, {route}", share(mask, layout, route), "", goal if route == "direct" else 0.0)
+        Result(
+            f"share of full ring, {name}, {route}", full_ring_share(mask, layout, route), "", goal if route == "direct" else 0.0
+        )
         for name, mask, layout, goal in cases
         for route in ("direct", "ring")
     ]
@@ -77,14 +79,14 @@ def shares() -> list[Result]:
     layouts = {"zigzag": (lambda mask: Layout.zigzag(n, 8), 0.10), "balanced": (lambda mask: Layout.balanced(mask, 8), 0.20)}
     for name, (make, goal) in layouts.items():
         for route in ("direct", "ring"):
-            worst = max(share(mask, make(mask), route) for mask in masks)
+            worst = max(full_ring_share(mask, make(mask), route) for mask in masks)
             what = f"share of full ring, documents of 2,000 tokens, cp 8, {name}, {route}, worst of {DRAWS}"
             results.append(Result(what, worst, "", goal if route == "direct" else 0.0))
     return results
 
 
 def balances() -> list[Result]:
-    """Maximum / mean work of the balanced layout, and of zigzag beside it."""
+    """Maximum / mean work of the balanced layout, and of zigzag for comparison."""
     n, cp = 65536, 8
     results: list[Result] = []
     for name, sample in (("log-normal", samples.log_normal), ("one long, many short", samples.one_long)):
@@ -96,12 +98,12 @@ def balances() -> list[Result]:
     return results
 
 
-def share(mask: Mask, layout: Layout, route: str) -> float:
+def full_ring_share(mask: Mask, layout: Layout, route: str) -> float:
     return RingPlan.build(mask, layout, route).verify().share_of_full_ring
 
 
-def best(make: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """What `make` returns, and the best of `repeats` times in milliseconds, after a first one that does not count."""
+def best_time(make: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """What `make` returns, and the best of `repeats` times in milliseconds. One call before them is not timed."""
     made, times = make(), []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""One device plays every rank of a context-parallel group in turn: its exact schedule, tiles, merges, slots and copies.
+"""One device runs every rank of a context-parallel group in turn, with the rank's exact schedule, tiles, merges and slots.
 
-What would arrive over the network is copied within the device on a stream of its own. The slowest rank's time gives the
-efficiency T_full / (cp * max over ranks of T), against the best single kernel call on the whole sequence. There is no
-network in it, so this is not the speed-up of a cluster.
+What the network would deliver is copied within the device, on a stream of its own. The efficiency is
+T_full / (cp * max over ranks of T), where T_full is the time of the best single kernel call on the whole sequence. No network
+takes part, so this is not the speed-up of a cluster.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from cp_ring.kernels.calls import KernelCall, Statistics, kernel_calls
 from cp_ring.plan import Layout, Mask, RingPlan
 from cp_ring.testing.loopback import LoopbackTransport
 
+_LEAD_CYCLES = 10_000_000  # of the device's clock, about 5 ms
+
 
 @dataclass(frozen=True)
 class RankSizes:
-    """Of one rank: `tokens` of one stream, h query and g key/value heads, head sizes d and e."""
+    """Sizes of one rank: `tokens` of one stream, h query heads, g key/value heads, head size d (queries, keys) and e (values)."""
 
     tokens: int = 8192
     h: int = 32
@@ -38,7 +40,7 @@ class RankSizes:
     device: str = "cuda"
 
     def draw(self, tokens: int) -> list[Tensor]:
-        """q, k, v, dout, tokens first."""
+        """q, k, v, dout: [tokens, 1, heads, head size]."""
         generator = torch.Generator(self.device).manual_seed(0)
         shapes = (self.h, self.d), (self.g, self.d), (self.g, self.e), (self.h, self.e)
         return [torch.randn(tokens, 1, *x, generator=generator, device=self.device, dtype=self.dtype) for x in shapes]
@@ -46,9 +48,9 @@ class RankSizes:
 
 def replay(plan: RingPlan, rank: int, sizes: RankSizes, *, kernel: str = "auto", num_slots: int = 2, repeats: int = 5,
            bandwidth: float | None = None) -> dict[str, Any]:  # fmt: skip
-    """Times one rank's forward, and forward with backward, in seconds; its memory over q, k, v, out and lse in bytes.
+    """Times one rank: seconds of forward, and of forward and backward; and its peak memory beyond q, k, v, out and lse, in bytes.
 
-    `bandwidth` in bytes a second is that of the link to pretend. Raises `KernelError` when the kernel cannot do the job.
+    `bandwidth` is that of a simulated link, in bytes per second. Raises `KernelError` where the kernel does not support the case.
     """
     device, rank_plan = torch.device(sizes.device), plan.rank_plan(rank)
     kernel = choose(kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=rank_plan.packed).name
@@ -59,15 +61,15 @@ def replay(plan: RingPlan, rank: int, sizes: RankSizes, *, kernel: str = "auto",
         return ring_attention(q, k, v, transport, plan=rank_plan, kernel=kernel, num_slots=num_slots, qkv_format="sbhd")
 
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    times = measure(forward, inputs, dout, repeats)
+    times = time_both_ways(forward, inputs, dout, repeats)
     if transport:
         transport.bytes_received = 0
-    extra = _peak(lambda: torch.autograd.grad(forward(), inputs, dout), device)
+    extra = _peak_bytes(lambda: torch.autograd.grad(forward(), inputs, dout), device)
     received = transport.bytes_received if transport else 0
     return {"rank": rank, "kernel": kernel, **times, "peak_extra_bytes": extra, "bytes_received": received}
 
 
-def measure(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, repeats: int) -> dict[str, float]:
+def time_both_ways(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, repeats: int) -> dict[str, float]:
     """Median seconds of forward alone, and of forward and backward; two warm-up rounds are not counted."""
     device = dout.device
 
@@ -78,20 +80,22 @@ def measure(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, r
         with torch.no_grad():
             forward()
 
-    found = {}
+    medians = {}
     for name, work in (("forward_s", alone), ("both_s", both)):
-        times = [_timed(work, device) for _ in range(repeats + 2)][2:]
-        found[name] = statistics.median(times)
-    return found
+        times = [_seconds(work, device) for _ in range(repeats + 2)][2:]
+        medians[name] = statistics.median(times)
+    return medians
 
 
-def _timed(work: Callable[[], Any], device: torch.device) -> float:
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
+    # The device sleeps until the host has begun to enqueue the work. Otherwise the time of the host's first calls would count.
+    torch.cuda._sleep(_LEAD_CYCLES)
     begin.record()
     work()
     end.record()
@@ -99,10 +103,10 @@ def _timed(work: Callable[[], Any], device: torch.device) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def _peak(work: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that the allocator had live beyond what it had before, at most."""
+def _peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
+    """The most bytes that were allocated at one time during `work`, beyond those allocated before it."""
     if device.type != "cuda":
-        return _cpu_peak(work)
+        return _cpu_peak_bytes(work)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -111,7 +115,7 @@ def _peak(work: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _cpu_peak(work: Callable[[], Any]) -> int:
+def _cpu_peak_bytes(work: Callable[[], Any]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -119,9 +123,9 @@ def _cpu_peak(work: Callable[[], Any]) -> int:
 
 
 def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5) -> dict[str, Any]:
-    """The fastest kernel that attends to the whole sequence in one call, nothing around it: no merge, no float32 sums.
+    """The fastest kernel that attends to the whole sequence in one call, without merges and float32 sums.
 
-    Raises `KernelError` when no installed kernel can.
+    Raises `KernelError` where no installed kernel can.
     """
     plan = RingPlan.build(mask, Layout.contiguous(mask.n, 1))
     device, hop = torch.device(sizes.device), plan.rank_plan(0).hops[0]
@@ -136,14 +140,17 @@ def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5) -> dict[str, 
             continue
         calls = kernel_calls(hop, kernel.capabilities)
         if len(calls) == 1:
-            times = _bare(calls[0], kernel, (q, k, v, dout), sizes.d**-0.5, repeats)
+            times = _time_kernel_call(calls[0], kernel, (q, k, v, dout), sizes.d**-0.5, repeats)
             found.append({"kernel": name, **times})
     if not found:
         raise KernelError(f"no kernel attends to {mask.n} tokens with this mask in one call on {device}")
     return {**min(found, key=lambda x: x["both_s"]), "all": found}
 
 
-def _bare(call: KernelCall, kernel: AttentionKernel, inputs: tuple[Tensor, ...], scale: float, repeats: int) -> dict[str, float]:
+def _time_kernel_call(
+    call: KernelCall, kernel: AttentionKernel, inputs: tuple[Tensor, ...], scale: float, repeats: int
+) -> dict[str, float]:
+    """Median seconds of one kernel call: forward alone, and forward and backward."""
     q, k, v, dout = inputs
 
     def both() -> None:
@@ -153,12 +160,12 @@ def _bare(call: KernelCall, kernel: AttentionKernel, inputs: tuple[Tensor, ...],
         call.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
 
     works = {"forward_s": lambda: call.attend(kernel, q, k, v, scale), "both_s": both}
-    return {name: statistics.median([_timed(work, q.device) for _ in range(repeats + 2)][2:]) for name, work in works.items()}
+    return {name: statistics.median([_seconds(work, q.device) for _ in range(repeats + 2)][2:]) for name, work in works.items()}
 
 
 def efficiency(cp: int, mask: Mask, sizes: RankSizes, *, kernel: str = "auto", repeats: int = 5, bandwidth: float | None = None,
                whole: dict[str, Any] | None = None, layout: str = "zigzag") -> dict[str, Any]:  # fmt: skip
-    """Every rank of `cp` in turn; the slowest against `whole`, which `single_call` measures unless given.
+    """Replays every rank of `cp` and compares the slowest with `whole`, which `single_call` measures unless it is given.
 
     `layout` is zigzag, or balanced for packed documents.
     """

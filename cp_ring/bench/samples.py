@@ -1,4 +1,4 @@
-"""Document lengths to try plans on: offsets `cu_seqlens`, int64, from 0 to exactly n, the same for the same seed."""
+"""Random documents for plans: offsets `cu_seqlens`, int64, from 0 to exactly n; the same seed gives the same documents."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def exponential(n: int, mean: float, seed: int) -> Ints:
     """Documents of exponentially distributed lengths; the last one is cut at n."""
     if not 1 <= mean < np.inf:
         raise PlanError(f"documents of {mean} tokens on average: the mean must be at least 1, and finite")
-    return _packed(np.random.default_rng(seed).exponential(mean, _enough(n, mean)), n)
+    return _offsets(np.random.default_rng(seed).exponential(mean, _enough(n, mean)), n)
 
 
 def log_normal(n: int, mean: float, seed: int, sigma: float = 1.2) -> Ints:
     """Documents of log-normally distributed lengths: most are short, a few very long."""
     lengths = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, _enough(n, mean))
-    return _packed(lengths, n)
+    return _offsets(lengths, n)
 
 
 def one_long(n: int, mean: float, seed: int) -> Ints:
@@ -32,7 +32,7 @@ def one_long(n: int, mean: float, seed: int) -> Ints:
 
 
 def from_file(path: str, n: int) -> Ints:
-    """Lengths from a text file, separated by white space; tokens behind the last document are padding."""
+    """Lengths from a text file, separated by white space; tokens after the last document are padding."""
     try:
         lengths = [int(word) for word in Path(path).read_text().split()]
     except (OSError, ValueError) as error:
@@ -46,6 +46,7 @@ def _enough(n: int, mean: float) -> int:
     return int(4 * n / mean) + 64
 
 
-def _packed(lengths: np.ndarray, n: int) -> Ints:
+def _offsets(lengths: np.ndarray, n: int) -> Ints:
+    """Offsets of documents of these lengths; the last one is cut at n."""
     ends = np.cumsum(np.clip(lengths, 1, n).astype(np.int64))
     return np.concatenate([[0], ends[ends < n], [n]])

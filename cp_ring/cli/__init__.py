@@ -21,7 +21,7 @@ from cp_ring.cli.slurm import preflight_command, status_command, submit_command
 from cp_ring.cli.train import train_command
 from cp_ring.errors import ConfigError, KernelError, PlanError
 
-_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer has it from click or from a copy of its own, and exports it from neither
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of typer's own copy of click; typer does not export it
 
 app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -36,7 +36,7 @@ bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
 bench.command("overlap")(bench_overlap)
 app.add_typer(bench, name="bench")
-slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm: the commands of the same names.")
+slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.")
 for group in (app, slurm):
     group.command("submit")(submit_command)
     group.command("status")(status_command)
@@ -64,7 +64,7 @@ def _about(
 
 def main() -> None:
     """Entry point of the console script: bad input is one line on stderr and exit code 2, never a traceback."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns on import where there is no GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # without a GPU it warns when it is imported
     try:
         sys.exit(app(prog_name="cp-ring", standalone_mode=False))
     except typer.Abort:  # Ctrl-C
@@ -73,6 +73,6 @@ def main() -> None:
         message = error.format_message()
     except (ConfigError, PlanError, KernelError) as error:
         message = str(error)
-    if message:  # none with the help that a command without arguments prints
+    if message:  # empty after the help that a command without arguments prints
         print(f"cp_ring: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

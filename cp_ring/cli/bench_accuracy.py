@@ -1,4 +1,4 @@
-"""The command line of `cp-ring bench accuracy`; the measuring itself is imported when it runs."""
+"""The command line of `cp-ring bench accuracy`; the measurement is imported when it runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def bench_accuracy(
     kernel: Annotated[list[str] | None, typer.Option(help="As --cp-ring-kernel; repeatable. Default: cpu.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: float32, bfloat16.")] = None,
     cp: Annotated[list[int] | None, typer.Option(min=1, help="Ranks; repeatable. Default: 1, 2, 4, 8.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Draws of which the mean is taken.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Random draws; the result is their mean.")] = 5,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Error of ring attention against float64, over the error of one call of the same kernel on the whole sequence."""
+    """Error of ring attention against float64, divided by the error of one call of the same kernel on the whole sequence."""
     import torch
 
     from cp_ring.bench.accuracy import PARTS, run
@@ -39,17 +39,19 @@ def bench_accuracy(
                 raise ConfigError(f"{flag} {value}: unknown; known are {', '.join(known)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device; --device cpu measures the kernels for the CPU")
-    rows = run(seq_length, heads, kv_heads, head_dim, kernels, dtypes, sizes, seeds, device)
+    results = run(seq_length, heads, kv_heads, head_dim, kernels, dtypes, sizes, seeds, device)
     if as_json:
-        typer.echo(json.dumps({**facts(), "rows": rows}))
+        typer.echo(json.dumps({**facts(), "rows": results}))
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table("kernel", "dtype", "mask", "cp", *PARTS, title="error, ring / one call")
-    for row in rows:
-        if "refused" in row:
-            table.add_row(row["kernel"], row["dtype"], row["mask"], "", row["refused"])
+    for result in results:
+        if "rejected" in result:
+            table.add_row(result["kernel"], result["dtype"], result["mask"], "", result["rejected"])
         else:
-            table.add_row(row["kernel"], row["dtype"], row["mask"], str(row["cp"]), *(f"{row[part]:.2f}" for part in PARTS))
+            table.add_row(
+                result["kernel"], result["dtype"], result["mask"], str(result["cp"]), *(f"{result[part]:.2f}" for part in PARTS)
+            )
     Console().print(table)

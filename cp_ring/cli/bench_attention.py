@@ -1,4 +1,4 @@
-"""The command line of `cp-ring bench attention`; the measuring itself is imported when it runs."""
+"""The command line of `cp-ring bench attention`; the measurement is imported when it runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import typer
 
 def bench_attention(
     seq_length: Annotated[int, typer.Option(min=1, help="Tokens of the whole sequence.")] = 8192,
-    cp: Annotated[int, typer.Option(min=1, help="Ranks, of one thread each.")] = 2,
+    cp: Annotated[int, typer.Option(min=1, help="Ranks; on the CPU each has one thread.")] = 2,
     heads: Annotated[int, typer.Option(min=1, help="Heads of queries, keys and values.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32, on CUDA bfloat16.")] = "",
-    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU a rank.")] = "cpu",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each contestant runs once a round.")] = 5,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32 on the CPU, bfloat16 on CUDA.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, or cuda with one GPU per rank.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each contestant runs once per round.")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="A contestant; repeatable. Default: all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Time causal ring attention, forward and backward, beside one rank and beside peers that are installed.
+    """Time causal ring attention, forward and backward, beside one rank and beside other packages that are installed.
 
-    Peers on the CPU: pip install ring-attention-pytorch ringattention. On CUDA: ring-flash-attn, transformer-engine[pytorch].
+    Packages on the CPU: pip install ring-attention-pytorch ringattention; on CUDA: ring-flash-attn, transformer-engine[pytorch].
     """
     import os
 
@@ -37,7 +37,7 @@ def bench_attention(
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and (not devices or (devices < cp and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1")):
         raise ConfigError(
-            f"--device cuda: --cp {cp} ranks need a CUDA device each, there are {devices}; bench replay plays them on one"
+            f"--device cuda: --cp {cp} ranks need a CUDA device each, there are {devices}; bench replay runs them on one"
         )
     names = only or [name for name, contestant in CONTESTANTS.items() if device in contestant.devices]
     unknown = sorted(set(names) - set(CONTESTANTS))
@@ -49,23 +49,25 @@ def bench_attention(
     if seq_length % (2 * cp):
         raise ConfigError(f"--seq-length {seq_length} does not divide by 2 * --cp {cp}")
     dtype = dtype or {"cpu": "float32", "cuda": "bfloat16"}[device]
-    rows = run(Contest(seq_length, cp, heads, head_dim, dtype, device), names, repeats)
+    results = run(Contest(seq_length, cp, heads, head_dim, dtype, device), names, repeats)
     if as_json:
-        typer.echo(json.dumps({**facts(), "rows": rows}))
+        typer.echo(json.dumps({**facts(), "rows": results}))
         return
     from rich.console import Console
     from rich.table import Table
 
-    ours = next((row.get("median_s") for row in rows if row["name"] == "cp_ring"), None)
+    ours = next((result.get("median_s") for result in results if result["name"] == "cp_ring"), None)
     table = Table(
         "", "median s", "min - max s", "over cp_ring", "error", title=f"causal, {seq_length} x {heads} x {head_dim}, {cp} ranks"
     )
-    for row in rows:
-        if "skipped" in row:
-            table.add_row(row["name"], row["skipped"])
+    for result in results:
+        if "skipped" in result:
+            table.add_row(result["name"], result["skipped"])
             continue
-        times = row["median_s"], f"{row['min_s']:.2f} - {row['max_s']:.2f}"
-        table.add_row(row["name"], f"{times[0]:.2f}", times[1], f"{times[0] / ours:.2f}" if ours else "", f"{row['error']:.1e}")
+        times = result["median_s"], f"{result['min_s']:.2f} - {result['max_s']:.2f}"
+        table.add_row(
+            result["name"], f"{times[0]:.2f}", times[1], f"{times[0] / ours:.2f}" if ours else "", f"{result['error']:.1e}"
+        )
     Console().print(table)
     made = facts()
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())

@@ -12,7 +12,7 @@ def bench_plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Each time is the best of this many.")] = 5,
 ) -> None:
-    """Measure planning: time, memory, bytes on the wire and balance, each beside its goal."""
+    """Measure planning: time, memory, bytes on the wire and balance, each with its goal."""
     from rich.console import Console
     from rich.table import Table
 

@@ -22,7 +22,7 @@ def certify_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")] = False,
 ) -> None:
-    """Probe a job's attention, loss and gradients on its ranks, and print what was found; trains nothing."""
+    """Probe a job's attention, loss and gradients on its ranks, and print the results. Trains nothing."""
     from cp_ring.job.certify import certify
 
     with _stdout_as_stderr():
@@ -31,14 +31,14 @@ def certify_command(
         if as_json:
             print(json.dumps(found, indent=2))
         else:
-            Console(width=None if sys.stdout.isatty() else 160).print(table(found))
+            Console(width=None if sys.stdout.isatty() else 160).print(probe_table(found))
             print(f"cp_ring: {closing_line(found)}")
     raise typer.Exit(code)
 
 
 @contextmanager
 def _stdout_as_stderr() -> Iterator[None]:
-    """What this process and its ranks print goes to stderr, so that stdout holds the result alone."""
+    """Sends what this process and its ranks print to stderr, so that stdout holds only the result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -50,8 +50,8 @@ def _stdout_as_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def table(found: dict[str, Any]) -> Table:
-    """The probes, one a line."""
+def probe_table(found: dict[str, Any]) -> Table:
+    """The probes, one per line."""
     shown = Table()
     for column in ("probe", "layer", "mask", "error", "bound", "result"):
         shown.add_column(column, justify="right" if column in ("error", "bound") else "left")
@@ -63,7 +63,7 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def closing_line(found: dict[str, Any]) -> str:
-    """How many probes passed, in what time, and what they left out."""
+    """How many probes passed, in how many seconds, and what they do not cover."""
     passed = sum(probe["passed"] for probe in found["probes"])
     missing = found["about"]["not_covered"]
     left_out = f"; not covered: {', '.join(missing)}" if missing else ""

@@ -20,7 +20,7 @@ _COLORS = {"good": "green", "absent": "yellow", "problem": "red"}
 
 
 def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False) -> None:
-    """Say what this installation can do, what it cannot do, and what is wrong with it; exit code 1 for a problem."""
+    """Show what this installation can do, what it cannot do, and what is wrong with it. The exit code is 1 for a problem."""
     from cp_ring.job import doctor
 
     with _quiet():
@@ -33,7 +33,7 @@ def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print J
             )
         )
     else:
-        _show(found)
+        _print_findings(found)
         for line in wrong:
             typer.echo(f"cp_ring: problem: {line}", err=True)
         typer.echo("cp_ring: no problem found" if not wrong else f"cp_ring: {len(wrong)} problem(s), see above")
@@ -42,7 +42,7 @@ def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print J
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides what packages print when they are imported: these lines would break the report or its JSON."""
+    """Hides what packages print when they are imported. These lines would break the report and its JSON."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -56,7 +56,7 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _show(found: list[Finding]) -> None:
+def _print_findings(found: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -35,22 +35,23 @@ INK, FAINT = "#22272e", "#8b949e"
 def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: AttentionSizes | None = None) -> None:
     """Writes the picture to `path`, as PNG, SVG or PDF by its ending.
 
-    `report` is by default made by `plan.verify`; `sizes` give the bytes and FLOPs of the predicted timeline. Raises
-    `PlanError` if the ending is another one or the file cannot be written.
+    `report` is by default the result of `plan.verify`. `sizes` determine the bytes and FLOPs of the predicted timeline. Raises
+    `PlanError` where the ending is another one, or the file cannot be written.
     """
-    check_path(path)
+    check_ending(path)
     report = report or plan.verify(num_slots=plan.cp)
     figure = Figure(figsize=(15, 7.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    _scores(left, plan)
-    _timeline(right, plan, report, sizes or AttentionSizes())
+    _draw_scores(left, plan)
+    _draw_timeline(right, plan, report, sizes or AttentionSizes())
     figure.suptitle(
-        f"{plan.mask.describe()}; {plan.layout.name} layout, {plan.route} route: {plan.n:,} tokens on {plan.cp} ranks\n"
+        f"{plan.mask.describe()}; {plan.layout.name} layout, {plan.route} route: {plan.n:,} tokens on {plan.cp} ranks, "
+        f"{plan.schedule[-1]} remote hops\n"
         f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full ring on the wire",
         fontsize=13, color=INK,
     )  # fmt: skip
-    handles = [Patch(color=color(rank, 0, plan.cp), label=f"rank {rank}") for rank in range(min(plan.cp, MAX_LEGEND))]
+    handles = [Patch(color=color(rank, 0, plan.cp, 1), label=f"rank {rank}") for rank in range(min(plan.cp, MAX_LEGEND))]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(plan.cp, 8), frameon=False, fontsize=10)
     try:
         figure.savefig(path, dpi=140)
@@ -58,34 +59,35 @@ def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Attenti
         raise PlanError(f"--draw {path}: cannot write: {error.strerror}") from None
 
 
-def check_path(path: str) -> None:
-    """Raises `PlanError` if `path` does not end as a supported kind of picture does."""
+def check_ending(path: str) -> None:
+    """Raises `PlanError` unless `path` ends in .png, .svg or .pdf."""
     if not path.lower().endswith((".png", ".svg", ".pdf")):
         raise PlanError(f"--draw {path}: the file must end in .png, .svg or .pdf")
 
 
-def color(rank: int, hop: int, cp: int) -> Color:
-    """A hue for each rank, paler for later hops."""
+def color(rank: int, hop: int, cp: int, hops: int) -> Color:
+    """The color of a rank at a hop: a hue for each rank, paler at later hops."""
     hue = (0.58 + rank / max(cp, 1)) % 1.0
-    fade = hop / max(cp - 1, 1)
+    fade = hop / max(hops - 1, 1)
     return colorsys.hls_to_rgb(hue, 0.42 + 0.42 * fade, 0.62 - 0.12 * fade)
 
 
-def _scores(axes: Axes, plan: RingPlan) -> None:
-    """The score matrix, with queries down and keys to the right. A tile has the color of its rank, paler at later hops."""
+def _draw_scores(axes: Axes, plan: RingPlan) -> None:
+    """The score matrix: queries from top to bottom, keys from left to right. A tile has the color of its rank and hop."""
     tiles, parent = tiles_in_stream(plan)
     rank, hop = plan.tile_rank[parent], plan.tile_hop[parent]
     shapes = [_outline(tile) for tile in tiles]
-    colors = [color(r, h, plan.cp) for r, h in zip(rank.tolist(), hop.tolist(), strict=True)]
+    hops = plan.schedule[-1] + 1
+    colors = [color(r, h, plan.cp, hops) for r, h in zip(rank.tolist(), hop.tolist(), strict=True)]
     edge = 0.6 if len(shapes) <= 600 else 0.0
     axes.add_collection(PolyCollection(shapes, facecolors=colors, edgecolors="white", linewidths=edge))
     for shape, one, area in zip(shapes, hop.tolist(), tiles.area().tolist(), strict=True):
         if plan.cp > 1 and area**0.5 > plan.n / 40:
             x, y = _center(np.array(shape))
-            axes.text(x, y, str(one), ha="center", va="center", fontsize=8, color="white" if one < plan.cp / 2 else INK)
+            axes.text(x, y, str(one), ha="center", va="center", fontsize=8, color="white" if one < hops / 2 else INK)
     axes.set(xlim=(0, plan.n), ylim=(plan.n, 0), aspect="equal", xlabel="key position", ylabel="query position")
     axes.set_title("which rank computes which pairs, and at which hop (number)", fontsize=11, color=INK)
-    _plain(axes)
+    _set_frame(axes)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MultipleLocator(max(plan.n // 8, 1)))
         axis.set_major_formatter(FuncFormatter(_tokens))
@@ -110,8 +112,8 @@ def _outline(tile: Tile) -> list[tuple[int, int]]:
     return left + right[::-1]
 
 
-def _timeline(axes: Axes, plan: RingPlan, report: Report, sizes: AttentionSizes) -> None:
-    """A lane for each rank: the computation of its hops above, the keys and values that it receives below."""
+def _draw_timeline(axes: Axes, plan: RingPlan, report: Report, sizes: AttentionSizes) -> None:
+    """One lane per rank: above, the computation of its hops; below, the keys and values that it receives."""
     compute, transfers = timeline(plan, cost(report, sizes))
     for spans, offset, height in ((compute, -0.38, 0.5), (transfers, 0.16, 0.2)):
         shapes, colors = [], []
@@ -119,28 +121,28 @@ def _timeline(axes: Axes, plan: RingPlan, report: Report, sizes: AttentionSizes)
             # A transfer has the color of the computation that waits for it.
             low, high, top = span.start * 1e3, span.end * 1e3, span.rank + offset
             shapes.append([(low, top), (high, top), (high, top + height), (low, top + height)])
-            colors.append(color(span.rank, span.hop, plan.cp))
+            colors.append(color(span.rank, span.hop, plan.cp, plan.schedule[-1] + 1))
         hatch = "////" if height < 0.4 else None
         axes.add_collection(PolyCollection(shapes, facecolors=colors, edgecolors="white", linewidths=0.5, hatch=hatch))
-    _label_hops(axes, compute, plan.cp)
+    _label_hops(axes, compute, plan.cp, plan.schedule[-1] + 1)
     end = max((span.end for span in compute + transfers), default=0.0) * 1e3
     axes.set(xlim=(0, end * 1.01 or 1), ylim=(plan.cp - 0.4, -0.6), xlabel="time of one layer's forward pass (ms), predicted")
     axes.set_yticks(range(plan.cp) if plan.cp <= 32 else range(0, plan.cp, plan.cp // 16))
     axes.set_ylabel("rank")
     axes.set_title("when: computation (solid) and arriving keys (hatched)", fontsize=11, color=INK)
-    _plain(axes)
+    _set_frame(axes)
 
 
-def _label_hops(axes: Axes, compute: list[Span], cp: int) -> None:
+def _label_hops(axes: Axes, compute: list[Span], cp: int, hops: int) -> None:
     total = max((span.end for span in compute), default=0.0)
     for span in compute:
         if cp <= 16 and span.end - span.start > total / 40:
-            ink = "white" if span.hop < cp / 2 else INK
+            ink = "white" if span.hop < hops / 2 else INK
             x = (span.start + span.end) / 2 * 1e3
             axes.text(x, span.rank - 0.13, str(span.hop), ha="center", va="center", fontsize=8, color=ink)
 
 
-def _plain(axes: Axes) -> None:
+def _set_frame(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=9)

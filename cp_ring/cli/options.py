@@ -11,9 +11,9 @@ _NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
 
 
 def parse_tokens(text: str | int) -> int:
-    """A number of tokens, with K = 1,024, M = 1,024 K or G = 1,024 M behind it if wanted: 65536, 64K, 128k, 1M.
+    """A number of tokens: 65536, 64K, 128k or 1M, where K is 1,024, M is 1,024 K and G is 1,024 M.
 
-    Raises `typer.BadParameter`, which becomes one line that names the option.
+    Raises `typer.BadParameter`. Typer turns it into one line that names the option.
     """
     found = _NUMBER.fullmatch(str(text).strip())
     value = float(found[1].replace("_", "")) * _FACTORS[found[2].lower()] if found and "." in found[1] else None
@@ -25,7 +25,7 @@ def parse_tokens(text: str | int) -> int:
 
 
 def parse_mean_tokens(text: str | float) -> float:
-    """An average number of tokens: any number, or one that `parse_tokens` takes."""
+    """An average number of tokens: any number, or a text that `parse_tokens` accepts."""
     try:
         return float(text)
     except ValueError:

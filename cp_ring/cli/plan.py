@@ -15,15 +15,16 @@ from rich.table import Table
 from cp_ring.bench import samples
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost
+from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost, kernel_calls
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
 from cp_ring.plan.verify import Report
 
-PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets, which the layouts of LAYOUTS do not get
+PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 MAX_RANKS_SHOWN = 32
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
@@ -31,10 +32,11 @@ _MASK, _LAYOUT, _SIZES, _OUTPUT = "Mask", "Layout and route", "Sizes", "Output"
 _TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS"}
 _MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS"}
 
+
 def plan_command(
     seq_length: Annotated[
         int,
-        typer.Option(help="Length of the sequence, or of the stream of packed documents; 64K and 1M are understood.",
+        typer.Option(help="Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too.",
                      rich_help_panel=_MASK, **_TOKENS),
     ],
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.", rich_help_panel=_LAYOUT)],
@@ -67,6 +69,14 @@ def plan_command(
     route: Annotated[
         str, typer.Option(metavar="NAME", help=f"{' or '.join(ROUTES)}.", rich_help_panel=_LAYOUT)
     ] = "direct",
+    schedule: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"{', '.join(NAMES)}, or the hop of each ring distance as in 0,1,2,2.",
+                     rich_help_panel=_LAYOUT),
+    ] = "auto",
+    slot_shards: Annotated[
+        int, typer.Option(help="Sources of a hop at most: the shards of a receive buffer.", rich_help_panel=_LAYOUT)
+    ] = SLOT_SHARDS,
     num_slots: Annotated[int, typer.Option(help="Receive buffers for keys and values.", rich_help_panel=_LAYOUT)] = 2,
     heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=_SIZES)] = 32,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads; only these travel.", rich_help_panel=_SIZES)] = 8,
@@ -81,28 +91,29 @@ def plan_command(
         bool, typer.Option("--json", help="Print JSON instead of the table.", rich_help_panel=_OUTPUT)
     ] = False,
 ) -> None:  # fmt: skip
-    """Plan, prove, cost and draw the attention of one layer; needs no GPU and no process group."""
+    """Plan the attention of one layer, prove the plan, show its cost, and draw it. Needs no GPU and no process group."""
     if ranks_per_node < 1:
         raise PlanError(f"--ranks-per-node {ranks_per_node}: it must be at least 1")
     if route not in ROUTES:
         raise PlanError(f"--route {route!r}: known are {', '.join(ROUTES)}")
     if draw:
-        from cp_ring.cli.drawing import check_path
+        from cp_ring.cli.drawing import check_ending
 
-        check_path(draw)
+        check_ending(draw)
     sizes = AttentionSizes(heads, kv_heads, head_dim, dtype=dtype)
     with _name_options_if_out_of_memory(seq_length, cp):
-        offsets = _offsets(seq_length, documents, documents_mean, seed)
-        mask = _mask(seq_length, offsets, window, full, prefix)
-        chosen = _layout(layout, mask, offsets, cp, chunks_per_rank)
-        plan, build_ms = _timed(lambda: RingPlan.build(mask, chosen, route))
+        offsets = _document_offsets(seq_length, documents, documents_mean, seed)
+        mask = _make_mask(seq_length, offsets, window, full, prefix)
+        chosen = _make_layout(layout, mask, offsets, cp, chunks_per_rank)
+        with _name_options(schedule="--schedule", slot_shards="--slot-shards"):
+            plan, build_ms = _timed(lambda: RingPlan.build(mask, chosen, route, schedule, slot_shards))
         report, verify_ms = _timed(lambda: plan.verify(num_slots))
     costs = cost(report, sizes, num_slots)
     facts = summary(plan, report, costs, ranks_per_node) | {"build_ms": build_ms, "verify_ms": verify_ms}
     if as_json:
         typer.echo(json.dumps(facts))
     else:
-        _print(plan, facts)
+        _print_plan(plan, facts)
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
@@ -116,6 +127,7 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
         "mask": plan.mask.name,
         "layout": plan.layout.name,
         "route": plan.route,
+        "schedule": list(plan.schedule),
         "n": plan.n,
         "cp": plan.cp,
         "tokens_per_rank": report.tokens_per_rank.tolist(),
@@ -126,6 +138,7 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
         "gradient_bytes_out_per_rank": costs.gradient_bytes_out.sum(1).tolist(),
         "forward_flops_per_rank": costs.forward_flops.sum(1).tolist(),
         "backward_flops_per_rank": costs.backward_flops.sum(1).tolist(),
+        "kernel_calls_per_rank": kernel_calls(plan).tolist(),
         "moving_hops_per_rank": report.moving_hops.tolist(),
         "moving_hops": int((report.keys_in.sum(0) > 0).sum()),
         "share_of_full_ring": report.share_of_full_ring,
@@ -136,7 +149,7 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
     }
 
 
-def _offsets(n: int, path: str | None, mean: float, seed: int) -> Ints | None:
+def _document_offsets(n: int, path: str | None, mean: float, seed: int) -> Ints | None:
     """Offsets of the documents, int64 [documents + 1]; None for one sequence."""
     if not 1 <= n <= MAX_TOKENS:
         raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
@@ -149,7 +162,7 @@ def _offsets(n: int, path: str | None, mean: float, seed: int) -> Ints | None:
     return samples.exponential(n, mean, seed) if mean else None
 
 
-def _mask(n: int, offsets: Ints | None, window: int, full: bool, prefix: int) -> Mask:
+def _make_mask(n: int, offsets: Ints | None, window: int, full: bool, prefix: int) -> Mask:
     if prefix:
         lengths = prefix if offsets is None else (offsets[1:] - offsets[:-1]).clip(max=prefix)
         return Mask.prefix(n, lengths, offsets, (window, -1 if full else 0))
@@ -158,7 +171,7 @@ def _mask(n: int, offsets: Ints | None, window: int, full: bool, prefix: int) ->
     return Mask.documents(offsets, causal=not full, window=(window, window if full else 0), n=n)
 
 
-def _layout(name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None) -> Layout:
+def _make_layout(name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None) -> Layout:
     if name not in (*LAYOUTS, PER_DOCUMENT):
         raise PlanError(f"--layout {name!r}: known are {', '.join((*LAYOUTS, PER_DOCUMENT))}")
     if chunks_per_rank is not None and name != "balanced":
@@ -170,11 +183,24 @@ def _layout(name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_ran
 
 @contextmanager
 def _name_options_if_out_of_memory(n: int, cp: int) -> Iterator[None]:
-    """Turns `MemoryError` into one line that names the options that set the size of the plan."""
+    """Turns `MemoryError` into a `PlanError` that names the options that determine the size of the plan."""
     try:
         yield
     except MemoryError as error:
         raise PlanError(f"--seq-length {n} --cp {cp}: the plan does not fit into memory: {error}") from None
+
+
+@contextmanager
+def _name_options(**options: str) -> Iterator[None]:
+    """Turns parameters into their options in a `PlanError` that begins with the name of one of them."""
+    try:
+        yield
+    except PlanError as error:
+        named = str(error)
+        if named.startswith(tuple(options)):
+            for name, option in options.items():
+                named = named.replace(name, option, 2 if name == "slot_shards" else 1)
+        raise PlanError(named) from None
 
 
 def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
@@ -184,7 +210,7 @@ def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
     return made, (time.perf_counter() - start) * 1e3
 
 
-def _print(plan: RingPlan, facts: dict[str, Any]) -> None:
+def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console = Console()
     title = f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks, {plan.layout.name} layout, {plan.route} route"
     table = Table(title=title)
@@ -203,6 +229,10 @@ def _print(plan: RingPlan, facts: dict[str, Any]) -> None:
         f"balance {facts['balance']:.3f} (max / mean work); {facts['share_of_full_ring']:.1%} of a full ring on the wire, "
         f"{facts['share_between_nodes']:.1%} of that between nodes; proven: built in {facts['build_ms']:.1f} ms, "
         f"verified in {facts['verify_ms']:.1f} ms, {facts['slots']} receive buffers in use"
+    )
+    sources = ", ".join(map(str, group_sizes(plan.schedule))) or "none"
+    console.print(
+        f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward"
     )
     buffers = Table("buffer, on the rank that needs most of it", "MiB")
     for name, size in facts["memory"].items():

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-RESOURCES, RANKS = "What to ask Slurm for", "How ranks are started"  # panels of the help
+RESOURCES, RANKS = "What to ask Slurm for", "How ranks are started"  # headings in the help text
 
 
 def submit_command(
@@ -58,7 +58,7 @@ def submit_command(
     preflight: Annotated[bool, typer.Option(help="Check nodes and links before training.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and the placement, and stop.")] = False,
 ) -> None:
-    """Submit a job to Slurm: it saves before the time limit, resumes after failures and preemption, and stops when done."""
+    """Submit a job to Slurm. It saves before the time limit, resumes after failures and preemption, and stops when it is done."""
     from cp_ring.errors import ConfigError
     from cp_ring.slurm.batch_script import Resources
     from cp_ring.slurm.submit import Site, submit
@@ -88,7 +88,7 @@ def preflight_command(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key; the value is read as YAML. Repeatable.")
     ] = None,
 ) -> None:
-    """Check hosts, software, run directory, GPUs and links before training: alone, or on all ranks by srun or torchrun."""
+    """Check hosts, software, run directory, GPUs and links before training. Runs alone, or on all ranks by srun or torchrun."""
     from cp_ring.slurm.preflight import main
 
     raise typer.Exit(main(config, set_ or []))
@@ -98,7 +98,7 @@ def status_command(
     run_dir: Annotated[Path, typer.Argument(help="The launch.run_dir of the job.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Show the state of a run, its last step, newest whole checkpoint, restarts, and why it last stopped."""
+    """Show the state of a run: its last step, its newest whole checkpoint, its restarts, and why it stopped the last time."""
     from cp_ring.slurm.status import show, status
 
     facts = status(run_dir)

@@ -7,7 +7,7 @@ from rich.table import Table
 
 
 def print_table(entries: list[dict[str, str]]) -> None:
-    """Prints entries with the same keys, a line each; the columns are in the order of the first entry."""
+    """Prints each entry on a line of its own. All have the same keys; the columns are in the order of the first entry."""
     shown = Table(show_lines=True)
     for column in entries[0]:
         shown.add_column(column, overflow="fold")

@@ -28,7 +28,7 @@ def train_command(
         bool, typer.Option("--list", is_eager=True, callback=_list_configurations, help="List the packaged configurations.")
     ] = False,
 ) -> None:
-    """Train, or resume, the job of a configuration on this machine's GPUs, or on its CPU if it has no GPU."""
+    """Train the job of a configuration, or resume it, on this machine's GPUs, or on its CPU if it has no GPU."""
     from cp_ring.job.train import train
 
     raise typer.Exit(train(config, set_ or [], dry_run, verbose))

@@ -44,7 +44,7 @@ class KeyStream:
             # Backward, batches keep one order on all ranks: keys of hop t after the gradients of hop t - 2.
             early = self._backward and hop.index > now.index + 1
             absent = any(send.buffer > now.index for send in hop.sends)
-            if early or absent or (hop.receive and not self._slots.free):
+            if early or absent or (hop.receives and not self._slots.free):
                 return
             self._post(hop)
 
@@ -52,9 +52,9 @@ class KeyStream:
         if self._transport is None:
             self._pending.append(Done())
             return
-        if hop.receive:
+        if hop.receives:
             self._buffers[hop.index] = self._slots.take(hop.num_keys)
-        receives = [(hop.receive, self._buffers[hop.index])] if hop.receive else []
+        receives = [(receive, self._buffers[hop.index]) for receive in hop.receives]
         sends = [(send, self._buffers[send.buffer]) for send in hop.sends]
         self._pending.append(self._transport.post(MessageBatch(sends, receives, "keys", hop.index)))
 

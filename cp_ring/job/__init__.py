@@ -1,1 +1,1 @@
-"""A training job as one YAML file: validated, turned into Megatron's command line, launched on this node's ranks."""
+"""A training job in one YAML file: cp_ring validates it, makes Megatron's command line, and launches the ranks of this node."""

@@ -1,4 +1,4 @@
-"""The certificate of a job, made on its ranks without training it."""
+"""Makes the certificate of a job on its ranks, without training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from cp_ring.job.train import open_output
 
 
 def certify(source: str, overrides: Sequence[str] = (), verbose: bool = False) -> tuple[int, dict[str, Any] | None]:
-    """The exit code (0: every probe passed, 2: rejected) and the certificate of the job of a YAML file or packaged name.
+    """Certifies the job of a YAML file or packaged name; returns the exit code and the certificate.
 
-    verbose: print all output of the ranks, which otherwise is in a log file only.
+    The exit code is 0 if all probes passed, and 2 if the job is rejected.
+
+    verbose: print all output of the ranks, which is otherwise only in a log file.
     Raises `ConfigError` for a job that cannot run, or that does not use ring attention.
     """
     job = configs.load(source, overrides)
     if not job.cp_ring.enabled:
-        raise ConfigError(f"{source}: cp_ring.enabled is false, and there is nothing to certify without ring attention")
+        raise ConfigError(f"{source}: cp_ring.enabled is false: without ring attention there is nothing to certify")
     job = job.model_copy(update={"megatron": job.megatron | {"tensorboard_dir": None}})  # nothing is logged
     corpus = commands.find_corpus(job)
     command = commands.build_command(job, corpus)

@@ -12,12 +12,12 @@ from cp_ring.patches.install import install
 
 
 def main() -> None:
-    """Probes the job of the command line; rank 0 writes REPORT.json. Exits with code 2 where a probe fails."""
+    """Probes the job of the command line; rank 0 writes REPORT.json. Exits with code 2 if a probe fails."""
     report = Path(sys.argv.pop(1))
     with rejection.rejecting():
         install(sys.argv[1:])
         sys.argv += [flag for flag in ("--calculate-per-token-loss",) if flag not in sys.argv]
-        from cp_ring.megatron import compat  # Megatron is imported once its patches are applied
+        from cp_ring.megatron import compat  # imports Megatron, so the patches come first
         from cp_ring.megatron.certificate import certify, record
 
         args = compat.start()

@@ -1,4 +1,4 @@
-"""From a job to the command line that runs it: torch's launcher, our entry module, Megatron's flags."""
+"""Makes the command line that runs a job: torch's launcher, the entry module of cp_ring, Megatron's flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN_DATA = ("data_path", "train_data_path", "data_args_path", "per_split_data_ar
 
 @dataclass(frozen=True)
 class Command:
-    """What to run: `torchrun` options, a module with its own arguments, Megatron's flags, with these variables set."""
+    """What to run: environment variables, options of `torchrun`, the entry module with its own arguments, Megatron's flags."""
 
     environment: dict[str, str]
     torchrun: list[str]
@@ -36,8 +36,8 @@ class Command:
         """All arguments of torchrun."""
         return [*self.torchrun, "-m", *self.entry, *self.megatron]
 
-    def shown(self) -> str:
-        """One line that a shell can run as it is."""
+    def as_shell_line(self) -> str:
+        """One line that a shell can run unchanged."""
         program = Path(sys.executable).with_name("torchrun")
         torchrun = [str(program)] if program.exists() else [sys.executable, "-m", "torch.distributed.run"]
         variables = [f"{name}={value}" for name, value in self.environment.items()]
@@ -50,7 +50,7 @@ def uses_corpus(job: JobConfig) -> bool:
 
 
 def find_corpus(job: JobConfig) -> Corpus | None:
-    """The job's corpus, found but not built; None where the job names Megatron datasets of its own.
+    """The job's corpus, which this finds but does not build; None where the job names Megatron datasets of its own.
 
     Raises `ConfigError` for a data path that does not exist or is empty.
     """
@@ -63,7 +63,7 @@ def find_corpus(job: JobConfig) -> Corpus | None:
 
 
 def build_command(job: JobConfig, corpus: Corpus | None, elsewhere: bool = False) -> Command:
-    """The command of `job`, checked by Megatron's own parser; `elsewhere`: it is for nodes whose GPUs cannot be seen from here.
+    """The command of `job`, checked by Megatron's own parser. With `elsewhere`, other nodes run it; their GPUs are unknown here.
 
     Raises `ConfigError` that names the key or flag that Megatron does not have or cannot read.
     """
@@ -86,14 +86,14 @@ def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> tuple[
     megatron += argument_parser.to_flags(parser, _defaults(job, corpus) | job.megatron, "megatron")
     megatron += config.to_args()
     args = argument_parser.check(parser, megatron)
-    _check_early(args, job, megatron)
+    _run_rank_checks(args, job, megatron)
     return megatron, args
 
 
 def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: str = "") -> None:
-    """Raises `ConfigError` where `args` ask for layers of a package that is not installed; with `elsewhere`, only warns.
+    """Raises `ConfigError` if `args` ask for layers of a package that is not installed; with `elsewhere`, only warns.
 
-    otherwise: what else the user may do about it.
+    otherwise: text for the end of the message, with another way out.
     """
     from cp_ring.megatron import validate
 
@@ -107,13 +107,13 @@ def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: s
         print(f"cp_ring: warning: {error}", file=sys.stderr)
 
 
-def _check_early(args: argparse.Namespace, job: JobConfig, line: list[str]) -> None:
-    """The ranks' own checks of the flags in `line`, made once before any of them starts."""
+def _run_rank_checks(args: argparse.Namespace, job: JobConfig, line: list[str]) -> None:
+    """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
     from cp_ring.megatron import validate
 
     args.world_size = job.parallel.ranks
     if "--cp-ring-cpu" in line:
-        with contextlib.redirect_stdout(io.StringIO()):  # the ranks say what it sets
+        with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
             validate.run_on_cpu(args, line)
     validate.check_model(args)
     validate.check_sizes(args)
@@ -121,6 +121,7 @@ def _check_early(args: argparse.Namespace, job: JobConfig, line: list[str]) -> N
     if job.cp_ring.enabled:
         validate.check_attention(args)
         validate.check_documents(args, job.cp_ring)
+        job.cp_ring.check_schedule(job.parallel.context_parallel_size)
     elif job.cp_ring.document_mask:
         raise ConfigError("cp_ring.document_mask (--cp-ring-document-mask) needs cp_ring.enabled (--cp-ring)")
     if not uses_corpus(job):
@@ -128,7 +129,7 @@ def _check_early(args: argparse.Namespace, job: JobConfig, line: list[str]) -> N
 
 
 def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[str, str]]:
-    """`cuda` or `cpu`, and the variables that hide GPUs which the job is not to use.
+    """`cuda` or `cpu`, and the variables that hide GPUs that the job must not use.
 
     Raises `ConfigError` where launch.device is cuda and the node has fewer GPUs than ranks; not if the job runs `elsewhere`.
     """
@@ -161,12 +162,12 @@ def checkpoints(job: JobConfig) -> Path:
 
 
 def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
-    """Megatron arguments that follow from the other sections; the section `megatron` may override them."""
+    """Megatron arguments that follow from the other sections. The section `megatron` may override them."""
     settings: dict[str, Any] = {
         "save": str(checkpoints(job)),
         "load": str(checkpoints(job)),
         "tensorboard_dir": str((run_dir(job) / "tensorboard").absolute()),
-        "exit_signal_handler": True,  # SIGUSR1 and SIGTERM: save, then leave
+        "exit_signal_handler": True,  # on SIGUSR1 and SIGTERM: save, then exit
     }
     if corpus is not None:
         settings |= {
@@ -179,14 +180,14 @@ def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
 
 
 def _environment(job: JobConfig, device: str) -> dict[str, str]:
-    """Variables of torchrun and its ranks; one that is set already wins.
+    """Variables of torchrun and its ranks. A variable that is already set keeps its value.
 
-    One thread per rank: ranks on one machine share its cores. Gloo needs the loopback interface by name, because
-    a host name can resolve to an address that no other rank listens on. Megatron asks for one CUDA connection.
+    Each rank gets one thread, because ranks on one machine share its cores. Gloo needs the loopback interface by name, because
+    a host name can resolve to an address that no other rank listens on. Megatron requires one CUDA connection.
     """
     wanted = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     wanted |= {"PET_SHUTDOWN_TIMEOUT": "600", "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # time to save
-    if job.launch.max_restarts:  # ranks would read the addresses of the ranks before them from a store that outlives these
+    if job.launch.max_restarts:  # else restarted ranks read old addresses from a store that is still alive
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if device == "cpu" and job.launch.nnodes == 1:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"

@@ -1,7 +1,7 @@
 """The job's YAML file: sections `megatron`, `data`, `parallel`, `cp_ring` and `launch`.
 
-One more section, `presets`, names variants of the job: `presets.tiny.megatron.num_layers: 2` holds where `preset=tiny` is among
-the overrides. A preset changes the keys that it has (null takes one away) and is no part of the job itself.
+One more section, `presets`, names variants of the job: `presets.tiny.megatron.num_layers: 2` applies if `preset=tiny` is among
+the overrides. A preset changes the keys that it has, and null removes a key. The section is no part of the job itself.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 
-_HINT = re.compile(r"(?:; [^;:]*)?: ")  # in the first comment of a packaged file: from here on it is about commands
+_HINT = re.compile(r"(?:; [^;:]*)?: ")  # the first comment of a packaged file speaks of commands from here on
 _SECTION = "must be a section with keys"
-_PLAIN = {"model_type": _SECTION, "dict_type": _SECTION, "path_type": "must be a path"}  # of pydantic's types of errors
+_PLAIN = {
+    "model_type": _SECTION,
+    "dict_type": _SECTION,
+    "path_type": "must be a path",
+}  # plain text for pydantic's types of errors
 
 
 def _expanded(path: Path) -> Path:
@@ -45,14 +49,14 @@ class DataConfig(Section):
     """What to train on. Unused where `megatron` names datasets of its own (data_path, train_data_path, mock_data, ...)."""
 
     path: UserPath | None = Field(None, description="A folder of texts or a .jsonl file; default: Python's standard library.")
-    vocab_size: int = Field(4096, ge=300, description="Tokens of the BPE that is trained on the data.")
-    validation_fraction: float = Field(0.05, gt=0, le=0.5, description="Part of the documents that is only validated on.")
+    vocab_size: int = Field(4096, ge=300, description="Vocabulary size of the BPE tokenizer that is trained on the data.")
+    validation_fraction: float = Field(0.05, gt=0, le=0.5, description="Share of the documents that is used only for validation.")
     cache: UserPath = Field(Path("runs/corpora"), description="Where tokenized corpora are kept.")
-    replace: bool = Field(False, description="Resume with another corpus than the run was started with.")
+    replace: bool = Field(False, description="Allow a run to resume with another corpus.")
 
 
 class ParallelConfig(Section):
-    """How many ranks there are and what each dimension does; the product of all four is the number of ranks."""
+    """The size of each parallel dimension. Their product is the number of ranks."""
 
     tensor_model_parallel_size: int = Field(1, ge=1)
     pipeline_model_parallel_size: int = Field(1, ge=1)
@@ -95,8 +99,8 @@ class JobConfig(Section):
 def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
     """Reads a job from a file, or by name from the configurations that come with cp_ring, and applies `a.b=c` overrides.
 
-    `preset=NAME` among the overrides chooses a variant from the file's section `presets`, whatever its place among them; its
-    output goes to a folder of its own.
+    `preset=NAME` among the overrides chooses a variant from the file's section `presets`; its place among the overrides does not
+    matter. The output of a variant goes to a folder of its own.
 
     Raises `ConfigError` with one line that names the file or key.
     """
@@ -105,10 +109,10 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
     presets = settings.pop("presets", None) or {}
     chosen = [override.partition("=")[2] for override in overrides if override.startswith("preset=")]
     if chosen:
-        settings = _merged(settings, _preset(presets, chosen[-1], source))
+        settings = _merged(settings, _find_preset(presets, chosen[-1], source))
     for override in overrides:
         if not override.startswith("preset="):
-            _override(settings, override)
+            _apply_override(settings, override)
     launch = settings.setdefault("launch", {})
     if isinstance(launch, dict):
         launch.setdefault("run_dir", "-".join([f"runs/{path.stem}", *chosen[-1:]]))
@@ -116,7 +120,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def find(source: str) -> Path:
-    """The file itself, or `NAME` for the NAME.yaml that is packaged as cp_ring.configs."""
+    """The path of a file, or of the packaged NAME.yaml of cp_ring.configs if `source` is such a NAME."""
     path = Path(source)
     if os.path.isfile(path):
         return path
@@ -145,7 +149,7 @@ def summaries() -> list[dict[str, str]]:
 
 
 def read(path: Path, source: str) -> dict[str, Any]:
-    """The sections of a file, unchecked; raises `ConfigError` that names `source` where it cannot be read or has none."""
+    """The sections of a file, unchecked. Raises `ConfigError` that names `source` if it cannot be read or has no sections."""
     try:
         settings = _from_yaml(path.read_text())
     except OSError as error:
@@ -180,7 +184,7 @@ def _reason(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
 
 
-def _preset(presets: Any, name: str, source: str) -> dict[str, Any]:
+def _find_preset(presets: Any, name: str, source: str) -> dict[str, Any]:
     if not isinstance(presets, dict) or not isinstance(presets.get(name), dict):
         known = ", ".join(presets) if isinstance(presets, dict) and presets else "none"
         raise ConfigError(f"{source}: no preset {name!r} in its section presets; there are: {known}")
@@ -197,11 +201,11 @@ def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 
 def validate(settings: dict[str, Any], source: str) -> JobConfig:
-    """Makes the job; raises `ConfigError` with the first wrong key, and near matches where there is no such key."""
+    """Makes the job. Raises `ConfigError` that names the first wrong key, and a similar key if the key is unknown."""
     try:
         job = JobConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_first_line(error)}") from None
+        raise ConfigError(f"{source}: {_describe_first(error)}") from None
     for key in job.megatron:
         if key in ParallelConfig.model_fields:
             raise ConfigError(f"{source}: megatron.{key} belongs in its own section: set parallel.{key}")
@@ -222,8 +226,8 @@ def validate(settings: dict[str, Any], source: str) -> JobConfig:
     return job
 
 
-def _override(settings: dict[str, Any], override: str) -> None:
-    """Sets `a.b=c` in place; the value is read as YAML, so that numbers, true, null and [lists] are what they look like."""
+def _apply_override(settings: dict[str, Any], override: str) -> None:
+    """Sets `a.b=c` in place. The value is read as YAML: numbers, true, null and [lists] are not text."""
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {override}: expected section.key=value")
@@ -245,7 +249,8 @@ def _override(settings: dict[str, Any], override: str) -> None:
     place[last] = value
 
 
-def _first_line(error: ValidationError) -> str:
+def _describe_first(error: ValidationError) -> str:
+    """The first of pydantic's errors in one line."""
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)

@@ -1,7 +1,7 @@
-"""A text corpus as Megatron's IndexedDataset: found, tokenized and split once, then reused.
+"""A text corpus as Megatron's IndexedDataset. It is tokenized and split once, then reused.
 
-The sources are the running interpreter's standard library (long documents that are always there), a folder of text
-files, or .jsonl files with a "text" key. A byte-level BPE is trained on them, so nothing has to be downloaded.
+The sources are the standard library of this Python (long documents that always exist), a folder of text files, or .jsonl files
+with a "text" key. A byte-level BPE tokenizer is trained on them, so nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cp_ring.errors import ConfigError
 
 END_OF_DOCUMENT = "<|endoftext|>"
-FORMAT = 1  # part of the cache key: raise it when what is built from the same sources changes
+FORMAT = 1  # part of the cache key: raise it when the same sources give another result
 TOKENIZER_DOCUMENTS_BYTES = 32 << 20  # the tokenizer is trained on the first documents up to this size
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sources and the folder that their tokens are (or will be) in.
+    """The sources of a corpus, and the folder of its tokens, which may not exist yet.
 
     `train` and `valid` are IndexedDataset prefixes, `tokenizer` is a folder that Megatron's HuggingFaceTokenizer loads.
     """
@@ -55,7 +55,7 @@ class Corpus:
 
     @property
     def ready(self) -> bool:
-        """The folder appears under its name only when it is complete."""
+        """Whether the corpus is built. The folder gets its name only when it is complete."""
         return self.folder.is_dir()
 
     def summary(self) -> dict[str, Any]:
@@ -64,10 +64,10 @@ class Corpus:
 
 
 def find(path: Path | None, cache: Path, *, vocab_size: int = 4096, validation_fraction: float = 0.05) -> Corpus:
-    """Finds the sources and names the folder of their corpus; reads and builds nothing.
+    """Finds the sources and chooses the folder of their corpus. It reads no text and builds nothing.
 
-    path: a folder, a .jsonl file, or None for the standard library. The folder's name holds a hash of the sources'
-    names, sizes and times and of the settings, so a change of any of them makes a new corpus.
+    path: a folder, a .jsonl file, or None for the standard library. The folder's name contains a hash of the settings and of the
+    sources' names, sizes and times. So a change of any of them makes a new corpus.
     Raises `ConfigError` when the path does not exist or has no files.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
@@ -86,7 +86,7 @@ def find(path: Path | None, cache: Path, *, vocab_size: int = 4096, validation_f
 
 
 def build(corpus: Corpus) -> None:
-    """Builds the corpus beside its place and publishes it by one rename, so that a half-built one is never used.
+    """Builds the corpus in a temporary folder and renames that at the end, so that a half-built corpus is never used.
 
     Raises `ConfigError` where the sources hold fewer than two documents (one to train on, one to validate on), where the cache
     cannot be written, and where the package `tokenizers` is not installed.
@@ -129,7 +129,7 @@ def _build_in(work: Path, corpus: Corpus) -> None:
         documents = 0
         sample: list[str] = []
         sampled = 0
-        for text in _documents(corpus.files):
+        for text in _read_documents(corpus.files):
             documents += 1
             if sampled < TOKENIZER_DOCUMENTS_BYTES:
                 sample.append(text)
@@ -144,13 +144,15 @@ def _build_in(work: Path, corpus: Corpus) -> None:
         _save_tokenizer(tokenizer, work / "tokenizer")
         progress.update(counting, completed=0, description=f"{corpus.name}: tokenizing")
         stride = min(documents, max(2, round(1 / corpus.validation_fraction)))
-        tokens = _write(work, tokenizer, _documents(corpus.files), stride, lambda done: progress.update(counting, completed=done))
+        tokens = _tokenize(
+            work, tokenizer, _read_documents(corpus.files), stride, lambda done: progress.update(counting, completed=done)
+        )
     summary = {"documents": documents, "tokens": tokens, "vocab_size": tokenizer.get_vocab_size(), "digest": _digest(work)}
     (work / "corpus.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def _write(work: Path, tokenizer: Any, documents: Iterable[str], stride: int, report: Any) -> dict[str, int]:
-    """Every `stride`-th document goes to `valid`, the others to `train`; returns the number of tokens in each."""
+def _tokenize(work: Path, tokenizer: Any, documents: Iterable[str], stride: int, report: Any) -> dict[str, int]:
+    """Writes every `stride`-th document to `valid` and the others to `train`. Returns the number of tokens in each."""
     from cp_ring.megatron.token_files import TokenFile
 
     end = tokenizer.token_to_id(END_OF_DOCUMENT)
@@ -170,7 +172,7 @@ def _write(work: Path, tokenizer: Any, documents: Iterable[str], stride: int, re
 
 
 def _digest(folder: Path) -> str:
-    """A hash of what a run trains on: the tokenizer and both splits. The same texts in another place have the same hash."""
+    """A hash of the tokenizer and of both splits. The same texts in another folder have the same hash."""
     whole = hashlib.sha256()
     for name in ("tokenizer/tokenizer.json", "train.bin", "valid.bin"):
         with (folder / name).open("rb") as file:
@@ -213,8 +215,8 @@ def _source_files(root: Path, only_python: bool) -> Iterator[Path]:
                 yield Path(folder, file)
 
 
-def _documents(files: Iterable[Path]) -> Iterator[str]:
-    """One document per text file, one per line of a .jsonl; files that are not UTF-8 text are passed over."""
+def _read_documents(files: Iterable[Path]) -> Iterator[str]:
+    """The documents: one per text file, one per line of a .jsonl file. Files that are not UTF-8 text are left out."""
     for file in files:
         if file.suffix == ".jsonl":
             yield from _json_lines(file)

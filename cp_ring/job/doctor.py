@@ -1,7 +1,7 @@
-"""What this installation can do and what is wrong with it: versions, kernels, devices, patches; one line for each finding.
+"""Examines this installation: versions, kernels, devices and patches. Each finding is one line of the report.
 
-Nothing is trained and no process group is made. Packages that Megatron imports are imported here too, because only an import
-shows that a package is broken. Whatever an import raises is a finding.
+The examination trains nothing and makes no process group. It imports the packages that Megatron imports, because only an import
+shows that a package is broken. Any error of such an import is a finding.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Finding:
 
     Attributes:
         section: versions, machine, kernels, patches or limits.
-        name: what was looked at.
-        state: `good`, `problem`, or `absent`: no fault, but something cannot be used.
-        found: what is there.
-        advice: what to do, or what follows; never empty for a problem.
+        name: what was examined.
+        state: `good`, `problem`, or `absent`, which means that something cannot be used, without a fault.
+        found: the version or the state that was found.
+        advice: what to do, or the consequence; never empty for a problem.
     """
 
     section: str
@@ -45,7 +45,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Every finding, in the order in which they are shown."""
+    """All findings, in the order of the report."""
     parts: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python, _requirements, _megatron, _torch_libraries, _transformer_engine, _flash_attention, _apex, _others,
         _devices, _kernels, _patches,
@@ -102,7 +102,7 @@ def _torch_libraries() -> Iterator[Finding]:
         cudnn = torch.backends.cudnn.version()
     except Exception as error:
         advice = "torch cannot load it: let only the nvidia-cudnn package that torch asks for be on LD_LIBRARY_PATH"
-        yield Finding("versions", "cuDNN", "problem", _line(error), advice)
+        yield Finding("versions", "cuDNN", "problem", _in_one_line(error), advice)
         return
     yield Finding("versions", "cuDNN", "good" if cudnn else "absent", str(cudnn or "not there"))
 
@@ -122,14 +122,14 @@ def _flash_attention() -> Iterator[Finding]:
 
 
 def _imported(name: str, package: str, module: str, distributions: tuple[str, ...], advice: str) -> Finding:
-    """A finding about an optional package: whether it is there, and whether `module` can be imported."""
+    """A finding about an optional package: whether it is installed, and whether `module` can be imported."""
     if importlib.util.find_spec(package) is None:
         return Finding("versions", name, "absent", "not installed")
     version = next(filter(None, map(_version, distributions)), "unknown version")
     try:
         importlib.import_module(module)
     except Exception as error:
-        return Finding("versions", name, "problem", f"{version}, broken: {_line(error)}", advice)
+        return Finding("versions", name, "problem", f"{version}, broken: {_in_one_line(error)}", advice)
     return Finding("versions", name, "good", version)
 
 
@@ -193,8 +193,8 @@ def _kernels() -> Iterator[Finding]:
         device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
         try:
             reason = importlib.import_module(home).KERNEL.rejection(torch.device(device), dtype, 128, 128)
-        except Exception as error:  # a package that it uses is broken: its own line says what to do
-            reason = f"cannot be used: {_line(error)}"
+        except Exception as error:  # a package that the kernel uses is broken; the finding on that package says what to do
+            reason = f"cannot be used: {_in_one_line(error)}"
         if device == "cuda" and not cuda:
             reason = "; ".join(filter(None, ["no CUDA here", reason]))
         yield Finding("kernels", name, "absent" if reason else "good", reason or f"usable on {device}")
@@ -209,7 +209,7 @@ def _patches() -> Iterator[Finding]:
 
 
 def _limits(found: list[Finding]) -> Iterator[Finding]:
-    """What jobs on this machine cannot use, because of the findings."""
+    """Features that jobs on this machine cannot use, because of the findings."""
     from cp_ring.megatron import compat
 
     usable = {finding.name for finding in found if finding.state == "good"}
@@ -232,7 +232,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _line(error: BaseException) -> str:
+def _in_one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:300].rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Runs the ranks of a job with torch's elastic launcher, and turns how they end into an exit code."""
+"""Runs the ranks of a job with torch's elastic launcher, and derives the exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KILLED = 128 + signal.SIGKILL
 
 
 class _Interrupts:
-    """Ctrl-C for the launcher: the first one ends the job as SIGTERM does, the second one kills its ranks."""
+    """The handler of Ctrl-C. The first Ctrl-C ends the job as SIGTERM does; the second one kills the ranks."""
 
     def __init__(self, output: RankOutput):
         self.count = 0
@@ -50,7 +50,7 @@ def _kill_children() -> None:
 
 
 def launch(command: Command, output: RankOutput) -> int:
-    """Runs all ranks of this node to their end.
+    """Runs all ranks of this node until they end.
 
     Returns 0, the exit code of the first rank that failed (2 where the ranks reject the job), 143 after SIGTERM or Ctrl-C, and
     137 after a second Ctrl-C. The last line on stderr is the error, if there is one.
@@ -71,8 +71,8 @@ def launch(command: Command, output: RankOutput) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-            if code != 2 or not output.errors:  # otherwise the ranks have rejected the job in a line of their own
-                line = _failure(rank, failure.exitcode, output)
+            if code != 2 or not output.errors:  # otherwise the ranks have rejected the job and printed why
+                line = _describe_failure(rank, failure.exitcode, output)
         except SignalException as stop:
             code = KILLED if interrupts.count > 1 else 128 + stop.sigval
     for text in [*output.errors, *filter(None, [line])]:
@@ -80,8 +80,8 @@ def launch(command: Command, output: RankOutput) -> int:
     return code
 
 
-def _failure(rank: int, exit_code: int, output: RankOutput) -> str:
-    """How the first rank that failed has ended, and where its output is."""
+def _describe_failure(rank: int, exit_code: int, output: RankOutput) -> str:
+    """How the first rank that failed ended, and where its output is."""
     ending = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
     reason = output.exceptions.get(rank, "")
     return f"{ERROR}rank {rank} ended with {ending}{reason and f' ({reason[:200]})'}; the output of all ranks is in {output.log}"

@@ -1,4 +1,4 @@
-"""Which process of which host runs a job without Slurm: a record in the run directory, for `cp-ring status`."""
+"""A record in the run directory of the process and the host that run a job without Slurm, for `cp-ring status`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def begin(run_dir: Path) -> None:
 
 
 def state(run_dir: Path) -> str | None:
-    """Whether the process of the record still runs, for a person; None where the run was never started without Slurm."""
+    """Whether the recorded process still runs, as text; None if there is no record."""
     import psutil
 
     try:
@@ -30,9 +30,9 @@ def state(run_dir: Path) -> str | None:
         return None
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))
     if host != socket.gethostname():
-        return f"started on {host} at {since}, process {pid}; ask there whether it runs"
+        return f"started on {host} at {since}, process {pid}; ask on that host whether it still runs"
     try:
-        alive = psutil.Process(pid).create_time() == started  # a process number is used again
+        alive = psutil.Process(pid).create_time() == started  # another process may have got the same number
     except psutil.Error:
         alive = False
     return f"running on this host since {since}, process {pid}" if alive else f"stopped; it was started at {since}"

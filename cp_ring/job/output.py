@@ -1,4 +1,4 @@
-"""The output of a job's ranks: all of it in a log file, and on the console only the lines that a person needs."""
+"""The output of a job's ranks. A log file gets all of it; the console gets only the lines that a person needs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RankOutput:
 
     `folder` is the value of torchrun's --log-dir. Each line goes to `log` with its rank in front. The console gets the lines
     that start with `cp_ring:`, validation losses and a line per step; on a terminal a progress bar stays below them.
-    With `verbose` the console gets every line. Errors are kept back and printed at the end, so that nothing follows them.
+    With `verbose` the console gets every line. The caller prints `errors` at the end, so that they are the last lines.
     """
 
     def __init__(self, log: Path, *, run_dir: Path, first_rank: int = 0, steps: int | None = None, verbose: bool = False):
@@ -58,17 +58,17 @@ class RankOutput:
         self._ended = threading.Event()
 
     def announce(self, line: str) -> None:
-        """Prints `cp_ring: <line>` soon, from the thread that follows the ranks: a signal handler must not print itself."""
+        """Lets the thread that follows the ranks print `cp_ring: <line>`. A signal handler must not print by itself."""
         self._announced.put(f"cp_ring: {line}")
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Follows the ranks that run inside; what this process itself prints meanwhile goes to the log, unless `verbose`."""
+        """Follows the ranks that run in this block. Other output of this process goes to the log, unless `verbose`."""
         self.folder.mkdir()
         steps = self._run_dir / progress.STEPS
-        self._read[steps] = steps.stat().st_size if steps.is_file() else 0  # those of earlier runs
+        self._read[steps] = steps.stat().st_size if steps.is_file() else 0  # skip the lines of earlier runs
         with self.log.open("a", buffering=1) as log, self._console(log) as (out, err), self._bar(out) as bar:
-            err = out if bar is not None and err.is_terminal else err  # lines above the bar come from its own console
+            err = out if bar is not None and err.is_terminal else err  # only the bar's own console can print above it
             thread = threading.Thread(target=self._follow, args=(log, out, err, bar), daemon=True)
             thread.start()
             try:
@@ -80,7 +80,7 @@ class RankOutput:
 
     @contextlib.contextmanager
     def _console(self, log: TextIO) -> Iterator[tuple[Console, Console]]:
-        """Consoles on this process's stdout and stderr, which themselves become the log while this lasts."""
+        """Two consoles on this process's stdout and stderr. While this lasts, stdout and stderr themselves write to the log."""
         sys.stdout.flush()
         sys.stderr.flush()
         kept = os.dup(1), os.dup(2)
@@ -99,7 +99,7 @@ class RankOutput:
 
     @contextlib.contextmanager
     def _bar(self, console: Console) -> Iterator[Progress | None]:
-        """A progress bar on a terminal, for a job whose number of steps is known."""
+        """A progress bar, if the console is a terminal and the number of steps is known."""
         if not console.is_terminal or self._steps is None:
             yield None
             return
@@ -110,14 +110,14 @@ class RankOutput:
     def _follow(self, log: TextIO, out: Console, err: Console, bar: Progress | None) -> None:
         task = None
         while True:
-            last = self._ended.is_set()  # before reading: what the ranks wrote until then is read in this round
+            last = self._ended.is_set()  # asked before reading, so that the last round reads all that the ranks wrote
             for path in sorted(self.folder.glob("*/attempt_*/*/std*.log")):
                 if self._is_new_attempt(path):
                     self._print(out, "cp_ring: the ranks are started again")
                 for line in self._new_lines(path, last):
-                    self._pass_on(line, path, log, out if path.name == "stdout.log" else err)
+                    self._log_and_print(line, path, log, out if path.name == "stdout.log" else err)
             for line in self._new_lines(self._run_dir / progress.STEPS, last):
-                with contextlib.suppress(ValueError, KeyError):  # a torn line: its writer was killed
+                with contextlib.suppress(ValueError, KeyError):  # an incomplete line: its writer was killed
                     step, shown = _step_line(line, self._steps)
                     self._print(out, shown)
                     log.write(f"{shown}\n")
@@ -140,7 +140,7 @@ class RankOutput:
         return new
 
     def _new_lines(self, path: Path, last: bool) -> list[str]:
-        """The lines that were added to a file since the call before; a line without an end counts in the `last` call alone."""
+        """The lines that a file got since the previous call. An incomplete line counts only in the `last` call."""
         try:
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -152,7 +152,7 @@ class RankOutput:
         self._read[path] = self._read.get(path, 0) + len(added)
         return [line.rstrip("\r") for line in added.decode(errors="replace").split("\n") if line.strip()]
 
-    def _pass_on(self, line: str, path: Path, log: TextIO, console: Console) -> None:
+    def _log_and_print(self, line: str, path: Path, log: TextIO, console: Console) -> None:
         rank = self._first_rank + int(path.parent.name)
         log.write(f"[rank {rank}] {line}\n")
         exception = _EXCEPTION.fullmatch(line)
@@ -166,7 +166,7 @@ class RankOutput:
             self._print(console, validation[1])
 
     def _print(self, console: Console, line: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads the console any more; the log goes on
+        with contextlib.suppress(OSError):  # nobody reads the console any more; the log still gets all lines
             console.print(line)
 
 
@@ -175,7 +175,7 @@ def _console_on(file: TextIO) -> Console:
 
 
 def _step_line(line: str, steps: int | None) -> tuple[int, str]:
-    """The step, and a line for a person, of a line of steps.jsonl."""
+    """The step number and the text for the console, from a line of steps.jsonl."""
     values = json.loads(line)
     step, rate, memory = values.pop("step"), values.pop("tokens per second"), values.pop("memory")
     del values["time"]

@@ -1,4 +1,4 @@
-"""`cp-ring train`: prepares the corpus, starts the ranks with torch's elastic launcher, says where everything is."""
+"""`cp-ring train`: prepares the corpus, starts the ranks with torch's elastic launcher, and prints where the results are."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ CORPUS = "corpus.json"  # in the run directory: which corpus the run was trained
 
 
 def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False, verbose: bool = False) -> int:
-    """Runs, or resumes, the job of a YAML file (or packaged name) and returns the exit code.
+    """Runs or resumes the job of a YAML file or packaged name. Returns the exit code.
 
-    verbose: print all output of the ranks, which otherwise is in a log file only.
-    Everything that can be rejected is rejected before a rank starts. Raises `ConfigError`.
+    verbose: print all output of the ranks, which is otherwise only in a log file.
+    All checks come before a rank starts. Raises `ConfigError`.
     """
     job = configs.load(source, overrides)
     corpus = commands.find_corpus(job)
     command = commands.build_command(job, corpus, elsewhere=dry_run)
     if dry_run:
-        print(command.shown())
+        print(command.as_shell_line())
         if corpus is not None and not corpus.ready:
             print("cp_ring: its corpus is not built yet; `cp-ring train` without --dry-run builds it", file=sys.stderr)
         return 0
@@ -57,7 +57,7 @@ def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False, ver
 
 
 def open_output(job: configs.JobConfig, name: str, verbose: bool) -> RankOutput:
-    """The output of the job's ranks on this node, in a new log file in the run directory, which is named on the console."""
+    """Opens a new log file in the run directory for the output of this node's ranks, and prints its path."""
     launch = job.launch
     several = launch.nnodes > 1
     log = log_path(commands.run_dir(job), name, f"-node{launch.node_rank}" if several else "")
@@ -81,9 +81,9 @@ def last_step(job: configs.JobConfig) -> int:
 
 
 def prepare_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
-    """Builds the corpus unless it is there, and says what is in it.
+    """Builds the corpus unless it exists, and prints its size.
 
-    Raises `ConfigError` where the run has checkpoints of training on another corpus, unless data.replace is true.
+    Raises `ConfigError` if the run has checkpoints that were trained on another corpus, unless data.replace is true.
     """
     from cp_ring.job import corpus as corpora
 
@@ -103,8 +103,9 @@ def _reject_another_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
         return
     if step and digest != corpus.summary().get("digest") and not job.data.replace:
         raise ConfigError(
-            f"data.path: the run in {commands.run_dir(job)} was trained on the corpus {folder} up to step {step}, and this is "
-            f"another one, {corpus.folder}: give another launch.run_dir, or --set data.replace=true to go on with the new corpus"
+            f"data.path: the run in {commands.run_dir(job)} was trained on the corpus {folder} up to step {step}, "
+            f"but this is another corpus, {corpus.folder}: give another launch.run_dir, "
+            "or --set data.replace=true to go on with the new corpus"
         )
 
 
@@ -115,7 +116,7 @@ def record_job(job: configs.JobConfig, corpus: Corpus | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         progress.begin(folder)
         settings = job.model_dump(mode="json")
-        for name in ("save", "load"):  # who reads it may stand in another folder
+        for name in ("save", "load"):  # the reader's working folder may be another one
             if job.megatron.get(name):
                 settings["megatron"][name] = str(Path(job.megatron[name]).absolute())
         (folder / "job.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
@@ -127,8 +128,8 @@ def record_job(job: configs.JobConfig, corpus: Corpus | None) -> None:
 
 def _closing_line(job: configs.JobConfig, source: str, overrides: Sequence[str]) -> str:
     step, wanted = last_step(job), job.megatron.get("train_iters")
-    settings = [setting for setting in overrides if not setting.startswith("data.replace=")]  # holds for one start
-    if wanted and step >= wanted:  # the same command again would only validate: more steps are needed to go on
+    settings = [setting for setting in overrides if not setting.startswith("data.replace=")]  # applies to one start only
+    if wanted and step >= wanted:  # the same command would only validate, so add steps
         settings = [setting for setting in settings if not setting.startswith("megatron.train_iters=")]
         settings.append(f"megatron.train_iters={2 * wanted}")
     again = shlex.join(["cp-ring", "train", source, *(word for setting in settings for word in ("--set", setting))])

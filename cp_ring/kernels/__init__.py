@@ -24,10 +24,10 @@ REGISTRY = {
 }
 """Name to module, fastest first. A module holds its kernel as `KERNEL` and is imported when the kernel is first needed.
 
-A kernel from outside joins with one assignment: `cp_ring.kernels.REGISTRY["mine"] = "my_package.my_kernel"`. From then on
+One assignment adds a kernel of another package: `cp_ring.kernels.REGISTRY["mine"] = "my_package.my_kernel"`. From then on
 `ring_attention(..., kernel="mine")` and `ContextParallelConfig(kernel="mine")` accept the name; `kernel="auto"` tries it last.
-The flag `--cp-ring-kernel mine` is checked before a script runs under `cp_ring.run`, so a package for such scripts makes the
-assignment in a module of its own and names that module as an entry point of the group `cp_ring.plugins`:
+`cp_ring.run` checks the flag `--cp-ring-kernel mine` before it runs a script. A package for such scripts therefore makes the
+assignment in a module of its own, and names that module as an entry point of the group `cp_ring.plugins`:
 
     [project.entry-points."cp_ring.plugins"]
     mine = "my_package.register"
@@ -39,12 +39,12 @@ _log = logging.getLogger(__name__)
 def choose(
     name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool = False
 ) -> AttentionKernel:  # fmt: skip
-    """The named kernel, or for "auto" the first of the registry that supports such tensors; the choice is logged once.
+    """The named kernel, or for "auto" the first in the registry that supports these tensors. The choice is logged once.
 
     `d` is the head size of queries and keys, `e` that of values. `packed` says that the plan has many tiles of many sizes
     (packed documents). Then kernels that take many tiles in one call come first, because the others pay for each tile.
 
-    Raises `KernelError` when the name is unknown or the kernel rejects such tensors; an explicit choice is never replaced.
+    Raises `KernelError` if the name is unknown or the kernel rejects these tensors. A named kernel is never replaced by another.
     """
     if name != "auto" and name not in REGISTRY:
         raise KernelError(f"kernel={name!r}: unknown; known are auto, {', '.join(REGISTRY)}")
@@ -57,7 +57,7 @@ def _chosen(
     name: str, candidates: tuple[tuple[str, str], ...], device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
     exact: bool,
 ) -> AttentionKernel:  # fmt: skip
-    """Cached, because every call of attention chooses a kernel. `exact` asks for determinism."""
+    """`choose` with all that it depends on as arguments, cached for the next call of attention. `exact` asks for determinism."""
     kernels: list[AttentionKernel] = [importlib.import_module(home).KERNEL for _, home in candidates]
     if packed:
         kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.name == "reference")

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -46,7 +46,7 @@ _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
 
 @contextmanager
 def determinism(asked: bool | None) -> Iterator[bool]:
-    """Sets what `deterministic` returns in the block, and yields it; None follows torch's switch."""
+    """Sets and yields what `deterministic()` returns in the block. None follows torch's switch."""
     token = _asked.set(asked)
     try:
         yield deterministic()
@@ -64,7 +64,7 @@ def deterministic() -> bool:
 
 @lru_cache(maxsize=64)
 def no_random_state(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The random state of dropout that operators demand though dropout is off: int64 zeros, made once."""
+    """A random state for operators that want one although dropout is off: int64 zeros, made once."""
     return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
@@ -103,7 +103,7 @@ class Packing:
     cu_q, cu_k: int32 [tiles + 1] on the tensors' device. max_q, max_k: queries and keys of the largest tile.
     left, right: the window, aligned bottom right, the same for all tiles: in a tile of q queries and k keys, query i sees key j
     where -left <= (j - k) - (i - q) <= right; -1 leaves a side unbounded. Without `capabilities.bands` it is (-1, -1), or
-    (-1, 0) on tiles that are all square. Each query sees a key.
+    (-1, 0) on tiles that are all square. Each query sees at least one key.
     """
 
     cu_q: Tensor
@@ -112,6 +112,13 @@ class Packing:
     max_k: int
     left: int = -1
     right: int = -1
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The tile of each packed query, and the query's position within the tile, int64 [t]; made once. Waits for the device."""
+        position = torch.arange(int(self.cu_q[-1]), device=self.cu_q.device)
+        tile = torch.searchsorted(self.cu_q[1:].long(), position, right=True)
+        return tile, position - self.cu_q[tile]
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
-"""The kernel calls of a hop: its tiles are lowered to what a kernel can do, and small tiles are packed into one call.
+"""The kernel calls of a hop. Its tiles are lowered to what a kernel can do, and small tiles are packed into one call.
 
-Whether tiles go to a kernel one by one or packed is decided here (`_make_calls`) and nowhere else.
+`_make_calls` alone decides whether tiles go to a kernel one by one or packed.
 
 Tensors have tokens first: q [s, b, h, d] is a rank's shard, k [u, b, g, d] and v [u, b, g, e] are a hop's key buffer. The
 running out [s, b, h, e] and lse [b, h, s] are merged in place.
@@ -28,32 +28,32 @@ from cp_ring.plan.tiles import Tile
 
 
 class Statistics:
-    """The lse [b, h, s] of all queries in backward. A part is copied once for consecutive calls with the same queries."""
+    """The lse [b, h, s] of all queries in backward. Consecutive calls with the same queries share one contiguous copy."""
 
     def __init__(self, lse: Tensor):
         self.whole = lse
         self._part: tuple[slice, Tensor] | None = None
 
     def of(self, queries: slice) -> Tensor:
-        """[b, h, queries], contiguous."""
+        """The lse of these queries, [b, h, queries], contiguous."""
         if self._part is None or self._part[0] != queries:
             self._part = queries, self.whole[..., queries].contiguous()
         return self._part[1]
 
 
 class KernelCall(Protocol):
-    """One kernel call of a hop: a single tile, or many packed tiles. Which of the two is decided in `_make_calls`.
+    """One kernel call of a hop: a single tile, or many packed tiles.
 
-    `attend` and `gradients` are the bare call; its results are in the call's own order of tokens, and `merge_` and `add_`
-    put them where they belong.
+    `attend` and `gradients` call the kernel. Their results have the call's own order of tokens. `merge_` and `add_` add them to
+    the tensors of the rank.
     """
 
     def prepare(self, device: torch.device) -> None:
-        """Makes the index tensors of the call on `device`, so that the hops themselves make none."""
+        """Copies the index tensors of the call to `device` once, before the first hop."""
         ...
 
     def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Out and lse of the call's queries."""
+        """Out and lse of the call's queries, from q of the shard and k, v of the key buffer."""
         ...
 
     def merge_(self, out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
@@ -90,7 +90,7 @@ def prepare(hops: Sequence[Hop], capabilities: Capabilities, device: torch.devic
 
 
 def _make_calls(lowered: Lowered, grad_shift: Ints, varlen: bool) -> Iterator[KernelCall]:
-    """Single or packed: a group of one tile is a call of its own; several tiles are one packed call.
+    """A group of one tile is a single call, a group of several tiles a packed call.
 
     Only kernels with `capabilities.varlen` get packed calls.
     """
@@ -104,9 +104,10 @@ def _make_calls(lowered: Lowered, grad_shift: Ints, varlen: bool) -> Iterator[Ke
 
 
 def _groups(tiles: list[Tile], lowered: Lowered) -> list[list[int]]:
-    """Tiles that go into one call: they have one batch and one window, and share neither queries nor keys; in query order.
+    """Groups of tiles, by index, for one call each, in the order of their queries.
 
-    As no key is shared, each token of dk gets one addition, and the sum does not depend on the order.
+    Tiles of a group have the same `lowered.batch` and window, and share neither queries nor keys. So each token of dk and dv gets
+    one addition, and the sum does not depend on the order.
     """
     groups: list[list[int]] = []
     last: dict[tuple[int, int, int], list[int]] = {}
@@ -125,7 +126,7 @@ def _groups(tiles: list[Tile], lowered: Lowered) -> list[list[int]]:
 
 
 def _window(tile: Tile) -> tuple[int, int]:
-    """The tile's band as a window aligned bottom right, as flash-attn has it; -1 for an open side."""
+    """The tile's band as a window aligned bottom right, as flash-attn defines it; -1 for an open side."""
     corner = tile.k1 - tile.q1
     return -1 if tile.lo == -OPEN else corner - tile.lo, -1 if tile.hi == OPEN else tile.hi - corner
 
@@ -135,7 +136,7 @@ def _single(tile: Tile, shift: int, reverse: bool) -> _Single:
     lo = tile.lo if tile.lo == -OPEN else tile.lo - slide
     hi = tile.hi if tile.hi == OPEN else tile.hi - slide
     if reverse:
-        # Key - query changes its sign and counts from the opposite corner. Only squares are reversed: their corners coincide.
+        # In reverse order, key - query changes its sign. Only squares are reversed, so both corners give the same offset.
         lo, hi = -hi, -lo
     return _Single(
         slice(tile.q0, tile.q1), slice(tile.k0, tile.k1), slice(tile.k0 + shift, tile.k1 + shift), lo, hi, reverse
@@ -200,7 +201,7 @@ def _ends(spans: list[tuple[int, int]]) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """Tokens of a buffer in the order that a packed call wants: a slice where the buffer has that order, an index elsewhere."""
+    """Tokens of a buffer in the order of a packed call: a slice if the buffer has this order, else an index."""
 
     span: slice
     index: Ints | None
@@ -218,7 +219,7 @@ class _Tokens:
             self._tensors[device] = _copied(self.index, device)
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The tokens of x: a view for a slice, a copy for an index."""
+        """The tokens of x: a view of a slice, or a copy by index."""
         if self.index is None:
             return x.narrow(dim, self.span.start, self.span.stop - self.span.start)
         return x.index_select(dim, self._on(x.device))
@@ -239,7 +240,7 @@ class _Tokens:
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """Many tiles of one kind in one call. The batch joins the heads: [t, b, h, d] is a stream of b * h heads."""
+    """Many tiles with one window in one call. Batch rows become heads: [t, b, h, d] is one stream of b * h heads."""
 
     q: _Tokens
     k: _Tokens

@@ -1,8 +1,8 @@
-"""PyTorch's flash attention for the CPU: tiled, no score matrix in memory, float32, float64, bfloat16 and float16.
+"""PyTorch's flash attention for the CPU: tiled, without a score matrix in memory; float32, float64, bfloat16 and float16.
 
-Its mask is full or causal (aligned top left), and it wants queries, keys and values of one head size. It is given
-float32 in place of 16-bit types: it would round what it sums to them after every block, float16 is many times slower,
-and bfloat16 is faster only in backward, by a third.
+Its mask is full or causal (aligned top left). Queries, keys and values have one head size. The adapter converts 16-bit types to
+float32 first: the operator would round its sums to 16 bits after every block. Its float16 is many times slower, and its
+bfloat16 is faster in backward alone, by a third.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cp_ring.plan.lower import Capabilities
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -32,7 +32,7 @@ class CpuKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
         e, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
         q, k, v = (_prepared(x, width).transpose(1, 2) for x in (q, k, v))
-        out, lse = _forward(q, k, v, 0.0, hi == 0, scale=scale)
+        out, lse = _attention(q, k, v, 0.0, hi == 0, scale=scale)
         return out.transpose(1, 2)[..., :e], lse
 
     def backward(
@@ -40,12 +40,13 @@ class CpuKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, e, width = q.shape[-1], v.shape[-1], max(q.shape[-1], v.shape[-1])
         dout, q, k, v, out = (_prepared(x, width).transpose(1, 2) for x in (dout, q, k, v, out))
-        dq, dk, dv = (x.transpose(1, 2) for x in _backward(dout, q, k, v, out, lse, 0.0, hi == 0, scale=scale))
+        grads = _attention_backward(dout, q, k, v, out, lse, 0.0, hi == 0, scale=scale)
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq[..., :d], dk[..., :d], dv[..., :e]
 
 
 def _prepared(x: Tensor, width: int) -> Tensor:
-    """In float32 or 64; zeros behind the head dimension change neither scores nor the outputs that are kept."""
+    """x in float32 or 64, with zeros added up to head size `width`. They change neither scores nor the kept outputs."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 

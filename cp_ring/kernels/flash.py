@@ -1,16 +1,15 @@
 """flash-attn where it is installed: version 4 (flash_attn.cute), 3 (flash_attn_interface) or 2 (flash_attn), fastest first.
 
-Their inner functions changed their parameters from version to version, so each call is bound by name to the
-parameters of the installed version.
+Their inner functions have other parameters in every version, so values are bound by name to the parameters of the installed
+version.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from cp_ring.errors import KernelError
 from cp_ring.kernels.base import Packing, deterministic
-from cp_ring.kernels.signatures import bind
+from cp_ring.kernels.signatures import bind, name_of, parameters_of
 from cp_ring.kernels.window import WindowKernel
 
 _HOMES = (
@@ -30,35 +29,16 @@ _HOMES = (
         ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
     ),
 )
-# For parameters that a version demands: values for attention without dropout, caches, rotation and quantization.
+_FORWARD = ("q", "k", "v", "return_lse")
+_BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "lse", "deterministic", "dq", "dk", "dv")
+# Values for parameters without a default: attention without dropout, caches, rotation and quantization.
 _ABSENT: dict[str, Any] = {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False} | dict.fromkeys(
-    [
-        "alibi_slopes",
-        "k_new",
-        "v_new",
-        "qv",
-        "out",
-        "out_",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "cu_seqlens_k_new",
-        "seqused_q",
-        "seqused_k",
-        "sequed_q",
-        "sequed_k",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "page_table",
-        "kv_batch_idx",
-        "leftpad_k",
-        "rotary_cos",
-        "rotary_sin",
-        "seqlens_rotary",
-        "q_descale",
-        "k_descale",
-        "v_descale",
-    ]
-)
+    (
+        "alibi_slopes", "k_new", "v_new", "qv", "out", "out_", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new",
+        "seqused_q", "seqused_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k", "page_table", "kv_batch_idx",
+        "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,20 +53,35 @@ class Functions:
 
 
 def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The part of `values` that `function` has parameters for, in the way in which its version writes open windows.
+    """The part of `values` that `function` has parameters for. Open sides of a window are written as its version wants them.
 
-    Raises `KernelError` when it demands something unknown, or lacks one of the values that attention depends on.
+    Raises `KernelError` if it needs a value that is unknown here, or has no parameter for one that attention depends on.
     """
     bound = bind("flash", function, values, _ABSENT)
     for wanted in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}):
         if not wanted & bound.keys():
-            name = getattr(function, "__name__", str(function))
-            raise KernelError(f"kernel='flash': {name} of the installed version has no {' or '.join(sorted(wanted))}")
+            raise KernelError(
+                f"kernel='flash': {name_of(function)} of the installed version has no {' or '.join(sorted(wanted))}"
+            )
     # Version 4 writes None for an open side, the others -1.
     for side in ("window_size_left", "window_size_right"):
-        if bound.get(side) == -1 and inspect.signature(function).parameters[side].default is None:
+        if bound.get(side) == -1 and parameters_of(function)[side].default is None:
             bound[side] = None
     return bound
+
+
+@lru_cache(maxsize=8)
+def _mismatch(functions: Functions) -> str | None:
+    """Why the parameters of the installed functions do not fit the adapter's calls; None if they do."""
+    packing = Packing(torch.empty(0), torch.empty(0), 0, 0)
+    try:
+        for function, packed in ((functions.forward, None), (functions.varlen_forward, packing)):
+            arguments(function, dict.fromkeys(_FORWARD) | _options(-1, -1, packed, 1.0))
+        for function, packed in ((functions.backward, None), (functions.varlen_backward, packing)):
+            arguments(function, dict.fromkeys(_BACKWARD) | _options(-1, -1, packed, 1.0))
+    except KernelError as error:
+        return str(error).removeprefix("kernel='flash': ")
+    return None
 
 
 @cache
@@ -101,7 +96,7 @@ def _installed() -> Functions | None:
 
 
 class FlashKernel(WindowKernel):
-    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients come in the input's dtype, lse in float32."""
+    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has float32."""
 
     name = "flash"
     devices: tuple[str, ...] = ("cuda",)
@@ -118,8 +113,11 @@ class FlashKernel(WindowKernel):
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
         backwards = (self.functions.backward, self.functions.varlen_backward)
-        if deterministic() and any("deterministic" not in inspect.signature(x).parameters for x in backwards):
+        if deterministic() and any("deterministic" not in parameters_of(x) for x in backwards):
             return f"{self.functions.version} as installed has no deterministic backward"
+        mismatch = _mismatch(self.functions)
+        if mismatch:
+            return mismatch
         limit = {"4": 128, "3": 256, "2": 256}[self.functions.version]
         if max(d, e) <= limit or (self.functions.version == "4" and (d, e) == (192, 128)):
             return None
@@ -134,9 +132,9 @@ class FlashKernel(WindowKernel):
     ) -> tuple[Tensor, Tensor]:
         assert self.functions is not None
         function = self.functions.varlen_forward if packing else self.functions.forward
-        values = {"q": q, "k": k, "v": v, "return_lse": True}
+        values = dict(zip(_FORWARD, (q, k, v, True), strict=True))
         results = function(**arguments(function, values | _options(left, right, packing, scale)))
-        # Version 2 before 2.7 returns its inputs too.
+        # Version 2 before 2.7 also returns its inputs.
         return (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
 
     def gradients(
@@ -145,19 +143,10 @@ class FlashKernel(WindowKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert self.functions is not None
         function = self.functions.varlen_backward if packing else self.functions.backward
-        grads = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-        values = {
-            "dout": dout,
-            "q": q,
-            "k": k,
-            "v": v,
-            "out": out,
-            "softmax_lse": lse,
-            "lse": lse,
-            "deterministic": deterministic(),
-        }
-        function(**arguments(function, values | grads | _options(left, right, packing, scale)))
-        return grads["dq"], grads["dk"], grads["dv"]
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        values = dict(zip(_BACKWARD, (dout, q, k, v, out, lse, lse, deterministic(), dq, dk, dv), strict=True))
+        function(**arguments(function, values | _options(left, right, packing, scale)))
+        return dq, dk, dv
 
 
 def _options(left: int, right: int, packing: Packing | None, scale: float) -> dict[str, Any]:

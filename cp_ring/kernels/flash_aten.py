@@ -12,13 +12,13 @@ from torch import Tensor
 from cp_ring.kernels.base import Packing, deterministic, no_random_state
 from cp_ring.kernels.window import WindowKernel
 
-_forward = torch.ops.aten._flash_attention_forward
-_backward = torch.ops.aten._flash_attention_backward
+_attention = torch.ops.aten._flash_attention_forward
+_attention_backward = torch.ops.aten._flash_attention_backward
 _MAX_HEAD_SIZE = 256
 
 
 class FlashAtenKernel(WindowKernel):
-    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients come in the input's dtype, lse in float32."""
+    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has float32."""
 
     name = "flash_aten"
 
@@ -33,7 +33,7 @@ class FlashAtenKernel(WindowKernel):
         self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         window = {"window_size_left": left, "window_size_right": right}
-        out, lse, *_ = _forward(q, k, v, *_lengths(q, k, packing), 0.0, False, False, scale=scale, **window)
+        out, lse, *_ = _attention(q, k, v, *_lengths(q, k, packing), 0.0, False, False, scale=scale, **window)
         return out, lse
 
     def gradients(
@@ -44,7 +44,7 @@ class FlashAtenKernel(WindowKernel):
         state = (no_random_state(shape, q.device).view(torch.uint64) for shape in ((2,), ()))
         lengths = _lengths(q, k, packing)
         with _exact() if deterministic() else nullcontext():
-            dq, dk, dv = _backward(dout, q, k, v, out, lse, *lengths, 0.0, False, *state, scale=scale, **window)
+            dq, dk, dv = _attention_backward(dout, q, k, v, out, lse, *lengths, 0.0, False, *state, scale=scale, **window)
         return dq, dk, dv
 
 
@@ -53,7 +53,10 @@ _switch = threading.Lock()
 
 @contextmanager
 def _exact() -> Iterator[None]:
-    """The operator obeys torch's switch alone: turned on for the block, by one thread at a time."""
+    """Turns torch's deterministic switch on in the block, which is the only one that the operator reads.
+
+    The switch is global, so one thread at a time enters.
+    """
     with _switch:
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True)

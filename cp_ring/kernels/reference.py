@@ -1,4 +1,7 @@
-"""The oracle: attention of any tile in float64 by plain matrix products; any device, any head sizes, O(rows * columns) memory."""
+"""The oracle: attention of any tile in float64 by plain matrix products, on any device and for any head sizes.
+
+Takes O(queries * keys) memory.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,8 @@ class ReferenceKernel:
 
     def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
         parts = [
-            self.forward(q[None, rows], k[None, columns], v[None, columns], lo=lo, hi=hi, scale=scale)
-            for rows, columns, lo, hi in _tiles(packing)
+            self.forward(q[None, queries], k[None, keys], v[None, keys], lo=lo, hi=hi, scale=scale)
+            for queries, keys, lo, hi in _tiles(packing)
         ]
         return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
 
@@ -51,16 +54,16 @@ class ReferenceKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = []
-        for rows, columns, lo, hi in _tiles(packing):
-            do, qs, o = (x[None, rows] for x in (dout, q, out))
-            ks, vs = k[None, columns], v[None, columns]
-            parts.append(self.backward(do, qs, ks, vs, o, lse[None, :, rows], lo=lo, hi=hi, scale=scale))
-        dq, dk, dv = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
+        for queries, keys, lo, hi in _tiles(packing):
+            do, qs, o = (x[None, queries] for x in (dout, q, out))
+            ks, vs = k[None, keys], v[None, keys]
+            parts.append(self.backward(do, qs, ks, vs, o, lse[None, :, queries], lo=lo, hi=hi, scale=scale))
+        dq, dk, dv = (torch.cat(grads, 1)[0] for grads in zip(*parts, strict=True))
         return dq, dk, dv
 
 
 def _tiles(packing: Packing) -> Iterator[tuple[slice, slice, int, int]]:
-    """Rows, columns and top-left band of each packed tile. Waits for the device."""
+    """Queries, keys and top-left band of each packed tile. Waits for the device."""
     ends_q, ends_k = packing.cu_q.tolist(), packing.cu_k.tolist()
     for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         corner = (k1 - k0) - (q1 - q0)
@@ -75,15 +78,15 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
-    """[b, h, s, d] to [b, s, groups, d]: the query heads of one key/value head added."""
+    """[b, h, s, d] to [b, s, groups, d]: sums over the query heads of each key/value head."""
     return x.unflatten(1, (groups, -1)).sum(2).transpose(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, lo: int, hi: int, scale: float) -> Tensor:
     heads = q.shape[2]
     scores = _heads(q, heads) @ _heads(k, heads).mT * scale
-    rows, columns = scores.shape[-2:]
-    offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
+    queries, keys = scores.shape[-2:]
+    offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None]
     return scores.masked_fill((offset < lo) | (offset > hi), -math.inf)
 
 

@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from cp_ring.errors import KernelError
 
+_NOTHING: Mapping[str, Any] = {}
+
+
+@lru_cache(maxsize=256)
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of `function`, read once.
+
+    A `torch.library.custom_op` is an object that takes `(*args, **kwargs)`. Its parameters are those of the Python function
+    that it was made from.
+    """
+    return inspect.signature(getattr(function, "_init_fn", function)).parameters
+
 
 def bind(
-    kernel: str, function: Callable[..., Any], values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    kernel: str, function: Callable[..., Any], values: Mapping[str, Any], defaults: Mapping[str, Any] = _NOTHING
 ) -> dict[str, Any]:
     """The keyword arguments of `values` that `function` has parameters for.
 
-    A parameter without a default that is missing in `values` is taken from `defaults`. Raises `KernelError` where it is
-    missing there too: the installed version demands something that the adapter of `kernel` does not know.
+    A parameter without a default that is missing in `values` is taken from `defaults`. Raises `KernelError` if it is missing
+    there too: the installed version needs something that the adapter of `kernel` does not know.
     """
-    parameters = inspect.signature(function).parameters
-    bound = {name: values[name] for name in parameters if name in values}
-    demanded = [name for name, p in parameters.items() if p.default is p.empty and name not in bound]
-    unknown = [name for name in demanded if name not in (defaults or {})]
+    given, absent = _names(kernel, function, tuple(values), tuple(defaults))
+    return {name: values[name] for name in given} | {name: defaults[name] for name in absent}
+
+
+@lru_cache(maxsize=256)
+def _names(
+    kernel: str, function: Callable[..., Any], known: tuple[str, ...], defaults: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names to take from the values and from the defaults; worked out once for each function and set of names."""
+    parameters = parameters_of(function)
+    given = tuple(name for name in parameters if name in known)
+    absent = tuple(name for name, p in parameters.items() if p.default is p.empty and name not in given)
+    unknown = [name for name in absent if name not in defaults]
     if unknown:
-        name = getattr(function, "__name__", str(function))
-        raise KernelError(f"kernel={kernel!r}: {name} of the installed version wants {', '.join(unknown)}, unknown here")
-    return bound | {name: (defaults or {})[name] for name in demanded}
+        raise KernelError(
+            f"kernel={kernel!r}: {name_of(function)} of the installed version wants {', '.join(unknown)}, unknown here"
+        )
+    return given, absent
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The function's name in error messages."""
+    return getattr(getattr(function, "_init_fn", function), "__name__", str(function))

@@ -1,14 +1,13 @@
-"""TransformerEngine's fused attention (cuDNN), tile by tile: float16 and bfloat16, full or causal, packed tiles, key and
-value head sizes that may differ.
+"""TransformerEngine's fused attention (cuDNN) for tiles: float16 and bfloat16, full or causal, single or packed. Head sizes of
+keys and values may differ.
 
-Its functions changed their parameters from version to version, so each call is bound by name to the parameters of the
-installed version, and TransformerEngine is asked which backend supports a call.
+Its functions have other parameters in every version, so values are bound by name to the parameters of the installed version.
+TransformerEngine itself says which backend supports a call.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -18,14 +17,34 @@ from torch import Tensor
 
 from cp_ring.errors import KernelError
 from cp_ring.kernels.base import Packing, deterministic, no_random_state
-from cp_ring.kernels.reference import KERNEL as SMALL
-from cp_ring.kernels.signatures import bind
+from cp_ring.kernels.flash_aten import KERNEL as FLASH
+from cp_ring.kernels.reference import KERNEL as REFERENCE
+from cp_ring.kernels.signatures import bind, parameters_of
+from cp_ring.kernels.versions import cudnn_name, dense_backward_may_be_nan, on_hopper
 from cp_ring.kernels.window import pad
 from cp_ring.plan.lower import Capabilities
 
 _BLOCK = 128
-"""Tiles whose sizes are not multiples of this use the varlen function: cuDNN builds a plan for each size of a dense call,
-which takes long. The decision between single and packed calls (kernels/calls.py) is another one and comes before it."""
+"""Tiles whose sizes are not multiples of this go to the function for packed tiles, as a packing of one tile. cuDNN builds a
+plan for every size of a dense call, which takes long. This is independent of kernels/calls.py, which packs several tiles."""
+
+_CUDNN_THD = 91800
+"""On Hopper, gradients of packed tiles can be NaN in older versions of cuDNN
+(https://github.com/NVIDIA/TransformerEngine/issues/2186)."""
+
+_CUDNN_EXACT = 92500
+"""On Hopper, the deterministic backward of older versions of cuDNN needs a workspace of batch * heads * queries * keys * 2
+bytes, and for packed tiles the batch counts all tokens: hundreds of GiB."""
+
+
+# Names of the values that calls pass: in both passes, in forward only, in backward only.
+_SHARED = (
+    "q", "k", "v", "max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded", "fake_dtype", "fused_attention_backend", "attn_scale", "dropout", "qkv_layout", "dqkv_layout",
+    "o_format", "do_format", "attn_bias_type", "attn_mask_type", "softmax_type", "window_size", "bottom_right_diagonal",
+)  # fmt: skip
+_FORWARD = ("is_training", "return_max_logit", "rng_gen")
+_BACKWARD = ("o", "d_o", "aux_ctx_tensors", "dqkv_dtype", "deterministic")
 
 
 class Library(NamedTuple):
@@ -38,24 +57,27 @@ class Library(NamedTuple):
     extension: Any
     dtypes: Any
     params: Any
-    """The type of the one argument of the query for a backend, since 2.20; None where it takes many."""
+    """The type of the only argument of `get_fused_attn_backend`, since 2.20; None if it takes many arguments."""
+    cudnn: int
+    """cuDNN's version, 92500 for 9.25.0."""
 
 
 @cache
 def _library() -> Library | str:
-    """TransformerEngine's functions, or in one line why they cannot be used."""
+    """TransformerEngine's functions, or why they cannot be used, in one line."""
     try:
-        # In this order: the package finds the extension and loads it.
+        # The package comes first, because it loads the extension.
         fused = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
         extension = importlib.import_module("transformer_engine_torch")
         utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
         dtypes = importlib.import_module("transformer_engine.pytorch.constants").TE_DType
-    except Exception as error:  # an installation without some of its parts raises whatever it likes
+    except Exception as error:  # an incomplete installation can raise any exception
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("transformer_engine")
         return "needs TransformerEngine, which is not installed" if missing else f"cannot load TransformerEngine: {_line(error)}"
-    if "return_max_logit" not in inspect.signature(fused.fused_attn_fwd).parameters:
+    if "return_max_logit" not in parameters_of(fused.fused_attn_fwd):
         return "needs TransformerEngine 2.9 or later"
-    return Library(
+    version = getattr(extension, "get_cudnn_version", torch.backends.cudnn.version)
+    library = Library(
         fused.fused_attn_fwd,
         fused.fused_attn_bwd,
         fused.FusedAttnBackend,
@@ -63,7 +85,19 @@ def _library() -> Library | str:
         extension,
         dtypes,
         getattr(utils, "FusedAttentionParams", None),
+        version() or 0,
     )
+    return _mismatch(library) or library
+
+
+def _mismatch(library: Library) -> str | None:
+    """Why the parameters of the installed functions do not fit the adapter's calls; None if they do."""
+    try:
+        bind("transformer_engine", library.forward, dict.fromkeys((*_SHARED, *_FORWARD)))
+        bind("transformer_engine", library.backward, dict.fromkeys((*_SHARED, *_BACKWARD)))
+    except KernelError as error:
+        return str(error).removeprefix("kernel='transformer_engine': ")
+    return None
 
 
 def _line(error: Exception) -> str:
@@ -71,7 +105,7 @@ def _line(error: Exception) -> str:
 
 
 class Call(NamedTuple):
-    """Cache key for TransformerEngine's choice of backend: everything about a call except its tensors."""
+    """Everything about a call except its tensors; the cache key for TransformerEngine's choice of backend."""
 
     layout: str
     causal: bool
@@ -84,7 +118,7 @@ class Call(NamedTuple):
     e: int
     deterministic: bool
     batch: int = 1
-    # Of all packed tiles; 0 where nothing is packed.
+    # Of all packed tiles together; 0 in a dense call.
     tokens_q: int = 0
     tokens_k: int = 0
 
@@ -99,7 +133,7 @@ class Call(NamedTuple):
 
 
 class TransformerEngineKernel:
-    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients come in the input's dtype, lse in float32."""
+    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has float32."""
 
     name = "transformer_engine"
     capabilities = Capabilities(varlen=True, deterministic=True)
@@ -107,8 +141,9 @@ class TransformerEngineKernel:
 
     def __init__(self) -> None:
         self._backends: dict[Call, Any] = {}
-        # Statistics of packed tiles are [t, h, 1], before cuDNN 9.6 [tiles, h, max_q, 1]; forward tells.
-        self._padded_stats = False
+        self._widths: dict[tuple[torch.dtype, int, int, bool], tuple[int, int] | None] = {}
+        # The lse of packed tiles is [t, h, 1], and [tiles, h, max_q, 1] before cuDNN 9.6. `forward_varlen` finds out.
+        self._padded_lse = False
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type not in self.devices:
@@ -118,6 +153,9 @@ class TransformerEngineKernel:
             return library
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
+        fault = _fault_of_cudnn(library.cudnn) if on_hopper(device) else None
+        if fault:
+            return f"{fault}; {cudnn_name(library.cudnn)} is installed"
         exact = " under deterministic algorithms" if deterministic() else ""
         return None if self._sizes(dtype, d, e) else f"has no fused backend for head sizes {d} and {e} in {dtype} here{exact}"
 
@@ -130,7 +168,7 @@ class TransformerEngineKernel:
             b, h = q.shape[0], q.shape[2]
             return out.unflatten(1, (b, h)).transpose(0, 1), lse.unflatten(0, (b, h))
         if min(call.queries, call.keys) < 2:
-            return SMALL.forward(q, k, v, lo=lo, hi=hi, scale=scale)
+            return REFERENCE.forward(q, k, v, lo=lo, hi=hi, scale=scale)
         cu_q, cu_k = _even(call.queries, len(q), q.device), _even(call.keys, len(q), q.device)
         out, stats = self._attend(call, q_, k_, v_, cu_q, cu_k, scale)
         return out[..., : v.shape[-1]].transpose(0, 1), stats[..., 0]
@@ -147,7 +185,9 @@ class TransformerEngineKernel:
             dq, dk, dv = (x.unflatten(1, (len(q), -1)).transpose(0, 1) for x in grads)
             return dq, dk, dv
         if min(call.queries, call.keys) < 2:
-            return SMALL.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
+            return REFERENCE.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
+        if dense_backward_may_be_nan(call.keys, call.causal, q.device):
+            return FLASH.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
         cu_q, cu_k = _even(call.queries, len(q), q.device), _even(call.keys, len(q), q.device)
         stats = lse.float()[..., None].contiguous()
         grads = self._gradients(call, dout_, q_, k_, v_, out_, stats, cu_q, cu_k, scale)
@@ -157,9 +197,9 @@ class TransformerEngineKernel:
     def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
         call = self._call(q, k, v, "thd", packing.right == 0, packing)
         out, stats = self._attend(call, q, k, v, packing.cu_q, packing.cu_k, scale)
-        self._padded_stats = stats.dim() == 4
-        if self._padded_stats:
-            tile, position = _places(packing, len(q))
+        self._padded_lse = stats.dim() == 4
+        if self._padded_lse:
+            tile, position = packing.places
             stats = stats[tile, :, position]
         return out[..., : v.shape[-1]], stats[..., 0].transpose(0, 1)
 
@@ -168,8 +208,8 @@ class TransformerEngineKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         call = self._call(q, k, v, "thd", packing.right == 0, packing)
         stats = lse.float().transpose(0, 1)[..., None].contiguous()
-        if self._padded_stats:
-            tile, position = _places(packing, len(q))
+        if self._padded_lse:
+            tile, position = packing.places
             padded = stats.new_zeros((call.batch, stats.shape[1], call.queries, 1))
             padded[tile, :, position] = stats
             stats = padded
@@ -180,7 +220,9 @@ class TransformerEngineKernel:
     ) -> tuple[Tensor, Tensor]:
         library = _loaded()
         tensors = {"q": pad(q, call.d), "k": pad(k, call.d), "v": pad(v, call.e)}
-        values = self._values(call, tensors, cu_q, cu_k, scale) | {"is_training": True, "return_max_logit": False}
+        values = self._values(call, tensors, cu_q, cu_k, scale) | {
+            "is_training": True, "return_max_logit": False, "rng_gen": _generator(q.device),
+        }  # fmt: skip
         out, aux, *_ = library.forward(**bind("transformer_engine", library.forward, values))
         return out, aux[0]
 
@@ -212,10 +254,10 @@ class TransformerEngineKernel:
         }  # fmt: skip
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, layout: str, causal: bool, packing: Packing | None = None) -> Call:
-        """Of tensors [s, b, h, d], or packed [t, h, d]."""
+        """The call for tensors [s, b, h, d], or with a packing [t, h, d]."""
         d, e = self._sizes(q.dtype, q.shape[-1], v.shape[-1]) or (q.shape[-1], v.shape[-1])
         if packing:
-            # The largest sizes may be rounded up; that leaves fewer kinds of calls.
+            # The largest sizes may be rounded up, which makes fewer kinds of calls.
             queries, keys = (-(-x // _BLOCK) * _BLOCK for x in (packing.max_q, packing.max_k))
             more = len(packing.cu_q) - 1, len(q), len(k)
         else:
@@ -227,7 +269,13 @@ class TransformerEngineKernel:
         return bool(uneven) and self._backend(call._replace(layout="thd", tokens_q=call.queries, tokens_k=call.keys)) is not None
 
     def _sizes(self, dtype: torch.dtype, d: int, e: int) -> tuple[int, int] | None:
-        """Head sizes of the call: multiples of 8, and one size for both where two have no backend."""
+        """Head sizes of the call: multiples of 8, or one size for both if two sizes have no backend; None if neither has one."""
+        key = (dtype, d, e, deterministic())
+        if key not in self._widths:
+            self._widths[key] = self._find_sizes(dtype, d, e)
+        return self._widths[key]
+
+    def _find_sizes(self, dtype: torch.dtype, d: int, e: int) -> tuple[int, int] | None:
         d8, e8 = (-(-x // 8) * 8 for x in (d, e))
         for sizes in ((d8, e8), (max(d8, e8), max(d8, e8))):
             calls = (Call("sbhd", causal, dtype, 8, 8, 1024, 1024, *sizes, deterministic()) for causal in (False, True))
@@ -236,13 +284,34 @@ class TransformerEngineKernel:
         return None
 
     def _backend(self, call: Call) -> Any:
-        """The fused backend that TransformerEngine names for the call, or None."""
+        """The fused backend that TransformerEngine names for the call; None if there is none."""
         if call not in self._backends:
-            if len(self._backends) > 4096:  # packed documents bring ever new sizes
+            if len(self._backends) > 4096:  # packed documents keep bringing new sizes
                 self._backends.clear()
             backend = _ask(_loaded(), call)
             self._backends[call] = None if int(backend) == int(_loaded().backends["No_Backend"]) else backend
         return self._backends[call]
+
+
+def _fault_of_cudnn(version: int) -> str | None:
+    """Why this version of cuDNN cannot be used on Hopper, or not for deterministic gradients; 0 is an unknown version."""
+    if 0 < version < _CUDNN_THD:
+        return f"needs cuDNN {cudnn_name(_CUDNN_THD)} or later on Hopper, where gradients of packed tiles could be NaN before"
+    if deterministic() and 0 < version < _CUDNN_EXACT:
+        return (
+            f"needs cuDNN {cudnn_name(_CUDNN_EXACT)} or later for deterministic gradients on Hopper, whose workspace grew with "
+            "queries * keys before"
+        )
+    return None
+
+
+@lru_cache(maxsize=16)
+def _generator(device: torch.device) -> torch.Generator:
+    """A generator of its own for TransformerEngine, which advances one in every forward call even if dropout is 0.
+
+    The default generator would then give other numbers to hidden dropout when a recomputation skips attention.
+    """
+    return torch.Generator(device)
 
 
 def _loaded() -> Library:
@@ -258,8 +327,8 @@ def _ask(library: Library, call: Call) -> Any:
     layout, bias = enums.QKVLayout["_".join([call.layout] * 3)], enums.AttnBiasType["no_bias"]
     mask, softmax = enums.AttnMaskType[call.mask], enums.SoftmaxType["vanilla"]
     if library.params is None:
-        # By position; the list grew together with the parameters of the forward function.
-        names = inspect.signature(library.forward).parameters
+        # By position: the list grew together with the parameters of the forward function.
+        names = parameters_of(library.forward)
         extra = [x for name, x in (("cuda_graph", False), ("bottom_right_diagonal", call.deterministic)) if name in names]
         return library.extension.get_fused_attn_backend(
             True, dtype, dtype, layout, bias, mask, softmax, 0.0, call.h, call.g, call.queries, call.keys, call.d, call.e,
@@ -280,20 +349,14 @@ def _ask(library: Library, call: Call) -> Any:
 
 @lru_cache(maxsize=4096)
 def _even(size: int, count: int, device: torch.device) -> Tensor:
-    """Ends of `count` sequences of one size, int32 [count + 1]."""
+    """The ends of `count` sequences of one size, int32 [count + 1]; made once."""
     return torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)
 
 
+@lru_cache(maxsize=4096)
 def _single(queries: int, keys: int, causal: bool, device: torch.device) -> Packing:
-    """One tile as a packing; the batch joins the heads."""
+    """One tile as a packing; batch rows become heads."""
     return Packing(_even(queries, 1, device), _even(keys, 1, device), queries, keys, -1, 0 if causal else -1)
-
-
-def _places(packing: Packing, total: int) -> tuple[Tensor, Tensor]:
-    """The tile of each packed query, and its position within the tile, int64 [total]."""
-    position = torch.arange(total, device=packing.cu_q.device)
-    tile = torch.searchsorted(packing.cu_q[1:].long(), position, right=True)
-    return tile, position - packing.cu_q[tile]
 
 
 KERNEL = TransformerEngineKernel()

@@ -1,4 +1,4 @@
-"""What flash-attn kernels share: bands as windows aligned bottom right, head sizes padded, rows that see nothing."""
+"""What the flash-attn kernels share: bands as windows aligned bottom right, padded head sizes, queries that see no key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cp_ring.kernels.base import Packing
 from cp_ring.plan.lower import Capabilities
 
 
-class Cut(NamedTuple):
-    """The part of a tile in which every row sees a key, and its band as a window; -1 leaves a side unbounded."""
+class LivePart(NamedTuple):
+    """The part of a tile in which every query sees a key, and its band as a window; -1 leaves a side unbounded."""
 
     q: slice
     k: slice
@@ -23,29 +23,30 @@ class Cut(NamedTuple):
     right: int
 
 
-def cut(rows: int, columns: int, lo: int, hi: int) -> Cut | None:
-    """The live part of a tile with band [lo, hi]; None when no row sees a key."""
-    q0, q1 = max(0, -hi), min(rows, columns - lo)
-    k0, k1 = max(0, q0 + lo), min(columns, q1 + hi)
+def live_part(queries: int, keys: int, lo: int, hi: int) -> LivePart | None:
+    """The part of a tile with band [lo, hi] that is computed; None if no query sees a key."""
+    q0, q1 = max(0, -hi), min(queries, keys - lo)
+    k0, k1 = max(0, q0 + lo), min(keys, q1 + hi)
     if q0 >= q1 or k0 >= k1 or lo > hi:
         return None
     first, last = lo - (k0 - q0), hi - (k0 - q0)
     height, width = q1 - q0, k1 - k0
     left = -1 if first <= 1 - height else width - height - first
     right = -1 if last >= width - 1 else last - (width - height)
-    return Cut(slice(q0, q1), slice(k0, k1), left, right)
+    return LivePart(slice(q0, q1), slice(k0, k1), left, right)
 
 
 class WindowKernel(ABC):
-    """Follows `AttentionKernel` and `VarlenKernel`, given `attend` and `gradients` of a kernel with such windows.
+    """Follows `AttentionKernel` and `VarlenKernel`, for libraries whose windows are aligned bottom right.
 
-    These two get tensors [b, s, h, d], or with a packing [t, h, d], of the head sizes that `sizes` gives.
+    A subclass calls its library in `attend` and `gradients`. They get tensors [b, s, h, d], or [t, h, d] with a packing, whose
+    head sizes are those that `sizes` returns.
     """
 
     capabilities = Capabilities(bands=True, varlen=True, deterministic=True)
 
     def sizes(self, d: int, e: int) -> tuple[int, int]:
-        """The head sizes that the kernel is called with: one for all, a multiple of 8, with zeros behind."""
+        """The head sizes of the library's calls, padded with zeros: here one size for both, a multiple of 8."""
         width = -(-max(d, e) // 8) * 8
         return width, width
 
@@ -53,7 +54,7 @@ class WindowKernel(ABC):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Out and lse, [b, h, s] or [h, t]."""
+        """Out, and lse [b, h, s] or [h, t]."""
 
     @abstractmethod
     def gradients(
@@ -63,40 +64,40 @@ class WindowKernel(ABC):
         """dq, dk, dv from the merged out and lse."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
-        b, rows, h, _ = q.shape
-        live = cut(rows, k.shape[1], lo, hi)
-        if live and live.q == slice(0, rows):
-            return self._forward(q, k[:, live.k], v[:, live.k], live.left, live.right, None, scale)
-        out, lse = q.new_zeros((b, rows, h, v.shape[-1])), q.new_full((b, h, rows), -math.inf, dtype=torch.float32)
+        b, queries, h, _ = q.shape
+        live = live_part(queries, k.shape[1], lo, hi)
+        if live and live.q == slice(0, queries):
+            return self._attend_padded(q, k[:, live.k], v[:, live.k], live.left, live.right, None, scale)
+        out, lse = q.new_zeros((b, queries, h, v.shape[-1])), q.new_full((b, h, queries), -math.inf, dtype=torch.float32)
         if live:
-            tile = self._forward(q[:, live.q], k[:, live.k], v[:, live.k], live.left, live.right, None, scale)
-            out[:, live.q], lse[:, :, live.q] = tile
+            part = self._attend_padded(q[:, live.q], k[:, live.k], v[:, live.k], live.left, live.right, None, scale)
+            out[:, live.q], lse[:, :, live.q] = part
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        live = cut(q.shape[1], k.shape[1], lo, hi)
+        live = live_part(q.shape[1], k.shape[1], lo, hi)
         if live and live.q == slice(0, q.shape[1]) and live.k == slice(0, k.shape[1]):
-            return self._backward(dout, q, k, v, out, lse, live.left, live.right, None, scale)
+            return self._gradients_padded(dout, q, k, v, out, lse, live.left, live.right, None, scale)
         grads = tuple(x.new_zeros(x.shape) for x in (q, k, v))
         if live:
             do, qs, o = (x[:, live.q] for x in (dout, q, out))
             ks, vs = k[:, live.k], v[:, live.k]
-            part = self._backward(do, qs, ks, vs, o, lse[..., live.q], live.left, live.right, None, scale)
-            for grad, rows, x in zip(grads, (live.q, live.k, live.k), part, strict=True):
-                grad[:, rows] = x
+            part = self._gradients_padded(do, qs, ks, vs, o, lse[..., live.q], live.left, live.right, None, scale)
+            for grad, tokens, x in zip(grads, (live.q, live.k, live.k), part, strict=True):
+                grad[:, tokens] = x
         return grads[0], grads[1], grads[2]
 
     def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
-        return self._forward(q, k, v, packing.left, packing.right, packing, scale)
+        return self._attend_padded(q, k, v, packing.left, packing.right, packing, scale)
 
     def backward_varlen(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(dout, q, k, v, out, lse, packing.left, packing.right, packing, scale)
+        return self._gradients_padded(dout, q, k, v, out, lse, packing.left, packing.right, packing, scale)
 
-    def _forward(
+    def _attend_padded(
         self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         e = v.shape[-1]
@@ -104,7 +105,7 @@ class WindowKernel(ABC):
         out, lse = self.attend(pad(q, width), pad(k, width), pad(v, value_width), left, right, packing, scale)
         return out[..., :e], lse
 
-    def _backward(
+    def _gradients_padded(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         left: int, right: int, packing: Packing | None, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -117,5 +118,5 @@ class WindowKernel(ABC):
 
 
 def pad(x: Tensor, width: int) -> Tensor:
-    """Zeros behind the head dimension: they change neither scores nor the outputs that are kept."""
+    """x with zeros added up to head size `width`. They change neither scores nor the kept outputs."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

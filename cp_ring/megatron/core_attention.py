@@ -137,10 +137,13 @@ class RingDotProductAttention(MegatronModule):
     def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> RingPlan | RankPlan:
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any, the documents of the batch."""
         rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
+        used = self.settings
         if packed_seq_params is None:
-            return make_plan(mask, tokens * cp, cp, self.settings.layout, self.settings.route, self.window)
+            return make_plan(
+                mask, tokens * cp, cp, used.layout, used.route, self.window, schedule=used.schedule, slot_shards=used.slot_shards
+            )
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return documents.plan(rank, self.settings.route, self.window, causal=mask == "causal")
+        return documents.plan(rank, used.route, self.window, mask == "causal", used.schedule, used.slot_shards)
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""

@@ -1,6 +1,6 @@
-"""Packed documents: the boundaries of the documents of one microbatch, and the mask, layout and plans that follow from them.
+"""Packed documents: the boundaries of the documents of one microbatch, and the mask, layout and plans that they determine.
 
-A `Documents` belongs to one microbatch and reaches each layer as an argument, inside `packed_seq_params`. So every layer gets the
+A `Documents` belongs to one microbatch. It reaches each layer as an argument, inside `packed_seq_params`. So every layer gets the
 documents of its own microbatch: at each pipeline stage, in any order of microbatches, and when activations are recomputed.
 """
 
@@ -27,7 +27,7 @@ from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import RankPlan
 
 PROVE_EVERY = 256
-"""One in so many plans is proven, after the first of its kind."""
+"""After the first plan of each kind, one in this many plans is proven."""
 
 _made = itertools.count()
 _proven: set[tuple[Any, ...]] = set()
@@ -35,7 +35,7 @@ _proven: set[tuple[Any, ...]] = set()
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of a microbatch, as ranges of a stream in which its batch rows follow one another.
+    """The documents of a microbatch, as ranges of a stream that holds its batch rows one after the other.
 
     Attributes:
         start: first token of each document, int64 [documents], ascending.
@@ -52,32 +52,33 @@ class Documents:
 
     @classmethod
     def in_rows(cls, cu_seqlens: Ints, batch: int, layout: str, cp: int) -> Documents:
-        """Documents without padding, each within one batch row; the layout called `layout` splits each batch row separately.
+        """Documents without padding, each inside one batch row. The layout named `layout` splits each batch row separately.
 
-        cu_seqlens: offsets in the stream, int64 [documents + 1], as `boundaries` returns them.
+        cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
         n = int(cu_seqlens[-1]) // batch
         if cp == 1:
-            rows = [Layout.contiguous(n, 1)] * batch
+            layouts = [Layout.contiguous(n, 1)] * batch
         elif layout == "balanced":
-            rows = [Layout.balanced(Mask.documents(_of_row(cu_seqlens, row * n, n)), cp) for row in range(batch)]
+            offsets = [_offsets_in_row(cu_seqlens, start, n) for start in range(0, n * batch, n)]
+            layouts = [Layout.balanced(Mask.documents(each), cp) for each in offsets]
         else:
-            rows = [make_layout(layout, n, cp)] * batch
-        return cls(cu_seqlens[:-1], cu_seqlens[1:], rows[0] if batch == 1 else Layout.batch(rows), batch)
+            layouts = [make_layout(layout, n, cp)] * batch
+        return cls(cu_seqlens[:-1], cu_seqlens[1:], layouts[0] if batch == 1 else Layout.batch(layouts), batch)
 
     @classmethod
     def in_thd(cls, packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
-        """The documents of Megatron's `PackedSeqParams` with qkv_format thd; each of `cp` ranks holds `tokens` of their tokens.
+        """The documents of Megatron's `PackedSeqParams` with qkv_format thd. Each of `cp` ranks holds `tokens` tokens.
 
-        Each document is split over the ranks separately (per-document zigzag) or, with `whole_row`, all of them as one sequence.
-        Raises `ConfigError` where the parameters contradict each other or the tensors, and for cross attention.
+        Each document is split over the ranks separately (per-document zigzag). With `whole_row`, all documents together are split
+        as one sequence. Raises `ConfigError` if the parameters contradict each other or the tensors, and for cross attention.
         """
         if packed.qkv_format != "thd":
             raise ConfigError(f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring supports thd")
         if getattr(packed, "local_cp_size", None) not in (None, cp):
             raise ConfigError(f"packed_seq_params.local_cp_size {packed.local_cp_size}: --cp-ring supports one size, {cp}")
-        real = _offsets(packed, "cu_seqlens_q", "cu_seqlens_kv")
-        padded = _offsets(packed, "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        real = _common_offsets(packed, "cu_seqlens_q", "cu_seqlens_kv")
+        padded = _common_offsets(packed, "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         real = padded if real is None else real
         padded = real if padded is None else padded
         if real is None or padded is None:
@@ -85,7 +86,7 @@ class Documents:
         length, room = np.diff(real), np.diff(padded)
         if len(length) != len(room) or (length > room).any():
             raise ConfigError(
-                f"packed_seq_params: documents of {_few(length)} tokens do not fit into padded ones of {_few(room)}"
+                f"packed_seq_params: documents of {_shorten(length)} tokens do not fit into padded ones of {_shorten(room)}"
             )
         if padded[-1] != tokens * cp:
             raise ConfigError(
@@ -96,24 +97,42 @@ class Documents:
         return _of_offsets(real.tobytes(), padded.tobytes(), cp, whole_row)
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """Tokens see only their own document, within `window` as in `Mask.documents`; padding sees nothing."""
+        """The mask: tokens see only their own document, within `window` as in `Mask.documents`; padding sees nothing."""
         edges = np.append(np.stack([self.start, self.end], axis=1).reshape(-1), self.layout.n)
-        between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)  # the gaps too, as if documents
+        # The gaps are documents too, which the next line removes.
+        between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)
         return Mask(self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents")
 
-    def prepare(self, rank: int, route: str, window: tuple[int, int] = (-1, -1), causal: bool = True) -> None:
-        """Starts making the plan on a worker thread, unless that has begun already."""
-        key = (rank, route, window, causal)
+    def prepare(
+        self,
+        rank: int,
+        route: str,
+        window: tuple[int, int] = (-1, -1),
+        causal: bool = True,
+        schedule: str = "auto",
+        slot_shards: int | None = None,
+    ) -> Future[RankPlan]:
+        """Starts making the plan on a worker thread, unless that has begun already. Arguments as in `plan`."""
+        key = (rank, route, window, causal, schedule, slot_shards)
         if key not in self._plans:
-            self._plans[key] = _worker().submit(_make, self.mask(window, causal), self.layout, rank, route, (window, causal))
+            mask, how = self.mask(window, causal), (route, schedule, slot_shards)
+            self._plans[key] = _worker().submit(_make_plan, mask, self.layout, rank, how, (window, causal))
+        return self._plans[key]
 
-    def plan(self, rank: int, route: str, window: tuple[int, int] = (-1, -1), causal: bool = True) -> RankPlan:
-        """The rank plan of `rank`, made once for all layers with this window.
+    def plan(
+        self,
+        rank: int,
+        route: str,
+        window: tuple[int, int] = (-1, -1),
+        causal: bool = True,
+        schedule: str = "auto",
+        slot_shards: int | None = None,
+    ) -> RankPlan:
+        """The rank plan of `rank`, made once for all layers with this window; `route` to `slot_shards` as in `RingPlan.build`.
 
         The plan of all ranks is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
         """
-        self.prepare(rank, route, window, causal)
-        return self._plans[rank, route, window, causal].result()
+        return self.prepare(rank, route, window, causal, schedule, slot_shards).result()
 
     def positions(self, rank: int) -> torch.Tensor:
         """The positions, within their batch rows, of the tokens that `rank` holds: int64 [n / cp, batch]."""
@@ -126,7 +145,7 @@ class Documents:
         return x.reshape(-1).index_select(0, index).view(self.batch, -1)
 
     def last(self) -> torch.Tensor:
-        """Which tokens have no next token in their document (its last one, and padding): bool [tokens of the stream]."""
+        """True for the last token of each document and for padding, which have no next token: bool [tokens of the stream]."""
         has_next = np.zeros(self.layout.n + 1, np.int64)
         np.add.at(has_next, self.start, 1)
         np.add.at(has_next, self.end - 1, -1)
@@ -135,7 +154,7 @@ class Documents:
 
 @dataclass
 class DocumentParams(PackedSeqParams):
-    """The documents of a microbatch in sbhd, as the argument that Megatron passes to every layer and through recomputation."""
+    """The documents of a microbatch in sbhd, as the argument that Megatron passes to every layer and to recomputation."""
 
     documents: Documents | None = None
 
@@ -168,35 +187,39 @@ def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Document
 def boundaries(position_ids: torch.Tensor) -> Ints:
     """The offsets of the documents in the stream of all batch rows: cu_seqlens int64 [documents + 1].
 
-    position_ids: [batch, n], on the CPU. They start again at 0 in each document: after every end-of-document token, which is the
-        last of its document, and at the start of each batch row.
+    position_ids: [batch, n], on the CPU. They start again at 0 in each document: at the start of each batch row, and after every
+        end-of-document token, which belongs to the document that it ends.
     """
     first = position_ids == 0
     if not bool(first[:, 0].all()):
         raise ConfigError(
-            "--cp-ring-document-mask: the position ids of a row do not begin at 0; they must come from a GPT data set"
+            "--cp-ring-document-mask: the position ids of a batch row do not begin at 0; they must come from a GPT data set"
         )
     return np.append(np.flatnonzero(first.reshape(-1).numpy()), position_ids.numel()).astype(np.int64)
 
 
-def _of_row(cu_seqlens: Ints, start: int, n: int) -> Ints:
-    """The offsets within the batch row that is `[start, start + n)` of the stream, counted from `start`."""
+def _offsets_in_row(cu_seqlens: Ints, start: int, n: int) -> Ints:
+    """The offsets of the documents of the batch row `[start, start + n)` of the stream, counted from `start`."""
     inside: Ints = cu_seqlens[(cu_seqlens >= start) & (cu_seqlens <= start + n)] - start
     return inside
 
 
-def _offsets(packed: Any, *names: str) -> Ints | None:
-    """The offsets of queries and keys, which must be the same, on the CPU; None if there are none."""
+def _common_offsets(packed: Any, *names: str) -> Ints | None:
+    """The offsets, on the CPU, which must be the same for queries and keys; None if `packed` has neither."""
     queries, keys = (getattr(packed, name, None) for name in names)
     if queries is None and keys is None:
         return None
     if queries is None or keys is None:
-        raise ConfigError(f"packed_seq_params has {names[0] if keys is None else names[1]} alone: queries and keys both need it")
+        raise ConfigError(
+            f"packed_seq_params has only {names[0] if keys is None else names[1]}: it needs both {names[0]} and {names[1]}"
+        )
     offsets = _on_cpu(queries)
     if keys is not queries and not np.array_equal(offsets, _on_cpu(keys)):
         raise ConfigError(f"packed_seq_params: {names[0]} and {names[1]} differ; --cp-ring supports self attention only")
     if len(offsets) < 2 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ConfigError(f"packed_seq_params: {names[0]} {_few(offsets)} must start at 0, not decrease, and hold a document")
+        raise ConfigError(
+            f"packed_seq_params: {names[0]} {_shorten(offsets)} must start at 0, must not decrease, and must hold a document"
+        )
     return offsets
 
 
@@ -249,15 +272,16 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
 
 
-def _make(mask: Mask, layout: Layout, rank: int, route: str, kind: Iterable[Any]) -> RankPlan:
-    key = (layout.name, layout.cp, route, *kind)
+def _make_plan(mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None], kind: Iterable[Any]) -> RankPlan:
+    """`how` is the route, the schedule and the limit of its sources."""
+    key = (layout.name, layout.cp, *how, *kind)
     if key not in _proven or next(_made) % PROVE_EVERY == 0:
-        plan = RingPlan.build(mask, layout, route)
+        plan = RingPlan.build(mask, layout, *how)
         plan.verify()
         _proven.add(key)
         return plan.rank_plan(rank)
-    return RingPlan.build_rank_plan(mask, layout, rank, route)
+    return RingPlan.build_rank_plan(mask, layout, rank, *how)
 
 
-def _few(values: Ints) -> str:
+def _shorten(values: Ints) -> str:
     return np.array2string(values, threshold=8, edgeitems=3)

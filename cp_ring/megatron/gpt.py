@@ -33,7 +33,7 @@ _FLOATS = ("loss_mask",)
 
 
 def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
-    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds under the layout in force."""
+    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds with the current layout."""
     if cp == 1:
         return batch
     return {name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1) for name, tensor in batch.items()}
@@ -42,16 +42,16 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
 def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor]:
     """The next microbatch, tensors [b, n] on this rank's device. Tensor-parallel rank 0 reads it and sends it to the others.
 
-    With --cp-ring-document-mask it also has `cu_seqlens`, int64 [documents + 1] on the CPU: the offsets of the documents in the
+    With --cp-ring-document-mask it also holds `cu_seqlens`, int64 [documents + 1] on the CPU: the offsets of the documents in the
     stream of all its batch rows.
     """
-    return _read(data_iterator, _INTEGERS, _FLOATS)
+    return _read_and_broadcast(data_iterator, _INTEGERS, _FLOATS)
 
 
-def _read(data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     data: dict[str, torch.Tensor] = {}
     if data_iterator is None and current().document_mask and parallel_state.get_tensor_model_parallel_rank() == 0:
-        raise ConfigError("--cp-ring-document-mask: this pipeline stage has no data set to take document boundaries from")
+        raise ConfigError("--cp-ring-document-mask: this pipeline stage has no data set, from which document boundaries come")
     if data_iterator is not None:
         read = next(data_iterator)
         data = {name: read[name].to(torch.int64) for name in integers} | {name: read[name].to(torch.float32) for name in floats}
@@ -65,7 +65,7 @@ def _read(data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...]
         moved = tensor_parallel.broadcast_data(names, data, torch.int64)
         if floats:
             moved |= tensor_parallel.broadcast_data(list(floats), data, torch.float32)
-    if current().document_mask:  # tensor-parallel ranks other than 0 have to copy the offsets from their device
+    if current().document_mask:  # other tensor-parallel ranks than 0 copy the offsets from their device
         moved["cu_seqlens"] = here if here is not None else moved["cu_seqlens"].cpu()
     return moved
 
@@ -73,7 +73,7 @@ def _read(data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...]
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     """The microbatch of this rank: tokens, labels, position_ids int64 and loss_mask float32, each [b, n / cp].
 
-    A middle pipeline stage needs none of these and gets None for each. No attention mask is ever built. With
+    A middle pipeline stage needs none of these tensors and gets None for each. No attention mask is ever built. With
     --cp-ring-document-mask every stage reads the microbatch itself, and gets its documents as `packed_seq_params`.
     """
     rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
@@ -85,40 +85,41 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
         if not ends:
             return nothing
         batch = _next_batch(data_iterator)
-        return nothing | on_this_cp_rank(batch, rank, cp) | _multimodal(batch)
-    batch = _next_batch(data_iterator) if ends else _read(data_iterator, ())
-    documents = _documents(batch.pop("cu_seqlens"), rank, cp)
-    parts = {name: documents.shard(tensor, rank) for name, tensor in batch.items()} | _multimodal(batch)
+        return nothing | on_this_cp_rank(batch, rank, cp) | _mrope_positions(batch)
+    batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
+    documents = _make_documents(batch.pop("cu_seqlens"), rank, cp)
+    parts = {name: documents.shard(tensor, rank) for name, tensor in batch.items()} | _mrope_positions(batch)
     return nothing | parts | {"packed_seq_params": DocumentParams.carry(documents)}
 
 
-def _multimodal(batch: Microbatch) -> Microbatch:
-    """The position ids for `--position-embedding-type mrope`: int64 [3, b, n] of whole batch rows, which the model splits itself.
+def _mrope_positions(batch: Microbatch) -> Microbatch:
+    """The position ids for `--position-embedding-type mrope`: int64 [3, b, n] of whole batch rows.
 
-    The position of a text token is the same in time, height and width.
+    The model splits them by itself. The position of a text token is the same in time, height and width.
     """
     if get_args().position_embedding_type != "mrope" or "position_ids" not in batch:
         return {}
     return {"position_ids": batch["position_ids"].expand(3, -1, -1)}
 
 
-def _documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
-    """The microbatch's documents; the plan for layers without a window is already being made on another thread."""
+def _make_documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
+    """The documents of the microbatch. Starts to make the plan for layers without a window, on another thread."""
     args, edges = get_args(), cu_seqlens.numpy()
     documents = Documents.in_rows(edges, int(edges[-1]) // args.seq_length, current().layout, cp)
     if getattr(args, "window_size", None) is None:
-        documents.prepare(rank, current().route)
+        settings = current()
+        documents.prepare(rank, settings.route, schedule=settings.schedule, slot_shards=settings.slot_shards)
     return documents
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of the losses of this rank's tokens that count, their number, and both as a report for the log.
+    """The sum of this rank's losses of tokens that count, the number of these tokens, and both as a report for the log.
 
-    Megatron divides by the number of tokens of all ranks (--calculate-per-token-loss), which is exact under context parallelism.
+    Megatron divides by the number of tokens of all ranks (--calculate-per-token-loss). This is exact with context parallelism.
 
     Args:
-        loss_mask: 1 for tokens that count, 0 for others, [b, n / cp].
-        losses: of each token, [b, n / cp].
+        loss_mask: 1 for tokens that count, else 0; [b, n / cp].
+        losses: the loss of each token, [b, n / cp].
     """
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)
@@ -135,7 +136,7 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Runs one microbatch through the model; returns the output and the loss function for it, as Megatron's schedules expect."""
+    """Runs one microbatch through the model. Returns the output and its loss function, as Megatron's schedules expect."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
@@ -146,7 +147,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable
 
 
 def _first_or_last_stage(vp_stage: int | None) -> bool:
-    whole = vp_stage is None  # there are no virtual stages: Megatron must not ask for the rank of one
+    whole = vp_stage is None  # there are no virtual stages, so Megatron must not look up the rank of one
     return bool(
         parallel_state.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage)
@@ -154,7 +155,7 @@ def _first_or_last_stage(vp_stage: int | None) -> bool:
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
-    """Megatron's settings of the data sets, from its flags; without attention masks."""
+    """Megatron's settings of the data sets, from its flags, without attention masks."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     wanted = {
         "random_seed": args.seed,

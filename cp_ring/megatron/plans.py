@@ -20,12 +20,22 @@ def make_layout(name: str, n: int, cp: int) -> Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def make_plan(mask: str, n: int, cp: int, layout: str, route: str, window: tuple[int, int] = (-1, -1)) -> RingPlan:
+def make_plan(
+    mask: str,
+    n: int,
+    cp: int,
+    layout: str,
+    route: str,
+    window: tuple[int, int] = (-1, -1),
+    schedule: str = "auto",
+    slot_shards: int | None = None,
+) -> RingPlan:
     """The verified plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp` ranks.
 
     window: the numbers of keys before and after its own position that a query sees; -1 is all.
-    Raises `PlanError` if the mask, layout and route do not make a correct plan.
+    schedule, slot_shards: as in `RingPlan.build`.
+    Raises `PlanError` if the mask, layout, route and schedule do not make a correct plan.
     """
-    plan = RingPlan.build(_MASKS[mask](n, window=window), make_layout(layout, n, cp), route=route)
+    plan = RingPlan.build(_MASKS[mask](n, window=window), make_layout(layout, n, cp), route, schedule, slot_shards)
     plan.verify()
     return plan

@@ -1,6 +1,6 @@
 """Checks of Megatron's parsed flags before any process group exists. Each raises `ConfigError` with a line that names the flag.
 
-`accept` and `accept_complete` are what the ranks call; `job.command_line` calls the same checks before it starts any rank.
+The ranks call `accept` and `accept_complete`. `job.command_line` calls the same checks before it starts any rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import configure
 
-# Settings that Megatron needs without CUDA: attribute, value, and the flag with which a user can contradict it ("": none).
+# Settings that Megatron needs without CUDA: attribute, value, and the flag that can contradict it ("" if there is none).
 _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("distributed_backend", "gloo", "--distributed-backend"),
     ("transformer_impl", "local", "--transformer-impl"),
@@ -54,9 +54,9 @@ _RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # letters of a hybrid layer
 
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
-    """Checks `args` right after Megatron parsed them, sets what follows from them, and puts their cp_ring settings in force.
+    """Checks `args` after Megatron has parsed them, sets dependent arguments, and applies the settings of cp_ring.
 
-    Ends the process with one line and exit code 2 if they cannot run.
+    Ends the process with one line and exit code 2 if `args` are rejected.
     """
     with rejecting():
         config = ContextParallelConfig.from_args(args)
@@ -69,6 +69,8 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         elif config.document_mask:
             raise ConfigError("--cp-ring-document-mask needs --cp-ring")
         check_sizes(args)
+        if config.enabled:
+            config.check_schedule(args.context_parallel_size)
         check_norms(args)
         check_data(args)
         check_layers(args)
@@ -78,7 +80,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
-    """As `accept`, for checks that need the `args` that Megatron has validated and completed."""
+    """As `accept`, for checks that need `args` after Megatron has validated and completed them."""
     with rejecting():
         inspection.check_model(args)
         config = ContextParallelConfig.from_args(args)
@@ -89,7 +91,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Sets what Megatron needs without CUDA. Raises `ConfigError` where the command line `argv` contradicts it."""
+    """Sets the arguments that Megatron needs without CUDA. Raises `ConfigError` if the command line `argv` contradicts one."""
     import torch  # not at the top: the early checks of most jobs need no torch
 
     if torch.cuda.is_available():
@@ -106,7 +108,7 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """The sizes that every model needs are given, unless Megatron reads them from a checkpoint or a YAML file of its own."""
+    """Checks that the sizes of the model are given, unless Megatron reads them from a checkpoint or from its own YAML file."""
     if _sizes_from_a_file(args):
         return
     others = {"num_layers": ("encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"),
@@ -118,7 +120,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def check_sizes(args: argparse.Namespace) -> None:
-    """The ranks split into tp x pp x cp, and the sequence, the heads and the batches over them; intervals are positive."""
+    """Checks that ranks, sequence, heads and batches are divisible by the parallel sizes, and that intervals are positive."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     for dimension, size in (("tensor-model", tp), ("pipeline-model", pp), ("context", cp)):
         if size < 1:
@@ -143,12 +145,12 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 
 def _sizes_from_a_file(args: argparse.Namespace) -> bool:
-    """Whether Megatron reads the model's sizes from a checkpoint or a YAML file of its own, and the flags may lack them."""
+    """Whether the flags may lack the sizes of the model, because Megatron reads them from a checkpoint or its own YAML file."""
     return bool(getattr(args, "use_checkpoint_args", False) or getattr(args, "yaml_cfg", None))
 
 
 def _check_heads(args: argparse.Namespace, tp: int) -> None:
-    """The query heads split evenly over the key/value heads, and both over the tensor-parallel ranks."""
+    """Checks that key/value heads divide query heads, and that tensor-parallel ranks divide both."""
     heads = args.num_attention_heads
     if heads is None:
         return
@@ -175,7 +177,7 @@ def _check_heads(args: argparse.Namespace, tp: int) -> None:
 
 
 def _check_batch(args: argparse.Namespace, data_parallel: int) -> None:
-    """Each global batch is a whole number of microbatches per data-parallel rank, also while --rampup-batch-size grows it."""
+    """Checks that each global batch is a whole number of microbatches per data-parallel rank, also with --rampup-batch-size."""
     micro, whole = args.micro_batch_size, args.global_batch_size
     for flag, size in (("--micro-batch-size", micro), ("--global-batch-size", whole)):
         if size is not None and size < 1:
@@ -193,7 +195,7 @@ def _check_batch(args: argparse.Namespace, data_parallel: int) -> None:
 
 
 def check_attention(args: argparse.Namespace) -> None:
-    """The flags ask for nothing that ring attention does not support."""
+    """Checks that the flags ask for nothing that ring attention does not support."""
     if args.attention_dropout:
         raise ConfigError(f"--cp-ring does not support --attention-dropout {args.attention_dropout}: give --attention-dropout 0")
     types = getattr(args, "cp_comm_type", None) or ["p2p"]
@@ -219,7 +221,7 @@ def check_attention(args: argparse.Namespace) -> None:
 
 
 def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Prints what --cp-ring-recompute keep costs, and where recomputing attention alone saves nothing. `args` are complete."""
+    """Prints the memory of --cp-ring-recompute keep, or that recomputing only attention saves nothing. `args` are complete."""
     modules = getattr(args, "recompute_modules", None) or ["core_attn"]
     if args.recompute_granularity == "selective" and "core_attn" in modules:
         note(
@@ -238,7 +240,7 @@ def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> N
 
 
 def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """The flags about documents agree; sets the flags of Megatron's data set that --cp-ring-document-mask needs."""
+    """Checks that the flags about documents agree. Sets the flags of Megatron's data set that --cp-ring-document-mask needs."""
     if config.layout == "balanced":
         _check_balanced(args, config)
     _check_hybrid(args, config)
@@ -250,7 +252,7 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
     if getattr(args, "dataloader_inter_document_masking", False):
         if config.document_mask:
             raise ConfigError(
-                "--dataloader-inter-document-masking and --cp-ring-document-mask both mask documents: give the latter alone"
+                "--dataloader-inter-document-masking and --cp-ring-document-mask both mask documents: give only the latter"
             )
         if args.context_parallel_size > 1 and args.apply_rope_fusion:
             raise ConfigError(
@@ -278,7 +280,7 @@ def _check_balanced(args: argparse.Namespace, config: ContextParallelConfig) -> 
 
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Layers with a state that runs along the sequence support only Megatron's zigzag, and no documents."""
+    """Layers whose state runs along the sequence support only Megatron's zigzag layout, and no documents."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         pattern = getattr(args, name, None)
         if not pattern:
@@ -286,9 +288,9 @@ def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> No
         shown = f"--{name.replace('_', '-')} {pattern}"
         recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
         if config.layout == "balanced":
-            what = f", least of all {recurrent[0]} layers" if recurrent else ""
+            what = f", and no {recurrent[0]} layers" if recurrent else ""
             raise ConfigError(
-                f"--cp-ring-layout balanced supports GPT models alone, not {shown}{what}: give --cp-ring-layout zigzag"
+                f"--cp-ring-layout balanced supports only GPT models, not {shown}{what}: give --cp-ring-layout zigzag"
             )
         if recurrent and config.layout != "zigzag":
             raise ConfigError(
@@ -302,7 +304,7 @@ def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> No
 
 
 def check_windows(args: argparse.Namespace) -> None:
-    """--window-size is a window, and --window-attn-skip-freq fits --num-layers."""
+    """Checks that --window-size is a window, and that --window-attn-skip-freq fits --num-layers."""
     window, frequency = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
     if window is None:
         return
@@ -323,7 +325,7 @@ def check_window(window: Any, causal: bool) -> None:
 
 
 def check_layers(args: argparse.Namespace) -> None:
-    """TransformerEngine is installed, if the layers are to be its."""
+    """Checks that TransformerEngine is installed, if the layers come from it."""
     if args.transformer_impl == "transformer_engine" and not args.spec and not implementations.has_transformer_engine():
         raise ConfigError(
             "transformer_impl: transformer_engine (--transformer-impl; Megatron's default) needs TransformerEngine, which is not "
@@ -332,7 +334,7 @@ def check_layers(args: argparse.Namespace) -> None:
 
 
 def check_norms(args: argparse.Namespace) -> None:
-    """--sequence-parallel is given where experts need it, and only where the layers' norms support it."""
+    """Checks that --sequence-parallel is given if experts need it, and only if the norms of the layers support it."""
     tp = args.tensor_model_parallel_size
     if tp == 1:
         return
@@ -343,13 +345,13 @@ def check_norms(args: argparse.Namespace) -> None:
     local = args.transformer_impl == "local" and not args.spec
     if args.sequence_parallel and local and not implementations.has_apex_norm(args.normalization):
         raise ConfigError(
-            f"--sequence-parallel with --transformer-impl local and --normalization {args.normalization} has norms that see the "
-            "whole sequence only: give --transformer-impl transformer_engine, or leave it out"
+            f"--sequence-parallel with --transformer-impl local and --normalization {args.normalization} has norms that need the "
+            "whole sequence: give --transformer-impl transformer_engine, or leave out --sequence-parallel"
         )
 
 
 def check_data(args: argparse.Namespace) -> None:
-    """Every data set that --data-path and similar flags name exists and is not empty."""
+    """Checks that every data set that --data-path and similar flags name exists and is not empty."""
     flags = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     for name in flags:
         for prefix in _prefixes(getattr(args, name, None) or []):
@@ -357,7 +359,7 @@ def check_data(args: argparse.Namespace) -> None:
 
 
 def _prefixes(words: Sequence[str]) -> list[str]:
-    """The data set prefixes of a blend, which is a list of prefixes, or of weight, prefix, weight, prefix, ..."""
+    """The data set prefixes of a blend. A blend is a list of prefixes, or of weight, prefix, weight, prefix, ..."""
     weighted = len(words) > 1 and len(words) % 2 == 0 and all(_is_number(word) for word in words[::2])
     return list(words[1::2] if weighted else words)
 

@@ -1,4 +1,4 @@
-"""Counts what ring attention did: messages, bytes, hops and buffers in use. Off unless `record` is active."""
+"""Counts messages, bytes, hops and used buffers of ring attention. Off unless `record` is active."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Counters:
-    """Totals of one rank since recording began. Bytes are payload; only hops with tiles are counted."""
+    """Totals of one rank since its recording began. Bytes are payload. Only hops with tiles count."""
 
     messages_sent: int = 0
     bytes_sent: int = 0
@@ -34,7 +34,7 @@ _recording: list[Counters] = []
 
 @contextmanager
 def record() -> Iterator[Counters]:
-    """Records this process until the block ends; recordings may nest."""
+    """Records this process until the block ends. Recordings may nest."""
     counters = Counters()
     _recording.append(counters)
     try:
@@ -44,5 +44,5 @@ def record() -> Iterator[Counters]:
 
 
 def recording() -> list[Counters]:
-    """The counters that are recording now; usually none."""
+    """The counters that record now; usually there are none."""
     return _recording

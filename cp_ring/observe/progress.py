@@ -20,7 +20,7 @@ _warned: set[str] = set()
 
 
 def append(folder: str, step: int, values: Mapping[str, float]) -> None:
-    """Adds a step; called by one rank only. The operating system has the line when this returns."""
+    """Adds a step. Only one rank calls this. A process that is killed after this returns does not lose the line."""
     line = json.dumps({"step": step, **values, "time": round(time.time(), 3)})
     path = Path(folder) / STEPS
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def warning_once(name: str) -> Iterator[None]:
 
 
 def _end_of_torn_line(path: Path) -> bytes:
-    """A newline where the last line has none: its writer was killed."""
+    """A newline if the last line has none because its writer was killed, else nothing."""
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             return b""
@@ -50,13 +50,13 @@ def _end_of_torn_line(path: Path) -> bytes:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All complete lines, in the order in which they were written; [] without a file."""
+    """All complete lines, in the order in which they were written; [] if there is no file."""
     path = folder / STEPS
     steps = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             step = json.loads(line)
-        except ValueError:  # torn
+        except ValueError:  # an incomplete line
             continue
         if isinstance(step, dict) and isinstance(step.get("step"), int):
             steps.append(step)
@@ -64,10 +64,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def begin(folder: Path) -> None:
-    """Removes DONE: the job may be started again for more steps."""
+    """Removes DONE, because the job starts again for more steps."""
     (folder / DONE).unlink(missing_ok=True)
 
 
 def finish(folder: str, step: int) -> None:
-    """Writes DONE: the job has run to its end, after `step` steps, and need not be started again."""
+    """Writes DONE: the job has finished after `step` steps and need not start again."""
     (Path(folder) / DONE).write_text(f"{step}\n")

@@ -1,9 +1,9 @@
-"""Tells which rank stands still, and where, when a hop or a collective waits for too long; then ends the process.
+"""Reports which rank is stuck, and where, when a hop or a collective waits for too long. Then it ends the process.
 
-The hot path leaves only notes in `WATCH`: the layer that runs, and the batch of messages that is being waited for. A thread of
-each rank looks at them. The first that finds its rank waiting for too long tells all others through the process group's store;
-every rank prints where it is, the lowest of them says who is the first stuck, and all exit, so that a launcher can start them
-again. Collectives outside of the ring are seen in the main thread's stack: they cost nothing at all.
+The hot path only writes notes into `WATCH`: the layer that runs, and the batch of messages that it waits for. A thread of each
+rank reads these notes. The first thread that finds that its rank waits for too long tells all others through the process group's
+store. Then every rank prints where it is, the lowest rank names the first stuck rank, and all exit, so that a launcher can start
+them again. Collectives outside of the ring are found in the main thread's stack, so the hot path does nothing for them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import torch.distributed as dist
 EXIT_CODE = 3
 _KEY = "cp_ring/watchdog/"
 _COLLECTIVES = ("/torch/distributed/", "/cp_ring/comm/agreement.py")
-_GRACE_S = 3.0  # within which all ranks of a job can write to the store and read from it
+_GRACE_S = 3.0  # long enough for all ranks of a job to write to the store and to read from it
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a training step a layer's attention runs. Microbatches count from 0 in each step, as this rank runs them."""
+    """Where in a training step a layer's attention runs. Microbatches count from 0 in each step, in the order of this rank."""
 
     step: int = 0
     layer: int | str = 0
@@ -39,7 +39,7 @@ class Place:
 
 @dataclass
 class Watch:
-    """Notes of the hot path. `since` is when the present wait began, 0 while nothing is waited for."""
+    """Notes of the hot path. `since` is the time when the present wait began, or 0 when this rank does not wait."""
 
     place: Place = Place()
     backward: bool = False
@@ -51,14 +51,14 @@ class Watch:
     pauses: int = 0
 
     def begin(self, batch: Any, works: Sequence[Any]) -> None:
-        """A batch of messages is waited for from now on."""
+        """Notes that this rank starts to wait for a batch of messages."""
         self.beats += 1
         self.batch, self.since = batch, time.monotonic()
         if self.sampled is None and (batch.receives or batch.sends)[0][1][0].is_cuda:
             self.sampled = (_describe(self, batch), self.since, works)  # on CUDA `wait` returns at once, and the device waits
 
     def end(self) -> None:
-        """It has arrived."""
+        """Notes that the batch has arrived."""
         self.last = (self.place, self.backward, self.batch.kind, self.batch.hop)
         self.batch, self.since = None, 0.0
 
@@ -68,7 +68,7 @@ _calls: Counter[int | str] = Counter()
 
 
 def enter(layer: int | str, step: int = 0) -> Place:
-    """Notes that a layer's attention begins, and returns its place, which its backward has to be given too."""
+    """Notes that a layer's attention begins. Returns its place, which its backward needs too."""
     if step != WATCH.place.step:
         _calls.clear()
     WATCH.place = Place(step, layer, _calls[layer])
@@ -78,14 +78,14 @@ def enter(layer: int | str, step: int = 0) -> Place:
 
 
 def rest() -> None:
-    """Attention has run for a trial: collectives count again once it runs in earnest."""
+    """Resets the notes after a trial run of attention. Collectives are watched again when the real run begins."""
     WATCH.beats, WATCH.last, WATCH.sampled = 0, None, None
     _calls.clear()
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """While the block runs, no wait of this process counts: a checkpoint may take longer than a hop to write or to read."""
+    """Ignores all waits of this process while the block runs: reading or writing a checkpoint may take longer than a hop."""
     WATCH.pauses += 1
     try:
         yield
@@ -95,11 +95,11 @@ def paused() -> Iterator[None]:
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
     """What a rank waits for, as data without tensors."""
-    rows = {
+    tokens = {
         "from": [[transfer.peer, transfer.ranges] for transfer, _ in batch.receives],
         "to": [[transfer.peer, transfer.ranges] for transfer, _ in batch.sends],
     }
-    return {**_at(watch.place, watch.backward, batch.kind, batch.hop), **rows, "ranks": batch.ranks}
+    return {**_at(watch.place, watch.backward, batch.kind, batch.hop), **tokens, "ranks": batch.ranks}
 
 
 def _at(place: Place, backward: bool, kind: str, hop: int) -> dict[str, Any]:
@@ -116,7 +116,10 @@ def _at(place: Place, backward: bool, kind: str, hop: int) -> dict[str, Any]:
 class Watchdog:
     """The thread of one rank.
 
-    timeout: seconds that a wait may last. store: of the process group, for this thread alone. end: called with the exit code.
+    Attributes:
+        timeout: seconds that a wait may last.
+        store: the process group's store; only this thread uses this handle.
+        end: called with the exit code.
     """
 
     def __init__(self, timeout: float, rank: int, size: int, store: Any, end: Callable[[int], Any] = os._exit):
@@ -131,7 +134,7 @@ class Watchdog:
         self.timeout, self.tick = timeout, min(max(timeout / 20, 0.2), 5.0)
 
     def run(self, alive: Callable[[], bool]) -> None:
-        """Looks at every tick, until the process group is gone."""
+        """Checks the notes at every tick, until the process group is gone."""
         while alive():
             time.sleep(self.tick)
             waiting = self.waited()
@@ -140,7 +143,7 @@ class Watchdog:
                 return
 
     def waited(self) -> float:
-        """For how many seconds this rank has been in one and the same wait."""
+        """How many seconds this rank has been in its present wait."""
         now, since, sampled = time.monotonic(), WATCH.since, WATCH.sampled
         if sampled is not None and all(work.is_completed() for work in sampled[2]):
             WATCH.sampled = sampled = None
@@ -157,11 +160,11 @@ class Watchdog:
     def _someone_fired(self) -> bool:
         try:
             return bool(self.store.check([_KEY + "fired"]))
-        except RuntimeError:  # the store is gone, and with it whoever held it
+        except RuntimeError:  # the store is gone, because the rank that held it has ended
             return False
 
     def report(self) -> None:
-        """Says where this rank is, learns it of the others, lets one rank name the first stuck, and ends the process."""
+        """Prints where this rank is, reads where the others are, lets one rank name the first stuck one, and ends the process."""
         try:
             mine = self.where()
             _say(f"cp_ring: watchdog: rank {self.rank} {sentence(mine)}")
@@ -183,10 +186,10 @@ class Watchdog:
             self.end(EXIT_CODE)
 
     def where(self) -> dict[str, Any]:
-        """What this rank waits for or does."""
+        """What this rank waits for, or what it does."""
         batch, sampled, last = WATCH.batch, WATCH.sampled, WATCH.last
         frame = sys._current_frames().get(self._main)
-        mine: dict[str, Any] = {"waits": "", "at": _line(frame)}
+        mine: dict[str, Any] = {"waits": "", "at": _position(frame)}
         if batch is not None:
             return mine | _describe(WATCH, batch) | {"waits": "hop", "seconds": time.monotonic() - WATCH.since}
         if sampled is not None:
@@ -205,17 +208,17 @@ def _say(line: str) -> None:
 
 
 def sentence(told: dict[str, Any]) -> str:
-    """A rank's report for a person."""
+    """A rank's report as a sentence."""
     place = ""
     if "hop" in told:
         place = "step {step}, microbatch {microbatch}, layer {layer}, {direction}, hop {hop}".format(**told)
     if told["waits"] == "hop":
-        rows = [
-            f"{word} rank {_peer(told, peer)} rows {', '.join(f'{start}:{end}' for start, end in ranges)}"
+        transfers = [
+            f"{word} rank {_peer(told, peer)} tokens {', '.join(f'{start}:{end}' for start, end in ranges)}"
             for word in ("from", "to")
             for peer, ranges in told[word]
         ]
-        return f"waits for {told['seconds']:.0f} s: {place}: {told['kind']} {'; '.join(rows)}"
+        return f"waits for {told['seconds']:.0f} s: {place}: {told['kind']} {'; '.join(transfers)}"
     last = f"; its last hop was {place}" if place else ""
     if told["waits"] == "collective":
         return f"waits in a collective, {told['at']}{last}"
@@ -223,7 +226,7 @@ def sentence(told: dict[str, Any]) -> str:
 
 
 def verdict(told: dict[int, dict[str, Any]], size: int) -> str:
-    """Names the first stuck rank: one that is gone, else one that does not wait, else the one that is furthest behind."""
+    """Names the first stuck rank: a rank that is gone, else one that does not wait, else the one that is furthest behind."""
     gone = [rank for rank in range(size) if rank not in told]
     if gone:
         return f"first stuck: rank {gone[0]}, which does not answer" + (f" (nor do {gone[1:]})" if gone[1:] else "")
@@ -239,12 +242,12 @@ def _waits_for(told: dict[str, Any], rank: int) -> bool:
 
 
 def _peer(told: dict[str, Any], peer: int) -> int:
-    """A rank of the job, from its place in the ring's group."""
+    """The rank in the job of the rank `peer` of the ring's group."""
     return int(told["ranks"][peer]) if told.get("ranks") else peer
 
 
 def _progress(told: dict[str, Any]) -> tuple[Any, ...]:
-    """Sorts reports by how far a rank has come; in backward, layers come in descending order."""
+    """A key that sorts reports by progress. In backward, layers run in descending order."""
     if "hop" not in told:
         return (-1,)
     layer = told["layer"] if isinstance(told["layer"], int) else 0
@@ -253,7 +256,7 @@ def _progress(told: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _collective(frame: FrameType | None) -> FrameType | None:
-    """The frame that waits for other ranks outside of hops, or None where the stack is in none: see `_COLLECTIVES`."""
+    """The frame of torch.distributed near the top of the stack, or None."""
     for _ in range(4):
         if frame is None:
             return None
@@ -263,8 +266,8 @@ def _collective(frame: FrameType | None) -> FrameType | None:
     return None
 
 
-def _line(frame: FrameType | None) -> str:
-    """Where a thread is: its innermost function outside of torch, with file and line."""
+def _position(frame: FrameType | None) -> str:
+    """Where a thread is: its innermost function outside of torch, with file and line number."""
     while frame is not None and "/torch/" in frame.f_code.co_filename and frame.f_back is not None:
         frame = frame.f_back
     if frame is None:

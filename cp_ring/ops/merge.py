@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-Merge = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+from cp_ring.ops.fused import FusedFunction
+
+_fused = FusedFunction("cp_ring.ops.merge_triton", "merge_")
 
 
 def lse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the running lse, where out is accumulated in `dtype`.
 
-    float64 on the CPU: an error of lse is a relative error of all weights, and in float32 each merge adds one rounding of a
-    number around 8. Of all the ring's sums that is the one that loses accuracy, and lse is small beside out. On CUDA it is
-    `dtype`, which the fused kernel reads.
+    It is float64 on the CPU. An error of lse is a relative error of all weights, and in float32 each merge rounds a number of
+    about 8. No other sum of the ring loses as much accuracy, and lse is small compared with out. On CUDA it is `dtype`, which
+    the Triton kernel reads.
     """
     return torch.float64 if device.type == "cpu" else dtype
 
@@ -30,22 +29,17 @@ def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None
     out += sigmoid(lse_tile - lse) * (out_tile - out);  lse = log(exp(lse) + exp(lse_tile)).
     A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side, out is 0 and lse -inf.
 
-    On CUDA it is one kernel that passes over memory once, where Triton is installed.
+    On CUDA, with Triton, it is one kernel that passes over memory once.
     """
-    fused = _fused() if out.is_cuda and out.dtype == lse.dtype == torch.float32 and out.stride(-1) == 1 else None
+    if not out.numel():
+        return
+    fits = out.is_cuda and out.dtype == lse.dtype == torch.float32 and out.stride(-1) == 1
     with record_function("cp_ring: merge"):
-        (fused or _merge_)(out, lse, out_tile, lse_tile)
+        if not (fits and _fused.run(out, lse, out_tile, lse_tile)):
+            _merge_with_torch_(out, lse, out_tile, lse_tile)
 
 
-@cache
-def _fused() -> Merge | None:
-    try:
-        return importlib.import_module("cp_ring.ops.merge_triton").merge_
-    except ImportError:
-        return None
-
-
-def _merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
+def _merge_with_torch_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
     lse_tile = lse_tile.to(lse.dtype)
     # -inf - -inf is NaN: the weight of such a query is 0.
     weight = torch.sigmoid(lse_tile - lse).masked_fill_(lse_tile == -math.inf, 0.0)

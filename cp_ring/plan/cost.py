@@ -8,7 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
+from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints
+from cp_ring.plan.rank_plan import rank_tiles
+from cp_ring.plan.schedule import FLOPS_PER_SECOND, NETWORK_BYTES_PER_SECOND
 from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.verify import Report
 
@@ -118,6 +121,11 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
     }
 
 
+def kernel_calls(plan: PlanTables) -> Ints:
+    """Kernel calls of each rank in forward, for a kernel that supports FULL and CAUSAL tiles, one a call: int64 [cp]."""
+    return np.array([len(lower(rank_tiles(plan, rank)[0], Capabilities()).tiles) for rank in range(plan.cp)])
+
+
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
     """Share of the moved keys that go from one node to another, if each `ranks_per_node` neighboring ranks share a node."""
     keys = plan.transfers
@@ -137,12 +145,16 @@ class Span:
 
 
 def timeline(
-    plan: PlanTables, costs: Cost, flops_per_second: float = 4e14, bytes_per_second: float = 4e10
+    plan: PlanTables,
+    costs: Cost,
+    flops_per_second: float = FLOPS_PER_SECOND,
+    bytes_per_second: float = NETWORK_BYTES_PER_SECOND,
 ) -> tuple[list[Span], list[Span]]:
     """A prediction of the forward pass: (computations, transfers). The rank of a transfer is its receiver.
 
     A transfer starts when both ranks have begun the previous hop and both links, out of the sender and into the receiver,
-    are free. The computation of a hop starts when its keys have arrived and the previous hop is done.
+    are free. Messages of several senders reach a rank one after the other. The computation of a hop starts when its keys
+    have arrived and the previous hop is done.
     """
     cp = plan.cp
     done, posted, busy_out, busy_in = (np.zeros(cp) for _ in range(4))
@@ -164,8 +176,10 @@ def timeline(
 
 
 def _messages(plan: PlanTables, costs: Cost, hop: int) -> list[tuple[int, int, int]]:
-    """(sender, receiver, bytes) of a hop; a rank has one sender at a hop."""
-    mine = plan.transfers[np.flatnonzero(plan.transfers.hop == hop)]
-    receivers, first = np.unique(mine.receiver, return_index=True)
-    sizes = costs.bytes_in[receivers, hop]
-    return list(zip(mine.sender[first].tolist(), receivers.tolist(), sizes.tolist(), strict=True))
+    """(sender, receiver, bytes) of a hop, by receiver and in the order of its slot."""
+    cp, mine = plan.cp, plan.transfers[np.flatnonzero(plan.transfers.hop == hop)]
+    pairs, which = np.unique(mine.receiver * cp + (mine.receiver - mine.sender) % cp, return_inverse=True)
+    tokens = np.bincount(which, mine.tokens).astype(np.int64)
+    receiver, distance = np.divmod(pairs, cp)
+    sizes = costs.bytes_in[receiver, hop] * tokens // np.bincount(receiver, tokens, cp).astype(np.int64)[receiver]
+    return list(zip(((receiver - distance) % cp).tolist(), receiver.tolist(), sizes.tolist(), strict=True))

@@ -9,64 +9,69 @@ import numpy as np
 from cp_ring.plan.identity import identity
 from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.tables import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
+from cp_ring.plan.tiles import Tiles, coalesce
 
 
 class _HopBuffers:
-    """One buffer for each hop, in which the hop's ranges of a shard lie end to end; that of hop 0 is the whole shard."""
+    """One buffer of a rank for each hop, in which the ranges of the hop's sources lie end to end; at hop 0 its whole shard.
 
-    def __init__(self, ranges: Transfers, num_tokens: int, cp: int):
-        self._hop, self._start, size = ranges.hop, ranges.start, ranges.tokens
+    `distance` is the ring distance of the rank from the owner of each range, by which, and by start, the ranges are sorted.
+    """
+
+    def __init__(self, ranges: Transfers, distance: Ints, num_tokens: int, cp: int):
+        size = ranges.tokens
         self._span = int(ranges.end.max(initial=0)) + 1
+        self._keys = distance * self._span + ranges.start
         before = np.cumsum(size) - size
-        self._slide = before - before[np.searchsorted(self._hop, self._hop)] - self._start
-        self.sizes = np.bincount(self._hop, size, cp).astype(np.int64)
+        self._slide = before - before[np.searchsorted(ranges.hop, ranges.hop)] - ranges.start
+        self.sizes = np.bincount(ranges.hop, size, cp).astype(np.int64)
         self.sizes[0] = num_tokens
 
-    def slide(self, hop: Ints, start: Ints) -> Ints:
-        """What to add to a token of the shard to get its place in the hop's buffer."""
-        if not len(self._hop):
-            return np.zeros_like(hop)
-        key = hop * self._span + np.minimum(start, self._span - 1)
-        place = np.searchsorted(self._hop * self._span + self._start, key, "right") - 1
-        return np.where(hop == 0, 0, self._slide[place])
+    def slide(self, distance: Ints, start: Ints) -> Ints:
+        """What to add to a token of the owner's shard to get its place in the buffer that holds it."""
+        if not len(self._keys):
+            return np.zeros_like(distance)
+        key = distance * self._span + np.minimum(start, self._span - 1)
+        return np.where(distance == 0, 0, self._slide[np.searchsorted(self._keys, key, "right") - 1])
 
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """The plan of one rank, from the tables of all ranks."""
     cp, num_tokens = plan.cp, int(plan.layout.tokens_per_rank[rank])
-    mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
-    tiles, tile_hop = plan.tiles[mine], plan.tile_hop[mine]
-    arriving = plan.transfers.where("receiver", rank)
+    arriving, grads_leaving, keys, grads = _buffers(plan, rank)
     leaving = plan.transfers_by_sender.where("sender", rank)
-    grads_leaving = plan.gradients.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
+    arriving_far, leaving_far, grads_leaving_far, grads_arriving_far = (
+        (rank - table.owner) % cp for table in (arriving, leaving, grads_leaving, grads_arriving)
+    )
+    mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
+    tile_far = (rank - plan.tile_source[mine]) % cp
+    tiles, tile_hop, grad_shift = _in_buffers(plan.tiles[mine], plan.tile_hop[mine], tile_far, keys, grads)
 
     live = np.zeros(cp, bool)
     for hop in (tile_hop, arriving.hop, leaving.hop, grads_leaving.hop, grads_arriving.hop):
         live[hop] = True
-    source = np.full(cp, -1)
-    source[0] = rank
-    source[tile_hop] = plan.tile_source[mine]
-    for table in (arriving, grads_leaving):
-        source[table.hop] = table.owner
-
-    keys, grads = _HopBuffers(arriving, num_tokens, cp), _HopBuffers(grads_leaving, num_tokens, cp)
-    key_slide = keys.slide(tile_hop, tiles.k0)
-    grad_shift = grads.slide(tile_hop, tiles.k0) - key_slide
-    tiles = tiles.shifted(0, key_slide)
-    receives = _Messages(arriving, "sender", arriving.hop, keys)
-    sends = _Messages(leaving, "receiver", leaving.buffer, keys)
-    grad_sends = _Messages(grads_leaving, "receiver", grads_leaving.hop, grads)
-    grad_receives = _Messages(grads_arriving, "sender", grads_arriving.buffer, grads)
+    present = np.zeros(cp, bool)
+    present[0] = True
+    for far in (tile_far, arriving_far, grads_leaving_far):
+        present[far] = True
+    distances, hop_of = np.flatnonzero(present), np.array(plan.schedule)
+    receives = _Messages(arriving, arriving.sender, arriving.hop, arriving_far, arriving_far, keys)
+    sends = _Messages(leaving, leaving.receiver, leaving.buffer, (leaving.receiver - leaving.owner) % cp, leaving_far, keys)
+    grad_sends = _Messages(grads_leaving, grads_leaving.receiver, grads_leaving.hop, grads_leaving_far, grads_leaving_far, grads)
+    grad_receives = _Messages(
+        grads_arriving, grads_arriving.sender, grads_arriving.buffer, (grads_arriving.sender - grads_arriving.owner) % cp,
+        grads_arriving_far, grads,
+    )  # fmt: skip
 
     def make(index: int) -> Hop:
         here = slice(*np.searchsorted(tile_hop, [index, index + 1]))
         return Hop(
             index=index,
-            source=int(source[index]),
+            sources=tuple(((rank - distances[hop_of[distances] == index]) % cp).tolist()),
             tiles=tiles[here],
             num_keys=int(keys.sizes[index]),
-            receive=next(iter(receives.at(index)), None),
+            receives=receives.at(index),
             sends=sends.at(index),
             num_grads=int(grads.sizes[index]),
             grad_shift=grad_shift[here],
@@ -77,16 +82,59 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     return RankPlan(rank, cp, num_tokens, Hops(make, np.flatnonzero(live).tolist()), plan.layout.rows, identity(plan))
 
 
-class _Messages:
-    """The messages of a table, with ranges counted in the buffers of the hops `buffer`. `peer` is the other end's field."""
+def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
+    """The tiles of one rank as its rank plan has them, without the rest of it: (tiles, hop of each)."""
+    _, _, keys, grads = _buffers(plan, rank)
+    mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
+    far = (rank - plan.tile_source[mine]) % plan.cp
+    return _in_buffers(plan.tiles[mine], plan.tile_hop[mine], far, keys, grads)[:2]
 
-    def __init__(self, table: Transfers, peer: str, buffer: Ints, buffers: _HopBuffers):
-        slide, peers = buffers.slide(buffer, table.start), getattr(table, peer)
+
+def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuffers, _HopBuffers]:
+    """The messages that fill a rank's key buffers, those that leave its gradient buffers, and these buffers."""
+    arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
+    num_tokens = int(plan.layout.tokens_per_rank[rank])
+    keys, grads = (_HopBuffers(t, (rank - t.owner) % plan.cp, num_tokens, plan.cp) for t in (arriving, leaving))
+    return arriving, leaving, keys, grads
+
+
+def _in_buffers(
+    tiles: Tiles, hop: Ints, distance: Ints, keys: _HopBuffers, grads: _HopBuffers
+) -> tuple[Tiles, Ints, Ints]:  # fmt: skip
+    """The tiles with keys counted in the key buffer of their hop, their hops, and what leads on to the gradient buffer.
+
+    At hops with several sources, tiles whose keys lie end to end in both buffers are joined into one kernel call.
+    """
+    slide = keys.slide(distance, tiles.k0)
+    shift = grads.slide(distance, tiles.k0) - slide
+    tiles = tiles.shifted(0, slide)
+    several = np.zeros(int(hop.max(initial=0)) + 1, bool)
+    several[hop[1:][(hop[1:] == hop[:-1]) & (distance[1:] != distance[:-1])]] = True
+    join = several[hop]
+    if not join.any():
+        return tiles, hop, shift
+    places, group = np.unique(np.stack([hop[join], shift[join]]), axis=1, return_inverse=True)
+    joined, group = coalesce(tiles[join], group.reshape(-1))
+    hop, shift = (np.concatenate([x[~join], place[group]]) for x, place in zip((hop, shift), places, strict=True))
+    sort = np.argsort(hop, kind="stable")
+    data = np.concatenate([tiles[~join].data, joined.data], axis=1)
+    return Tiles(data[:, sort]), hop[sort], shift[sort]
+
+
+class _Messages:
+    """The messages of a table, with ranges counted in this rank's buffers.
+
+    `peer` is the other rank of each message, `buffer` the hop of this rank's buffer, and `far` this rank's distance from
+    the owner. `order` is the ring distance by which both ranks order the messages of several owners between them.
+    """
+
+    def __init__(self, table: Transfers, peer: Ints, buffer: Ints, order: Ints, far: Ints, buffers: _HopBuffers):
+        slide = buffers.slide(far, table.start)
         # `Transfer.buffer` is 0 for the buffer of the message's own hop.
         named = np.where(buffer == table.hop, 0, buffer)
-        sort = sort_index(table.hop, peers, named, table.start)
+        sort = sort_index(table.hop, peer, order, table.start)
         self._hop = table.hop[sort]
-        self._messages = np.stack([peers, named, table.start + slide, table.end + slide])[:, sort]
+        self._messages = np.stack([peer, named, table.start + slide, table.end + slide])[:, sort]
 
     def at(self, hop: int) -> tuple[Transfer, ...]:
         """The messages of one hop, one transfer for each peer and buffer."""

@@ -1,13 +1,14 @@
 """RingPlan: for each rank and hop, the tiles to compute and the token ranges to move, as data.
 
-At hop t rank r computes on the keys of one source rank: its own at hop 0, later those of rank (r - t) mod cp. The plan
-is three tables over all ranks: tiles (which rank computes which pairs, on whose keys, at which hop), transfers (which
-tokens' keys and values move between which ranks, at which hop) and gradients (the same for the gradients of keys and
-values). `plan.rank_plan(rank)` is one rank's part, which the executor runs.
+At hop 0 rank r computes on its own keys, later on those of one or several other ranks: on those of rank (r - d) mod cp at
+hop `schedule[d]` (see `cp_ring.plan.schedule`). The plan is three tables over all ranks: tiles (which rank computes which
+pairs, on whose keys, at which hop), transfers (which tokens' keys and values move between which ranks, at which hop) and
+gradients (the same for the gradients of keys and values). `plan.rank_plan(rank)` is one rank's part, which the executor runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,8 @@ from cp_ring.plan.layout import Layout, check_rank
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, union
 from cp_ring.plan.rank_plan import rank_plan
-from cp_ring.plan.routes import LOCAL, ROUTES
+from cp_ring.plan.routes import LOCAL, ONE_SOURCE, ROUTES
+from cp_ring.plan.schedule import Schedule, resolve
 from cp_ring.plan.tables import Need, PlanTables, RankPlan
 from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 from cp_ring.plan.verify import Report, verify
@@ -31,37 +33,64 @@ class RingPlan(PlanTables):
     _rank_plans: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def build(cls, mask: Mask, layout: Layout, route: str = "direct") -> RingPlan:
-        """The plan of all ranks. Raises `PlanError` if mask and layout differ in length, or the route is not in `ROUTES`."""
-        _check(mask, layout, route)
-        return cls._from_cut(mask, layout, route, split_at_edges(mask.pieces, layout.edges))
+    def build(
+        cls,
+        mask: Mask,
+        layout: Layout,
+        route: str = "direct",
+        schedule: str | Sequence[int] = "auto",
+        slot_shards: int | None = None,
+    ) -> RingPlan:
+        """The plan of all ranks.
+
+        Args:
+            mask: which keys each query sees.
+            layout: which rank holds which tokens.
+            route: how keys reach the ranks that need them, a name in `ROUTES`.
+            schedule: `auto`, `ring` (one source a hop), `gather` (all remote sources in one hop), or the hop of each ring
+                distance, as in (0, 1, 2, 2); see `cp_ring.plan.schedule`.
+            slot_shards: the most sources of a hop, so that a receive buffer holds at most so many shards. None is 4 for
+                `auto`, and no limit for another schedule.
+
+        Raises `PlanError` if mask and layout differ in length, or if the route or the schedule is not right.
+        """
+        hops = _check(mask, layout, route, schedule, slot_shards)
+        return cls._from_cut(mask, layout, route, hops, split_at_edges(mask.pieces, layout.edges))
 
     @classmethod
-    def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, route: str = "direct") -> RankPlan:
-        """One rank's plan, without planning for the others if the route is in `LOCAL`. Raises as `build` does."""
-        _check(mask, layout, route)
+    def build_rank_plan(
+        cls,
+        mask: Mask,
+        layout: Layout,
+        rank: int,
+        route: str = "direct",
+        schedule: str | Sequence[int] = "auto",
+        slot_shards: int | None = None,
+    ) -> RankPlan:
+        """One rank's plan, without planning for the others if the route is in `LOCAL`. Arguments and errors as in `build`."""
+        hops = _check(mask, layout, route, schedule, slot_shards)
         check_rank(rank, layout.cp)
         if route not in LOCAL:
-            return cls.build(mask, layout, route).rank_plan(rank)
+            return cls.build(mask, layout, route, hops).rank_plan(rank)
         mine = layout.owner == rank
         parts = [split_at_edges(mask.pieces, layout.edges, keep=keep) for keep in ((mine, ~mine), (~mine, mine), (mine, mine))]
         tiles = Tiles(np.concatenate([part[0].data for part in parts], axis=1))
         query_chunk, key_chunk = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
-        return cls._from_cut(mask, layout, route, (tiles, query_chunk, key_chunk)).rank_plan(rank)
+        return cls._from_cut(mask, layout, route, hops, (tiles, query_chunk, key_chunk)).rank_plan(rank)
 
     @classmethod
-    def _from_cut(cls, mask: Mask, layout: Layout, route: str, parts: tuple[Tiles, Ints, Ints]) -> RingPlan:
+    def _from_cut(cls, mask: Mask, layout: Layout, route: str, hops: Schedule, parts: tuple[Tiles, Ints, Ints]) -> RingPlan:
         tiles, query_chunk, key_chunk = parts
         edges, starts, cp = layout.edges, layout.starts, layout.cp
         rank, source = layout.owner[query_chunk], layout.owner[key_chunk]
         tiles = tiles.shifted(starts[query_chunk] - edges[query_chunk], starts[key_chunk] - edges[key_chunk])
         tiles, group = coalesce(tiles, rank * cp + (rank - source) % cp)
-        rank, hop = np.divmod(group, cp)
-        source = (rank - hop) % cp
-        transfers, gradients = ROUTES[route](_need(tiles, rank, hop, source, cp), cp)
-        transfers = transfers.sorted_by("receiver", "hop", "start")
-        gradients = gradients.sorted_by("sender", "hop", "start")
-        return cls(mask, layout, route, tiles, rank, hop, source, transfers, gradients)
+        rank, distance = np.divmod(group, cp)
+        transfers, gradients = ROUTES[route](_need(tiles, rank, distance, hops), cp)
+        transfers = transfers.in_buffer_order("receiver", cp)
+        gradients = gradients.in_buffer_order("sender", cp)
+        hop, source = np.array(hops)[distance], (rank - distance) % cp
+        return cls(mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients)
 
     def rank_plan(self, rank: int) -> RankPlan:
         """The plan of one rank, with keys of tiles counted in the key buffer of their hop; made once.
@@ -85,16 +114,21 @@ class RingPlan(PlanTables):
         return proven
 
 
-def _check(mask: Mask, layout: Layout, route: str) -> None:
+def _check(
+    mask: Mask, layout: Layout, route: str, schedule: str | Sequence[int], slot_shards: int | None
+) -> Schedule:  # fmt: skip
+    """Raises `PlanError` if the arguments do not fit together; returns the schedule as a tuple."""
     if mask.n != layout.n:
         raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
     if route not in ROUTES:
         raise PlanError(f"unknown route {route!r}; known are {', '.join(ROUTES)}")
+    tokens = int(layout.tokens_per_rank.max()) // layout.rows
+    return resolve(schedule, layout.cp, tokens, slot_shards, one_source=route in ONE_SOURCE)
 
 
-def _need(tiles: Tiles, rank: Ints, hop: Ints, source: Ints, cp: int) -> Need:
+def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule) -> Need:
     """What each rank reads of the other ranks' keys at each hop."""
-    away = np.flatnonzero(hop > 0)
-    group, start, end = union(rank[away] * cp + hop[away], tiles.k0[away], tiles.k1[away])
-    first = away[np.searchsorted(rank[away] * cp + hop[away], group)]
-    return Need(rank[first], hop[first], source[first], start, end)
+    cp, away = len(hops), np.flatnonzero(distance > 0)
+    group, start, end = union(rank[away] * cp + distance[away], tiles.k0[away], tiles.k1[away])
+    reader, far = np.divmod(group, cp)
+    return Need(reader, np.array(hops)[far], (reader - far) % cp, start, end, hops)

@@ -23,13 +23,17 @@ from cp_ring.plan.tiles import Tiles, split_in_half
 
 @dataclass(frozen=True, eq=False)
 class Need:
-    """Tokens `[start, end)` of `owner`'s shard that `rank` reads at `hop`: int64 arrays, sorted by rank, hop and start."""
+    """Tokens `[start, end)` of `owner`'s shard that `rank` reads at `hop`.
+
+    int64 arrays, sorted by rank, hop, ring distance from the owner, and start. `schedule` maps ring distance to hop.
+    """
 
     rank: Ints
     hop: Ints
     owner: Ints
     start: Ints
     end: Ints
+    schedule: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +67,14 @@ class Transfers:
         """Sorted by the named fields, the most significant first."""
         return self[sort_index(*(getattr(self, name) for name in names))]
 
+    def in_buffer_order(self, holder: str, cp: int) -> Transfers:
+        """Sorted as tokens lie in the buffers of `holder` (`receiver` or `sender`).
+
+        That is by holder, hop, ring distance of the holder from the owner, and start.
+        """
+        rank: Ints = getattr(self, holder)
+        return self[sort_index(rank, self.hop, (rank - self.owner) % cp, self.start)]
+
     def where(self, name: str, value: int) -> Transfers:
         """A view of the messages with this value in field `name`, by which the table must be sorted first."""
         return self[slice(*np.searchsorted(getattr(self, name), [value, value + 1]))]
@@ -72,15 +84,17 @@ class Transfers:
 class PlanTables:
     """Tiles and transfers of all ranks.
 
+    schedule: the hop of each ring distance: rank r works on keys of rank (r - d) mod cp at hop `schedule[d]`.
     tiles: queries counted in the rank's shard, keys in the source's shard; sorted by rank and hop.
     tile_rank, tile_hop, tile_source: int64 [tiles], the rank and hop that compute each tile, and the owner of its keys.
-    transfers: messages of keys and values, sorted by receiver, hop and start.
-    gradients: messages of their gradients, sorted by sender, hop and start.
+    transfers: messages of keys and values, sorted by receiver, hop, ring distance of the receiver from the owner, and start.
+    gradients: messages of their gradients, sorted by sender, hop, ring distance of the sender from the owner, and start.
     """
 
     mask: Mask
     layout: Layout
     route: str
+    schedule: tuple[int, ...]
     tiles: Tiles
     tile_rank: Ints
     tile_hop: Ints
@@ -131,11 +145,12 @@ class Transfer:
 class Hop:
     """What one rank does at one hop.
 
-    Keys: `receive` fills the `num_keys` tokens of this hop's key buffer. At hop 0 the buffer is the rank's own shard, and
+    Keys: `receives` fill the `num_keys` tokens of this hop's key buffer. At hop 0 the buffer is the rank's own shard, and
     nothing is received. `sends` leave at the same time. Both are posted before the previous hop is computed.
 
-    Tiles: queries are tokens of the rank's shard; keys are tokens of this hop's key buffer, which holds keys of rank
-    `source` (-1 if the hop only sends).
+    Tiles: queries are tokens of the rank's shard; keys are tokens of this hop's key buffer. `sources` are the ranks whose
+    keys, or gradients of keys, are in the hop's buffers, one after the other in this order; none if the hop only sends. A
+    tile may reach over the keys of several of them.
 
     Gradients, backward only: key k of tile i belongs to token `k + grad_shift[i]` of this hop's gradient buffer of
     `num_grads` tokens. After the hop is computed, `grad_sends` leave from that buffer, and `grad_receives` are added to
@@ -143,10 +158,10 @@ class Hop:
     """
 
     index: int
-    source: int
+    sources: tuple[int, ...]
     tiles: Tiles
     num_keys: int
-    receive: Transfer | None
+    receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
     num_grads: int
     grad_shift: Ints
@@ -223,7 +238,7 @@ class RankPlan:
     @property
     def max_keys(self) -> int:
         """Tokens of the largest key buffer that a hop receives."""
-        return max((hop.num_keys for hop in self.hops if hop.receive), default=0)
+        return max((hop.num_keys for hop in self.hops if hop.receives), default=0)
 
     @property
     def max_grads(self) -> int:

@@ -6,7 +6,7 @@ What is proven, in this order. Each check relies on those before it.
 |-------------------|-------------------------------------------------------------------------------------------------------|
 | `check_layout`    | The chunks cover every token exactly once, and their owners exist.                                    |
 | `check_tables`    | Ranks, hops and tokens exist; the tables are sorted; every query of a tile sees a key.                |
-| `check_sources`   | At one hop a rank holds keys of one owner, at hop 0 its own.                                          |
+| `check_sources`   | A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone.        |
 | `check_cover`     | Every allowed (query, key) pair is computed exactly once, and no other pair is.                       |
 | `check_keys`      | Every key that a tile reads is the rank's own or arrives at that hop; nothing else arrives; a sender  |
 |                   | holds what it sends.                                                                                  |
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, expand, overlaps, sort_index, union
+from cp_ring.plan.schedule import check
 from cp_ring.plan.tables import PlanTables, Transfers
 from cp_ring.plan.tiles import Tiles
 
@@ -118,6 +119,7 @@ def report(plan: PlanTables, slots: int) -> Report:
 def check_tables(plan: PlanTables) -> None:
     """Ranks, hops and tokens exist, tables are sorted as `PlanTables` says, and every query of a tile sees a key."""
     check_layout(plan.layout)
+    check(plan.schedule, plan.cp)
     cp, size, tiles = plan.cp, plan.layout.tokens_per_rank, plan.tiles
     for what, values in (("rank", plan.tile_rank), ("hop", plan.tile_hop), ("source", plan.tile_source)):
         _check_range(what, values, 0, cp, lambda i: f"tile {i} of rank {plan.tile_rank[i]}, hop {plan.tile_hop[i]}")
@@ -126,8 +128,8 @@ def check_tables(plan: PlanTables) -> None:
     keys, grads = plan.transfers, plan.gradients
     for what, columns in (
         ("tiles are not sorted by rank and hop", (plan.tile_rank, plan.tile_hop)),
-        ("transfers are not sorted by receiver, hop and start", (keys.receiver, keys.hop, keys.start)),
-        ("gradients are not sorted by sender, hop and start", (grads.sender, grads.hop, grads.start)),
+        ("transfers are not sorted by receiver, hop, distance and start", _order(keys, keys.receiver, cp)),
+        ("gradients are not sorted by sender, hop, distance and start", _order(grads, grads.sender, cp)),
     ):
         if not isinstance(sort_index(*columns), slice):
             raise PlanError(what)
@@ -135,6 +137,10 @@ def check_tables(plan: PlanTables) -> None:
     seeing = (tiles.q0 < tiles.q1) & (tiles.q0 >= tiles.k0 - tiles.hi) & (tiles.q1 <= tiles.k1 - tiles.lo)
     good = inside & seeing & (tiles.k0 < tiles.k1) & (tiles.lo <= tiles.hi)
     _all(good, lambda i: f"{_where(plan, i)}: tokens outside the shards, or queries that see no key")
+
+
+def _order(table: Transfers, holder: Ints, cp: int) -> tuple[Ints, ...]:
+    return holder, table.hop, (holder - table.owner) % cp, table.start
 
 
 def _check_range(what: str, values: Ints, first: int, end: int, where: Callable[[int], str]) -> None:
@@ -159,23 +165,20 @@ def check_layout(layout: Layout) -> None:
 
 
 def check_sources(plan: PlanTables) -> None:
-    """At one hop a rank holds keys of one owner, at hop 0 its own.
+    """A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone.
 
     Every use of a (rank, hop) buffer names an owner: tiles, arriving and forwarded keys, leaving and passed-on gradients.
-    One array holds the owner named first; all others must agree. Cost: linear in the tables, and cp * cp entries.
+    The ring distance of the rank from the owner must be one of that hop. So the tokens of several owners that share a
+    buffer are told apart by (rank, distance), and the checks below take each such pair for a buffer of its own. Cost:
+    linear in the tables.
     """
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
     forwarded, passed = keys[keys.buffer > 0], grads[grads.buffer > 0]
     rank = np.concatenate([plan.tile_rank, keys.receiver, forwarded.sender, grads.sender, passed.receiver])
     hop = np.concatenate([plan.tile_hop, keys.hop, forwarded.buffer, grads.hop, passed.buffer])
     owner = np.concatenate([plan.tile_source, keys.owner, forwarded.owner, grads.owner, passed.owner])
-    known = np.full(cp * cp, -1)
-    known[::cp] = np.arange(cp)
-    known[rank[::-1] * cp + hop[::-1]] = owner[::-1]
-    _all(
-        (known[rank * cp + hop] == owner) & ((hop > 0) | (owner == rank)),
-        lambda i: f"rank {rank[i]}, hop {hop[i]}: keys of rank {owner[i]} and of rank {known[rank[i] * cp + hop[i]]} at one hop",
-    )
+    due = np.array(plan.schedule)[(rank - owner) % cp]
+    _all(due == hop, lambda i: f"rank {rank[i]}, hop {hop[i]}: keys of rank {owner[i]}, which belong to hop {due[i]}")
 
 
 def check_cover(plan: PlanTables) -> None:
@@ -266,8 +269,8 @@ def check_keys(plan: PlanTables) -> None:
     """What arrives at a hop is what its tiles read and what is forwarded from it, no less and no more, and in time.
 
     A sender holds what it sends: its own shard, or the buffer of the hop before, which the executor keeps until then. The
-    union of the ranges that a (rank, hop) reads or forwards must equal the union of those that it receives, from one
-    sender and without overlap. By induction over hops, every forwarded key was sent by its owner before.
+    union of the ranges of an owner that a rank reads or forwards must equal the union of those that it receives, without
+    overlap. By induction over hops, every forwarded key was sent by its owner before.
 
     Cost: sorting of tiles and messages.
     """
@@ -275,22 +278,22 @@ def check_keys(plan: PlanTables) -> None:
     own = keys.buffer == 0
     held = np.where(own, keys.sender == keys.owner, keys.buffer == keys.hop - 1)
     _all(held, lambda i: f"{_moves(keys, i)}, which it does not have")
-    _one_peer(keys.receiver * cp + keys.hop, keys.sender, cp)
     away, forwarded = np.flatnonzero(plan.tile_hop > 0), keys[~own]
+    reads = _buffer(plan.tile_rank[away], plan.tile_source[away], cp)
     needed = union(
-        np.concatenate([plan.tile_rank[away] * cp + plan.tile_hop[away], forwarded.sender * cp + forwarded.buffer]),
+        np.concatenate([reads, _buffer(forwarded.sender, forwarded.owner, cp)]),
         np.concatenate([plan.tiles.k0[away], forwarded.start]),
         np.concatenate([plan.tiles.k1[away], forwarded.end]),
     )
-    _same(needed, _disjoint(keys, keys.receiver * cp + keys.hop, "arrive"), cp, "needs", "receives")
+    _same(needed, _disjoint(keys, _buffer(keys.receiver, keys.owner, cp), "arrive"), plan, "needs", "receives")
 
 
 def check_gradients(plan: PlanTables) -> None:
     """The gradient of every key that a hop reads leaves that hop exactly once and reaches the key's owner.
 
-    A hop's gradient buffer holds what its tiles make and what arrives in it. The union of these must equal the union of
-    the ranges that leave it, without overlap, to the owner or to the buffer of the next hop. By induction from the last
-    hop back to the first, no gradient is lost or added twice.
+    A hop's gradient buffer holds what its tiles make and what arrives in it. For each owner, the union of these must equal
+    the union of the ranges that leave it, without overlap, to the owner or to the buffer of the next hop. By induction
+    from the last hop back to the first, no gradient is lost or added twice.
 
     Cost: sorting of tiles and messages.
     """
@@ -301,12 +304,14 @@ def check_gradients(plan: PlanTables) -> None:
         lambda i: f"{_moves(grads, i)}, where its gradients have no place",
     )
     away, passed = np.flatnonzero(plan.tile_hop > 0), grads[~home]
+    makes = _buffer(plan.tile_rank[away], plan.tile_source[away], cp)
     made = union(
-        np.concatenate([plan.tile_rank[away] * cp + plan.tile_hop[away], passed.receiver * cp + passed.buffer]),
+        np.concatenate([makes, _buffer(passed.receiver, passed.owner, cp)]),
         np.concatenate([plan.tiles.k0[away], passed.start]),
         np.concatenate([plan.tiles.k1[away], passed.end]),
     )
-    _same(made, _disjoint(grads, grads.sender * cp + grads.hop, "leave"), cp, "makes gradients of", "sends gradients of")
+    leaves = _disjoint(grads, _buffer(grads.sender, grads.owner, cp), "leave")
+    _same(made, leaves, plan, "makes gradients of", "sends gradients of")
 
 
 def check_slots(plan: PlanTables, num_slots: int) -> int:
@@ -342,6 +347,11 @@ def check_slots(plan: PlanTables, num_slots: int) -> int:
     return slots
 
 
+def _buffer(rank: Ints, owner: Ints, cp: int) -> Ints:
+    """The number of the part of a rank's buffers that holds an owner's tokens, in the order of the tables."""
+    return rank * cp + (rank - owner) % cp
+
+
 def _disjoint(table: Transfers, group: Ints, verb: str) -> tuple[Ints, Ints, Ints]:
     """The ranges of each group, joined where they touch. None may overlap. The table must be sorted by group and start."""
     twice = (group[1:] == group[:-1]) & (table.start[1:] < table.end[:-1])
@@ -349,13 +359,8 @@ def _disjoint(table: Transfers, group: Ints, verb: str) -> tuple[Ints, Ints, Int
     return union(group, table.start, table.end)
 
 
-def _one_peer(group: Ints, peer: Ints, cp: int) -> None:
-    two = (group[1:] == group[:-1]) & (peer[1:] != peer[:-1])
-    _all(~two, lambda i: f"rank {group[i] // cp}, hop {group[i] % cp}: keys from rank {peer[i]} and from rank {peer[i + 1]}")
-
-
-def _same(wanted: tuple[Ints, Ints, Ints], found: tuple[Ints, Ints, Ints], cp: int, wants: str, finds: str) -> None:
-    """Raises `PlanError` if two lists of sorted disjoint ranges (group, start, end) differ."""
+def _same(wanted: tuple[Ints, Ints, Ints], found: tuple[Ints, Ints, Ints], plan: PlanTables, wants: str, finds: str) -> None:
+    """Raises `PlanError` if two lists of sorted disjoint ranges (buffer as in `_buffer`, start, end) differ."""
     if all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True)):
         return
     count = min(len(wanted[0]), len(found[0]))
@@ -367,7 +372,11 @@ def _same(wanted: tuple[Ints, Ints, Ints], found: tuple[Ints, Ints, Ints], cp: i
         mine = ranges[0] == group
         return ", ".join(f"{start}..{end}" for start, end in zip(ranges[1][mine], ranges[2][mine], strict=True)) or "nothing"
 
-    raise PlanError(f"rank {group // cp}, hop {group % cp} {wants} tokens {tokens(wanted)}, but {finds} tokens {tokens(found)}")
+    rank, distance = divmod(group, plan.cp)
+    owner = f" of rank {(rank - distance) % plan.cp}"
+    raise PlanError(
+        f"rank {rank}, hop {plan.schedule[distance]} {wants} tokens {tokens(wanted)}{owner}, but {finds} tokens {tokens(found)}"
+    )
 
 
 def _where(plan: PlanTables, tile: int) -> str:

@@ -1,7 +1,7 @@
 """The proof that the rank plans of all ranks, as the executor runs them, together compute the mask.
 
-It uses nothing of the plan's tables but the mask and the layout, so it also finds errors in the step from tables to rank
-plans. The argument, by function:
+It uses nothing of the plan's tables but the mask, the layout and the schedule, so it also finds errors in the step from
+tables to rank plans. The argument, by function:
 
 1. `key_messages`, `gradient_messages`, `forward_order`, `backward_order` list the messages that each rank posts, in the
    order in which the executor posts them.
@@ -10,7 +10,8 @@ plans. The argument, by function:
 3. `_follow` tracks the data through these pairs: hop 0 holds the rank's own tokens, and a received range holds what its
    sender's buffer held. So every place of every buffer is known by owner and token, and must be filled exactly once.
 4. `_rebuild` uses this to rename the keys of all tiles to tokens of their owners, and checks that each tile's gradients go
-   to the same tokens. The result is a `PlanTables` again, once in forward and once in backward order.
+   to the same tokens. A tile over the keys of several owners becomes one tile for each. The result is a `PlanTables`
+   again, once in forward and once in backward order.
 5. `cp_ring.plan.verify` proves these tables.
 
 Cost: proportional to the messages and tiles of all ranks, one Python object each, so much slower than the proof of the
@@ -31,7 +32,7 @@ import numpy as np
 from cp_ring.errors import PlanError
 from cp_ring.plan import verify
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfers
-from cp_ring.plan.tiles import Tile, Tiles
+from cp_ring.plan.tiles import OPEN, Tile, Tiles
 
 
 class Message(NamedTuple):
@@ -75,9 +76,7 @@ def verify_rank_plans(plan: PlanTables, rank_plans: Sequence[RankPlan], num_slot
 def key_messages(hop: Hop, rank: int) -> Posted:
     """The messages of a hop's keys and values, posted together before the previous hop is computed."""
     sends = [Message(rank, hop.index, t.peer, True, t.buffer, *span) for t in hop.sends for span in t.ranges]
-    if hop.receive is None:
-        return sends
-    return sends + [Message(rank, hop.index, hop.receive.peer, False, hop.index, *span) for span in hop.receive.ranges]
+    return sends + [Message(rank, hop.index, t.peer, False, hop.index, *span) for t in hop.receives for span in t.ranges]
 
 
 def gradient_messages(hop: Hop, rank: int) -> Posted:
@@ -185,7 +184,7 @@ def _check_rank_plan(part: RankPlan, num_tokens: int) -> None:
         if before.index >= after.index:
             raise PlanError(f"rank {part.rank}: hop {after.index} follows hop {before.index}")
     for hop in part.hops:
-        if hop.index == 0 and (hop.receive or hop.sends or hop.grad_sends):
+        if hop.index == 0 and (hop.receives or hop.sends or hop.grad_sends):
             raise PlanError(f"rank {part.rank}, hop 0: messages at the hop of the rank's own keys")
 
 
@@ -208,13 +207,15 @@ def _rebuild(
             summed = grad_buffers.get(place, _Contents(f"rank {part.rank}, hop {hop.index}: gradient buffer"))
             held.check_filled(hop.num_keys)
             summed.check_filled(hop.num_grads)
+            _check_sources(part, hop, held, summed)
             for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True):
-                tiles.append(_of_owner(tile, shift, held, summed))
-                where.append((part.rank, hop.index, hop.source))
+                for owner, own_tile in _of_owners(tile, shift, held, summed):
+                    tiles.append(own_tile)
+                    where.append((part.rank, hop.index, owner))
     rank, index, source = np.array(where, np.int64).reshape(-1, 3).T
     return PlanTables(
-        plan.mask, plan.layout, plan.route, Tiles.of(tiles), rank, index, source,
-        _table(transfers).sorted_by("receiver", "hop", "start"), _table(gradients).sorted_by("sender", "hop", "start"),
+        plan.mask, plan.layout, plan.route, plan.schedule, Tiles.of(tiles), rank, index, source,
+        _table(transfers).in_buffer_order("receiver", plan.cp), _table(gradients).in_buffer_order("sender", plan.cp),
     )  # fmt: skip
 
 
@@ -243,14 +244,27 @@ def _follow(pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str) 
     return table
 
 
-def _of_owner(tile: Tile, shift: int, held: _Contents, summed: _Contents) -> tuple[int, ...]:
-    """The tile with keys counted in their owner's shard. Raises `PlanError` unless its gradients go to the same tokens."""
+def _check_sources(part: RankPlan, hop: Hop, held: _Contents, summed: _Contents) -> None:
+    """Raises `PlanError` unless `hop.sources` are the owners of what the hop's buffers hold, by ring distance."""
+    owners = {piece[2] for contents in (held, summed) for piece in contents.pieces}
+    found = tuple(sorted(owners, key=lambda owner: (part.rank - owner) % part.cp))
+    if found != hop.sources:
+        raise PlanError(f"rank {part.rank}, hop {hop.index}: its buffers hold tokens of ranks {found}, not {hop.sources}")
+
+
+def _of_owners(tile: Tile, shift: int, held: _Contents, summed: _Contents) -> Iterable[tuple[int, Tile]]:
+    """The tile cut where the owner of its keys changes: (owner, tile with keys counted in the owner's shard).
+
+    Raises `PlanError` unless the gradients of its keys go to the same tokens of the same owners.
+    """
     read = list(held.tokens(tile.k0, tile.k1))
-    if len(read) != 1:
-        raise PlanError(f"{held.name}: keys {tile.k0}..{tile.k1} are not one range of one owner, but {read}")
     if list(summed.tokens(tile.k0 + shift, tile.k1 + shift)) != read:
         raise PlanError(f"{summed.name}: the gradients of keys {tile.k0}..{tile.k1} are at other tokens")
-    return tuple(next(iter(Tiles.of([tile]).shifted(0, read[0][1] - tile.k0))))
+    at, open_ = tile.k0, np.full(1, OPEN)
+    for owner, start, end in read:
+        part = Tiles.of([tile]).within(-open_, open_, np.full(1, at), np.full(1, at + end - start))
+        yield from ((owner, own_tile) for own_tile in part.shifted(0, start - at))
+        at += end - start
 
 
 def _table(messages: Sequence[tuple[int, ...]]) -> Transfers:

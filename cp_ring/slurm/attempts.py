@@ -1,4 +1,4 @@
-"""The history of a run under Slurm: `attempts.tsv`, which the batch script writes, and what the queue says."""
+"""The history of a run under Slurm (`attempts.tsv`, which the batch script writes) and its state in the queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "attempts.tsv"
 
 @dataclass(frozen=True)
 class Event:
-    """A line of the history: a `submit`, or the `start` or `stop` of try number `restart` of a job at an iteration."""
+    """A line of the history: `kind` is submit, start or stop; `restart` is the number of the attempt of the job."""
 
     time: int
     job: str
@@ -25,7 +25,7 @@ class Event:
 
 @dataclass(frozen=True)
 class QueueState:
-    """What squeue says of a job: PENDING, RUNNING, ..., why it waits or where it runs."""
+    """The state of a job from squeue: `name` is PENDING, RUNNING or another; `detail` is why it waits or where it runs."""
 
     name: str
     detail: str
@@ -37,7 +37,7 @@ def append(run_dir: Path, job: str, kind: str) -> None:
 
 
 def read(run_dir: Path) -> list[Event]:
-    """The history, oldest first; torn lines are left out."""
+    """The history, oldest first; incomplete lines are left out."""
     path = run_dir / FILE
     events = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
@@ -54,7 +54,7 @@ def last_job(run_dir: Path) -> str | None:
 
 
 def queue_state(job: str) -> QueueState | None:
-    """The state of a job that is queued, running or being requeued; None if it is none of them, or there is no Slurm here."""
+    """The state of a job that is queued, running or being requeued; None for other jobs, and where there is no Slurm."""
     if shutil.which("squeue") is None:
         return None
     done = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T|%R"], capture_output=True, text=True)

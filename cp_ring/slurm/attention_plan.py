@@ -1,4 +1,4 @@
-"""The plan of a job's attention, before anything runs: what it will move between nodes, and how long that takes."""
+"""The plan of a job's attention, before the job runs: the bytes between nodes, and the predicted time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _LATENT_WIDTHS = (("qk_head_dim", 128), ("qk_pos_emb_head_dim", 64), ("v_head_di
 
 
 def plan_of(job: JobConfig) -> RingPlan:
-    """The plan of a layer without a window, for one sequence of causal attention: with documents, it moves no more than this."""
+    """The plan of a layer without a window, for one causal sequence. With documents, attention moves no more than this."""
     n, cp = job.megatron.get("seq_length"), job.parallel.context_parallel_size
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"megatron.seq_length {n!r}: it must be the number of tokens of a sequence")
     layout = Layout.contiguous(n, cp) if job.cp_ring.layout == "contiguous" else Layout.zigzag(n, cp)
-    return RingPlan.build(Mask.causal(n), layout, job.cp_ring.route)
+    settings = job.cp_ring
+    return RingPlan.build(Mask.causal(n), layout, settings.route, settings.schedule, settings.slot_shards)
 
 
 def sizes_of(job: JobConfig) -> AttentionSizes:
@@ -40,8 +41,8 @@ def sizes_of(job: JobConfig) -> AttentionSizes:
     return AttentionSizes(max(1, heads // tp), max(1, groups // tp), max(1, width), max(1, value_width), dtype=dtype, batch=batch)
 
 
-def lines(job: JobConfig, placement: Placement) -> list[str]:
-    """Lines for a person: where context-parallel ranks are, and which hops pass between nodes."""
+def describe_job(job: JobConfig, placement: Placement) -> list[str]:
+    """Lines to print: the nodes of the context-parallel ranks, and the hops between nodes."""
     cp = job.parallel.context_parallel_size
     if cp == 1:
         return ["context parallel size 1: no hops"]
@@ -51,19 +52,19 @@ def lines(job: JobConfig, placement: Placement) -> list[str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one layer's forward attention on the slowest rank: computing, and waiting for keys."""
+    """Predicted seconds of one layer's forward attention on the slowest rank: `compute`, and `exposed` waits for keys."""
 
     compute: float
     exposed: float
 
     @property
     def share(self) -> float:
-        """Part of the time that is spent waiting."""
+        """The share of the time that the rank waits."""
         return self.exposed / (self.compute + self.exposed) if self.exposed else 0.0
 
 
 def predict(job: JobConfig, flops_per_second: float, bytes_per_second: float) -> Prediction:
-    """The prediction from the measured speeds of matrix products and of the slowest link."""
+    """Predicts from measured speeds: of matrix products on the slowest rank, and of the slowest link."""
     plan = plan_of(job)
     costs = cost(plan.verify(job.cp_ring.num_slots), sizes_of(job), job.cp_ring.num_slots)
     spans, _ = timeline(plan, costs, flops_per_second, bytes_per_second)

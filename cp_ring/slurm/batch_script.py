@@ -1,4 +1,4 @@
-"""A job's batch script for Slurm: the resources, the text, and a check of the text."""
+"""A job's batch script for Slurm: its resources, its text, and a check of the text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks Slurm for. gpus: whether each rank has a GPU. options: more sbatch options, passed on unchanged."""
+    """What a job asks Slurm for.
+
+    gpus: whether each rank has a GPU. options: more sbatch options, which stay unchanged.
+    """
 
     nodes: int
     ranks_per_node: int
@@ -44,12 +47,12 @@ class Resources:
         for flag in ("partition", "account", "qos", "name"):
             value = getattr(self, flag)
             if value is not None and not _NAME.fullmatch(value):
-                raise ConfigError(f"--{flag} {value!r}: Slurm has no such names")
+                raise ConfigError(f"--{flag} {value!r}: Slurm does not allow such a name")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise ConfigError(f"--time {self.time!r}: Slurm reads minutes, H:MM:SS or D-HH:MM:SS")
-        if self.time is not None and self.warn_seconds >= seconds(self.time):
+        if self.time is not None and self.warn_seconds >= limit_seconds(self.time):
             raise ConfigError(
-                f"--warn-seconds {self.warn_seconds}: --time {self.time} is {seconds(self.time)} s, "
+                f"--warn-seconds {self.warn_seconds}: --time {self.time} is {limit_seconds(self.time)} s, "
                 "which leaves no time to train; lower --warn-seconds or raise --time"
             )
         for option in self.options:
@@ -86,7 +89,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Script:
-    """What the batch script of a job is made of. Paths are absolute, on a file system that all nodes share."""
+    """The parts of a job's batch script. Paths are absolute, on a file system that all nodes share."""
 
     resources: Resources
     run_dir: Path
@@ -122,7 +125,7 @@ class Script:
         return "".join(f"{line}\n" for line in lines)
 
 
-def seconds(time: str) -> int:
+def limit_seconds(time: str) -> int:
     """A time limit as Slurm reads it: M, M:SS, H:MM:SS, D-H, D-H:MM or D-H:MM:SS."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
@@ -134,7 +137,7 @@ def seconds(time: str) -> int:
 
 
 def quote(word: str) -> str:
-    """`word` for bash, on one line: a line of its own could be read as a #SBATCH line."""
+    """`word` quoted for bash, on one line, because Slurm could read a second line as a #SBATCH line."""
     if word.isprintable():
         return shlex.quote(word)
     known = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
@@ -142,22 +145,24 @@ def quote(word: str) -> str:
 
 
 def output_pattern(folder: Path) -> str:
-    """The value of sbatch's --output for a file in `folder`, whose own percent signs are no patterns. Raises `ConfigError`."""
+    """The value of sbatch's --output for a file in `folder`; percent signs of `folder` are escaped. Raises `ConfigError`."""
     if "\\" in str(folder):
         raise ConfigError(f"launch.run_dir {str(folder)!r}: Slurm cannot write to a path with a backslash")
     return str(folder).replace("%", "%%") + "/job-%j.log"
 
 
 def lint(script: str) -> None:
-    """Raises `ConfigError` for mistakes that Slurm ignores, or finds only on the node."""
+    """Raises `ConfigError` for mistakes that Slurm ignores or finds only on the node."""
     if not script.startswith("#!"):
-        raise ConfigError("batch script: the first line is no #! line")
+        raise ConfigError("batch script: the first line is not a #! line")
     command = 0
     for number, line in enumerate(script.splitlines(), 1):
         if line.strip() and not line.startswith("#"):
             command = command or number
         elif command and line.startswith("#SBATCH"):
-            raise ConfigError(f"batch script, line {number}: {line!r} comes after the first command (line {command}): ignored")
+            raise ConfigError(
+                f"batch script, line {number}: {line!r} comes after the first command (line {command}), so Slurm ignores it"
+            )
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     if checked.returncode:
         raise ConfigError(f"batch script: {' '.join(checked.stderr.split())}")

@@ -1,4 +1,4 @@
-"""Which rank runs on which node, and which hops and bytes of a ring plan therefore pass between nodes."""
+"""Which rank runs on which node, and which hops and bytes of a ring plan pass between nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not self.hosts or self.per_node < 1:
-            raise ConfigError(f"{len(self.hosts)} hosts of {self.per_node} ranks: there must be one of each at least")
+            raise ConfigError(f"{len(self.hosts)} hosts of {self.per_node} ranks: there must be at least one of each")
         twice = {host for host in self.hosts if self.hosts.count(host) > 1}
         if twice:
             raise ConfigError(f"the order of hosts names {min(twice)} twice")
@@ -41,7 +41,7 @@ class Placement:
 
 
 def order_from_file(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
-    """The job's `hosts` in the order of the lines of `text`, which may name others too. Raises `ConfigError`."""
+    """The job's `hosts` in the order of the lines of `text`, which may name more hosts. Raises `ConfigError`."""
     lines = [line.strip() for line in text.splitlines()]
     missing = [host for host in hosts if host not in lines]
     if missing:
@@ -52,7 +52,7 @@ def order_from_file(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
 def context_groups(tp: int, cp: int, world: int) -> Ints:
     """The context-parallel groups of Megatron's rank order (tensor ranks next to each other, then context ranks).
 
-    int64 [world / cp, cp]: the ranks of each group by their place in it. Where pipeline and data ranks go does not matter.
+    Returns int64 [world / cp, cp]: the ranks of each group, in order. The order of pipeline and data ranks does not matter.
     """
     if world % (tp * cp):
         raise ConfigError(f"tensor {tp} x context {cp} parallel size does not divide {world} ranks")
@@ -64,7 +64,7 @@ def context_groups(tp: int, cp: int, world: int) -> Ints:
 class HopTraffic:
     """Keys and values that all groups together move at a hop of one layer's forward pass, in bytes.
 
-    `out` and `into` are those that leave and reach each node from or for another one, int64 [nodes].
+    `inside` stay within a node, `between` go to another node. `out` leave each node and `into` reach it, int64 [nodes].
     """
 
     hop: int
@@ -75,16 +75,16 @@ class HopTraffic:
 
     @property
     def busiest(self) -> int:
-        """Index of the node whose network has most to do."""
+        """Index of the node whose network moves most."""
         return int(np.maximum(self.out, self.into).argmax())
 
 
 def traffic(plan: RingPlan, groups: Ints, placement: Placement, token_bytes: int) -> list[HopTraffic]:
-    """What each hop that moves anything moves inside and between nodes; `token_bytes` are those of a token's keys and values."""
+    """The traffic of each hop that moves keys. `token_bytes`: bytes of the keys and values of one token."""
     if groups.shape[1] != plan.cp or groups.max() >= placement.ranks:
         raise ConfigError(f"groups of {groups.shape[1]} among {groups.max() + 1} ranks; the plan is for {plan.cp}")
     moves, count = plan.transfers, len(placement.hosts)
-    sender, receiver = (placement.nodes[groups[:, side]] for side in (moves.sender, moves.receiver))  # [groups, moves]
+    sender, receiver = (placement.nodes[groups[:, side]] for side in (moves.sender, moves.receiver))  # [groups, transfers]
     size = np.broadcast_to(moves.tokens * token_bytes, sender.shape)
     found = []
     for hop in np.unique(moves.hop).tolist():
@@ -97,7 +97,7 @@ def traffic(plan: RingPlan, groups: Ints, placement: Placement, token_bytes: int
 
 
 def describe(placement: Placement, groups: Ints, hops: Sequence[HopTraffic]) -> list[str]:
-    """Lines for a person: where the first group runs, and which hops pass between nodes."""
+    """Lines to print: the nodes of the first group, and the hops between nodes."""
     cp = groups.shape[1]
     nodes_of_group = [len(set(placement.nodes[group].tolist())) for group in groups]
     line = f"each of {len(groups)} context-parallel groups of {cp} is on {_range(nodes_of_group)} of {len(placement.hosts)} nodes"
@@ -108,7 +108,7 @@ def describe(placement: Placement, groups: Ints, hops: Sequence[HopTraffic]) -> 
         if hop.between:
             node = hop.busiest
             lines.append(
-                f"hop {hop.hop}: {_mib(hop.between)} of {_mib(hop.between + hop.inside)} a layer pass between nodes; "
+                f"hop {hop.hop}: {_mib(hop.between)} of {_mib(hop.between + hop.inside)} per layer pass between nodes; "
                 f"{placement.hosts[node]} sends {_mib(int(hop.out[node]))}, receives {_mib(int(hop.into[node]))}"
             )
     local = [str(hop.hop) for hop in hops if not hop.between]

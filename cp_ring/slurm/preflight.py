@@ -1,4 +1,4 @@
-"""`cp-ring preflight`: before training, all ranks report facts and measure their links; rank 0 decides."""
+"""`cp-ring preflight`: before training, all ranks report facts and measure their links. Rank 0 decides whether to train."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PACKAGES = ("torch", "megatron-core", "cp-ring", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The place of this rank among all: from the variables of torchrun or of a Slurm task; a single rank without them."""
+    """This rank among all ranks, from the variables of torchrun or of a Slurm task. Without them it is the only rank."""
 
     rank: int
     size: int
@@ -46,31 +46,33 @@ class World:
         size = _variable(("WORLD_SIZE", "SLURM_NTASKS"), 1)
         local = _variable(("LOCAL_RANK", "SLURM_LOCALID"), 0)
         if rank >= size:
-            raise ConfigError(f"cp-ring preflight: the environment says rank {rank} (RANK) of {size} ranks (WORLD_SIZE)")
+            raise ConfigError(f"cp-ring preflight: rank {rank} (RANK) is not a rank of {size} ranks (WORLD_SIZE)")
         address, port = os.environ.get("MASTER_ADDR"), _variable(("MASTER_PORT",), 0)
         nodes = os.environ.get("SLURM_STEP_NODELIST")
-        if size > 1 and nodes is not None:  # a task of srun: the shell of a batch script has no ranks beside it
+        if size > 1 and nodes is not None:  # a task of srun; the shell of a batch script is no rank
             address, port = address or _first_host(nodes), port or _slurm_port()
         if size > 1 and not (address and port):
             raise ConfigError(
                 f"cp-ring preflight: {size} ranks need MASTER_ADDR and MASTER_PORT, the host of rank 0 and a free port there: "
-                "start all ranks by srun or torchrun"
+                "start all ranks with srun or torchrun"
             )
         return cls(rank, size, local, address or "127.0.0.1", port)
 
 
 def _variable(names: tuple[str, ...], default: int) -> int:
-    """The first of the environment variables that has a value."""
+    """The number in the first of the environment variables that has a value."""
     name = next((name for name in names if os.environ.get(name)), None)
     if name is None:
         return default
     if not os.environ[name].isdecimal():
-        raise ConfigError(f"cp-ring preflight: environment variable {name}={os.environ[name]} is not a number from 0 up")
+        raise ConfigError(
+            f"cp-ring preflight: environment variable {name}={os.environ[name]} is not a whole number of at least 0"
+        )
     return int(os.environ[name])
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of Slurm's short form of a list (n[1-4]), or "" where Slurm cannot be asked."""
+    """The first host of a list in Slurm's short form (n[1-4]), or "" if scontrol does not answer."""
     try:
         done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -79,20 +81,20 @@ def _first_host(nodes: str) -> str:
 
 
 def _slurm_port() -> int:
-    """The port that launch/slurm/train.sbatch takes for this try of the job."""
+    """The port that launch/slurm/train.sbatch uses for this attempt of the job."""
     number, restarts = (_variable((name,), 0) for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
     return 20000 + (number + restarts) % 12000
 
 
 def preflight(source: str, overrides: list[str]) -> int:
-    """Checks the job on all ranks that run this, and returns 0, or 2 if it must not train. Raises `ConfigError`."""
+    """Checks the job on all ranks. Returns 0, or 2 if the job must not train. Raises `ConfigError`."""
     job = configs.load(source, overrides)
     world = World.find()
     began = time.monotonic()
-    store = _store(world)
+    store = _make_store(world)
     facts = _gather_facts(job, source, world, store)
-    if world.size > 1 and _sound(job, world, store, facts):
-        _measure(job, world, store, facts)
+    if world.size > 1 and _can_measure_links(job, world, store, facts):
+        _measure_links(job, world, store, facts)
     store.set(f"facts/{world.rank}", json.dumps(dataclasses.asdict(facts)))
     if world.rank == 0:
         ranks = [from_json(json.loads(store.get(f"facts/{rank}"))) for rank in range(world.size)]
@@ -109,8 +111,8 @@ def preflight(source: str, overrides: list[str]) -> int:
     return code
 
 
-def _sound(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> bool:
-    """Whether links can be measured. With a fatal problem (a host name that means loopback, no GPU), ranks would wait forever."""
+def _can_measure_links(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> bool:
+    """Whether links can be measured. With a fatal problem (no GPU, a host name for loopback), ranks would wait forever."""
     store.set(f"seen/{world.rank}", json.dumps(dataclasses.asdict(facts)))
     if world.rank == 0:
         seen = [from_json(json.loads(store.get(f"seen/{rank}"))) for rank in range(world.size)]
@@ -119,24 +121,24 @@ def _sound(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> bo
 
 
 def report(job: configs.JobConfig, ranks: list[Facts], problems: list[Problem]) -> list[str]:
-    """All lines that are printed: problems, placement, links, prediction."""
+    """The lines to print: problems, placement, links, prediction."""
     lines = [("error: " if problem.fatal else "warning: ") + problem.line for problem in problems]
     hosts = list(dict.fromkeys(facts.host for facts in ranks))
     fits = not any(problem.fatal for problem in problems)
     if fits and len(ranks) > 1:
-        lines += attention_plan.lines(job, Placement(tuple(hosts), len(ranks) // len(hosts)))
+        lines += attention_plan.describe_job(job, Placement(tuple(hosts), len(ranks) // len(hosts)))
     lines += summary(ranks)
     rate = slowest_rate(ranks)
     if fits and rate and job.parallel.context_parallel_size > 1:
         made = attention_plan.predict(job, min(facts.flops for facts in ranks), rate)
-        lines.append(f"predicted at these speeds: {made.share:.0%} of the forward attention of a layer is waiting for keys")
-    alone = "; links are measured when all ranks run this: srun cp-ring preflight ..." if len(ranks) == 1 else ""
+        lines.append(f"predicted at these speeds: {made.share:.0%} of the forward attention of a layer is spent waiting for keys")
+    alone = "; to measure links, run this on all ranks: srun cp-ring preflight ..." if len(ranks) == 1 else ""
     lines.append(f"{len(ranks)} ranks on {len(hosts)} hosts: {'may train' if fits else 'must not train'}{alone}")
     return lines
 
 
-def _store(world: World) -> Any:
-    """A store on rank 0's host at the port that training will use: it must be free. Raises `ConfigError`."""
+def _make_store(world: World) -> Any:
+    """A store on rank 0's host, at the port that training will use. Raises `ConfigError` if the port is in use."""
     import torch.distributed as dist
 
     limit = datetime.timedelta(seconds=TIMEOUT_S)
@@ -162,7 +164,7 @@ def _gather_facts(job: configs.JobConfig, source: str, world: World, store: Any)
         store.set("token", "")
     expected = store.get("token").decode()
     store.add("clock", 1)
-    while int(store.add("clock", 0)) < world.size:  # all read their clocks at the same time
+    while int(store.add("clock", 0)) < world.size:  # so that all read their clocks at the same time
         time.sleep(0.01)
     clock = time.time()
     shared = bool(expected) and token.is_file() and token.read_text() == expected
@@ -179,15 +181,15 @@ def _gather_facts(job: configs.JobConfig, source: str, world: World, store: Any)
         shared=shared,
         free=0 if writable else shutil.disk_usage(run_dir).free,
         flops=0.0,
-        gpu=_gpu(job, world.local_rank),
+        gpu=_gpu_facts(job, world.local_rank),
     )
-    facts.flops = _flops(bool(facts.gpu))
-    facts.missing = _missing(job, bool(facts.gpu))
+    facts.flops = _measure_flops(bool(facts.gpu))
+    facts.missing = _find_missing(job, bool(facts.gpu))
     return facts
 
 
-def _missing(job: configs.JobConfig, gpu: bool) -> list[str]:
-    """What the job needs and this host lacks: a GPU for the rank, the package of its layers."""
+def _find_missing(job: configs.JobConfig, gpu: bool) -> list[str]:
+    """What the job needs and this host lacks: a GPU for this rank, the package of the layers."""
     import torch
 
     from cp_ring.megatron import validate
@@ -205,7 +207,7 @@ def _missing(job: configs.JobConfig, gpu: bool) -> list[str]:
 
 
 def _write_probe(run_dir: Path, world: World) -> str:
-    """Why this rank cannot write into the run directory, or ""."""
+    """The reason why this rank cannot write into the run directory, or ""."""
     probe = run_dir / f".preflight-{world.rank}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -237,8 +239,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _gpu(job: configs.JobConfig, index: int) -> dict[str, Any]:
-    """The rank's GPU, if the job uses GPUs and there is one."""
+def _gpu_facts(job: configs.JobConfig, index: int) -> dict[str, Any]:
+    """Facts about this rank's GPU; {} if the job uses no GPU or there is none."""
     import torch
 
     if job.launch.device == "cpu" or index >= torch.cuda.device_count():
@@ -255,7 +257,7 @@ def _gpu(job: configs.JobConfig, index: int) -> dict[str, Any]:
 
 
 def _memory_errors(index: int) -> int:
-    """Uncorrected memory errors since the driver was loaded, as nvidia-smi counts them; 0 where it does not."""
+    """Uncorrected memory errors since the driver was loaded, from nvidia-smi; 0 if it does not count them."""
     query = ["nvidia-smi", f"--id={index}", "--query-gpu=ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
     try:
         word = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.strip()
@@ -264,8 +266,8 @@ def _memory_errors(index: int) -> int:
     return int(word) if word.isdigit() else 0
 
 
-def _flops(gpu: bool) -> float:
-    """FLOPs per second of a matrix product, the best of three."""
+def _measure_flops(gpu: bool) -> float:
+    """FLOPs per second of a matrix product: the best of three runs."""
     import torch
 
     size, dtype, device = (8192, torch.bfloat16, "cuda") if gpu else (512, torch.float32, "cpu")
@@ -280,8 +282,8 @@ def _flops(gpu: bool) -> float:
     return 2 * size**3 / best
 
 
-def _measure(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> None:
-    """Every hop of the context-parallel groups, all groups at once as in training: fills in `facts.links`."""
+def _measure_links(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> None:
+    """Measures every hop of the context-parallel groups and fills in `facts.links`. All groups run at once, as in training."""
     import torch
     import torch.distributed as dist
 
@@ -297,7 +299,7 @@ def _measure(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> 
         timeout=datetime.timedelta(seconds=TIMEOUT_S),
     )
     device = "cuda" if gpu else "cpu"
-    dist.all_reduce(torch.zeros(1, device=device))  # torch wants all ranks in the first collective
+    dist.all_reduce(torch.zeros(1, device=device))  # torch needs all ranks in the first collective
     group = next(group for group in context_groups(tp, cp, world.size).tolist() if world.rank in group)
     place = group.index(world.rank)
     large = torch.zeros((64 if gpu else 2) * 2**20, dtype=torch.uint8, device=device)
@@ -310,7 +312,7 @@ def _measure(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> 
 
 
 def _exchange(data: Any, sender: int, receiver: int) -> float:
-    """Seconds until what `sender` sends is here, while this rank sends as much to `receiver`."""
+    """Seconds until the data of `sender` has arrived, while this rank sends as much to `receiver`."""
     import torch
     import torch.distributed as dist
 
@@ -328,7 +330,7 @@ def _exchange(data: Any, sender: int, receiver: int) -> float:
 
 
 def main(source: str, overrides: list[str]) -> int:
-    """Runs `preflight`; a rejection is one line on stderr and exit code 2, on any rank, because each rank sees another host."""
+    """Runs `preflight`. A rejection is one line on stderr and exit code 2, on any rank, because each rank checks its own host."""
     try:
         return preflight(source, overrides)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Preflight's checks: pure functions from the facts that ranks report to problems, a line each."""
+"""The checks of preflight: pure functions that turn the facts of the ranks into problems, one line each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW_RANK, SLOW_LINK = 2.0, 4.0
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong, in one line; a job with `fatal` problems must not train."""
+    """One line about something that is wrong. A job with a `fatal` problem must not train."""
 
     fatal: bool
     line: str
@@ -25,7 +25,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """One link, as its receiving rank measured it: the best rate in bytes per second, the latency in seconds."""
+    """The speed of one link, measured by the receiving rank: the best rate in bytes per second, the latency in seconds."""
 
     hop: int
     sender: int
@@ -38,7 +38,7 @@ class LinkSpeed:
 class Facts:
     """What one rank reports. Times are in seconds, sizes in bytes.
 
-    gpu: {} without one. missing: what the job needs and this host does not have, a line each.
+    gpu: {} if there is none. missing: what the job needs and this host does not have, one line each.
     """
 
     rank: int
@@ -68,9 +68,9 @@ def judge(job: JobConfig, ranks: Sequence[Facts]) -> list[Problem]:
 def sizes(job: JobConfig, world: int, hosts: int) -> Iterator[Problem]:
     """The sizes in section parallel give the number of ranks that were started, with the same number on each node."""
     if world == 1:
-        return  # alone, ahead of the job
+        return  # preflight runs alone, before the job
     if job.parallel.ranks != world:
-        yield Problem(True, f"section parallel makes {job.parallel.ranks} ranks, and {world} were started")
+        yield Problem(True, f"section parallel makes {job.parallel.ranks} ranks, but {world} were started")
     if world % hosts:
         yield Problem(True, f"{world} ranks do not divide by {hosts} nodes")
     elif job.parallel.tensor_model_parallel_size > world // hosts:
@@ -88,7 +88,7 @@ def same_everywhere(ranks: Sequence[Facts]) -> Iterator[Problem]:
     """Every rank reads the same job with the same software."""
     for facts in ranks:
         if facts.config_hash != ranks[0].config_hash:
-            yield Problem(True, f"rank {facts.rank} on {facts.host} reads another job.yaml than rank 0 on {ranks[0].host}")
+            yield Problem(True, f"rank {facts.rank} on {facts.host} reads a different job.yaml than rank 0 on {ranks[0].host}")
         for name, version in ranks[0].versions.items():
             other = facts.versions.get(name)
             if other != version:
@@ -97,27 +97,28 @@ def same_everywhere(ranks: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def names(ranks: Sequence[Facts]) -> Iterator[Problem]:
-    """Hosts can be reached by other hosts under their names, or the network device is named."""
+    """Other hosts can reach each host by its name, or its network device is given."""
     if len({facts.host for facts in ranks}) == 1:
         return
     for facts in _one_per_host(ranks):
         if facts.interface == "lo":
-            yield Problem(True, f"{facts.host}: GLOO_SOCKET_IFNAME is lo, which no other host reaches: name a device in env.sh")
+            yield Problem(True, f"{facts.host}: GLOO_SOCKET_IFNAME is lo, which no other host can reach: name a device in env.sh")
         elif facts.address.startswith("127.") and not facts.interface:
             yield Problem(
                 True,
-                f"{facts.host}: its name means {facts.address}, which no other host reaches: set GLOO_SOCKET_IFNAME in env.sh",
+                f"{facts.host}: its name resolves to {facts.address}, which no other host can reach: "
+                "set GLOO_SOCKET_IFNAME in env.sh",
             )
 
 
 def run_directory(ranks: Sequence[Facts]) -> Iterator[Problem]:
-    """The run directory is the same on all hosts, can be written, and has room."""
+    """The run directory is the same on all hosts, can be written, and has free space."""
     for facts in _one_per_host(ranks):
         if facts.writable:
             yield Problem(True, f"launch.run_dir cannot be written on {facts.host}: {facts.writable}")
         elif not facts.shared:
             yield Problem(
-                True, f"launch.run_dir is another directory on {facts.host} than on {ranks[0].host}: use a shared file system"
+                True, f"launch.run_dir is a different directory on {facts.host} than on {ranks[0].host}: use a shared file system"
             )
     room = min(ranks, key=lambda facts: facts.free)
     if room.free < FREE_BYTES:
@@ -129,7 +130,7 @@ def clocks(ranks: Sequence[Facts]) -> Iterator[Problem]:
     middle = statistics.median(facts.clock for facts in ranks)
     for facts in _one_per_host(ranks):
         if abs(facts.clock - middle) > CLOCK_S:
-            yield Problem(False, f"the clock of {facts.host} is {facts.clock - middle:+.0f} s off those of the others")
+            yield Problem(False, f"the clock of {facts.host} is {facts.clock - middle:+.0f} s off the clocks of the others")
 
 
 def gpus(ranks: Sequence[Facts]) -> Iterator[Problem]:
@@ -153,7 +154,7 @@ def gpus(ranks: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def slow_ranks(ranks: Sequence[Facts]) -> Iterator[Problem]:
-    """No rank multiplies matrices at less than half the median speed: all ranks wait for the slowest."""
+    """No rank multiplies matrices at less than half the median speed, because all ranks wait for the slowest."""
     middle = statistics.median(facts.flops for facts in ranks)
     for facts in ranks:
         if facts.flops * SLOW_RANK < middle:
@@ -164,7 +165,7 @@ def slow_ranks(ranks: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def slow_links(ranks: Sequence[Facts]) -> Iterator[Problem]:
-    """No link is far slower than the better ones of its kind (inside a node, between nodes)."""
+    """No link is far slower than the better links of its kind (inside a node, between nodes)."""
     hosts = [facts.host for facts in ranks]
     for away in (False, True):
         best: dict[tuple[str, str], LinkSpeed] = {}
@@ -184,12 +185,12 @@ def slow_links(ranks: Sequence[Facts]) -> Iterator[Problem]:
                 yield Problem(
                     False,
                     f"slow link {sender} -> {receiver} (hop {link.hop}, rank {link.sender} to {link.receiver}): "
-                    f"{link.rate / 1e6:,.1f} MB/s, better ones {good / 1e6:,.1f}",
+                    f"{link.rate / 1e6:,.1f} MB/s, better links {good / 1e6:,.1f}",
                 )
 
 
 def summary(ranks: Sequence[Facts]) -> Iterator[str]:
-    """Bandwidth and latency of each hop, and its slowest link."""
+    """One line per hop: bandwidth, latency and the slowest link."""
     links = [link for facts in ranks for link in facts.links]
     hosts = [facts.host for facts in ranks]
     for hop in sorted({link.hop for link in links}):
@@ -208,7 +209,7 @@ def slowest_rate(ranks: Sequence[Facts]) -> float | None:
 
 
 def from_json(data: Mapping[str, Any]) -> Facts:
-    """The facts that were written by `dataclasses.asdict` as JSON."""
+    """The facts from JSON that `dataclasses.asdict` has made."""
     return Facts(**{**data, "links": [LinkSpeed(**link) for link in data["links"]]})
 
 

@@ -19,28 +19,28 @@ _TAIL_BYTES = 200_000
 
 
 def status(run_dir: Path) -> dict[str, Any]:
-    """State, last step, newest whole checkpoint, restarts and the reason of the last stop. Raises `ConfigError` for no run."""
-    megatron = _megatron(run_dir)
+    """State, last step, newest whole checkpoint, restarts, last stop. Raises `ConfigError` if `run_dir` holds no run."""
+    megatron = _read_megatron(run_dir)
     steps, events = progress.read(run_dir), attempts.read(run_dir)
     last = steps[-1] if steps else {}
-    since = _number(last.get("time"))
+    since = _number_or_none(last.get("time"))
     number = events[-1].job if events else None
     return {
         "run": str(run_dir),
         "job": number,
-        "state": _state(run_dir, number),
+        "state": _describe_state(run_dir, number),
         "step": last.get("step", 0),
         "train_iters": megatron.get("train_iters"),
-        "loss": _number(last.get("lm loss")),
+        "loss": _number_or_none(last.get("lm loss")),
         "seconds_since_step": None if since is None else round(time.time() - since, 1),
-        "checkpoint": _checkpoint(Path(str(megatron.get("save") or run_dir / "checkpoints"))),
+        "checkpoint": _newest_checkpoint(Path(str(megatron.get("save") or run_dir / "checkpoints"))),
         "restarts": max((event.restart for event in events if event.job == number), default=0),
         "last_stop": _last_stop(run_dir, events),
     }
 
 
 def show(facts: dict[str, Any]) -> str:
-    """The facts for a person, a line each."""
+    """The facts as text, one per line."""
     wanted = f" of {facts['train_iters']}" if facts["train_iters"] else ""
     loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
     since = "" if facts["seconds_since_step"] is None else f", {facts['seconds_since_step']:.0f} s ago"
@@ -54,22 +54,22 @@ def show(facts: dict[str, Any]) -> str:
     return "\n".join(f"{name + ':':12}{value}" for name, value in lines.items())
 
 
-def _megatron(run_dir: Path) -> dict[str, Any]:
-    """The section megatron of the job, as `cp-ring train` or `submit` left it there."""
+def _read_megatron(run_dir: Path) -> dict[str, Any]:
+    """The section megatron of the job.yaml that `cp-ring train` or `submit` wrote."""
     path = run_dir / "job.yaml"
     if not os.path.isfile(path):
-        raise ConfigError(f"{run_dir}: no job.yaml in it: not the launch.run_dir of a job")
+        raise ConfigError(f"{run_dir}: it has no job.yaml, so it is not the launch.run_dir of a job")
     megatron = configs.read(path, str(path)).get("megatron")
     if not isinstance(megatron, dict):
-        raise ConfigError(f"{path}: it has no section megatron: not the job.yaml of a run")
+        raise ConfigError(f"{path}: it has no section megatron, so it is not the job.yaml of a run")
     return megatron
 
 
-def _number(value: Any) -> float | None:
+def _number_or_none(value: Any) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _state(run_dir: Path, number: str | None) -> str:
+def _describe_state(run_dir: Path, number: str | None) -> str:
     queued = attempts.queue_state(number) if number else None
     if queued is not None:
         return f"{queued.name}, job {number} ({queued.detail})"
@@ -81,8 +81,8 @@ def _state(run_dir: Path, number: str | None) -> str:
     return local or "not started"
 
 
-def _checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that is whole, and what is wrong with newer ones."""
+def _newest_checkpoint(folder: Path) -> str | None:
+    """The newest whole checkpoint, and what is wrong with newer ones."""
     from cp_ring.megatron.checkpoints import folders, inspection
 
     found = list(reversed(folders.published(folder)))
@@ -97,7 +97,7 @@ def _checkpoint(folder: Path) -> str | None:
 
 
 def _last_stop(run_dir: Path, events: list[attempts.Event]) -> str:
-    """Why the last try that ended did: what the batch script wrote, and the first error that a rank printed."""
+    """Why the last finished attempt ended: the reason from the batch script, and the first error that a rank printed."""
     starts = [event for event in events if event.kind == "start"]
     stops = [event for event in events if event.kind == "stop"]
     if not starts:
@@ -106,7 +106,7 @@ def _last_stop(run_dir: Path, events: list[attempts.Event]) -> str:
     lost = [start for start in starts[:-1] if not any((s.job, s.restart) == (start.job, start.restart) for s in stops)]
     if lost and (last is None or lost[-1].time > last.time):
         what = f"try {lost[-1].restart} from iteration {lost[-1].iteration}"
-        return f"{what} ended without a word: its first node was lost, or it was killed"
+        return f"{what} ended without a record: its first node was lost, or it was killed"
     if last is None:
         return ""
     error = (
@@ -118,7 +118,7 @@ def _last_stop(run_dir: Path, events: list[attempts.Event]) -> str:
 
 
 def _first_error(logs: Path) -> str:
-    """The last error line of the rank whose log ended first, among those that have one."""
+    """The last error line of the rank whose log ended first, among ranks with such a line."""
     found = []
     for path in logs.glob("rank*.log"):
         with path.open("rb") as file:

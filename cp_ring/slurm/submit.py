@@ -1,4 +1,4 @@
-"""`cp-ring submit`: a job's batch script, written, checked and handed to Slurm."""
+"""`cp-ring submit`: writes a job's batch script, checks it and submits it to Slurm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cp_ring.slurm.placement import Placement
 
 @dataclass(frozen=True)
 class Site:
-    """How ranks are started on this cluster. `python` is that inside the container, if there is one."""
+    """How ranks are started on this cluster. With a container, `python` is the Python inside of it."""
 
     launcher: Literal["srun", "torchrun"] = "srun"
     env_file: Path | None = None
@@ -35,7 +35,7 @@ class Site:
 
     def __post_init__(self) -> None:
         if self.launcher not in ("srun", "torchrun"):
-            raise ConfigError(f"--launcher {self.launcher}: there are srun and torchrun")
+            raise ConfigError(f"--launcher {self.launcher}: it is srun or torchrun")
         for flag, path in (("--env-file", self.env_file), ("--rank-order", self.rank_order)):
             if path is not None and not path.is_file():
                 raise ConfigError(f"{flag} {path}: no such file")
@@ -48,7 +48,7 @@ class Site:
             raise ConfigError(f"--python {self.python}: no such program; it must have the same path on all nodes")
 
     def srun_options(self, run_dir: Path) -> list[str]:
-        """Those of the pyxis plugin (enroot containers); the run directory is the same inside."""
+        """Options of the pyxis plugin (enroot containers). The run directory has the same path inside the container."""
         if self.container_image is None:
             return []
         mounts = [f"{run_dir}:{run_dir}", *filter(None, [self.container_mounts])]
@@ -63,47 +63,51 @@ class Site:
 def submit(
     source: str, resources: batch_script.Resources, site: Site, overrides: Sequence[str] = (), dry_run: bool = False
 ) -> str | None:
-    """Submits the job of a YAML file and returns Slurm's job id; with `dry_run`, prints the script and returns None.
+    """Submits the job of a YAML file and returns Slurm's job id. With `dry_run`, prints the script and returns None.
 
-    Everything that can be rejected is rejected before anything is queued. Raises `ConfigError`.
+    All checks come before the job is queued. Raises `ConfigError`.
     """
     job = configs.load(source, overrides)
-    launch = job.launch.model_copy(update={"run_dir": commands.run_dir(job).absolute()})  # ranks may start elsewhere
+    launch = job.launch.model_copy(update={"run_dir": commands.run_dir(job).absolute()})  # ranks may start in another folder
     job = job.model_copy(update={"launch": launch})
-    check(job, resources, source)
+    check_resources(job, resources, source)
     _placement(resources, site)
     corpus = commands.find_corpus(job)
     flags, args = commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu")
     if not (site.container_image or site.python):  # the ranks run this Python
-        commands.check_layers(args, dry_run, "; --python or --container-image name another Python of the ranks")
-    script, line = build(job, resources, site, flags)
-    text = script.render((_folder() / "train.sbatch").read_text())
+        commands.check_layers(args, dry_run, "; or give the ranks another Python with --python or --container-image")
+    script, line = build_script(job, resources, site, flags)
+    text = script.render((_launch_folder() / "train.sbatch").read_text())
     batch_script.lint(text)
     if dry_run:
         print(text, end="")
-        for said in [*attention_plan.lines(job, _placement(resources, site)), shlex.join(line)]:
+        for said in [*attention_plan.describe_job(job, _placement(resources, site)), shlex.join(line)]:
             print(f"cp_ring: {said}", file=sys.stderr)
         return None
     if shutil.which("sbatch") is None:
-        raise ConfigError("cp-ring submit: no sbatch here; run it on a login node, or train without Slurm: cp-ring train")
+        raise ConfigError(
+            "cp-ring submit: sbatch is not installed here; run this on a login node, or train without Slurm: cp-ring train"
+        )
     _reject_second(script.run_dir)
     if corpus is not None:
         prepare_corpus(corpus, job)
     record_job(job, corpus)
-    _write(script, site, text)
-    _run([*line[:1], "--test-only", *line[1:]])
-    number = _run([*line[:1], "--parsable", *line[1:]]).strip().partition(";")[0]
+    _write_files(script, site, text)
+    _run_sbatch([*line[:1], "--test-only", *line[1:]])
+    number = _run_sbatch([*line[:1], "--parsable", *line[1:]]).strip().partition(";")[0]
     attempts.append(script.run_dir, number, "submit")
     say(f"job {number}; output: {script.run_dir}/logs/job-{number}.log, of the ranks: {script.run_dir}/logs/{number}.0/")
     say(f"to watch it: cp-ring status {shlex.quote(str(commands.run_dir(job)))}; to end it: scancel {number}")
     return number
 
 
-def check(job: configs.JobConfig, resources: batch_script.Resources, source: str) -> None:
-    """The job fits the nodes. Raises `ConfigError` that names what to change."""
+def check_resources(job: configs.JobConfig, resources: batch_script.Resources, source: str) -> None:
+    """Raises `ConfigError` that names what to change, unless the job fits the nodes."""
     for key, default in (("nnodes", 1), ("node_rank", 0), ("master_addr", None), ("max_restarts", 0)):
         if getattr(job.launch, key) != default:
-            raise ConfigError(f"{source}: launch.{key} is for cp-ring train: leave it out, Slurm decides on nodes and restarts")
+            raise ConfigError(
+                f"{source}: launch.{key} is for cp-ring train: leave it out, because Slurm decides on nodes and restarts"
+            )
     if job.launch.device == ("cpu" if resources.gpus else "cuda"):
         other = "--ranks-per-node" if resources.gpus else "--gpus-per-node"
         raise ConfigError(f"launch.device {job.launch.device}: give {other} instead of {resources.per_node_flag}")
@@ -119,7 +123,7 @@ def check(job: configs.JobConfig, resources: batch_script.Resources, source: str
     )
 
 
-def build(
+def build_script(
     job: configs.JobConfig, resources: batch_script.Resources, site: Site, flags: Sequence[str]
 ) -> tuple[batch_script.Script, list[str]]:
     """The job's batch script and the sbatch command that submits it."""
@@ -140,7 +144,7 @@ def build(
 
 
 def _placement(resources: batch_script.Resources, site: Site) -> Placement:
-    """On the first hosts of --rank-order; without one, Slurm has yet to choose them."""
+    """The placement on the first hosts of --rank-order; without that option, on stand-ins for hosts that Slurm will choose."""
     hosts = [f"node{index}" for index in range(resources.nodes)]
     if site.rank_order:
         try:
@@ -153,28 +157,28 @@ def _placement(resources: batch_script.Resources, site: Site) -> Placement:
     return Placement(tuple(hosts), resources.ranks_per_node)
 
 
-def _folder() -> Path:
+def _launch_folder() -> Path:
     import cp_ring.launch
 
     return Path(next(iter(cp_ring.launch.__path__))) / "slurm"
 
 
-def _write(script: batch_script.Script, site: Site, text: str) -> None:
-    """The script, and the environment that its ranks source, as they are submitted; Slurm does not make the folder of its log."""
+def _write_files(script: batch_script.Script, site: Site, text: str) -> None:
+    """Writes the script and the environment that its ranks source; makes the folder of the log, because Slurm does not."""
     (script.run_dir / "logs").mkdir(exist_ok=True)
     (script.run_dir / "job.sbatch").write_text(text)
-    shutil.copyfile(site.env_file or _folder() / "env.sh", script.env_file)
+    shutil.copyfile(site.env_file or _launch_folder() / "env.sh", script.env_file)
 
 
 def _reject_second(run_dir: Path) -> None:
-    """Two jobs would write each other's checkpoints."""
+    """Raises `ConfigError` if a job of this run is queued: two jobs would overwrite each other's checkpoints."""
     number = attempts.last_job(run_dir)
     state = attempts.queue_state(number) if number else None
     if state is not None:
         raise ConfigError(f"launch.run_dir {run_dir}: job {number} is {state.name} there; scancel it, or give another folder")
 
 
-def _run(line: Sequence[str]) -> str:
+def _run_sbatch(line: Sequence[str]) -> str:
     done = subprocess.run(list(line), capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"{shlex.join(line[:2])}: {' '.join((done.stderr or done.stdout).split())}")

@@ -1,7 +1,9 @@
-"""What every kernel promises, checked against attention by autograd in float64.
+"""Checks of what every kernel must do, against attention by autograd in float64.
 
-A new kernel's test is one line: `conformance.check(kernel, device, dtype)`; it raises `AssertionError` with the property
-that does not hold. `PROPERTIES` lists them by name, for a test each.
+The test of a new kernel is one line: `conformance.check(kernel, device, dtype)`. It raises `AssertionError` with the name of the
+property that does not hold. `PROPERTIES` lists the properties by name, so that each can be a test of its own.
+
+In a tile, queries and keys are counted from 0. Query i sees key j where lo <= j - i <= hi.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel, determinism
 
 HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 64, 64))
-"""(query heads, key/value heads, d, e); those that a kernel refuses are left out."""
+"""(query heads, key/value heads, d, e); those that a kernel rejects are left out."""
 
 RECTANGLES = ((33, 33), (5, 19), (19, 5), (1, 7), (7, 1), (1, 1), (64, 130))
 BANDS = (
@@ -32,18 +34,20 @@ BANDS = (
     (9, 33, 0, 24),
     (20, 25, -3, 5),
 )
-EMPTY_ROWS = ((20, 20, -OPEN, -3), (20, 20, 5, OPEN), (20, 12, -4, 0), (8, 30, -OPEN, -2), (5, 5, 9, 12))
-"""Rows, columns, lo, hi."""
+EMPTY_QUERIES = ((20, 20, -OPEN, -3), (20, 20, 5, OPEN), (20, 12, -4, 0), (8, 30, -OPEN, -2), (5, 5, 9, 12))
+"""Tiles in which some queries see no key: number of queries, number of keys, lo, hi."""
+DENSE = ((256, 128), (128, 256))
+"""Multiples of 128, the sizes of most tiles in training. Some kernels compute them with other functions than other sizes."""
 
-# Error norm over the truth's norm: rounding of one call, with room for another order of additions; a wrong key is off by 0.05.
+# Norm of the error divided by norm of the truth. It allows for rounding in another order; a wrong key gives an error of 0.05.
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-# Of lse, absolute: it never leaves float32.
+# Absolute error of lse, which is not rounded to the dtype of the inputs.
 _LSE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-3}
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is checked, and on what: `heads` is one of `HEADS`."""
+class KernelCase:
+    """A kernel and the inputs to check it with; `heads` is one of `HEADS`."""
 
     kernel: AttentionKernel
     device: torch.device
@@ -52,11 +56,11 @@ class Subject:
     scale: float
     batch: int = 2
 
-    def draw(self, rows: int, columns: int, seed: int = 0, strided: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, dout of one tile; `strided` makes them views, with NaN all around, of tokens-first storage."""
+    def draw(self, queries: int, keys: int, seed: int = 0, strided: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, dout of one tile. `strided` makes them views of tokens-first storage that holds NaN around them."""
         h, g, d, e = self.heads
         generator = torch.Generator().manual_seed(seed)
-        shapes = (rows, h, d), (columns, g, d), (columns, g, e), (rows, h, e)
+        shapes = (queries, h, d), (keys, g, d), (keys, g, e), (queries, h, e)
         drawn = [torch.randn(self.batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
         q, k, v, dout = (x.to(self.device, self.dtype) for x in drawn)
         return (_embed(q), _embed(k), _embed(v), _embed(dout)) if strided else (q, k, v, dout)
@@ -72,117 +76,132 @@ def check(
 ) -> None:
     """Checks all properties of `kernel`, or `only` one of `PROPERTIES`, on tensors of `dtype` on `device`.
 
-    Raises `AssertionError` that names kernel, property, tile and error.
+    Raises `AssertionError` that names the kernel, the property, the tile and the error.
     """
     device = torch.device(device)
-    served = [x for x in heads if kernel.rejection(device, dtype, x[2], x[3]) is None]
-    assert served, f"{kernel.name} serves none of the head sizes {sorted({x[2:] for x in heads})} in {dtype} on {device}"
+    supported = [x for x in heads if kernel.rejection(device, dtype, x[2], x[3]) is None]
+    assert supported, f"{kernel.name} supports none of the head sizes {sorted({x[2:] for x in heads})} in {dtype} on {device}"
     for name in PROPERTIES if only is None else [only]:
-        for sizes in served:
+        for sizes in supported:
             try:
-                PROPERTIES[name](Subject(kernel, device, dtype, sizes, scale=sizes[2] ** -0.5))
+                PROPERTIES[name](KernelCase(kernel, device, dtype, sizes, scale=sizes[2] ** -0.5))
             except AssertionError as error:
                 at = f"heads {sizes[0]}:{sizes[1]}, head sizes {sizes[2]} and {sizes[3]}, {dtype}"
                 raise AssertionError(f"{kernel.name}, {name}: {error} ({at})") from None
 
 
-def _full(subject: Subject) -> None:
-    for rows, columns in RECTANGLES:
-        _tile(subject, rows, columns, -OPEN, OPEN)
+def _full(case: KernelCase) -> None:
+    for queries, keys in RECTANGLES:
+        _check_tile(case, queries, keys, -OPEN, OPEN)
 
 
-def _causal(subject: Subject) -> None:
-    for rows in (1, 33, 64, 130):
-        _tile(subject, rows, rows, -OPEN, 0)
+def _causal(case: KernelCase) -> None:
+    for size in (1, 33, 64, 130):
+        _check_tile(case, size, size, -OPEN, 0)
 
 
-def _bands(subject: Subject) -> None:
-    for band in BANDS if subject.kernel.capabilities.bands else ():
-        _tile(subject, *band)
+def _multiples_of_128(case: KernelCase) -> None:
+    for queries, keys in DENSE:
+        _check_tile(case, queries, keys, -OPEN, OPEN)
+    _check_tile(case, 256, 256, -OPEN, 0)
+    _check_merged(case, 128, 256)
 
 
-def _empty_rows(subject: Subject) -> None:
-    for band in EMPTY_ROWS if subject.kernel.capabilities.bands else ():
-        _tile(subject, *band)
+def _bands(case: KernelCase) -> None:
+    for band in BANDS if case.kernel.capabilities.bands else ():
+        _check_tile(case, *band)
 
 
-def _scale(subject: Subject) -> None:
+def _empty_queries(case: KernelCase) -> None:
+    for band in EMPTY_QUERIES if case.kernel.capabilities.bands else ():
+        _check_tile(case, *band)
+
+
+def _scale(case: KernelCase) -> None:
     for scale in (0.03, 1.0):
-        _tile(replace(subject, scale=scale), 33, 33, -OPEN, 0)
+        _check_tile(replace(case, scale=scale), 33, 33, -OPEN, 0)
 
 
-def _strided(subject: Subject) -> None:
-    """Reads its view and nothing around it."""
+def _strided(case: KernelCase) -> None:
+    """The kernel reads its view and nothing around it."""
     for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
-        _tile(subject, 33, 33, lo, hi, strided=True)
+        _check_tile(case, 33, 33, lo, hi, strided=True)
 
 
-def _natural_log(subject: Subject) -> None:
-    q, k, v, _ = subject.draw(33, 40)
-    _, lse = subject.kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=subject.scale)
-    truth = _logits(q, k, subject.scale).logsumexp(-1)
+def _natural_log(case: KernelCase) -> None:
+    q, k, v, _ = case.draw(33, 40)
+    _, lse = case.kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=case.scale)
+    truth = _logits(q, k, case.scale).logsumexp(-1)
     base = float((truth / lse.double()).median())
     assert abs(base - 1) < 1e-2, f"lse is the natural logarithm times {1 / base:.4f}"
 
 
-def _written(subject: Subject) -> None:
+def _written(case: KernelCase) -> None:
     """Every element of every output is written: fresh memory is NaN."""
     with _nan_memory():
         for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
-            _tile(subject, 45, 45, lo, hi)
-        _varlen(subject)
+            _check_tile(case, 45, 45, lo, hi)
+        _varlen(case)
 
 
-def _merged(subject: Subject) -> None:
-    """Backward with out and lse of the whole row gives the tile's exact share of the gradients."""
-    q, k, v, dout = subject.draw(33, 33)
-    more_k, more_v = subject.draw(33, 47, seed=1)[1:3]
-    every = torch.ones(33, 47, dtype=torch.bool, device=q.device)
-    allowed = torch.cat([every[:, :33].tril(), every], 1)
-    truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, subject.scale)
-    out, lse = truth.out.to(subject.dtype), truth.lse.to(torch.promote_types(subject.dtype, torch.float32))
-    options: dict[str, Any] = {"lo": -OPEN, "scale": subject.scale}
-    first = subject.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
-    second = subject.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
-    _close("dq of two tiles", first[0].double() + second[0].double(), truth.dq, subject)
+def _merged(case: KernelCase) -> None:
+    _check_merged(case, 33, 47)
+
+
+def _check_merged(case: KernelCase, queries: int, more: int) -> None:
+    """Backward of one tile, with out and lse over all keys, gives that tile's exact share of the gradients.
+
+    The queries see a causal tile of `queries` keys, and a full tile of `more` keys.
+    """
+    q, k, v, dout = case.draw(queries, queries)
+    more_k, more_v = case.draw(queries, more, seed=1)[1:3]
+    causal = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
+    allowed = torch.cat([causal, causal.new_ones(queries, more)], 1)
+    truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case.scale)
+    out, lse = truth.out.to(case.dtype), truth.lse.to(torch.promote_types(case.dtype, torch.float32))
+    options: dict[str, Any] = {"lo": -OPEN, "scale": case.scale}
+    first = case.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
+    second = case.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
+    _close("dq of two tiles", first[0].double() + second[0].double(), truth.dq, case)
     for name, a, b, whole in zip(("dk", "dv"), first[1:], second[1:], (truth.dk, truth.dv), strict=True):
-        _close(f"{name} of a causal tile among two", a, whole[:, :33], subject)
-        _close(f"{name} of a full tile among two", b, whole[:, 33:], subject)
+        _close(f"{name} of a causal tile among two", a, whole[:, :queries], case)
+        _close(f"{name} of a full tile among two", b, whole[:, queries:], case)
 
 
-def _varlen(subject: Subject) -> None:
-    if not subject.kernel.capabilities.varlen:
+def _varlen(case: KernelCase) -> None:
+    if not case.kernel.capabilities.varlen:
         return
-    assert isinstance(subject.kernel, VarlenKernel), "capabilities say varlen, but there are no varlen methods"
+    assert isinstance(case.kernel, VarlenKernel), "capabilities say varlen, but there are no varlen methods"
     sizes = [(7, 7), (1, 1), (40, 40), (3, 3)], [(5, 19), (33, 4), (1, 1), (9, 64)]
-    _packed(subject, sizes[0], -1, 0)
-    _packed(subject, sizes[1], -1, -1)
-    if subject.kernel.capabilities.bands:
+    _check_packed(case, sizes[0], -1, 0)
+    _check_packed(case, sizes[1], -1, -1)
+    if case.kernel.capabilities.bands:
         for left, right in ((5, 0), (-1, 2), (4, -1)):
-            _packed(subject, [*sizes[0], (5, 19), (8, 12)], left, right)
+            _check_packed(case, [*sizes[0], (5, 19), (8, 12)], left, right)
 
 
-def _repeats(subject: Subject) -> None:
-    """The same bits twice, where the kernel promises that and does not refuse."""
+def _repeats(case: KernelCase) -> None:
+    """Two runs give the same bits, if the kernel promises that and does not reject determinism."""
     with determinism(True):
-        refused = subject.kernel.rejection(subject.device, subject.dtype, *subject.heads[2:]) is not None
-        if refused or not subject.kernel.capabilities.deterministic:
+        rejected = case.kernel.rejection(case.device, case.dtype, *case.heads[2:]) is not None
+        if rejected or not case.kernel.capabilities.deterministic:
             return
-        q, k, v, dout = subject.draw(130, 130)
+        q, k, v, dout = case.draw(130, 130)
         runs = []
         for _ in range(2):
-            out, lse = subject.kernel.forward(q, k, v, lo=-OPEN, hi=0, scale=subject.scale)
-            runs.append((out, lse, *subject.kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=subject.scale)))
+            out, lse = case.kernel.forward(q, k, v, lo=-OPEN, hi=0, scale=case.scale)
+            runs.append((out, lse, *case.kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=case.scale)))
         assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True)), "two runs differ in their bits"
 
 
-PROPERTIES: dict[str, Callable[[Subject], None]] = {
+PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
     "full rectangles": _full,
     "causal squares": _causal,
+    "multiples of 128": _multiples_of_128,
     "natural-log lse": _natural_log,
     "scale": _scale,
     "bands": _bands,
-    "empty rows": _empty_rows,
+    "queries without keys": _empty_queries,
     "strided views": _strided,
     "merged backward": _merged,
     "varlen": _varlen,
@@ -191,34 +210,34 @@ PROPERTIES: dict[str, Callable[[Subject], None]] = {
 }
 
 
-def _tile(subject: Subject, rows: int, columns: int, lo: int, hi: int, strided: bool = False) -> None:
-    q, k, v, dout = subject.draw(rows, columns, strided=strided)
-    offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
-    truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), subject.scale)
-    options: dict[str, Any] = {"lo": lo, "hi": hi, "scale": subject.scale}
-    out, lse = subject.kernel.forward(q, k, v, **options)
-    grads = subject.kernel.backward(dout, q, k, v, out, lse, **options)
-    _compare(f"{rows} x {columns} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, subject)
+def _check_tile(case: KernelCase, queries: int, keys: int, lo: int, hi: int, strided: bool = False) -> None:
+    q, k, v, dout = case.draw(queries, keys, strided=strided)
+    offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None]
+    truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), case.scale)
+    options: dict[str, Any] = {"lo": lo, "hi": hi, "scale": case.scale}
+    out, lse = case.kernel.forward(q, k, v, **options)
+    grads = case.kernel.backward(dout, q, k, v, out, lse, **options)
+    _compare(f"{queries} x {keys} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, case)
 
 
-def _packed(subject: Subject, sizes: list[tuple[int, int]], left: int, right: int) -> None:
-    """Many tiles in one call, against each alone."""
-    one = replace(subject, batch=1)
+def _check_packed(case: KernelCase, sizes: list[tuple[int, int]], left: int, right: int) -> None:
+    """Checks many tiles in one varlen call; each against its own truth."""
+    one = replace(case, batch=1)
     parts = [one.draw(*size, seed=seed) for seed, size in enumerate(sizes)]
     q, k, v, dout = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
     ends = [torch.tensor([0, *accumulate(column)], dtype=torch.int32, device=q.device) for column in zip(*sizes, strict=True)]
     max_q, max_k = (max(column) for column in zip(*sizes, strict=True))
     packing = Packing(ends[0], ends[1], max_q, max_k, left, right)
-    kernel = cast(VarlenKernel, subject.kernel)
-    out, lse = kernel.forward_varlen(q, k, v, packing, subject.scale)
-    dq, dk, dv = kernel.backward_varlen(dout, q, k, v, out, lse, packing, subject.scale)
+    kernel = cast(VarlenKernel, case.kernel)
+    out, lse = kernel.forward_varlen(q, k, v, packing, case.scale)
+    dq, dk, dv = kernel.backward_varlen(dout, q, k, v, out, lse, packing, case.scale)
     bounds = zip(*(pairwise(x.tolist()) for x in ends), strict=True)
-    for (rows, columns), ((q0, q1), (k0, k1)), part in zip(sizes, bounds, parts, strict=True):
-        offset = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None] - (columns - rows)
+    for (queries, keys), ((q0, q1), (k0, k1)), part in zip(sizes, bounds, parts, strict=True):
+        offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None] - (keys - queries)
         allowed = (offset >= -left if left >= 0 else offset >= -OPEN) & (offset <= right if right >= 0 else offset <= OPEN)
-        truth = _truth(*part, allowed, subject.scale)
+        truth = _truth(*part, allowed, case.scale)
         got = out[None, q0:q1], lse[None, :, q0:q1], dq[None, q0:q1], dk[None, k0:k1], dv[None, k0:k1]
-        _compare(f"{rows} x {columns} tile of a varlen batch, window ({left}, {right})", got, truth, one)
+        _compare(f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})", got, truth, one)
 
 
 @dataclass(frozen=True)
@@ -235,7 +254,7 @@ def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, scale: float) -> _Truth:
-    """By autograd in float64. Rows that see nothing have out 0, lse -inf and no gradient."""
+    """Attention and its gradients by autograd in float64. Queries that see no key have out 0, lse -inf and no gradient."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     empty = ~allowed.any(1)
     scores = _logits(q, k, scale).masked_fill(~allowed, -math.inf)
@@ -244,26 +263,26 @@ def _truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, scale
     return _Truth(out.detach(), scores.detach().logsumexp(-1), *torch.autograd.grad(out, (q, k, v), dout.double()))
 
 
-def _compare(what: str, got: Sequence[Tensor], truth: _Truth, subject: Subject) -> None:
+def _compare(what: str, got: Sequence[Tensor], truth: _Truth, case: KernelCase) -> None:
     out, lse, *grads = got
     assert lse.dtype in (torch.float32, torch.float64), f"lse of a {what} is {lse.dtype}"
     for name, x, true in zip(("out", "lse", "dq", "dk", "dv"), got, vars(truth).values(), strict=True):
         assert x.shape == true.shape, f"{name} of a {what} has shape {tuple(x.shape)} instead of {tuple(true.shape)}"
     empty = truth.lse.isneginf()
-    assert torch.equal(lse.isneginf(), empty), f"lse of a {what} is -inf in other rows than those that see nothing"
+    assert torch.equal(lse.isneginf(), empty), f"lse of a {what} is -inf for other queries than those that see no key"
     off = float((lse.double() - truth.lse)[~empty].abs().max()) if not empty.all() else 0.0
-    assert off <= _LSE_TOLERANCE[subject.dtype], f"lse of a {what} is off by {off:.1e}"
-    assert not (out.transpose(1, 2)[empty] != 0).any(), f"out of a {what} is not 0 where a row sees nothing"
+    assert off <= _LSE_TOLERANCE[case.dtype], f"lse of a {what} is off by {off:.1e}"
+    assert not (out.transpose(1, 2)[empty] != 0).any(), f"out of a {what} is not 0 where a query sees no key"
     for name, x, true in zip(("out", "dq", "dk", "dv"), (out, *grads), (truth.out, truth.dq, truth.dk, truth.dv), strict=True):
-        _close(f"{name} of a {what}", x, true, subject)
+        _close(f"{name} of a {what}", x, true, case)
 
 
-def _close(what: str, x: Tensor, truth: Tensor, subject: Subject) -> None:
+def _close(what: str, x: Tensor, truth: Tensor, case: KernelCase) -> None:
     assert x.isfinite().all(), f"{what} has NaN or infinity"
-    # Gradients of scores vanish where a row sees one key: what remains is rounding, measured against the size of 1.
+    # Where a query sees one key, gradients of scores are 0. Then the error is rounding, and is compared with 1.
     floor = 0.1 * math.sqrt(truth.numel())
     off = float((x.double() - truth).norm() / truth.norm().clamp(min=floor))
-    assert off <= _TOLERANCE[subject.dtype], f"{what} is off by {off:.1e}, more than {_TOLERANCE[subject.dtype]:.0e}"
+    assert off <= _TOLERANCE[case.dtype], f"{what} is off by {off:.1e}, more than {_TOLERANCE[case.dtype]:.0e}"
 
 
 def _embed(x: Tensor) -> Tensor:
@@ -280,7 +299,7 @@ def _band(lo: int, hi: int) -> str:
 
 @contextmanager
 def _nan_memory() -> Iterator[None]:
-    """torch fills memory with NaN that it would leave uninitialized."""
+    """While this lasts, torch fills new memory with NaN instead of leaving it uninitialized."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = importlib.import_module("torch.utils.deterministic")
     fill = switch.fill_uninitialized_memory

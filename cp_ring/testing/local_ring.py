@@ -1,6 +1,7 @@
-"""A whole context-parallel group in one process, a thread a rank: for trying, for accuracy tables, and for one GPU.
+"""A whole context-parallel group in one process, with one thread per rank: for trials, for accuracy tables, and for one GPU.
 
-Messages are copies handed from thread to thread, so any number of ranks runs on any device, right though not fast.
+A message is a copy that one thread hands to another. So any number of ranks runs on any device. The results are right, but it is
+not fast.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from cp_ring.comm.transport import MessageBatch, Pending, count, messages
 from cp_ring.errors import ConfigError, PlanError
 
 TIMEOUT = 60.0
-"""Seconds after which a message that nobody sent is given up."""
+"""Seconds that a rank waits for a message before it raises an error."""
 
 
 class LocalRing:
     """`size` ranks of this process; `run(case, ...)` calls `case(group, ...)` on each and returns the results by rank.
 
-    `group` may be given to `ring_attention` in place of a process group. Raises what a rank raised.
+    `group` may be given to `ring_attention` in place of a process group. Raises the error of a rank that failed.
     """
 
     def __init__(self, size: int):
@@ -39,7 +40,7 @@ class LocalRing:
         self._calls: dict[int, tuple[int, Sequence[Fact]]] = {}
 
         def one(rank: int) -> Any:
-            # One engine thread for all ranks' backward would wait for itself.
+            # One shared engine thread for the backward of all ranks would wait for itself.
             with torch.set_grad_enabled(grad), torch.autograd.set_multithreading_enabled(False):
                 try:
                     return case(LocalGroup(self, rank), *args, **kwargs)
@@ -62,9 +63,9 @@ class LocalRing:
         if line := differences(first, its_facts, rank, facts):
             raise PlanError(line)
 
-    def put(self, key: tuple[int, int, int], rows: Tensor) -> None:
+    def put(self, key: tuple[int, int, int], message: Tensor) -> None:
         with self._changed:
-            self._mail[key] = rows
+            self._mail[key] = message
             self._changed.notify_all()
 
     def take(self, key: tuple[int, int, int]) -> Tensor:
@@ -77,11 +78,11 @@ class LocalRing:
 
 
 class _Abandoned(ConfigError):
-    """A rank's message did not come; if another rank failed, that is why."""
+    """A rank's message did not arrive, perhaps because another rank failed."""
 
 
 class LocalGroup:
-    """One rank of a `LocalRing`: a transport. Between two ranks, the n-th message posted is the n-th received."""
+    """One rank of a `LocalRing`, as a transport. Between two ranks, messages arrive in the order in which they were posted."""
 
     def __init__(self, ring: LocalRing, rank: int):
         self._ring = ring
@@ -97,21 +98,21 @@ class LocalGroup:
 
     def post(self, batch: MessageBatch) -> Pending:
         """Follows `Transport.post`."""
-        for peer, rows in messages(batch.sends):
-            self._ring.put((self.rank, peer, self._sent[peer]), rows.clone())
+        for peer, buffer in messages(batch.sends):
+            self._ring.put((self.rank, peer, self._sent[peer]), buffer.clone())
             self._sent[peer] += 1
         expected = []
-        for peer, rows in messages(batch.receives):
-            expected.append(((peer, self.rank, self._awaited[peer]), rows))
+        for peer, buffer in messages(batch.receives):
+            expected.append(((peer, self.rank, self._awaited[peer]), buffer))
             self._awaited[peer] += 1
         count(batch)
         return _Expected(self._ring, expected)
 
 
 class _Expected:
-    def __init__(self, ring: LocalRing, rows: list[tuple[tuple[int, int, int], Tensor]]):
-        self._ring, self._rows = ring, rows
+    def __init__(self, ring: LocalRing, buffers: list[tuple[tuple[int, int, int], Tensor]]):
+        self._ring, self._buffers = ring, buffers
 
     def wait(self) -> None:
-        for key, rows in self._rows:
-            rows.copy_(self._ring.take(key))
+        for key, buffer in self._buffers:
+            buffer.copy_(self._ring.take(key))

@@ -1,6 +1,6 @@
-"""A transport without peers, for one device that plays one rank of many: what would arrive is copied from its own memory.
+"""A transport without peers, for one device that runs one rank of many. It copies from its own memory instead of receiving.
 
-The schedule, the buffers, the stream and the events are those of a real run; the values are not.
+The schedule, the buffers, the stream and the events are those of a real run. The values are not.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from cp_ring.plan.tables import Transfer
 
 
 class LoopbackTransport:
-    """Each receive is a copy of as many bytes within the device; on CUDA on a stream of its own.
+    """Each receive is a copy of the same number of bytes within the device. On CUDA the copies run on a stream of their own.
 
-    `bandwidth` in bytes a second slows the stream down to a link of that speed (CUDA alone); None is as fast as memory.
+    `bandwidth`, in bytes per second, slows the stream down to a link of that speed (only on CUDA); None is as fast as memory.
     `bytes_received` counts payload.
     """
 
@@ -29,7 +29,7 @@ class LoopbackTransport:
         self._stream: torch.cuda.Stream | None = None
 
     def post(self, batch: MessageBatch) -> Pending:
-        """Starts the copies for what the batch receives, and returns at once."""
+        """Starts the copies that replace the receives of `batch`, and returns at once."""
         if not batch.receives:
             return Done()
         device = batch.receives[0][1][0].device
@@ -57,7 +57,7 @@ class LoopbackTransport:
         return moved
 
     def _source(self, x: Tensor) -> Tensor:
-        """Rows to copy from: small numbers, made once for each kind of buffer."""
+        """Tokens to copy from: small numbers, made once for each kind of buffer."""
         key = x.shape[1:], x.dtype, x.device
         if key not in self._sources or len(self._sources[key]) < len(x):
             self._sources[key] = torch.full(x.shape, 2.0**-7, dtype=x.dtype, device=x.device)
@@ -76,7 +76,7 @@ _measured: dict[int, float] = {}
 
 
 def _cycles_per_second(device: torch.device) -> float:
-    """How fast the device counts down `torch.cuda._sleep`, measured once."""
+    """Cycles per second of `torch.cuda._sleep` on the device, measured once."""
     index = device.index or 0
     if index not in _measured:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

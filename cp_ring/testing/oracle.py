@@ -1,4 +1,4 @@
-"""Brute force in float64: dense-mask attention and its gradients by autograd, which no code of cp_ring has a part in."""
+"""Brute force in float64: attention with a dense mask, and its gradients by autograd. `brute_force` uses no code of cp_ring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cp_ring.observe.counters import Counters, record
 
 
 class Case(NamedTuple):
-    """Inputs of one attention, [b, n, heads, head size], drawn from a seed."""
+    """Inputs of one attention, [b, n, heads, head size]; `draw` makes them from a seed."""
 
     q: Tensor
     k: Tensor
@@ -37,7 +37,7 @@ class Grads(NamedTuple):
 
 
 def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> Grads:
-    """Attention over the pairs that the boolean [n, n] `allowed` permits; rows without any give out 0."""
+    """Attention over the pairs that the boolean [n, n] `allowed` permits. A query that sees no key gives out 0."""
     q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
     groups = q.shape[2] // k.shape[2]
     k_heads, v_heads = (x.repeat_interleave(groups, 2) for x in (k, v))
@@ -50,7 +50,7 @@ def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> 
 
 
 def on_rank(group, case: Case, plan: RingPlan, **options) -> tuple[Grads, Counters]:  # type: ignore[no-untyped-def]
-    """A rank's part: its shard's out and gradients, and what its transport counted."""
+    """Runs on a rank: out and gradients of its shard, and its counters."""
     rank = group.rank() if group is not None else 0
     dim = 0 if options.get("qkv_format") == "sbhd" else 1
     shard = [plan.layout.shard(x.transpose(0, 1) if dim == 0 else x, rank, dim) for x in case]
@@ -62,10 +62,11 @@ def on_rank(group, case: Case, plan: RingPlan, **options) -> tuple[Grads, Counte
 
 
 def whole(layout: Layout, parts: list[tuple[Grads, Counters]]) -> Grads:
+    """out and gradients of the whole sequence, from the results of `on_rank` in rank order."""
     return Grads(*(layout.unshard(list(column), 1) for column in zip(*(part[0] for part in parts), strict=True)))
 
 
 def error(x: Tensor, truth: Tensor) -> float:
-    """Norm of the difference over the norm of the truth."""
+    """Norm of the difference divided by norm of the truth."""
     x, truth = x.detach().double(), truth.detach()
     return float((x - truth).norm() / truth.norm())

@@ -1,4 +1,4 @@
-"""A pool of gloo ranks on this machine that stays up and runs many cases: starting a rank costs seconds, a case milliseconds."""
+"""A pool of ranks on this machine that runs many cases. Starting a rank takes seconds; a case takes milliseconds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cp_ring.testing.network import Network, enter
 
 
 class RankError(AssertionError):
-    """A case failed on some rank; carries the rank's traceback."""
+    """A case failed on a rank. The message is the traceback of that rank."""
 
 
 class Ranks:
     """`size` processes of one thread each.
 
     `run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in rank order.
-    `case` is a function of a module; `group` is the process group of those ranks, None for cp 1. With `networks`, one a
-    rank, they talk over these instead of loopback; with the backend nccl each rank has a CUDA device.
+    `case` is a function of a module. `group` is the process group of those ranks, or None for cp 1. `networks` has one network
+    per rank; the ranks use it instead of loopback. With the backend nccl each rank has a CUDA device.
     """
 
     def __init__(self, size: int, networks: Sequence[Network] | None = None, backend: str = "gloo"):
@@ -33,7 +33,7 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             network, store = networks[rank] if networks else None, f"file://{self._folder.name}/store"
-            process = context.Process(target=_serve, args=(rank, size, store, theirs, network, backend), daemon=True)
+            process = context.Process(target=_run_cases, args=(rank, size, store, theirs, network, backend), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -53,7 +53,7 @@ class Ranks:
                 good, results[rank] = self._pipes[rank].recv()
                 left.remove(rank)
                 if not good:
-                    # The others may wait for this rank for ever.
+                    # The other ranks may wait for this rank forever.
                     self.close()
                     raise RankError(f"rank {rank} of {cp}:\n{results[rank]}")
         return results
@@ -69,7 +69,7 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection, network: Network | None, backend: str) -> None:
+def _run_cases(rank: int, size: int, store: str, pipe: Connection, network: Network | None, backend: str) -> None:
     import os
 
     if network:
@@ -91,5 +91,5 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, network: Network 
             return
         try:
             pipe.send((True, case(groups.get(cp), *args, **kwargs)))
-        except BaseException:  # also SystemExit, so that the test sees it
+        except BaseException:  # SystemExit too, so that the test sees it
             pipe.send((False, traceback.format_exc()))

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# The environment of every rank on this cluster: network, NCCL, threads. Sourced by train.sbatch in each task, with the command of
-# the rank as its arguments. A variable that is set already wins; copy this file for your site: cp-ring submit --env-file FILE.
+# The environment of every rank on this cluster: network, NCCL, threads. train.sbatch sources it in each task, with the command of
+# the rank as arguments. A variable that is already set keeps its value. Copy this file for your site: cp-ring submit --env-file FILE.
 
-# keep NAME VALUE: sets and exports NAME unless it is set already, or VALUE is empty.
+# keep NAME VALUE: sets and exports NAME, unless NAME is already set or VALUE is empty.
 keep() { [[ -n "${!1:-}" || -z "$2" ]] || export "$1=$2"; }
 
-# The network device that leads to the first other host of the job; loopback where there is none. HOSTS: the job's host names.
+# The network device to the first other host of the job; loopback if there is no other host. HOSTS: the job's host names.
 network_device() {
     local host address
     for host in ${HOSTS:-}; do
@@ -28,7 +28,7 @@ cuda_connections() {
     (( ${capability%%.*} >= 10 )) || echo 1
 }
 
-# Gloo (checkpoints, CPU ranks) binds to what the host name resolves to, which Debian makes 127.0.1.1: name the device instead.
+# Gloo (checkpoints, CPU ranks) binds to the address of the host name, which is 127.0.1.1 on Debian. So name the device.
 keep GLOO_SOCKET_IFNAME "$(network_device)"
 # NCCL's first contact and its fallback without InfiniBand; a list of prefixes is allowed, ^ excludes: ^lo,docker
 keep NCCL_SOCKET_IFNAME "$GLOO_SOCKET_IFNAME"
@@ -47,5 +47,5 @@ keep TORCH_NCCL_ASYNC_ERROR_HANDLING 1
 keep CUDA_DEVICE_MAX_CONNECTIONS "$(cuda_connections "$@")"
 # Ranks on one node share its cores.
 keep OMP_NUM_THREADS "${CPUS_PER_RANK:-1}"
-# Lines reach the log as they are printed.
+# Lines reach the log at once.
 keep PYTHONUNBUFFERED 1

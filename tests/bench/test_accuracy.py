@@ -20,12 +20,13 @@ LIMITS = {"float32": (1.15, 1.05), "bfloat16": (1.15, 1.10)}
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_error_over_that_of_one_call(dtype):
     """N(0, 1) inputs, every kind of mask, mean of 5 draws."""
-    rows = accuracy.run(2048, 2, 1, 64, ["cpu"], [dtype], [2, 8], 5, "cpu")
-    assert {(row["mask"], row["cp"]) for row in rows} == {(name, cp) for name in accuracy.masks(2048) for cp in (2, 8)}
+    results = accuracy.run(2048, 2, 1, 64, ["cpu"], [dtype], [2, 8], 5, "cpu")
+    cases = {(name, cp) for name in accuracy.masks(2048) for cp in (2, 8)}
+    assert {(result["mask"], result["cp"]) for result in results} == cases
     out, grads = LIMITS[dtype]
-    for row in rows:
-        assert row["out"] <= out, row
-        assert max(row["dq"], row["dk"], row["dv"]) <= grads, row
+    for result in results:
+        assert result["out"] <= out, result
+        assert max(result["dq"], result["dk"], result["dv"]) <= grads, result
 
 
 def test_sharp_softmax(monkeypatch):
@@ -33,8 +34,8 @@ def test_sharp_softmax(monkeypatch):
     plain = accuracy.draw
     monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
     monkeypatch.setattr(accuracy, "draw", lambda *sizes: [plain(*sizes)[0] * 4, *plain(*sizes)[1:]])
-    (row,) = accuracy.run(2048, 2, 1, 64, ["cpu"], ["float32"], [4], 5, "cpu")
-    assert max(row[part] for part in accuracy.PARTS) <= 1.5
+    (result,) = accuracy.run(2048, 2, 1, 64, ["cpu"], ["float32"], [4], 5, "cpu")
+    assert max(result[part] for part in accuracy.PARTS) <= 1.5
 
 
 LOSSY = {"out": ["out"], "dq": ["dq"], "dk and dv": ["dk", "dv"]}
@@ -70,12 +71,12 @@ def test_a_lossy_sum_is_seen(monkeypatch, what):
         assert all(result[part] < 10 for part in accuracy.PARTS if part not in LOSSY[what]), result
 
 
-def test_command_gives_json_and_says_what_is_refused():
+def test_command_gives_json_and_says_what_is_rejected():
     line = ["bench", "accuracy", "--seq-length", "64", "--cp", "2", "--seeds", "1", "--dtype", "float32", "--json"]
     found = json.loads(CliRunner().invoke(app, [*line, "--kernel", "cpu", "--kernel", "cudnn"]).stdout)
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert {row["kernel"] for row in found["rows"] if "refused" in row} == {"cudnn"}
-    assert all(row["cp"] == 2 for row in found["rows"] if row["kernel"] == "cpu")
+    assert {result["kernel"] for result in found["rows"] if "rejected" in result} == {"cudnn"}
+    assert all(result["cp"] == 2 for result in found["rows"] if result["kernel"] == "cpu")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`cp-ring bench attention`: one small round, and what it refuses."""
+"""`cp-ring bench attention`: one small round, and what it rejects."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_a_small_round():
     contestants = ["cp_ring", "cp_ring_one_rank_one_call"]
     options = [word for name in contestants for word in ("--only", name)]
     found = json.loads(CliRunner().invoke(app, [*LINE, *options, "--json"]).stdout)
-    assert [row["name"] for row in found["rows"]] == contestants
-    for row in found["rows"]:
-        assert row["error"] < 1e-6
-        assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
+    assert [result["name"] for result in found["rows"]] == contestants
+    for result in found["rows"]:
+        assert result["error"] < 1e-6
+        assert 0 < result["min_s"] <= result["median_s"] <= result["max_s"]
 
 
 @pytest.mark.parametrize(

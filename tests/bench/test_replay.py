@@ -17,7 +17,7 @@ def test_a_rank_receives_what_its_plan_says():
     plan = RingPlan.build(Mask.causal(256), Layout.zigzag(256, 4))
     for rank in range(4):
         hops = plan.rank_plan(rank).hops
-        keys = sum(hop.receive.tokens for hop in hops if hop.receive)
+        keys = sum(receive.tokens for hop in hops for receive in hop.receives)
         grads = sum(transfer.tokens for hop in hops for transfer in hop.grad_receives)
         found = replay(plan, rank, SIZES, repeats=1)
         # Keys in forward and again in backward; gradients in backward.
@@ -25,20 +25,20 @@ def test_a_rank_receives_what_its_plan_says():
         assert 0 < found["forward_s"] < 60
 
 
-def test_efficiency_row():
-    row = efficiency(2, Mask.causal(128), SIZES, repeats=1)
-    assert row["efficiency_both"] == row["single_both_s"] / (2 * row["slowest_both_s"])
-    assert row["what"] == "single-device replay, no network"
-    assert row["kernel"] == "cpu"
+def test_efficiency_of_the_slowest_rank():
+    result = efficiency(2, Mask.causal(128), SIZES, repeats=1)
+    assert result["efficiency_both"] == result["single_both_s"] / (2 * result["slowest_both_s"])
+    assert result["what"] == "single-device replay, no network"
+    assert result["kernel"] == "cpu"
 
 
 def test_documents_are_balanced():
     mask = Mask.documents([0, 100, 104, 120, 128])
     plan = RingPlan.build(mask, Layout.balanced(mask, 2))
-    row = efficiency(2, mask, SIZES, repeats=1, layout="balanced", whole={"kernel": "none", "forward_s": 1.0, "both_s": 1.0})
-    assert row["layout"] == plan.layout.name
-    sent = max(sum(hop.receive.tokens for hop in plan.rank_plan(r).hops if hop.receive) for r in range(2))
-    assert row["bytes_received"] >= 2 * sent * SIZES.g * (SIZES.d + SIZES.e) * 4
+    result = efficiency(2, mask, SIZES, repeats=1, layout="balanced", whole={"kernel": "none", "forward_s": 1.0, "both_s": 1.0})
+    assert result["layout"] == plan.layout.name
+    sent = max(sum(receive.tokens for hop in plan.rank_plan(r).hops for receive in hop.receives) for r in range(2))
+    assert result["bytes_received"] >= 2 * sent * SIZES.g * (SIZES.d + SIZES.e) * 4
 
 
 def test_single_call_is_one_kernel_call():
@@ -49,26 +49,37 @@ def test_single_call_is_one_kernel_call():
         single_call(Mask.causal(96, window=(40, 0)), SIZES, repeats=1)
 
 
+def peaks(cp, schedule, mask=Mask.causal):
+    """The allocator's peak over q, k, v, out and lse of the first rank, one in the middle, and the last."""
+    n = cp * SIZES.tokens
+    plan = RingPlan.build(mask(n), Layout.zigzag(n, cp), schedule=schedule)
+    return [replay(plan, rank, SIZES, repeats=1)["peak_extra_bytes"] for rank in (0, cp // 2, cp - 1)]
+
+
 def test_memory_does_not_grow_with_ranks():
-    """The allocator's peak over q, k, v, out and lse: the same to the byte from 4 ranks to 64; 2 ranks use one slot alone."""
+    """The same to the byte from 4 ranks to 64; 2 ranks use one slot alone."""
     n = SIZES.tokens
-
-    def peaks(cp):
-        plan = RingPlan.build(Mask.causal(cp * n), Layout.zigzag(cp * n, cp))
-        return [replay(plan, rank, SIZES, repeats=1)["peak_extra_bytes"] for rank in (0, cp // 2, cp - 1)]
-
-    few, many = peaks(4), peaks(64)
+    few, many = peaks(4, "ring"), peaks(64, "ring")
     assert few == many
     slot = n * SIZES.g * (SIZES.d + SIZES.e) * 4
-    assert 0 <= max(many) - max(peaks(2)) < 2 * slot
+    assert 0 <= max(many) - max(peaks(2, "ring")) < 2 * slot
     assert max(many) > 4 * slot  # it measures something
 
 
-def test_planned_memory_is_flat():
+def test_memory_of_several_sources_does_not_grow_with_ranks():
+    """The same to the byte from 8 ranks to 64, with 4 shards a slot. In the middle of 8 causal ranks, no hop needs 4 shards."""
+    assert peaks(8, "auto", Mask.full) == peaks(64, "auto", Mask.full)
+    few, more, many = (peaks(cp, "auto") for cp in (8, 16, 64))
+    assert more == many
+    assert (few[0], few[2]) == (many[0], many[2]) and few[1] < many[1]
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("ring", (4, 16, 64)), ("auto", (8, 16, 64))])
+def test_planned_memory_is_flat(schedule, ranks):
     """What `cp-ring plan` says of every buffer."""
     tables = []
-    for cp in (4, 16, 64):
-        plan = RingPlan.build(Mask.causal(cp * 128), Layout.zigzag(cp * 128, cp))
+    for cp in ranks:
+        plan = RingPlan.build(Mask.causal(cp * 128), Layout.zigzag(cp * 128, cp), schedule=schedule)
         tables.append(cost(plan.verify(), AttentionSizes()).memory)
     assert tables[0] == tables[1] == tables[2]
     assert all(tables[0].values())

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from cp_ring.cli import app, main
 from cp_ring.cli.drawing import draw
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, RingPlan
+from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
 from cp_ring.plan.cost import AttentionSizes, between_nodes, cost, timeline
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.schedule import NETWORK_BYTES_PER_SECOND
 
 
 def run(*args: str):
@@ -43,11 +44,15 @@ def test_bytes_between_nodes() -> None:
 
 
 def test_timeline_overlaps_and_keeps_order() -> None:
-    plan = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4))
-    compute, transfers = timeline(plan, cost(plan.verify(), AttentionSizes()))
-    assert len(compute) == 16 and len(transfers) == 12
-    ready = {(span.rank, span.hop): span.end for span in transfers}
-    assert all(span.start >= ready.get((span.rank, span.hop), 0) for span in compute)
+    for schedule, hops in (("ring", 4), ((0, 1, 2, 2), 3), ("gather", 2)):
+        plan = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4), schedule=schedule)
+        costs = cost(plan.verify(), AttentionSizes())
+        compute, transfers = timeline(plan, costs)
+        assert len(compute) == 4 * hops and len(transfers) == 12
+        assert all(span.start >= arrival.end for span in compute for arrival in transfers
+                   if (arrival.rank, arrival.hop) == (span.rank, span.hop))  # fmt: skip
+        moved = sum(span.end - span.start for span in transfers) * NETWORK_BYTES_PER_SECOND
+        assert moved == pytest.approx(costs.bytes_in.sum())
 
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
@@ -72,6 +77,28 @@ def test_json_has_its_keys() -> None:
     assert facts["tokens_per_rank"] == [1024] * 4
     assert sum(facts["work_per_rank"]) == Mask.causal(4096, (512, 0)).area()
     assert facts["bytes_in_per_rank"] == facts["bytes_out_per_rank"]
+
+
+def test_schedule_and_kernel_calls() -> None:
+    """With several sources a hop, 7 remote sources take few kernel calls, on every rank."""
+
+    def facts(*options: str) -> dict[str, list[int]]:
+        result = CliRunner().invoke(app, ["plan", "--seq-length", "65536", "--cp", "8", "--json", *options])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    auto = facts()
+    assert auto["schedule"] == [0, 1, 1, 1, 2, 2, 2, 2] and max(auto["kernel_calls_per_rank"]) == 4
+    assert facts("--schedule", "ring")["kernel_calls_per_rank"] == [8] * 8
+    assert facts("--schedule", "gather", "--slot-shards", "7")["schedule"] == [0, *[1] * 7]
+    assert facts("--schedule", "0,1,2,2,3,3,4,4")["schedule"] == [0, 1, 2, 2, 3, 3, 4, 4]
+    assert facts("--slot-shards", "1")["schedule"] == list(range(8))
+    assert facts("--route", "ring")["schedule"] == list(range(8))
+    plan = RingPlan.build(Mask.causal(65536), Layout.zigzag(65536, 8))
+    counted = [sum(len(lower(hop.tiles, Capabilities()).tiles) for hop in plan.rank_plan(rank).hops) for rank in range(8)]
+    assert auto["kernel_calls_per_rank"] == counted
+    shown = " ".join(CliRunner().invoke(app, ["plan", "--seq-length", "64K", "--cp", "8"]).stdout.split())
+    assert "remote sources of each hop: 3, 4; at most 4 kernel calls of a rank in forward" in shown
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
@@ -174,6 +201,15 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
     [
         (["--layout", "spiral"], "--layout 'spiral': known are zigzag"),
         (["--route", "scenic"], "--route 'scenic': known are direct, ring"),
+        (["--schedule", "spiral"], "--schedule 'spiral': known are auto, ring, gather, or the hop of each ring distance"),
+        (["--schedule", "0,1,2"], "--schedule 0,1,2: 3 hops for 4 ranks"),
+        (["--schedule", "0,1,2,1"], "--schedule 0,1,2,1: it decreases from hop 2 to hop 1"),
+        (["--schedule", "0,2,2,2"], "--schedule 0,2,2,2: it leaves out hop 1"),
+        (
+            ["--schedule", "gather", "--slot-shards", "2"],
+            "--schedule gather: a hop has 3 sources, but --slot-shards is 2: raise --slot-shards to 3",
+        ),
+        (["--slot-shards", "0"], "--slot-shards 0: it must be at least 1"),
         (["--window", "-2"], r"window \(-2, 0\)"),
         (["--documents", "/does/not/exist"], "--documents /does/not/exist: cannot read"),
         (["--documents", "x", "--documents-mean", "5"], "exclude one another"),

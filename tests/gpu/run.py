@@ -80,12 +80,13 @@ def kernels(job: Job) -> dict[str, Any]:
     for name, home in REGISTRY.items():
         kernel = importlib.import_module(home).KERNEL
         for dtype in job.dtypes if name != "reference" else job.dtypes[:1]:
-            served = [x for x in job.heads if kernel.rejection(job.device, dtype, *x[2:]) is None]
-            row: dict[str, Any] = {"head_sizes": sorted({x[2:] for x in served})}
-            row["refused"] = {str(x[2:]): kernel.rejection(job.device, dtype, *x[2:]) for x in job.heads if x not in served}
-            for prop in (conformance.PROPERTIES if dtype == job.dtypes[0] else main) if served else ():
-                row[prop] = _outcome(partial(conformance.check, kernel, job.device, dtype, only=prop, heads=job.heads))
-            found[f"{name}, {dtype}"] = row
+            supported = [x for x in job.heads if kernel.rejection(job.device, dtype, *x[2:]) is None]
+            result: dict[str, Any] = {"head_sizes": sorted({x[2:] for x in supported})}
+            rejected = [x for x in job.heads if x not in supported]
+            result["rejected"] = {str(x[2:]): kernel.rejection(job.device, dtype, *x[2:]) for x in rejected}
+            for prop in (conformance.PROPERTIES if dtype == job.dtypes[0] else main) if supported else ():
+                result[prop] = _outcome(partial(conformance.check, kernel, job.device, dtype, only=prop, heads=job.heads))
+            found[f"{name}, {dtype}"] = result
     return found
 
 
@@ -155,24 +156,24 @@ def _ring(backend: str, device: str, kernel: str, size: int = 2, limit: float = 
 
 def replays(job: Job) -> list[dict[str, Any]]:
     """Efficiency of one device playing all ranks: causal at several cp; packed documents and a window at cp 8."""
-    tokens, rows = job.sizes.tokens, []
+    tokens, results = job.sizes.tokens, []
     cps = (1, 2, 4, 8, 16) if job.cuda else (1, 2)
-    served = [name for name, reason in job.kernels(job.sizes.dtype, job.sizes.d, job.sizes.e).items() if reason is None]
-    served = [name for name in served if name != "reference"]
+    supported = [name for name, reason in job.kernels(job.sizes.dtype, job.sizes.d, job.sizes.e).items() if reason is None]
+    supported = [name for name in supported if name != "reference"]
     for cp in cps:
         whole = single_call(Mask.causal(cp * tokens), job.sizes, repeats=job.repeats if cp < 16 else 2)
-        for kernel in served if cp in (1, 8) else served[:1]:
-            row = efficiency(cp, Mask.causal(cp * tokens), job.sizes, kernel=kernel, repeats=job.repeats, whole=whole)
-            rows.append({"mask": "causal", "single_calls": whole["all"], **row})
+        for kernel in supported if cp in (1, 8) else supported[:1]:
+            result = efficiency(cp, Mask.causal(cp * tokens), job.sizes, kernel=kernel, repeats=job.repeats, whole=whole)
+            results.append({"mask": "causal", "single_calls": whole["all"], **result})
         if job.left < 150:
-            rows.append({"stopped_after_cp": cp, "why": "time"})
+            results.append({"stopped_after_cp": cp, "why": "time"})
             break
     n = (8 if job.cuda else 2) * tokens
     masks = {"documents of 4,096 on average": Mask.documents(samples.exponential(n, n // 16, 0))}
     masks["window 4,096"] = Mask.causal(n, window=(n // 16, 0))
     for name, mask in masks.items():
-        rows += [{"mask": name, **_packed(mask, n // tokens, job, kernel)} for kernel in served]
-    return rows
+        results += [{"mask": name, **_packed(mask, n // tokens, job, kernel)} for kernel in supported]
+    return results
 
 
 def _packed(mask: Mask, cp: int, job: Job, kernel: str) -> dict[str, Any]:
@@ -180,21 +181,21 @@ def _packed(mask: Mask, cp: int, job: Job, kernel: str) -> dict[str, Any]:
         layout = "balanced" if mask.name == "documents" else "zigzag"
         return efficiency(cp, mask, job.sizes, kernel=kernel, repeats=job.repeats, layout=layout)
     except KernelError as error:
-        return {"kernel": kernel, "refused": str(error)}
+        return {"kernel": kernel, "rejected": str(error)}
 
 
 def memory(job: Job) -> list[dict[str, Any]]:
     """Peak bytes over the inputs of one forward and backward, for more and more ranks of as many tokens each."""
-    rows = []
+    results = []
     for cp in (2, 4, 8, 16, 32, 64) if job.cuda else (2, 4):
         plan = RingPlan.build(Mask.causal(cp * job.sizes.tokens), Layout.zigzag(cp * job.sizes.tokens, cp))
-        rows.append({"cp": cp, **replay(plan, cp - 1, job.sizes, repeats=1 if cp > 8 else 2)})
+        results.append({"cp": cp, **replay(plan, cp - 1, job.sizes, repeats=1 if cp > 8 else 2)})
         # Two ranks use one receive buffer, more ranks two: from 4 on the peak stays.
-        if cp > 4 and rows[-1]["peak_extra_bytes"] > 1.01 * rows[1]["peak_extra_bytes"]:
-            rows[-1]["failed"] = "the peak grows with the ranks"
+        if cp > 4 and results[-1]["peak_extra_bytes"] > 1.01 * results[1]["peak_extra_bytes"]:
+            results[-1]["failed"] = "the peak grows with the ranks"
         if job.left < 90:
             break
-    return rows
+    return results
 
 
 def merges(job: Job) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def test_dry_run(tmp_path):
     spans = report["launches"]["backward"]["spans"]
     assert {"cp_ring: backward, hop 0", "cp_ring: backward, hop 3", "cp_ring: add gradients"} <= set(spans)
     assert "cp_ring: merge" in report["launches"]["forward"]["spans"]
-    assert [row["cp"] for row in report["replays"] if row["mask"] == "causal"] == [1, 2]
+    assert [result["cp"] for result in report["replays"] if result["mask"] == "causal"] == [1, 2]
 
 
 @pytest.mark.slow

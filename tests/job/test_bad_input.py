@@ -1,4 +1,4 @@
-"""Bad launch and config inputs: each is refused in one line that names the setting, before any rank starts."""
+"""Bad launch and config inputs: each is rejected in one line that names the setting, before any rank starts."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from tests.slurm.job import TINY
 CPU = ["--nodes", "2", "--ranks-per-node", "2"]
 GPU = ["--nodes", "2", "--gpus-per-node", "2"]
 
-# Of `cp-ring train`: an override, and the words that the refusal must have.
+# Of `cp-ring train`: an override, and the words that the rejection must have.
 TRAIN = [
     ("megatron.num_layer=2", ["megatron.num_layer", "num_layers"]),
     ("megatron.num_layers=two", ["--num-layers", "'two'"]),
@@ -49,6 +49,11 @@ TRAIN = [
     ("cp_ring.layout=spiral", ["cp_ring.layout", "'spiral'"]),
     ("cp_ring.layout=balanced", ["--cp-ring-layout balanced", "--cp-ring-document-mask"]),
     ("cp_ring.route=detour", ["cp_ring.route", "'detour'"]),
+    ("cp_ring.schedule=spiral", ["cp_ring.schedule", "known are auto, ring, gather"]),
+    ("cp_ring.schedule=[0,2,2,2]", ["cp_ring.schedule", "it leaves out hop 1"]),
+    ("cp_ring.schedule=[0,1,2,1]", ["cp_ring.schedule", "it decreases from hop 2 to hop 1"]),
+    ("cp_ring.schedule=[0,1,2,3,4,5,6]", ["--cp-ring-schedule 0,1,2,3,4,5,6", "7 hops for"]),
+    ("cp_ring.slot_shards=0", ["cp_ring.slot_shards", "0"]),
     ("cp_ring.num_slots=1", ["cp_ring.num_slots", "1"]),
     ("cp_ring.num_slots=99", ["cp_ring.num_slots", "99"]),
     ("cp_ring.wire_dtype=int4", ["cp_ring.wire_dtype", "'int4'"]),
@@ -138,7 +143,7 @@ STATUS = [
     ("\xff\xfe", ["job.yaml", "not valid YAML"]),
 ]
 
-# What typer refuses, and `main` says: a whole command line.
+# What typer rejects, and `main` says: a whole command line.
 USAGE = [
     (["plan", "--seq-length", "8", "--cp", "abc"], ["--cp", "integer"]),
     (["plan", "--cp", "2"], ["--seq-length"]),
@@ -176,11 +181,11 @@ def no_rank(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "sbatch" else "/bin/" + name)
 
 
-def refusal(*line):
-    """The one line with which the command is refused; `main` prints it after `cp_ring: error: ` and exits with 2."""
-    with pytest.raises((ConfigError, PlanError, KernelError)) as refused:
+def rejection(*line):
+    """The one line with which the command is rejected; `main` prints it after `cp_ring: error: ` and exits with 2."""
+    with pytest.raises((ConfigError, PlanError, KernelError)) as rejected:
         app(list(line), standalone_mode=False)
-    message = " ".join(str(refused.value).split())
+    message = " ".join(str(rejected.value).split())
     assert message and len(message) < 400
     return message
 
@@ -194,16 +199,16 @@ def named(message, words):
 def test_train(file, no_rank, monkeypatch, tmp_path, override, words):
     monkeypatch.chdir(tmp_path)
     if override.startswith("megatron.mock_data"):
-        named(refusal("train", file, "--set", override, "--set", "data.path=/nosuch"), words)
+        named(rejection("train", file, "--set", override, "--set", "data.path=/nosuch"), words)
     else:
-        named(refusal("train", file, "--set", override), words)
+        named(rejection("train", file, "--set", override), words)
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(("options", "words"), SUBMIT, ids=[" ".join(options) for options, _ in SUBMIT])
 def test_submit(file, no_rank, monkeypatch, tmp_path, options, words):
     monkeypatch.chdir(tmp_path)
-    named(refusal("submit", file, *options), words)
+    named(rejection("submit", file, *options), words)
     assert not (tmp_path / "runs").exists()
 
 
@@ -219,13 +224,13 @@ def test_file(no_rank, monkeypatch, tmp_path, capsys, command, text, words):
         assert ended.value.code == 2
         (message,) = capsys.readouterr().err.splitlines()
     else:
-        message = refusal(command, str(path), *(CPU if command == "submit" else []))
+        message = rejection(command, str(path), *(CPU if command == "submit" else []))
     assert str(path) in message and any(word in message for word in words), message
 
 
 @pytest.mark.parametrize("command", ["train", "submit"])
 def test_unreadable_file(no_rank, command):
-    named(refusal(command, UNREADABLE, *(CPU if command == "submit" else [])), [f"{UNREADABLE}: cannot be read"])
+    named(rejection(command, UNREADABLE, *(CPU if command == "submit" else [])), [f"{UNREADABLE}: cannot be read"])
 
 
 def test_a_model_from_elsewhere_needs_no_sizes(file, no_rank, monkeypatch, tmp_path, capsys):
@@ -241,12 +246,12 @@ def test_a_model_from_elsewhere_needs_no_sizes(file, no_rank, monkeypatch, tmp_p
 @pytest.mark.parametrize(("text", "words"), STATUS)
 def test_status(tmp_path, text, words):
     (tmp_path / "job.yaml").write_bytes(text.encode("latin-1"))
-    named(refusal("status", str(tmp_path)), words)
+    named(rejection("status", str(tmp_path)), words)
 
 
 def test_status_of_an_unreadable_file(tmp_path):
     (tmp_path / "job.yaml").symlink_to(UNREADABLE)
-    named(refusal("status", str(tmp_path)), ["job.yaml: cannot be read"])
+    named(rejection("status", str(tmp_path)), ["job.yaml: cannot be read"])
 
 
 @pytest.mark.parametrize("step", ['{"step": 3}', '{"step": 3, "time": "noon", "lm loss": "low"}', '{"step": 3, "lm loss": [1]}'])

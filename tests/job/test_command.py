@@ -78,11 +78,11 @@ def test_boolean_optional_flags_have_both_forms(parser):
     ],
 )
 def test_settings_that_megatron_does_not_have(parser, settings, words):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         argument_parser.to_flags(parser, settings, "megatron")
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
     for word in words:
-        assert word in str(refused.value)
+        assert word in str(rejected.value)
 
 
 def test_quickstart_is_what_megatron_reads(tmp_path, data, parser):
@@ -120,7 +120,7 @@ def test_several_nodes(tmp_path, data):
     assert "--standalone" not in shown
 
 
-REFUSALS = [
+REJECTIONS = [
     ("data.path=/nosuch/folder", ["data.path /nosuch/folder", "no such file"]),
     ("megatron.seq_length=2046", ["--seq-length 2046", "--context-parallel-size 2"]),
     ("megatron.attention_dropout=0.1", ["--attention-dropout 0.1"]),
@@ -131,18 +131,18 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("override", "words"), REFUSALS)
-def test_refusals_before_any_rank_starts(tmp_path, data, override, words):
+@pytest.mark.parametrize(("override", "words"), REJECTIONS)
+def test_rejections_before_any_rank_starts(tmp_path, data, override, words):
     import torch
 
     if override.startswith("launch.device") and torch.cuda.device_count() > 1:
         pytest.skip("there are enough GPUs")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         job = job_of(tmp_path, data, override)
         command_line.build_command(job, command_line.find_corpus(job))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
     for word in words:
-        assert word in str(refused.value)
+        assert word in str(rejected.value)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The YAML file: mapping, overrides, packaged names, refusals in one line that names the key."""
+"""The YAML file: mapping, overrides, packaged names, rejections in one line that names the key."""
 
 import pytest
 import yaml
@@ -65,10 +65,10 @@ def test_later_override_wins(file):
         ("megatron.x=[1", ["--set megatron.x=[1", "YAML"]),
     ],
 )
-def test_refused_in_one_line(file, override, words):
-    with pytest.raises(ConfigError) as refused:
+def test_rejected_in_one_line(file, override, words):
+    with pytest.raises(ConfigError) as rejected:
         config.load(file, [override])
-    message = str(refused.value)
+    message = str(rejected.value)
     assert "\n" not in message
     for word in words:
         assert word in message
@@ -82,9 +82,9 @@ def test_ranks_divide_over_nodes(file):
 def test_file_that_is_not_yaml(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text("a: [1,\nb: }")
-    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML") as refused:
+    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML") as rejected:
         config.load(str(path))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 def test_packaged_configurations_by_name():
@@ -94,7 +94,7 @@ def test_packaged_configurations_by_name():
 
 
 def test_summaries_say_nothing_of_commands():
-    about = {row["name"]: row["about"] for row in config.summaries()}
+    about = {entry["name"]: entry["about"] for entry in config.summaries()}
     assert about["llama3-8b-128k"] == "Llama 3.1 8B at 131,072 tokens on one node of 8 GPUs"
     assert about["quickstart"].endswith("on two ranks") and about["packed-sft-64k"].endswith("; on one node of 8 GPUs")
     assert not [text for text in about.values() if "two CPU ranks" in text or "--set" in text or ":" in text]

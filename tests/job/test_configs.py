@@ -182,9 +182,9 @@ def test_overrides_win_over_a_preset_wherever_they_stand(file):
         ("presets: {small: {megatron: {lr: 1}, typo: 3}}", "small", "typo: unknown key"),
     ],
 )
-def test_presets_that_are_not_there_are_refused_in_one_line(tmp_path, text, preset, message):
+def test_presets_that_are_not_there_are_rejected_in_one_line(tmp_path, text, preset, message):
     path = tmp_path / "job.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as refusal:
+    with pytest.raises(ConfigError, match=message) as rejection:
         config.load(str(path), [f"preset={preset}"])
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(rejection.value)

@@ -90,7 +90,7 @@ def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
 def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch):
     corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
     with monkeypatch.context() as patched:
-        patched.setattr(corpora, "_write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patched.setattr(corpora, "_tokenize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             corpora.build(corpus)
     assert not corpus.ready and list((tmp_path / "cache").iterdir()) == []
@@ -102,15 +102,15 @@ def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch):
 
 def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):
     corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
-    write = corpora._write
+    write = corpora._tokenize
 
     def beaten(*args):
         corpora_winner = corpora.find(folder, tmp_path / "cache", vocab_size=300)
-        monkeypatch.setattr(corpora, "_write", write)
+        monkeypatch.setattr(corpora, "_tokenize", write)
         corpora.build(corpora_winner)
         return write(*args)
 
-    monkeypatch.setattr(corpora, "_write", beaten)
+    monkeypatch.setattr(corpora, "_tokenize", beaten)
     corpora.build(corpus)
     assert corpus.ready and [path.name for path in (tmp_path / "cache").iterdir()] == [corpus.folder.name]
 
@@ -137,11 +137,11 @@ def test_standard_library_is_the_default(tmp_path):
         (lambda path: (path.mkdir(), (path / "a.jsonl").write_text("[" * 100000)), "line 1 is not a JSON object"),
     ],
 )
-def test_refusals(tmp_path, make_source, words):
+def test_rejections(tmp_path, make_source, words):
     make_source(tmp_path / "source")
-    with pytest.raises(ConfigError, match=words) as refused:
+    with pytest.raises(ConfigError, match=words) as rejected:
         make(tmp_path / "source", tmp_path / "cache")
-    assert "data.path" in str(refused.value) and "\n" not in str(refused.value)
+    assert "data.path" in str(rejected.value) and "\n" not in str(rejected.value)
 
 
 def test_cache_that_cannot_be_made(folder, tmp_path):
@@ -181,10 +181,10 @@ def test_a_run_goes_on_with_its_own_corpus_only(run_of, folder, tmp_path):
     shutil.copytree(folder, moved)
     assert start(moved).folder != first.folder, "the same texts in another place are the same corpus"
     (moved / "more.txt").write_text("some more words to train on")
-    with pytest.raises(ConfigError, match=r"up to step 7, .*another one, .*data\.replace=true") as refused:
+    with pytest.raises(ConfigError, match=r"up to step 7, .*another corpus, .*data\.replace=true") as rejected:
         start(moved)
-    assert str(tmp_path / "cache" / "moved-") in str(refused.value) and "\n" not in str(refused.value)
+    assert str(tmp_path / "cache" / "moved-") in str(rejected.value) and "\n" not in str(rejected.value)
     replaced = start(moved, "data.replace=true")
     assert start(moved) == replaced
-    with pytest.raises(ConfigError, match="another one"):
+    with pytest.raises(ConfigError, match="another corpus"):
         start(folder)

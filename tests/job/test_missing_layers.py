@@ -1,4 +1,4 @@
-"""A job of TransformerEngine's layers where there is none: refused before a rank starts, shown with a warning by --dry-run."""
+"""A job of TransformerEngine's layers where there is none: rejected before a rank starts, shown with a warning by --dry-run."""
 
 import sys
 
@@ -14,7 +14,7 @@ from cp_ring.slurm.submit import Site, submit
 from tests.slurm.job import TINY
 
 GPUS = Resources(nodes=2, ranks_per_node=2, gpus=True)
-REFUSED = r'transformer_impl: transformer_engine .*pip install -e "\.\[te\]", or give transformer_impl: local'
+REJECTED = r'transformer_impl: transformer_engine .*pip install -e "\.\[te\]", or give transformer_impl: local'
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +34,10 @@ def file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("start", [lambda *job: train.train(*job), lambda file, given: submit(file, GPUS, Site(), given)])
 @pytest.mark.parametrize("given", [[], ["megatron.transformer_impl=transformer_engine"]])
-def test_is_refused_on_a_line(file, tmp_path, start, given):
-    with pytest.raises(ConfigError, match=REFUSED) as refusal:
+def test_is_rejected_on_a_line(file, tmp_path, start, given):
+    with pytest.raises(ConfigError, match=REJECTED) as rejection:
         start(file, given)
-    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400 and not (tmp_path / "run").exists()
+    assert "\n" not in str(rejection.value) and len(str(rejection.value)) < 400 and not (tmp_path / "run").exists()
 
 
 def warnings(capsys):
@@ -59,7 +59,7 @@ def test_another_python_may_have_it(file, capsys, monkeypatch, site):
     monkeypatch.setattr("shutil.which", lambda name: None if name == "sbatch" else "/bin/" + name)
     submit(file, GPUS, site, dry_run=True)
     assert warnings(capsys)[1] == []
-    with pytest.raises(ConfigError, match="no sbatch here"):
+    with pytest.raises(ConfigError, match="sbatch is not installed here"):
         submit(file, GPUS, site)
 
 
@@ -74,7 +74,7 @@ def test_other_layers_need_none(file, capsys, monkeypatch):
 
 def test_preflight_says_what_this_host_lacks(file, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr(preflight, "_flops", lambda gpu: 1.0)
+    monkeypatch.setattr(preflight, "_measure_flops", lambda gpu: 1.0)
     assert preflight.main(file, []) == 2
     said = capsys.readouterr().out
     assert "error: " in said and "launch.device cuda: no GPU for this rank (0 GPUs here)" in said

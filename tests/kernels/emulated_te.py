@@ -41,8 +41,8 @@ class Names:
 
 
 @contextmanager
-def installed(version: str, packed_stats: bool = True) -> Iterator[list[dict]]:
-    """TransformerEngine `version` is importable; with `packed_stats` cuDNN is 9.6 or later."""
+def installed(version: str, packed_stats: bool = True, cudnn: int = 92600) -> Iterator[list[dict]]:
+    """TransformerEngine `version` is importable, with version `cudnn`; `packed_stats` is false for cuDNN before 9.6."""
     calls.clear()
     fused = types.ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
     for name, implementation in (("fused_attn_fwd", forward), ("fused_attn_bwd", backward)):
@@ -57,6 +57,7 @@ def installed(version: str, packed_stats: bool = True) -> Iterator[list[dict]]:
     constants.TE_DType = {torch.float16: ("dtype", torch.float16), torch.bfloat16: ("dtype", torch.bfloat16)}
     extension = types.ModuleType("transformer_engine_torch")
     extension.get_fused_attn_backend = lambda *x: backend(version, *x)
+    extension.get_cudnn_version = lambda: cudnn
     utils = types.ModuleType("transformer_engine.pytorch.attention.dot_product_attention.utils")
     if "FusedAttentionParams" in SIGNATURES[version]:
         # All fields have defaults in the real one; those that stay away here are not looked at for this kind of call.
@@ -67,11 +68,11 @@ def installed(version: str, packed_stats: bool = True) -> Iterator[list[dict]]:
     parents = {f"transformer_engine{name}": types.ModuleType(f"transformer_engine{name}") for name in folders}
     modules = parents | {module.__name__: module for module in (fused, constants, extension, utils)}
     before = {name: sys.modules.get(name) for name in modules}
-    home = REGISTRY["transformer_engine"]
+    home, library = REGISTRY["transformer_engine"], adapter._library
     try:
         sys.modules.update(modules)
         REGISTRY["transformer_engine"] = __name__
-        adapter._library.cache_clear()
+        library.cache_clear()
         KERNEL.__init__()
         yield calls
     finally:
@@ -80,7 +81,7 @@ def installed(version: str, packed_stats: bool = True) -> Iterator[list[dict]]:
             if module is not None:
                 sys.modules[name] = module
         REGISTRY["transformer_engine"] = home
-        adapter._library.cache_clear()
+        library.cache_clear()
 
 
 def backend(version: str, *x):
@@ -119,6 +120,7 @@ def backend_of(p):
 def forward(a: dict, packed_stats: bool):
     calls.append(a)
     check(a)
+    torch.rand((), generator=a["rng_gen"])  # without a generator, the default one advances, though dropout is 0
     assert a["is_training"] is True
     out_parts, stats_parts = [], []
     for q, k, v, _ in tiles(a):
@@ -156,7 +158,7 @@ def backward(a: dict, packed_stats: bool):
 
 
 def check(a: dict) -> None:
-    """What the library would refuse or, worse, misread."""
+    """What the library would reject or, worse, misread."""
     layout = a["qkv_layout"].split("_")
     assert layout in (["sbhd"] * 3, ["thd"] * 3), "the default layout is sbh3d"
     for name in ("o_format", "do_format"):

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels import choose, determinism, flash_aten
+from cp_ring.kernels import choose, cudnn, determinism, flash_aten, versions
 from cp_ring.kernels.base import OPEN, Packing, no_random_state
 
 HEADS = [(4, 4, 64, 64), (8, 2, 60, 36), (8, 2, 192, 128), (4, 1, 128, 128)]
@@ -27,9 +27,11 @@ def _no_kept_fakes():
 def test_flash_aten_turns_torchs_switch_on_for_its_backward_alone(monkeypatch):
     """The operator obeys nothing else."""
     seen = []
-    plain = flash_aten._backward
+    plain = flash_aten._attention_backward
     monkeypatch.setattr(
-        flash_aten, "_backward", lambda *a, **b: seen.append(torch.are_deterministic_algorithms_enabled()) or plain(*a, **b)
+        flash_aten,
+        "_attention_backward",
+        lambda *a, **b: seen.append(torch.are_deterministic_algorithms_enabled()) or plain(*a, **b),
     )
     with FakeTensorMode():
         q, k, v, dout = tensors(4, 4, 64, 64, 32, 32)
@@ -41,9 +43,9 @@ def test_flash_aten_turns_torchs_switch_on_for_its_backward_alone(monkeypatch):
     assert seen == [True, False]
 
 
-def tensors(h, g, d, e, rows, columns, dtype=torch.bfloat16):
-    q, dout = (torch.empty(rows, 2, h, size, dtype=dtype, device="cuda").transpose(0, 1) for size in (d, e))
-    k, v = (torch.empty(columns, 2, g, size, dtype=dtype, device="cuda").transpose(0, 1) for size in (d, e))
+def tensors(h, g, d, e, queries, keys, dtype=torch.bfloat16):
+    q, dout = (torch.empty(queries, 2, h, size, dtype=dtype, device="cuda").transpose(0, 1) for size in (d, e))
+    k, v = (torch.empty(keys, 2, g, size, dtype=dtype, device="cuda").transpose(0, 1) for size in (d, e))
     return q, k, v, dout
 
 
@@ -77,10 +79,29 @@ def test_varlen(h, g, d, e):
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
-def test_cudnn_leaves_single_rows_and_columns_to_plain_products():
+def test_cudnn_leaves_gradients_that_may_be_nan_to_flash_attention(monkeypatch):
+    """On Hopper, full tiles whose keys are 64 modulo 128."""
+    seen = []
+    for name, module in (("cudnn", cudnn), ("flash_aten", flash_aten)):
+        plain = module._attention_backward
+        monkeypatch.setattr(
+            module, "_attention_backward", lambda *a, name=name, plain=plain, **b: seen.append(name) or plain(*a, **b)
+        )
+    shapes = ((192, OPEN, 9), (64, OPEN, 9), (128, OPEN, 9), (96, OPEN, 9), (192, 0, 9), (192, OPEN, 10))
     with FakeTensorMode():
-        for rows, columns in ((1, 32), (32, 1), (1, 1)):
-            q, k, v, dout = tensors(4, 2, 64, 64, rows, columns)
+        for keys, hi, capability in shapes:
+            monkeypatch.setattr(versions, "compute_capability", lambda device, major=capability: (major, 0))
+            q, k, v, dout = tensors(8, 2, 192, 128, keys, keys)
+            out, lse = cudnn.KERNEL.forward(q, k, v, lo=-OPEN, hi=hi, scale=0.1)
+            grads = cudnn.KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=hi, scale=0.1)
+            assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+    assert seen == ["flash_aten", "flash_aten", "cudnn", "cudnn", "cudnn", "cudnn"]
+
+
+def test_cudnn_leaves_single_queries_and_keys_to_plain_products():
+    with FakeTensorMode():
+        for queries, keys in ((1, 32), (32, 1), (1, 1)):
+            q, k, v, dout = tensors(4, 2, 64, 64, queries, keys)
             kernel = choose("cudnn", device=q.device, dtype=q.dtype, d=64, e=64)
             out, lse = kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=0.1)
             assert out.dtype == torch.float64

@@ -1,34 +1,47 @@
-"""The flash-attn adapter: every listed version's signatures, over a float64 stand-in that computes from the arguments."""
+"""The flash-attn adapter on the functions of every listed version, which a stand-in computes in float64 from their arguments.
+
+Where a version registers its functions as `torch.library.custom_op`, the stand-in does too, with the version's schemas.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Optional
 
 import pytest
 import torch
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels import choose
+from cp_ring.kernels import REGISTRY, _chosen, choose
 from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
 from cp_ring.kernels.flash import FlashKernel, Functions, arguments
 from cp_ring.kernels.reference import KERNEL as REFERENCE
-from cp_ring.kernels.window import cut
+from cp_ring.kernels.signatures import parameters_of
+from cp_ring.kernels.window import live_part
 from cp_ring.testing import conformance
 
+CUSTOM_OPS = {  # label: outputs of forward
+    "2: flash-attn 2.7.0": 4,
+    "2: flash-attn 2.7.4": 4,
+    "2: flash-attn 2.8.3": 4,
+    "3: flash-attn August 2026": 4,
+}
 SIGNATURES = json.loads((Path(__file__).parent / "flash_attn_signatures.json").read_text())
 CPU = torch.device("cpu")
 
 
 def stand_in(label: str) -> FlashKernel:
     """The adapter on functions with a version's exact parameters."""
-    found = {}
-    for name, signature in SIGNATURES[label].items():
-        scope: dict = {"run": backward if "bwd" in name or "backward" in name else forward, "label": label}
-        exec(f"def {name}({', '.join(signature.split())}): return run(label, dict(locals()))", scope)
-        found[name] = scope[name]
+    found = functions_of(label)
     names = list(found)
     dense = next(n for n in names if "f" in n and ("fwd" in n or n.endswith("_forward")) and "varlen" not in n)
     dense_backward = next(n for n in names if ("bwd" in n or n.endswith("_backward")) and "varlen" not in n)
@@ -36,6 +49,47 @@ def stand_in(label: str) -> FlashKernel:
     varlen_backward = found.get("_flash_attn_varlen_backward", found[dense_backward])
     functions = Functions(label[0], found[dense], found[dense_backward], varlen, varlen_backward)
     return type("StandIn", (FlashKernel,), {"devices": ("cpu",), "functions": functions})()
+
+
+@cache
+def functions_of(label: str) -> dict[str, Callable]:
+    found = {}
+    for name, signature in SIGNATURES[label].items():
+        back = "bwd" in name or "backward" in name
+        scope: dict = {"run": backward if back else forward, "label": label, "Optional": Optional, "Tensor": torch.Tensor}
+        if label in CUSTOM_OPS:
+            wants = [annotated(word, label[0] == "3") for word in signature.split()]
+            returns = torch.Tensor if back else tuple[(torch.Tensor,) * CUSTOM_OPS[label]]
+            source = f"def {name}({', '.join(wants)}) -> returns: return run(label, dict(locals()))"
+            exec(compile(source, name, "exec", dont_inherit=True), scope | {"returns": returns}, scope)
+            home = "cp_ring_test_" + re.sub(r"\W+", "_", label)
+            mutated = ("dq", "dk", "dv") if back else ()
+            found[name] = torch.library.custom_op(f"{home}::{name}", scope[name], mutates_args=mutated)
+        else:
+            exec(f"def {name}({', '.join(signature.split())}): return run(label, dict(locals()))", scope)
+            found[name] = scope[name]
+    return found
+
+
+KINDS = {
+    "int": "window_size_left window_size_right attention_chunk num_splits sm_margin",
+    "float": "dropout_p softcap",
+    "bool": "causal is_causal return_softmax deterministic rotary_interleaved zero_tensors",
+    "Optional[bool]": "pack_gqa",
+    "Tensor": "q k v dout out softmax_lse",
+}
+TYPES = {name: kind for kind, names in KINDS.items() for name in names.split()}
+
+
+def annotated(word: str, third: bool) -> str:
+    """A parameter with the type that flash-attn's source gives it."""
+    name, _, default = word.partition("=")
+    of_version = {"softmax_scale": "float", "max_seqlen_q": "int", "max_seqlen_k": "int"}
+    of_version |= {"cu_seqlens_q": "Tensor", "cu_seqlens_k": "Tensor"}
+    kind = TYPES.get(name) or (
+        f"Optional[{of_version.get(name, 'Tensor')}]" if third or name not in of_version else of_version[name]
+    )
+    return f"{name}: {kind}" + (f" = {default}" if default else "")
 
 
 def packing_of(label: str, a: dict) -> tuple[Packing, bool]:
@@ -74,6 +128,8 @@ def forward(label: str, a: dict):
     if dense:
         out = out.unflatten(0, a["q"].shape[:2])
         lse = lse.unflatten(1, a["q"].shape[:2]).transpose(0, 1).contiguous()
+    if label in CUSTOM_OPS:
+        return out, lse, *(torch.empty(0) for _ in range(CUSTOM_OPS[label] - 2))
     return (out, *flat, out, lse, None, None) if "2.6" in label else (out, lse, None, None)
 
 
@@ -89,22 +145,52 @@ def backward(label: str, a: dict):
     assert a["deterministic"] is deterministic()
     for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
         a[name].copy_(x.reshape(a[name].shape))
+    return torch.empty(0)
+
+
+@pytest.mark.parametrize("label", CUSTOM_OPS)
+def test_custom_ops_hide_their_parameters(label):
+    """As the real ones do; the binding reads the functions that they were made from."""
+    for name, function in functions_of(label).items():
+        assert list(inspect.signature(function).parameters) == ["args", "kwargs"]
+        assert list(parameters_of(function)) == [word.partition("=")[0] for word in SIGNATURES[label][name].split()]
+
+
+def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
+    kernel = stand_in("2: flash-attn 2.8.3")
+    functions = kernel.functions
+    monkeypatch.setitem(sys.modules, "tests_flash_stand_in", SimpleNamespace(KERNEL=kernel))
+    monkeypatch.setitem(REGISTRY, "flash", "tests_flash_stand_in")
+    assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64) is kernel
+
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window_size, deterministic, mood):
+        raise AssertionError("not called")
+
+    kernel.__class__.functions = replace(functions, backward=backward)
+    assert kernel.rejection(CPU, torch.float16, 64, 64) == "backward of the installed version wants mood, unknown here"
+    _chosen.cache_clear()
+    assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64).name == "cpu"
+    _chosen.cache_clear()
 
 
 @pytest.mark.parametrize("label", SIGNATURES)
 def test_conformance(label):
     kernel = stand_in(label)
-    for prop in ("full rectangles", "bands", "empty rows", "merged backward", "varlen", "deterministic"):
+    for prop in ("full rectangles", "bands", "queries without keys", "merged backward", "varlen", "deterministic"):
         conformance.check(kernel, CPU, torch.float16, only=prop, heads=[(4, 2, 16, 24)])
 
 
 def test_no_deterministic_backward_no_determinism():
-    """A version without the parameter is refused where the same bits are wanted, and not otherwise."""
+    """A version without the parameter is rejected where the same bits are wanted, and not otherwise."""
     kernel = stand_in("2: flash-attn 2.8.3")
     with determinism(True):
         assert kernel.rejection(CPU, torch.float16, 64, 64) is None
     bare = kernel.functions
-    kernel.__class__.functions = replace(bare, backward=lambda dout, q, k, v: None)
+
+    def inexact(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window_size):
+        raise AssertionError("not called")
+
+    kernel.__class__.functions = replace(bare, backward=inexact)
     assert kernel.rejection(CPU, torch.float16, 64, 64) is None
     with determinism(True):
         assert "no deterministic backward" in kernel.rejection(CPU, torch.float16, 64, 64)
@@ -116,11 +202,11 @@ def test_whole_conformance():
 
 def test_window_of_every_small_band():
     """The live part of a tile, and its window, against counting cells."""
-    for rows, columns in ((1, 1), (3, 5), (5, 3), (4, 4)):
+    for queries, keys in ((1, 1), (3, 5), (5, 3), (4, 4)):
         for lo in (-OPEN, *range(-5, 6)):
             for hi in (*range(-5, 6), OPEN):
-                cells = {(i, j) for i in range(rows) for j in range(columns) if lo <= j - i <= hi}
-                live = cut(rows, columns, lo, hi)
+                cells = {(i, j) for i in range(queries) for j in range(keys) if lo <= j - i <= hi}
+                live = live_part(queries, keys, lo, hi)
                 if live is None:
                     assert not cells
                     continue
@@ -132,7 +218,7 @@ def test_window_of_every_small_band():
                     (live.q.start + i, live.k.start + j) for i in range(height) for j in range(width)
                     if (live.left < 0 or j >= i + corner - live.left) and (live.right < 0 or j <= i + corner + live.right)
                 }  # fmt: skip
-                assert seen == cells, (rows, columns, lo, hi, live)
+                assert seen == cells, (queries, keys, lo, hi, live)
                 assert {i for i, _ in cells} == set(range(live.q.start, live.q.stop))
 
 
@@ -156,12 +242,12 @@ def test_a_parameter_of_the_future_is_named():
     def windowless(q, softmax_scale, causal):
         return q, softmax_scale, causal
 
-    with pytest.raises(KernelError, match="windowless of the installed flash-attn has no window_size or window_size_left"):
+    with pytest.raises(KernelError, match="windowless of the installed version has no window_size or window_size_left"):
         arguments(windowless, values)
 
 
-def test_lse_is_not_needed_beyond_the_row():
-    """A row's out and lse do not depend on the tile's other rows."""
+def test_queries_do_not_depend_on_each_other():
+    """A query's out and lse do not depend on the tile's other queries."""
     kernel = stand_in("3: flash-attn 2.8.3")
     q, k, v = (torch.randn(1, 12, 2, 8, dtype=torch.float16) for _ in range(3))
     whole = kernel.forward(q, k, v, lo=-3, hi=0, scale=0.3)

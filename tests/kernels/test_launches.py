@@ -6,11 +6,13 @@ of PyTorch's operators, with the fused merge and sums counted as the one kernel 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import Layout, Mask, RingPlan, attention, ring_attention
 from cp_ring.comm import streams
 from cp_ring.comm.streams import KeyStream
-from cp_ring.kernels import REGISTRY, calls, choose
+from cp_ring.kernels import REGISTRY, calls, choose, signatures
 from cp_ring.kernels.base import OPEN, no_random_state
 from cp_ring.observe.counters import record
 from cp_ring.testing.loopback import LoopbackTransport
@@ -128,7 +130,7 @@ def beyond(hop: Counter[str]) -> int:
 @pytest.mark.parametrize("rank", range(4))
 def test_launches_per_hop(launches, rank):
     """At most 2 in forward and 3 in backward; besides, the lse of a call's queries is copied where the last call had others."""
-    plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4))
+    plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4), schedule="ring")
     both(plan, rank, launches)  # tensors that are made once
     forward, backward = both(plan, rank, launches)
     assert [beyond(hop) for hop in forward] == [1, 1, 1, 1], forward
@@ -138,6 +140,19 @@ def test_launches_per_hop(launches, rank):
     assert max(beyond(hop) for hop in backward) <= 3, backward
     assert [hop["attention"] for hop in backward] == [1, 1, 1, 1, 2]
     assert not any("_local_scalar_dense" in hop for hop in forward + backward)
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_launches_of_hops_with_several_sources(launches, rank):
+    """Sources that the same queries see go to the kernel in one call, so 7 remote ones take 3 calls at most."""
+    plan = RingPlan.build(Mask.causal(8 * 256), Layout.zigzag(8 * 256, 8), schedule=(0, 1, 1, 1, 2, 2, 2, 2))
+    both(plan, rank, launches)
+    forward, backward = both(plan, rank, launches)
+    assert len(forward) == 3
+    assert sum(hop["attention"] for hop in forward) == (3 if rank in (0, 3, 7) else 4)
+    assert all(beyond(hop) == hop["attention"] for hop in forward), forward
+    # Hop 0 is in two halves, of which the second has two tiles.
+    assert sum(hop["attention"] for hop in backward) == sum(hop["attention"] for hop in forward) + 2
 
 
 def test_packed_documents_upload_nothing_in_the_hops(launches):
@@ -152,10 +167,46 @@ def test_packed_documents_upload_nothing_in_the_hops(launches):
         assert bool(launches.counts["upload"]) == (repeat == 0)
 
 
+def test_nothing_is_worked_out_twice(launches, monkeypatch):
+    """A second call of a plan reads no signature, makes no tensor of lengths, and uploads nothing."""
+    signatures_read = []
+    counted = SimpleNamespace(signature=lambda function: signatures_read.append(function) or inspect.signature(function))
+    monkeypatch.setattr(signatures, "inspect", counted)
+    signatures.parameters_of.cache_clear()
+    signatures._names.cache_clear()
+    for plan in (
+        RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4)),
+        RingPlan.build(Mask.causal(4 * 90), Layout.zigzag(4 * 90, 4)),  # uneven: packings of one tile
+        RingPlan.build(Mask.documents([0, 30, 77, 101, 300, 512]), Layout.zigzag(512, 4)),
+    ):
+        both(plan, 1, launches)
+        signatures_read.clear()
+        launches.counts.clear()
+        both(plan, 1, launches)
+        assert launches.counts["attention"]
+        assert not signatures_read
+        assert not launches.counts.keys() & {"arange", "upload", "searchsorted", "cumsum"}
+
+
+def test_strided_queries_are_copied_once(launches):
+    """As models without rotary embeddings give them: a part of one tensor of queries, keys and values."""
+    plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4))
+    q, k, v, _ = draw(1024)
+    q = torch.cat([q, q], -1)[..., :16]
+    with launches, torch.no_grad():
+        ring_attention(q, k, v, LoopbackTransport(1, 4), plan=plan, kernel="emulated", qkv_format="sbhd")
+        launches.hops()
+        launches.counts.clear()
+        ring_attention(q, k, v, LoopbackTransport(1, 4), plan=plan, kernel="emulated", qkv_format="sbhd")
+        hops = launches.hops()[:-1]
+    assert not any(hop["clone"] for hop in hops)
+    assert launches.counts["clone"] == 1
+
+
 def test_no_buffer_is_made_per_hop(launches):
     """From hop 3 on everything is there; slots do not grow with the ranks."""
     cp = 16
-    plan = RingPlan.build(Mask.causal(cp * 512), Layout.zigzag(cp * 512, cp))
+    plan = RingPlan.build(Mask.causal(cp * 512), Layout.zigzag(cp * 512, cp), schedule="ring")
     with record() as counters:
         forward, backward = both(plan, cp // 2, launches)
     assert counters.slots_peak == 2

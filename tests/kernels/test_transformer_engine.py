@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.errors import KernelError
-from cp_ring.kernels import choose
+from cp_ring.kernels import choose, determinism, versions
+from cp_ring.kernels.base import OPEN
 from cp_ring.kernels.signatures import bind
 from cp_ring.testing import conformance
 from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
@@ -85,6 +88,86 @@ def test_rejections_are_one_line():
         choose("transformer_engine", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_default_generator_stays(version):
+    """The library advances the generator of every forward call; it gets one of its own."""
+    q, k, v, _ = Case.draw(128, dtype=torch.bfloat16)
+    with installed(version):
+        before = torch.get_rng_state()
+        KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.25)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_conformance_takes_the_dense_path():
+    """The sizes of training go there: full and causal, forward and backward, and with a merged lse."""
+    with installed("2.20.2") as calls:
+        conformance.check(KERNEL, CPU, torch.bfloat16, only="multiples of 128", heads=[(4, 2, 16, 16)])
+        assert {call["qkv_layout"] for call in calls} == {"sbhd_sbhd_sbhd"}
+        kinds = {(call["attn_mask_type"], "d_o" in call, call["max_seqlen_kv"] % 128) for call in calls}
+        assert kinds == {(mask, back, 0) for mask in ("no_mask", "causal") for back in (False, True)}
+
+
+def test_versions_of_cudnn(monkeypatch):
+    """NaN in gradients of packed tiles before 9.18, a huge deterministic workspace before 9.25; on Hopper only."""
+
+    def rejection(cudnn: int, exact: bool) -> str | None:
+        with installed("2.20.2", cudnn=cudnn), determinism(exact):
+            return KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
+
+    assert rejection(91701, False).startswith("needs cuDNN 9.18.0 or later on Hopper")
+    assert rejection(91701, False).endswith("; 9.17.1 is installed")
+    assert rejection(91800, False) is None
+    assert rejection(92400, True).startswith("needs cuDNN 9.25.0 or later for deterministic gradients on Hopper")
+    assert rejection(92400, False) is rejection(92500, True) is None
+    monkeypatch.setattr(versions, "compute_capability", lambda device: (10, 0))
+    assert rejection(91701, False) is rejection(91701, True) is None
+
+
+def test_dense_gradients_that_may_be_nan(monkeypatch):
+    """Without a backend for packed tiles, 192 keys are a dense call; flash attention takes its backward."""
+    seen = []
+
+    def backward(dout, q, k, v, out, lse, **options):
+        seen.append(k.shape[1])
+        return q, k, v
+
+    monkeypatch.setattr(adapter.FLASH, "backward", backward)
+    monkeypatch.setattr(KERNEL, "_wants_packing", lambda call: False)
+    with installed("2.20.2") as calls:
+        for size, hi, capability in ((192, OPEN, 9), (256, OPEN, 9), (160, OPEN, 9), (192, 0, 9), (192, OPEN, 10)):
+            monkeypatch.setattr(versions, "compute_capability", lambda device, major=capability: (major, 0))
+            q, k, v, dout = Case.draw(size, dtype=torch.bfloat16)
+            out, lse = KERNEL.forward(q, k, v, lo=-OPEN, hi=hi, scale=0.25)
+            KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=hi, scale=0.25)
+        assert seen == [192]
+        assert [call["max_seqlen_kv"] for call in calls if "d_o" in call] == [256, 160, 192, 192]
+
+
+def test_names_that_are_tried_are_those_of_the_calls(monkeypatch):
+    """Rejection tries to bind the same values as the calls pass."""
+    names: dict[str, set[frozenset[str]]] = {}
+
+    def noted(kernel, function, values):
+        names.setdefault(function.__name__, set()).add(frozenset(values))
+        return bind(kernel, function, values)
+
+    monkeypatch.setattr(adapter, "bind", noted)
+    with installed("2.20.2"):
+        conformance.check(KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)])
+    assert [len(names[name]) for name in ("fused_attn_fwd", "fused_attn_bwd")] == [1, 1]
+
+
+def test_library_whose_parameters_do_not_fit_is_rejected(monkeypatch):
+    def fused_attn_bwd(q, temperature):
+        return q, temperature
+
+    with installed("2.20.2"):
+        monkeypatch.setattr(sys.modules["transformer_engine.pytorch.cpp_extensions.fused_attn"], "fused_attn_bwd", fused_attn_bwd)
+        adapter._library.cache_clear()
+        said = KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
+        assert said == "fused_attn_bwd of the installed version wants temperature, unknown here"
+
+
 def test_a_parameter_of_the_future_is_named():
     def fused_attn_fwd(q, temperature):
         return q, temperature
@@ -96,8 +179,6 @@ def test_a_parameter_of_the_future_is_named():
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed")
 def test_installed_version_binds():
     """The real package, as far as it loads without a GPU."""
-    import cp_ring.kernels.transformer_engine as adapter
-
     library = adapter._library()
     assert not isinstance(library, str), library
     for function in (library.forward, library.backward):

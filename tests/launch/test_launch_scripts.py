@@ -116,7 +116,7 @@ def test_complete_environment_is_reused(installer):
     assert installer.calls() == ["venv", "pip"]
 
 
-def test_test_extra_is_added_once_and_serves_both(installer):
+def test_test_extra_is_added_once_for_both(installer):
     for extras in ("", "[test]", "[test]", ""):
         assert installer(f'prepare_environment "{extras}"').returncode == 0
     assert installer.calls() == ["venv", "pip", "pip"]
@@ -263,12 +263,12 @@ def test_quick_checks_come_first_and_each_tells_its_time(checks):
     assert [word[0] for word in words[:3]] == ["ruff", "mypy", "lint-imports"]
     assert words[3][:4] == ["python", "-m", "mkdocs", "build"] and "--strict" in words[3]
     assert words[4][:3] == ["python", "-m", "pytest"] and words[4][-4:] == ["-m", "slow", "-k", "layout"]
-    assert "--durations=15" in words[4] and "loadfile" in words[4]
+    assert "--durations=15" in words[4] and "loadgroup" in words[4]
     times = [line.split("cp_ring: ")[1].split("  ")[0] for line in done.stdout.splitlines() if line.endswith(" s")]
     assert times == ["ruff", "mypy", "import-linter", "documentation", "tests", "all, without installation"]
 
 
-@pytest.mark.parametrize(("fail", "stages"), [("mypy", 2), ("mkdocs", 4), ("loadfile", 5)])
+@pytest.mark.parametrize(("fail", "stages"), [("mypy", 2), ("mkdocs", 4), ("loadgroup", 5)])
 def test_a_failure_ends_the_run(checks, fail, stages):
     done, calls = checks(fail=fail)
     assert done.returncode != 0 and len(calls) == stages

@@ -1,4 +1,4 @@
-"""The wheel alone, away from the checkout, serves the command line, patches, configs and launch."""
+"""The wheel alone, away from the checkout, has the command line, patches, configs and launch."""
 
 import json
 import os

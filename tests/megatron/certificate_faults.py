@@ -1,4 +1,4 @@
-"""Faults that the certificate must refuse, planted one at a time, each with the job in which it is one."""
+"""Faults that the certificate must reject, planted one at a time, each with the job in which it is one."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _ring(attribute: str, faulty: Any) -> Any:
     return found
 
 
-def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any = (-1, -1)) -> Any:
-    return make_plan(mask, n, cp, layout, route)
+def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any, **hops: Any) -> Any:
+    return make_plan(mask, n, cp, layout, route, **hops)
 
 
 def _chunks_swapped(split: Any, batch: Any, rank: int, cp: int) -> Any:
@@ -163,9 +163,9 @@ def _padding() -> list[Any]:
     return [(Documents, "in_thd", attended)]
 
 
-def _wrong_beyond_256(make_plan: Any, mask: str, n: int, *args: Any) -> Any:
+def _wrong_beyond_256(make_plan: Any, mask: str, n: int, *args: Any, **hops: Any) -> Any:
     *rest, (left, right) = args
-    return make_plan(mask, n, *rest, (left if n <= 256 else 200, right))
+    return make_plan(mask, n, *rest, (left if n <= 256 else 200, right), **hops)
 
 
 def _second_row_like_the_first(attention: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ FAULTS: dict[str, Any] = {
     "reported loss halved": _gpt("loss_function", _reported_loss_divided),
     "padding attended": _padding,
     "window beyond 256 tokens": _core("make_plan", _wrong_beyond_256),
-    "second batch row like the first": _core("ring_attention", _second_row_like_the_first),
+    "second batch row like the first": _core("attend", _second_row_like_the_first),
     "loss mask not split": _gpt("on_this_cp_rank", _loss_mask_not_split),
     "gradients of keys summed in bf16": _streams("GradStream", "start", _key_gradients_in_bf16),
     "roll across documents": _parity("roll across documents"),

@@ -66,7 +66,7 @@ def loss_mask_of_ones(data_iterator, model):
 
 
 def mean_over_all_ranks(data_iterator, model):
-    """As scripts of older versions do: the loss function returns a mean over the tokens of all ranks, without a number of tokens."""
+    """As in older scripts: the loss function returns a mean over the tokens of all ranks, and no number of tokens."""
     batch = get_batch(data_iterator)
 
     def loss(output):

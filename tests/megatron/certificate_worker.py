@@ -3,7 +3,7 @@
 A job is {"name", "argv", "cases"}, a case a planted fault ("" for none) and a seed. "step" may name a forward step of
 certificate_steps, and "seconds" the time for probes at the job's length.
 
-FOLDER/name.json gets, from rank 0, a list of {"fault", "seed", "refusals", "untouched"} with the certificate; "untouched" tells
+FOLDER/name.json gets, from rank 0, a list of {"fault", "seed", "rejections", "untouched"} with the certificate; "untouched" tells
 whether all states and arguments are as before.
 """
 
@@ -13,7 +13,6 @@ import sys
 
 import torch
 
-from tests.megatron import certificate_steps
 from tests.megatron.certificate_faults import planted
 
 
@@ -44,6 +43,7 @@ def run(job, folder):
     install(sys.argv[1:])
     args = compat.start()
     from cp_ring.megatron.certificate.certify import run_probes
+    from tests.megatron import certificate_steps  # imports Megatron
 
     step = getattr(certificate_steps, job["step"]) if job.get("step") else None
     found = []
@@ -51,7 +51,7 @@ def run(job, folder):
         before = states()
         with planted(fault):
             certificate = run_probes(args, seed, step, job.get("seconds", 5.0))
-        entry = {"fault": fault, "seed": seed, "refusals": [probe.rejection() for probe in certificate.failures]}
+        entry = {"fault": fault, "seed": seed, "rejections": [probe.rejection() for probe in certificate.failures]}
         entry["failure"] = certificate.failure
         found.append(entry | certificate.as_dict() | {"untouched": states() == before})
     if os.environ["RANK"] == "0":

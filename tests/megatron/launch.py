@@ -67,19 +67,19 @@ def train(
     """
     for name, flags in jobs.items():
         done = attempt(ranks, name, flags, folder, common, (faults or {}).get(name, ""), (data or {}).get(name, ""))
-        assert done.code == (codes or {}).get(name, 0), f"{name}: exit code {done.code} {done.refused}\n{done.output}"
+        assert done.code == (codes or {}).get(name, 0), f"{name}: exit code {done.code} {done.rejected}\n{done.output}"
 
 
 @dataclass
 class Outcome:
-    """Of a job: loss and gradient norm of each step, losses of the validation passes; exit code, end of the output, refusal."""
+    """Of a job: loss and gradient norm of each step, losses of the validation passes; exit code, end of the output, rejection."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     code: int = 0
     output: str = ""
-    refused: str = ""
+    rejected: str = ""
 
 
 def attempt(
@@ -96,7 +96,7 @@ def attempt(
         validation=[passes[number] for number in sorted(passes)],
         code=code,
         output=log.read_text()[-6000:] if log.exists() else "",
-        refused=next((line["refused"] for line in lines if "refused" in line), ""),
+        rejected=next((line["rejected"] for line in lines if "rejected" in line), ""),
     )
 
 

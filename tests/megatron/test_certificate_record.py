@@ -47,7 +47,7 @@ def test_the_same_attention_at_another_size_and_layout_resumes(job, capsys):
         ("cp_ring_document_mask", True, "--cp-ring-document-mask was False, now True"),
     ],
 )
-def test_another_mask_is_refused(job, name, value, flag):
+def test_another_mask_is_rejected(job, name, value, flag):
     setattr(job, name, value)
     with pytest.raises(ConfigError, match=flag) as error:
         record.check(job)

@@ -153,7 +153,7 @@ STILL_8 = [damage for damage in DAMAGES if damage.endswith("tracker") or damage.
 
 
 def decide(group, load, **values):
-    """The iteration that this rank would load, or the refusal."""
+    """The iteration that this rank would load, or the rejection."""
     from cp_ring.megatron.checkpoints import loading
 
     args = argparse.Namespace(load=str(load), save=None, **({"ckpt_step": None} | values))
@@ -178,11 +178,11 @@ def test_falls_back_more_than_once_but_never_for_a_step_that_was_asked_for(pool,
     flip(checkpoint / "iter_0000008" / "__1_0.distcp")
     flip(checkpoint / "iter_0000006" / "__0_0.distcp")
     assert pool.run(decide, 4, checkpoint) == [4] * 4
-    (refusal,) = set(pool.run(decide, 4, checkpoint, ckpt_step=8))
-    assert refusal.startswith("--ckpt-step 8: the checkpoint is half written or damaged: ") and "__1_0.distcp" in refusal
+    (rejection,) = set(pool.run(decide, 4, checkpoint, ckpt_step=8))
+    assert rejection.startswith("--ckpt-step 8: the checkpoint is half written or damaged: ") and "__1_0.distcp" in rejection
     flip(checkpoint / "iter_0000004" / "__1_0.distcp")
-    (refusal,) = set(pool.run(decide, 4, checkpoint))
-    assert refusal.startswith(f"--load {checkpoint}: no checkpoint in it is whole (")
+    (rejection,) = set(pool.run(decide, 4, checkpoint))
+    assert rejection.startswith(f"--load {checkpoint}: no checkpoint in it is whole (")
 
 
 def test_a_checkpoint_without_a_manifest_is_loaded_unverified(pool, checkpoint, monkeypatch):
@@ -311,7 +311,7 @@ def load_entry(folder, key):
     return state[name]
 
 
-def refused(capsys, load, named="posix.system"):
+def rejected(capsys, load, named="posix.system"):
     """Runs `load`, which must end the process or raise with one line that names what was found."""
     with pytest.raises((SystemExit, ConfigError)) as stop:
         load()
@@ -321,7 +321,7 @@ def refused(capsys, load, named="posix.system"):
 
 
 @pytest.mark.parametrize("place", ["index", "common entry", "random states", "common.pt", "legacy common.pt", "nested storage"])
-def test_a_planted_pickle_is_refused_and_never_run(restricting, checkpoint, tmp_path, capsys, place):
+def test_a_planted_pickle_is_rejected_and_never_run(restricting, checkpoint, tmp_path, capsys, place):
     folder, written, value = folders.folder_of(checkpoint, 8), tmp_path / "written", Evil(tmp_path / "written")
     entry = {"common entry": "common_state", "random states": "rng_state", "nested storage": "rng_state"}.get(place)
     if place == "index":
@@ -341,7 +341,7 @@ def test_a_planted_pickle_is_refused_and_never_run(restricting, checkpoint, tmp_
         "nested storage": lambda: load_entry(folder, "rng_state"),
     }
     named = {"legacy common.pt": "no zip archive of torch.save", "nested storage": "load_from_bytes"}.get(place, "posix.system")
-    refused(capsys, steps.get(place, lambda: inspection._saved_args(folder)), named)
+    rejected(capsys, steps.get(place, lambda: inspection._saved_args(folder)), named)
     assert not written.exists()
 
 
@@ -396,7 +396,7 @@ def test_a_real_checkpoint_passes(restricting, jobs):
         ("cp_ring.run", "main"),
     ],
 )
-def test_names_outside_the_list_are_refused(module, name):
+def test_names_outside_the_list_are_rejected(module, name):
     def short(text):
         return b"\x8c" + struct.pack("B", len(text)) + text.encode()
 
@@ -463,7 +463,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_pickle_that_forges_memory_or_changes_the_process_is_refused(name):
+def test_a_pickle_that_forges_memory_or_changes_the_process_is_rejected(name):
     planted = FORGERIES[name]
     with pytest.raises(unpickle.Refused, match="--cp-ring-trust-checkpoint"):
         unpickle.torch_load(archive(planted if isinstance(planted, bytes) else pickle.dumps(planted, 2)))

@@ -11,7 +11,7 @@ from tests.megatron.launch import environment
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.7", "0.19.2+abc"])
-def test_served(monkeypatch, version):
+def test_supported_versions(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
     assert compat.check_version() == version
 

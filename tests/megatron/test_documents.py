@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import multiprocessing
 import shlex
 import sys
 import weakref
@@ -11,17 +12,32 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import documents as documents_module
 from cp_ring.megatron import settings
-from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
 from cp_ring.patches import loss_bias, mtp_roll, rotary_documents
 from tests.megatron import documents as corpora
 from tests.megatron.launch import HERE, MODEL, TRAIN, trace, train
 from tests.parity.deliveries import cut
+
+
+def import_megatron():
+    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost every worker seconds."""
+    global PackedSeqParams, DocumentParams, Documents, boundaries, documents_of
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    import_megatron()
+
+
+if multiprocessing.parent_process():  # a rank that runs a function of this file
+    import_megatron()
 
 REAL, PADDED = np.array([0, 5, 6, 6, 15]), np.array([0, 8, 16, 16, 32])
 BOTH = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -92,7 +108,7 @@ def test_padding_sees_nothing_and_is_seen_by_nobody():
     [
         ({}, 12, "cu_seqlens end at 32, but the 2 ranks .* hold 12 tokens each, 24 together"),
         ({"cu_seqlens_kv": torch.tensor([0, 5, 7, 7, 15])}, 16, "and cu_seqlens_kv differ; --cp-ring supports self attention"),
-        ({"cu_seqlens_kv": None}, 16, "has cu_seqlens_q alone"),
+        ({"cu_seqlens_kv": None}, 16, "has only cu_seqlens_q"),
         ({"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}, 16, "cu_seqlens end at 15"),
         ({"cu_seqlens_q": PADDED[[0, 2, 3, 4]]}, 16, "differ"),
         ({name: torch.tensor([0, 4, 16, 16, 32]) for name in BOTH}, 16, "do not fit into padded"),
@@ -186,7 +202,7 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
     before = settings.current()
     settings.configure(ContextParallelConfig.make(enabled=True, document_mask=True))
     try:
-        with pytest.raises(ConfigError, match="--cp-ring-document-mask: this pipeline stage has no data set to take document"):
+        with pytest.raises(ConfigError, match="--cp-ring-document-mask: this pipeline stage has no data set, from which"):
             gpt.get_batch(None, None)
         arguments.position_embedding_type = "mrope"
         with pytest.raises(ConfigError, match="--position-embedding-type mrope: a middle pipeline stage has no position ids"):

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from cp_ring.megatron.core_attention import RingDotProductAttention
 from tests.megatron.launch import trace, train
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    """Imports Megatron when the first test runs: at collection it would cost every worker seconds."""
+    global RingDotProductAttention
+    from cp_ring.megatron.core_attention import RingDotProductAttention
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
 STOCK = ["--cp-ring-cpu"]

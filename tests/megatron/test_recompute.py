@@ -1,5 +1,6 @@
 """Recomputed activations: the ring does not run twice, gradients do not change, and nothing is kept for longer than needed."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 from cp_ring.megatron import recompute
 from cp_ring.observe.counters import record
+from tests.kernels.emulated_te import installed
 from tests.megatron.launch import TINY, train
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
@@ -177,6 +179,23 @@ def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
         out.square().sum().backward()
     assert ledger.hops == hops and recompute.kept_bytes() == 0
     assert torch.equal(q.grad, wanted)
+
+
+@no_cuda
+def test_hidden_dropout_after_a_kernel_that_draws(one_rank):
+    """TransformerEngine advances a random generator in forward; skipping that in the second run must not change dropout."""
+    layer, q = attention(), torch.randn(TOKENS, ROWS, HEADS, HIDDEN // HEADS, dtype=torch.bfloat16, requires_grad=True)
+    grads = []
+    for keep, runs in ((False, 2), (True, 1)):
+        plain = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+        checkpoint = recompute.keeping(plain) if keep else plain
+        torch.manual_seed(7)
+        with installed("2.20.2") as calls:
+            checkpoint(lambda q: torch.nn.functional.dropout(layer(q, q, q), 0.1), q).square().sum().backward()
+            assert sum("is_training" in call for call in calls) == runs
+        grads.append(q.grad)
+        q.grad = None
+    assert torch.equal(*grads)
 
 
 @no_cuda

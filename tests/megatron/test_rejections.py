@@ -115,11 +115,11 @@ def parse(monkeypatch):
         ),
         (
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--hybrid-override-pattern", "M*M*"],
-            "balanced supports GPT models alone, not --hybrid-override-pattern M*M*, least of all Mamba layers: give",
+            "balanced supports only GPT models, not --hybrid-override-pattern M*M*, and no Mamba layers: give",
         ),
         (
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--hybrid-layer-pattern", "*-*-"],
-            "balanced supports GPT models alone, not --hybrid-layer-pattern *-*-: give",
+            "balanced supports only GPT models, not --hybrid-layer-pattern *-*-: give",
         ),
         (
             ["--cp-ring-layout", "contiguous", "--hybrid-layer-pattern", "G*-"],
@@ -129,7 +129,7 @@ def parse(monkeypatch):
             ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-"],
             "--cp-ring-document-mask does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),
-        (["--cp-ring-document-mask", "--dataloader-inter-document-masking"], "give the latter alone"),
+        (["--cp-ring-document-mask", "--dataloader-inter-document-masking"], "give only the latter"),
         (["--sequence-parallel"], "--sequence-parallel needs TransformerEngine's or Apex's norms"),
         (["--data-path", "/nowhere/corpus"], "--data-path /nowhere/corpus: /nowhere/corpus.idx does not exist"),
         (["--train-data-path", "0.5", "/nowhere/a", "0.5", "/nowhere/b"], "--train-data-path /nowhere/a"),

@@ -5,17 +5,25 @@ import json
 
 import pytest
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.core_attention import RingDotProductAttention
-from cp_ring.megatron.specs import with_ring_attention
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    """Imports Megatron when the first test runs: at collection it would cost every worker seconds."""
+    global GPTModel, get_gpt_layer_local_spec, get_gpt_mtp_block_spec, DotProductAttention, ModuleSpec, build_module
+    global WrappedTorchNorm, MLATransformerConfig, TransformerConfig, RingDotProductAttention, with_ring_attention
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    from cp_ring.megatron.core_attention import RingDotProductAttention
+    from cp_ring.megatron.specs import with_ring_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present")
 
@@ -34,8 +42,8 @@ def ring(one_rank, applied):
     applied("core_attention")
 
 
-def config(layers=2, kind=TransformerConfig, **values):
-    return kind(num_layers=layers, **(SIZES | values))
+def config(layers=2, kind=None, **values):
+    return (kind or TransformerConfig)(num_layers=layers, **(SIZES | values))
 
 
 def latent():
@@ -143,11 +151,16 @@ class OtherAttention(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "other", [OtherAttention, ModuleSpec(module=OtherAttention), functools.partial(OtherAttention, config=None)]
+    "make",
+    [
+        lambda: OtherAttention,
+        lambda: ModuleSpec(module=OtherAttention),
+        lambda: functools.partial(OtherAttention, config=None),
+    ],
 )
-def test_another_core_attention_is_rejected_by_name(other):
+def test_another_core_attention_is_rejected_by_name(make):
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = other
+    spec.submodules.self_attention.submodules.core_attention = make()
     with pytest.raises(
         ConfigError, match=r"--cp-ring replaces DotProductAttention and TEDotProductAttention, not OtherAttention"
     ):

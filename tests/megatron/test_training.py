@@ -50,6 +50,9 @@ def traces(tmp_path_factory):
         {
             "pp2": CPU + FIVE + sizes(pp=2),
             "cp4": RING + FIVE + sizes(cp=4),
+            "cp4_one_source": [*RING, *FIVE, *sizes(cp=4), "--cp-ring-schedule", "ring"],
+            "cp4_two_hops": [*RING, *FIVE, *sizes(cp=4), "--cp-ring-schedule", "0,1,2,2"],
+            "cp4_few_shards": [*RING, *FIVE, *sizes(cp=4), "--cp-ring-slot-shards", "1"],
             "tp2cp2": RING + FIVE + sizes(tp=2, cp=2),
             "pp2cp2": RING + FIVE + sizes(pp=2, cp=2),
             "dp2cp2": RING + FIVE + ZERO1 + sizes(cp=2),
@@ -88,6 +91,8 @@ def agree(ours, theirs, steps, tolerance):
         ("cp2_by_spec", "stock"),
         ("cp2_recomputed", "stock"),
         ("cp4", "stock"),
+        ("cp4_one_source", "stock"),
+        ("cp4_two_hops", "stock"),
         ("tp2cp2", "stock"),
         ("dp2cp2", "stock"),
         ("pp2cp2", "pp2"),
@@ -98,6 +103,14 @@ def test_trains_as_stock_attention_does(traces, job, baseline):
     assert list(ours) == list(stock) == [1, 2, 3, 4, 5]
     assert stock[1]["loss"] - stock[5]["loss"] > 0.1  # the model has moved, so that gradients count
     agree(ours, stock, range(1, 6), 1e-5)
+
+
+def test_the_schedule_changes_no_loss(traces):
+    """With one shard a slot, auto has one source a hop: the same bits."""
+    one_source, few, *others = (trace(traces, job) for job in ("cp4_one_source", "cp4_few_shards", "cp4_two_hops", "cp4"))
+    assert [few[step]["loss"] for step in range(1, 6)] == [one_source[step]["loss"] for step in range(1, 6)]
+    for other in others:
+        agree(other, one_source, range(1, 6), 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 A job is {"name", "argv"}, where a first word that is no flag is a script for cp_ring.run; "fault" and "data" may name one of
 tests.parity.faults and deliveries. The trace of a job goes to FOLDER/name.RANK.jsonl: for each step its number, loss and gradient
 norm at full precision, a checksum of each sequence that this rank read, how many hops it has executed since the job began, and
-how many bytes it keeps for recomputations; for each validation pass its loss; and why it was refused, if it was.
+how many bytes it keeps for recomputations; for each validation pass its loss; and why it was rejected, if it was.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from tests.parity.faults import planted
 rows: list[str] = []
 
 
-REFUSED = 2
+REJECTED = 2
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A job ended before it trained, with a message for its user."""
 
 
@@ -63,7 +63,7 @@ def write(path: Path, line: dict) -> None:
 
 
 def reject(message: str) -> None:
-    raise Refused(message)
+    raise Rejected(message)
 
 
 def run(job: dict, folder: Path) -> None:
@@ -87,9 +87,9 @@ def run(job: dict, folder: Path) -> None:
         with record() as ledger, delivered(job["data"]), planted(job["fault"]):
             observe(path, ledger)
             scripts.main() if by_script else pretrain_gpt.main()
-    except (Refused, ConfigError, KernelError, PlanError) as error:
-        write(path, {"refused": str(error)})
-        sys.exit(REFUSED)
+    except (Rejected, ConfigError, KernelError, PlanError) as error:
+        write(path, {"rejected": str(error)})
+        sys.exit(REJECTED)
 
 
 def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_rank_that_sleeps_in_a_hop_is_named(tmp_path):
     assert all_ended(codes), (codes, lines)
     where = "step 2, microbatch 0, layer 2, forward, hop"
     assert f"rank {SLEEPER} does not wait for anyone: it is in sleeping_post (test_watchdog.py:" in lines[SLEEPER][0]
-    assert any(f"{where} 3: keys from rank {SLEEPER} rows " in line for lines_of in lines for line in lines_of)
+    assert any(f"{where} 3: keys from rank {SLEEPER} tokens " in line for lines_of in lines for line in lines_of)
     (verdict,) = [line for lines_of in lines for line in lines_of if "first stuck" in line]
     assert verdict in lines[0] and f"first stuck: rank {SLEEPER}, which does not wait for anyone" in verdict
     assert "; waiting for it: rank " in verdict and verdict.endswith("; ending the job")
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_answer_is_named():
     assert watchdog.verdict(told, 8) == "first stuck: rank 6, which does not answer"
     told[6] = waits | place | {"hop": 2}
     assert watchdog.verdict(told, 8).startswith("first stuck: rank 6, which waits for 3 s: step 5, microbatch 1, layer 2, back")
-    assert "hop 2: keys from rank 6 rows 0:8" in watchdog.sentence(told[6])
+    assert "hop 2: keys from rank 6 tokens 0:8" in watchdog.sentence(told[6])
     assert json.loads(json.dumps(told[6])) == told[6]
 
 
@@ -138,15 +138,15 @@ def test_what_the_device_waits_for_is_seen_though_the_host_does_not_wait(monkeyp
     ended, work = [], SimpleNamespace(is_completed=lambda: False)
     watch = watchdog.Watch(watchdog.Place(7, 4, 2))
     monkeypatch.setattr(watchdog, "WATCH", watch)
-    rows = (SimpleNamespace(peer=3, ranges=((0, 16),)), [SimpleNamespace(is_cuda=True)])
-    watch.begin(SimpleNamespace(receives=[rows], sends=[], kind="keys", hop=1, ranks=()), [work])
+    receive = (SimpleNamespace(peer=3, ranges=((0, 16),)), [SimpleNamespace(is_cuda=True)])
+    watch.begin(SimpleNamespace(receives=[receive], sends=[], kind="keys", hop=1, ranks=()), [work])
     watch.end()
     dog = watchdog.Watchdog(0.01, 0, 1, Store(), ended.append)
     time.sleep(0.05)
     assert dog.waited() > 0.04
     dog.report()
     printed = capsys.readouterr().err
-    assert "step 7, microbatch 2, layer 4, forward, hop 1: keys from rank 3 rows 0:16" in printed and ended == [3]
+    assert "step 7, microbatch 2, layer 4, forward, hop 1: keys from rank 3 tokens 0:16" in printed and ended == [3]
     work.is_completed = lambda: True
     assert dog.waited() == 0.0
 

@@ -56,9 +56,7 @@ def test_torch_merge_in_float64():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_source_through_the_interpreter():
-    program = (
-        "import tests.ops.test_merge as t; from cp_ring.ops.merge_triton import merge_; t.agrees_with_float64(merge_)"
-    )
+    program = "import tests.ops.test_merge as t; from cp_ring.ops.merge_triton import merge_; t.agrees_with_float64(merge_)"
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]

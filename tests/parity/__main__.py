@@ -1,4 +1,4 @@
-"""The parity matrix: `python -m tests.parity [--rows a,b] [--columns c,d] [--json | --markdown] [--planted]`."""
+"""The parity matrix: `python -m tests.parity [--models a,b] [--splits c,d] [--json | --markdown] [--planted]`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.table import Table
 
 from tests.parity import matrix
 from tests.parity.matrix import Verdict
-from tests.parity.rows import COLUMNS, ROWS
+from tests.parity.models import MODELS, SPLITS
 
 
 def main(
-    rows: Annotated[str, typer.Option(help="Models, separated by commas; all by default.")] = "",
-    columns: Annotated[str, typer.Option(help="Splits, separated by commas; all by default.")] = "",
+    models: Annotated[str, typer.Option(help="Models, separated by commas; all by default.")] = "",
+    splits: Annotated[str, typer.Option(help="Splits, separated by commas; all by default.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, one a cell.")] = False,
     markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
-    planted: Annotated[bool, typer.Option(help="Plant each row's fault: then every cell must be wrong.")] = False,
+    planted: Annotated[bool, typer.Option(help="Plant each model's fault: then every cell must be wrong.")] = False,
 ) -> None:
     """Train each model under each split and compare it with itself at context parallel size 1; exit code 1 if a cell is wrong."""
-    wanted = matrix.cells(_names(rows, ROWS, "--rows"), _names(columns, COLUMNS, "--columns"), planted)
+    wanted = matrix.cells(_names(models, MODELS, "--models"), _names(splits, SPLITS, "--splits"), planted)
     verdicts = list(matrix.run(wanted, tell=functools.partial(print, file=sys.stderr, flush=True)).values())
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
@@ -44,7 +44,7 @@ def _names(given: str, known: tuple, flag: str) -> list[str]:
 
 
 def show(verdicts: list[Verdict]) -> None:
-    """A table on the screen, and below it why cells were refused or failed."""
+    """A table on the screen, and below it why cells were rejected or failed."""
     header, lines, notes = _table(verdicts)
     table = Table(*header)
     for line in lines:
@@ -58,26 +58,26 @@ def show(verdicts: list[Verdict]) -> None:
 def markdown_table(verdicts: list[Verdict]) -> str:
     """The same as Markdown."""
     header, lines, notes = _table(verdicts)
-    rows = [" | ".join(line) for line in (header, ["---"] * len(header), *lines)]
-    return "\n".join([*(f"| {row} |" for row in rows), "", *notes])
+    lines = [" | ".join(line) for line in (header, ["---"] * len(header), *lines)]
+    return "\n".join([*(f"| {line} |" for line in lines), "", *notes])
 
 
 def _table(verdicts: list[Verdict]) -> tuple[list[str], list[list[str]], list[str]]:
-    by_place = {(verdict.cell.row.name, verdict.cell.column.name): verdict for verdict in verdicts}
-    rows, columns = (list(dict.fromkeys(place[index] for place in by_place)) for index in (0, 1))
+    by_place = {(verdict.cell.model.name, verdict.cell.split.name): verdict for verdict in verdicts}
+    models, splits = (list(dict.fromkeys(place[index] for place in by_place)) for index in (0, 1))
     notes: list[str] = []
-    lines = [[row.replace("_", " "), *(_entry(by_place.get((row, column)), notes) for column in columns)] for row in rows]
-    return ["model", *columns], lines, [f"({number}) {note}" for number, note in enumerate(notes, 1)]
+    lines = [[model.replace("_", " "), *(_entry(by_place.get((model, split)), notes) for split in splits)] for model in models]
+    return ["model", *splits], lines, [f"({number}) {note}" for number, note in enumerate(notes, 1)]
 
 
 def _entry(verdict: Verdict | None, notes: list[str]) -> str:
     if verdict is None:
         return ""
-    reason = verdict.refused or verdict.failed
+    reason = verdict.rejected or verdict.failed
     if reason and reason not in notes:
         notes.append(reason)
     if reason:
-        entry = f"{'refused' if verdict.refused else 'failed'} ({notes.index(reason) + 1})"
+        entry = f"{'rejected' if verdict.rejected else 'failed'} ({notes.index(reason) + 1})"
     else:
         entry = f"{max(verdict.loss_error or 0, verdict.grad_norm_error or 0):.1e}"
     return entry if verdict.expected else f"{entry} WRONG"

@@ -1,4 +1,4 @@
-"""Microbatches as training scripts may deliver them: rows of short documents, packed sequences (thd), uneven loss masks."""
+"""Microbatches as training scripts may deliver them: batch rows of short documents, packed sequences (thd), uneven loss masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PADDED = 16  # every padded sequence is a multiple of this, so that it splits at
 def delivered(how: str) -> Iterator[None]:
     """Within the context Megatron's mock data consist of short documents ("documents"), which "thd" packs.
 
-    With "uneven" the loss counts tokens of the middle alone, unevenly; "" changes nothing.
+    With "uneven" the loss counts only some tokens of the middle; "" changes nothing.
     """
     if not how:
         yield
@@ -38,7 +38,7 @@ def delivered(how: str) -> Iterator[None]:
 
 
 def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, torch.Tensor]:
-    """Of the row's first and last eighth, all that the first of 4 ranks holds, no token counts; of the rest two thirds do."""
+    """Counts no token of the first and last eighth, which the first of 4 ranks holds, and two thirds of the others."""
     batch = next_batch(data_iterator)
     n = batch["loss_mask"].shape[1]
     place = torch.arange(n)
@@ -47,7 +47,7 @@ def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, tor
 
 
 def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:
-    """A row of the data set, cut into padded sequences of odd lengths, and this rank's part in Megatron's thd split."""
+    """A batch row of the data set, cut into padded sequences of odd lengths, and this rank's part in Megatron's thd split."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Puts the fault called `name` (none for "") into cp_ring for as long as the context lasts; its patches must be in force."""
+    """Plants the fault `name` (none for "") in cp_ring until the context ends. The patches must be installed before."""
     if not name:
         yield
         return
@@ -38,13 +38,13 @@ def _attention() -> Any:
     return core_attention, "attend"
 
 
-def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any = (-1, -1)) -> Any:
-    return make_plan("no_mask", n, cp, layout, route, (window[0], 1))
+def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any, **hops: Any) -> Any:
+    return make_plan("no_mask", n, cp, layout, route, (window[0], 1), **hops)
 
 
-def _window_widened(make_plan: Any, *args: Any) -> Any:
+def _window_widened(make_plan: Any, *args: Any, **hops: Any) -> Any:
     *kind, (left, right) = args
-    return make_plan(*kind, (left if left < 0 else left + 1, right))
+    return make_plan(*kind, (left if left < 0 else left + 1, right), **hops)
 
 
 def _window_everywhere(has_window: Any, config: Any, layer_number: int) -> bool:

@@ -1,6 +1,6 @@
-"""Cells of the parity matrix: a job with context parallelism against the same model without, and how far they are apart.
+"""Cells of the parity matrix: the errors of a job with context parallelism against the same model without it.
 
-A baseline has context parallel size 1 and no data parallelism; its other sizes are those of the cell only where they change how
+A baseline has context parallel size 1 and no data parallelism; its other sizes are those of the cell only if they change how
 weights are drawn.
 """
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.megatron.launch import Outcome, attempt
-from tests.parity.rows import COLUMNS, COMMON, ROWS, Column, Row
+from tests.parity.models import COMMON, MODELS, SPLITS, Model, Split
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: flags beside `COMMON`, on `ranks` ranks; `fault` is planted in it, and `data` says how its batches come."""
+    """A training job on `ranks` ranks: its flags in addition to `COMMON`, its planted fault, and the kind of its microbatches."""
 
     name: str
     ranks: int
@@ -30,80 +30,80 @@ class Job:
 
 @dataclass(frozen=True)
 class Cell:
-    """One model under one split; with `planted` the row's fault is in it."""
+    """One model under one split; with `planted` the model's fault is in it."""
 
-    row: Row
-    column: Column
+    model: Model
+    split: Split
     planted: bool = False
 
     def job(self) -> Job:
         """Training with ring attention."""
-        column, row = self.column, self.row
-        name = f"{row.name}-{column.name}{'-planted' if self.planted else ''}"
-        ranks = column.cp * column.tp * column.pp * column.dp
-        flags = [*self._flags(column.tp), "--cp-ring", "--context-parallel-size", str(column.cp), *row.ring.split()]
-        return Job(name, ranks, tuple(flags), row.fault if self.planted else "", row.data)
+        split, model = self.split, self.model
+        name = f"{model.name}-{split.name}{'-planted' if self.planted else ''}"
+        ranks = split.cp * split.tp * split.pp * split.dp
+        flags = [*self._flags(split.tp), "--cp-ring", "--context-parallel-size", str(split.cp), *model.ring.split()]
+        return Job(name, ranks, tuple(flags), model.fault if self.planted else "", model.data)
 
     def baseline(self) -> Job:
         """The same model at context parallel size 1, on as few ranks as draw the same weights."""
-        row, pp = self.row, self.column.pp
-        tp = self.column.tp if row.drawn_by_tp else 1
-        flags = (*self._flags(tp), *row.baseline.split())
-        return Job(f"{row.name}-baseline-tp{tp}pp{pp}", max(tp, row.experts) * pp, flags, data=row.data)
+        model, pp = self.model, self.split.pp
+        tp = self.split.tp if model.drawn_by_tp else 1
+        flags = (*self._flags(tp), *model.baseline.split())
+        return Job(f"{model.name}-baseline-tp{tp}pp{pp}", max(tp, model.experts) * pp, flags, data=model.data)
 
     def _flags(self, tp: int) -> list[str]:
-        row = self.row
+        model = self.model
         sizes = {
-            "--num-layers": row.layers,
-            "--seq-length": row.sequence,
+            "--num-layers": model.layers,
+            "--seq-length": model.sequence,
             "--tensor-model-parallel-size": tp,
-            "--pipeline-model-parallel-size": self.column.pp,
-            "--expert-model-parallel-size": row.experts,
+            "--pipeline-model-parallel-size": self.split.pp,
+            "--expert-model-parallel-size": model.experts,
         }
-        return [*row.flags.split(), *(word for name, size in sizes.items() for word in (name, str(size)))]
+        return [*model.flags.split(), *(word for name, size in sizes.items() for word in (name, str(size)))]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Largest relative errors of a cell over all steps and the validation pass; or why there are none."""
+    """The largest relative errors of a cell over all steps and the validation pass, or the reason why there are none."""
 
     cell: Cell
     loss_error: float | None = None
     grad_norm_error: float | None = None
-    refused: str = ""
+    rejected: str = ""
     failed: str = ""
 
     @property
     def ok(self) -> bool:
-        """Trained, and as exactly as the row asks for."""
+        """Whether it trained, with errors within the tolerance of the model."""
         errors = self.loss_error, self.grad_norm_error
-        return None not in errors and max(errors) <= self.cell.row.tolerance
+        return None not in errors and max(errors) <= self.cell.model.tolerance
 
     @property
     def expected(self) -> bool:
-        """As it should be: right, refused where the row says so, or wrong where a fault is planted."""
+        """Whether the cell is as it must be: right, rejected if the model says so, or wrong if a fault is planted."""
         if self.failed:
             return False
-        reason = self.cell.row.refused.get(self.cell.column.name, "")
-        if self.refused or reason:
-            return bool(reason) and reason in self.refused
+        reason = self.cell.model.rejected.get(self.cell.split.name, "")
+        if self.rejected or reason:
+            return bool(reason) and reason in self.rejected
         return self.ok is not self.cell.planted
 
     def as_dict(self) -> dict[str, Any]:
-        """The cell's row of the JSON output."""
-        label = {"model": self.cell.row.name, "parallel": self.cell.column.name}
-        if self.refused:
-            return label | {"refused": self.refused}
+        """The entry of this cell in the JSON output."""
+        label = {"model": self.cell.model.name, "parallel": self.cell.split.name}
+        if self.rejected:
+            return label | {"rejected": self.rejected}
         if self.failed:
             return label | {"ok": False, "failed": self.failed}
         return label | {"loss_error": self.loss_error, "grad_norm_error": self.grad_norm_error, "ok": self.ok}
 
 
 def compare(cell: Cell, ours: Outcome, theirs: Outcome) -> Verdict:
-    """How far a cell's job is from its baseline."""
+    """The errors of a job of a cell against its baseline."""
     for what, prefix in ((ours, ""), (theirs, "baseline: ")):
-        if what.refused:
-            return Verdict(cell, refused=prefix + what.refused)
+        if what.rejected:
+            return Verdict(cell, rejected=prefix + what.rejected)
         if what.code:
             return Verdict(cell, failed=f"{prefix}exit code {what.code}\n{what.output}")
     losses, expected = [*ours.losses, *ours.validation], [*theirs.losses, *theirs.validation]
@@ -118,15 +118,15 @@ def _error(ours: list[float], theirs: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
 
 
-def cells(rows: Iterable[str] = (), columns: Iterable[str] = (), planted: bool = False) -> list[Cell]:
-    """The cells of the named rows and columns, by default of all. Raises `KeyError` for an unknown name."""
-    by_row, by_column = {row.name: row for row in ROWS}, {column.name: column for column in COLUMNS}
-    chosen = [by_column[name] for name in columns] or list(COLUMNS)
+def cells(models: Iterable[str] = (), splits: Iterable[str] = (), planted: bool = False) -> list[Cell]:
+    """The cells of the named models and splits, by default of all. Raises `KeyError` for an unknown name."""
+    by_model, by_split = {model.name: model for model in MODELS}, {split.name: split for split in SPLITS}
+    chosen = [by_split[name] for name in splits] or list(SPLITS)
     return [
-        Cell(row, column, planted)
-        for row in ([by_row[name] for name in rows] or ROWS)
-        for column in chosen
-        if not row.columns or column.name in row.columns
+        Cell(model, split, planted)
+        for model in ([by_model[name] for name in models] or MODELS)
+        for split in chosen
+        if not model.splits or split.name in model.splits
     ]
 
 

@@ -1,4 +1,4 @@
-"""The parity matrix: a part of it in every test run, all of it with `-m slow`, and a fault in each row that must show."""
+"""The parity matrix: a part of it in every test run, all of it with `-m slow`, and a fault in each model that must show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.parity import __main__ as command
 from tests.parity import matrix
 from tests.parity.matrix import Cell, Verdict
-from tests.parity.rows import COLUMNS, ROWS, Row
+from tests.parity.models import MODELS, SPLITS, Model
 
 PART = {
     "cp2": "mla",
@@ -19,8 +19,8 @@ PART = {
 PLANTED = ("mla", "learnable_sinks", "packed_thd", "uneven_loss_mask")
 
 
-def named(names: str, column: str, planted: bool = False) -> list[Cell]:
-    return matrix.cells(names.split(","), [column], planted)
+def named(names: str, split: str, planted: bool = False) -> list[Cell]:
+    return matrix.cells(names.split(","), [split], planted)
 
 
 def check(cells: list[Cell], folder) -> None:
@@ -30,27 +30,27 @@ def check(cells: list[Cell], folder) -> None:
 
 def test_a_part_trains_as_without_context_parallelism_and_planted_faults_show(tmp_path):
     planted = named(",".join(PLANTED), "cp2", planted=True)
-    check([cell for column, names in PART.items() for cell in named(names, column)] + planted, tmp_path)
+    check([cell for split, names in PART.items() for cell in named(names, split)] + planted, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [row.name for row in ROWS])
-def test_the_whole_matrix(tmp_path, row):
-    check(matrix.cells([row]), tmp_path)
+@pytest.mark.parametrize("model", [model.name for model in MODELS])
+def test_the_whole_matrix(tmp_path, model):
+    check(matrix.cells([model]), tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_planted_fault_shows_in_every_row(tmp_path, row):
-    check(named(row.name, row.columns[0] if row.columns else "cp2", planted=True), tmp_path)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_a_planted_fault_shows_in_every_model(tmp_path, model):
+    check(named(model.name, model.splits[0] if model.splits else "cp2", planted=True), tmp_path)
 
 
-def verdict(row: Row, column: str = "tp2cp2", planted: bool = False, **found) -> Verdict:
-    return Verdict(Cell(row, next(each for each in COLUMNS if each.name == column), planted), **found)
+def verdict(model: Model, split: str = "tp2cp2", planted: bool = False, **found) -> Verdict:
+    return Verdict(Cell(model, next(each for each in SPLITS if each.name == split), planted), **found)
 
 
-PLAIN = Row("plain", "", "")
-REFUSED = Row("refused", "", "", refused={"tp2cp2": "needs --sequence-parallel"})
+PLAIN = Model("plain", "", "")
+REJECTED = Model("rejected", "", "", rejected={"tp2cp2": "needs --sequence-parallel"})
 
 
 @pytest.mark.parametrize(
@@ -61,35 +61,35 @@ REFUSED = Row("refused", "", "", refused={"tp2cp2": "needs --sequence-parallel"}
         (verdict(PLAIN, loss_error=float("nan"), grad_norm_error=0.0), False),
         (verdict(PLAIN, planted=True, loss_error=1e-6, grad_norm_error=9e-6), False),
         (verdict(PLAIN, planted=True, loss_error=1e-1, grad_norm_error=0.0), True),
-        (verdict(PLAIN, refused="give --something"), False),
+        (verdict(PLAIN, rejected="give --something"), False),
         (verdict(PLAIN, failed="crashed"), False),
         (verdict(PLAIN, planted=True, failed="crashed"), False),
-        (verdict(REFUSED, refused="--experts needs --sequence-parallel"), True),
-        (verdict(REFUSED, refused="--experts cannot be"), False),
-        (verdict(REFUSED, loss_error=0.0, grad_norm_error=0.0), False),
-        (verdict(REFUSED, "cp2", loss_error=0.0, grad_norm_error=0.0), True),
+        (verdict(REJECTED, rejected="--experts needs --sequence-parallel"), True),
+        (verdict(REJECTED, rejected="--experts cannot be"), False),
+        (verdict(REJECTED, loss_error=0.0, grad_norm_error=0.0), False),
+        (verdict(REJECTED, "cp2", loss_error=0.0, grad_norm_error=0.0), True),
     ],
 )
-def test_a_cell_is_wrong_unless_it_is_what_its_row_says(given, expected):
+def test_a_cell_is_wrong_unless_it_is_what_its_model_says(given, expected):
     assert given.expected is expected
 
 
-def test_the_table_shows_errors_refusals_and_what_is_wrong():
+def test_the_table_shows_errors_rejections_and_what_is_wrong():
     verdicts = [
         verdict(PLAIN, "cp2", loss_error=1e-7, grad_norm_error=3e-7),
         verdict(PLAIN, loss_error=1e-3, grad_norm_error=0.0),
-        verdict(REFUSED, refused="needs --sequence-parallel"),
+        verdict(REJECTED, rejected="needs --sequence-parallel"),
     ]
     lines = command.markdown_table(verdicts).splitlines()
     assert lines[0] == "| model | cp2 | tp2cp2 |"
     assert lines[2:] == [
         "| plain | 3.0e-07 | 1.0e-03 WRONG |",
-        "| refused |  | refused (1) |",
+        "| rejected |  | rejected (1) |",
         "",
         "(1) needs --sequence-parallel",
     ]
 
 
-def test_every_row_has_another_name_and_a_fault():
-    assert len({row.name for row in ROWS}) == len(ROWS)
-    assert all(row.fault for row in ROWS)
+def test_every_model_has_another_name_and_a_fault():
+    assert len({model.name for model in MODELS}) == len(MODELS)
+    assert all(model.fault for model in MODELS)

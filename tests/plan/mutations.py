@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_ring.plan import Hop, RankPlan, RingPlan, Tiles, Transfer
+from cp_ring.plan import OPEN, Hop, RankPlan, RingPlan, Tiles, Transfer
 from cp_ring.plan.ranges import sort_index
 from cp_ring.plan.tables import Transfers
 
@@ -104,7 +104,11 @@ def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) 
         values = getattr(messages, column).copy()
         i = rng.integers(len(messages))
         values[i] = change(int(values[i]), plan.cp)
-        return replace(plan, **{table: _sorted(table, replace(messages, **{column: values}))}, _rank_plans={})
+        if (table, column) in (("transfers", "sender"), ("gradients", "receiver")):
+            # Another rank of the same hop may have the owner's tokens too, and would be right.
+            while plan.schedule[(values[i] - messages.owner[i]) % plan.cp] == messages.buffer[i]:
+                values[i] = change(int(values[i]), plan.cp)
+        return replace(plan, **{table: _sorted(table, replace(messages, **{column: values}), plan.cp)}, _rank_plans={})
 
     return mutate
 
@@ -129,24 +133,81 @@ def keys_two_hops_old(plan: RingPlan, rng: Rng) -> RingPlan | None:
     late = keys.hop >= 3
     if not late.any():
         return None
-    sender = np.where(late, (keys.owner + keys.hop - 2) % plan.cp, keys.sender)
+    sender = np.where(late, (keys.owner + _first_distance(plan, keys.hop - 2)) % plan.cp, keys.sender)
     buffer = np.where(late, keys.hop - 2, keys.buffer)
-    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer)), _rank_plans={})
+    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer), plan.cp), _rank_plans={})
 
 
 def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
     """A route that sends gradients to the buffer of two hops later, which does not exist yet."""
     grads = plan.gradients
-    early = grads.hop + 2 < plan.cp
+    early = grads.hop + 2 <= plan.schedule[-1]
     if not early.any():
         return None
-    receiver = np.where(early, (grads.owner + grads.hop + 2) % plan.cp, grads.receiver)
+    receiver = np.where(early, (grads.owner + _first_distance(plan, grads.hop + 2)) % plan.cp, grads.receiver)
     buffer = np.where(early, grads.hop + 2, grads.buffer)
-    return replace(plan, gradients=_sorted("gradients", replace(grads, receiver=receiver, buffer=buffer)), _rank_plans={})
+    late = _sorted("gradients", replace(grads, receiver=receiver, buffer=buffer), plan.cp)
+    return replace(plan, gradients=late, _rank_plans={})
 
 
-def _sorted(table: str, messages: Transfers) -> Transfers:
-    return messages.sorted_by("receiver" if table == "transfers" else "sender", "hop", "start")
+def _other_source(plan: RingPlan, rank: int, owner: int) -> int | None:
+    """Another owner whose keys `rank` uses at the hop at which it uses those of `owner`."""
+    hops = np.array(plan.schedule)
+    others = np.flatnonzero(hops == hops[(rank - owner) % plan.cp])
+    others = (rank - others[others != (rank - owner) % plan.cp]) % plan.cp
+    return int(others[0]) if len(others) else None
+
+
+def tile_on_another_source_of_its_hop(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    for i in rng.permutation(np.flatnonzero(plan.tile_hop)).tolist():
+        other = _other_source(plan, int(plan.tile_rank[i]), int(plan.tile_source[i]))
+        if other is not None:
+            source = plan.tile_source.copy()
+            source[i] = other
+            return _with_tiles(plan, plan.tiles, plan.tile_rank, plan.tile_hop, source)
+    return None
+
+
+def source_missing_from_a_slot(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    """All keys of one of the hop's owners stay away."""
+    keys = plan.transfers
+    for i in rng.permutation(len(keys)).tolist():
+        if _other_source(plan, int(keys.receiver[i]), int(keys.owner[i])) is not None:
+            keep = (keys.receiver != keys.receiver[i]) | (keys.owner != keys.owner[i])
+            return replace(plan, transfers=keys[keep], _rank_plans={})
+    return None
+
+
+def gradients_to_another_owner_of_the_hop(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    """Of gradients that should be home after this hop."""
+    grads = plan.gradients
+    for i in rng.permutation(np.flatnonzero(grads.buffer == 0)).tolist():
+        other = _other_source(plan, int(grads.sender[i]), int(grads.owner[i]))
+        if other is not None:
+            receiver = grads.receiver.copy()
+            receiver[i] = (receiver[i] + other - grads.owner[i]) % plan.cp
+            return replace(plan, gradients=replace(grads, receiver=receiver), _rank_plans={})
+    return None
+
+
+def another_schedule(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    """A right schedule, but not the one of the tables: an owner whose keys are used is at another hop."""
+    used = sorted({*((plan.tile_rank - plan.tile_source) % plan.cp).tolist()} - {0})
+    for distance in used:
+        hops = np.array(plan.schedule)
+        hops[distance:] += 1 if hops[distance] == hops[distance - 1] else -1
+        if hops[distance]:
+            return replace(plan, schedule=tuple(hops.tolist()), _rank_plans={})
+    return None
+
+
+def _first_distance(plan: RingPlan, hop: np.ndarray) -> np.ndarray:
+    """The first ring distance of each hop."""
+    return np.searchsorted(plan.schedule, hop)
+
+
+def _sorted(table: str, messages: Transfers, cp: int) -> Transfers:
+    return messages.in_buffer_order("receiver" if table == "transfers" else "sender", cp)
 
 
 def _next(value: int, cp: int) -> int:
@@ -158,7 +219,8 @@ PLAN_MUTATIONS: dict[str, Callable[[RingPlan, Rng], RingPlan | None]] = {
     for f in (
         tile_dropped, tile_doubled, tile_shifted_in_keys, tile_shifted_in_queries, tile_with_fewer_queries, tile_with_more_keys,
         tile_without_its_corner, tile_on_the_wrong_rank, tile_at_the_wrong_hop, tile_on_the_wrong_keys,
-        keys_two_hops_old, gradients_two_hops_on,
+        keys_two_hops_old, gradients_two_hops_on, tile_on_another_source_of_its_hop, source_missing_from_a_slot,
+        gradients_to_another_owner_of_the_hop, another_schedule,
     )
 }  # fmt: skip
 for _table in ("transfers", "gradients"):
@@ -231,6 +293,53 @@ def _swap_ranks(parts: RankPlans, rng: Rng) -> RankPlans | None:
     return [replace(parts[{a: b, b: a}.get(part.rank, part.rank)], rank=part.rank) for part in parts]
 
 
+def _peers_swapped(hop: Hop, name: str) -> Hop:
+    """The first two transfers keep their tokens and change their peers."""
+    first, second, *others = getattr(hop, name)
+    return replace(hop, **{name: (replace(first, peer=second.peer), replace(second, peer=first.peer), *others)})
+
+
+def _source_missing(parts: RankPlans, rng: Rng) -> RankPlans | None:
+    """A rank does not receive one of a hop's sources, and the other rank does not send it."""
+    places = [(part.rank, i) for part in parts for i, hop in enumerate(part.hops) if len(hop.receives) > 1]
+    if not places:
+        return None
+    rank, i = places[rng.integers(len(places))]
+    hop = parts[rank].hops[i]
+    *others, missing = hop.receives
+    sent = next(sent for sent in parts[missing.peer].hops if sent.index == hop.index)
+    without = replace(sent, sends=tuple(t for t in sent.sends if t.peer != rank))
+    for at, new in ((rank, replace(hop, receives=tuple(others))), (missing.peer, without)):
+        hops = tuple(new if old.index == new.index else old for old in parts[at].hops)
+        parts = [replace(part, hops=hops) if part.rank == at else part for part in parts]
+    return parts
+
+
+def _messages_swapped(hop: Hop) -> Hop:
+    """The first two messages of one peer arrive at each other's place."""
+    place = next(i for i, t in enumerate(hop.receives) if len(t.ranges) > 1)
+    first, second, *others = hop.receives[place].ranges
+    swapped = replace(hop.receives[place], ranges=(second, first, *others))
+    return replace(hop, receives=(*hop.receives[:place], swapped, *hop.receives[place + 1 :]))
+
+
+def _full_tile(hop: Hop, inside: bool) -> int | None:
+    """A tile without a band, of a hop with several sources; with `inside`, one after which there are more keys."""
+    tiles = hop.tiles
+    found = (tiles.lo == -OPEN) & (tiles.hi == OPEN) & ((tiles.k1 < hop.num_keys) if inside else (tiles.k1 - tiles.k0 > 1))
+    return int(np.flatnonzero(found)[0]) if _several(hop) and found.any() else None
+
+
+def _with_keys(hop: Hop, tile: int | None, more: int) -> Hop:
+    data = hop.tiles.data.copy()
+    data[3, tile] += more
+    return replace(hop, tiles=Tiles(data))
+
+
+def _several(hop: Hop) -> bool:
+    return len(hop.sources) > 1
+
+
 def _hop_mutation(fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]) -> Callable[[RankPlans, Rng], RankPlans | None]:
     return lambda parts, rng: _edit_hop(parts, rng, fits, change)
 
@@ -248,7 +357,7 @@ RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
     "tile doubled": _hop_mutation(_busy, lambda hop: _pick(hop, np.append(np.arange(len(hop.tiles)), 0))),
     "tile shifted": _hop_mutation(_busy, lambda hop: replace(hop, tiles=hop.tiles.shifted(0, 1))),
     "hop emptied": _hop_mutation(_away, lambda hop: _pick(hop, np.arange(0))),
-    "send without receive": _hop_mutation(lambda hop: hop.receive is not None, lambda hop: replace(hop, receive=None)),
+    "send without receive": _hop_mutation(lambda hop: bool(hop.receives), lambda hop: replace(hop, receives=hop.receives[1:])),
     "receive without send": _hop_mutation(lambda hop: bool(hop.sends), lambda hop: replace(hop, sends=hop.sends[1:])),
     "send range shortened": _hop_mutation(lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shortened)),
     "send range shifted": _hop_mutation(lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shifted)),
@@ -256,10 +365,10 @@ RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
         lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", lambda t: replace(t, peer=t.peer + 1))
     ),
     "receive from the wrong rank": _hop_mutation(
-        lambda hop: hop.receive is not None, lambda hop: replace(hop, receive=replace(hop.receive, peer=hop.receive.peer + 1))
+        lambda hop: bool(hop.receives), lambda hop: _first(hop, "receives", lambda t: replace(t, peer=t.peer + 1))
     ),
     "key buffer of another size": _hop_mutation(_away, lambda hop: replace(hop, num_keys=hop.num_keys + 1)),
-    "wrong source": _hop_mutation(_away, lambda hop: replace(hop, source=0 if hop.source else 1)),
+    "wrong source": _hop_mutation(_away, lambda hop: replace(hop, sources=(0 if hop.sources[0] else 1, *hop.sources[1:]))),
     "gradient tokens shifted": _hop_mutation(_away, lambda hop: replace(hop, grad_shift=hop.grad_shift + 1)),
     "gradients not sent": _hop_mutation(lambda hop: bool(hop.grad_sends), lambda hop: replace(hop, grad_sends=())),
     "gradients not received": _hop_mutation(lambda hop: bool(hop.grad_receives), lambda hop: replace(hop, grad_receives=())),
@@ -270,6 +379,27 @@ RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
         lambda hop: bool(hop.grad_receives), lambda hop: _first(hop, "grad_receives", lambda t: replace(t, buffer=t.buffer + 2))
     ),
     "gradient buffer of another size": _hop_mutation(_away, lambda hop: replace(hop, num_grads=hop.num_grads + 1)),
+    "two sources swapped in a slot": _hop_mutation(
+        lambda hop: len(hop.receives) > 1, lambda hop: _peers_swapped(hop, "receives")
+    ),
+    "source at another offset of the slot": _hop_mutation(
+        lambda hop: len(hop.receives) > 1,
+        lambda hop: replace(hop, receives=(*hop.receives[:-1], _shifted(hop.receives[-1]))),
+    ),
+    "source missing from a slot": _source_missing,
+    "tile reaches one token into the next source": _hop_mutation(
+        lambda hop: _full_tile(hop, True) is not None, lambda hop: _with_keys(hop, _full_tile(hop, True), 1)
+    ),
+    "tile of several sources one token short": _hop_mutation(
+        lambda hop: _full_tile(hop, False) is not None, lambda hop: _with_keys(hop, _full_tile(hop, False), -1)
+    ),
+    "gradients to the wrong one of two owners": _hop_mutation(
+        lambda hop: len(hop.grad_sends) > 1, lambda hop: _peers_swapped(hop, "grad_sends")
+    ),
+    "two messages between the same ranks swapped": _hop_mutation(
+        lambda hop: any(len(t.ranges) > 1 for t in hop.receives), _messages_swapped
+    ),
+    "sources in another order": _hop_mutation(_several, lambda hop: replace(hop, sources=hop.sources[::-1])),
     "hops swapped": _swap_hops,
     "ranks swapped": _swap_ranks,
 }

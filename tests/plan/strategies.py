@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from cp_ring.plan import Capabilities, Layout, Mask, RingPlan
+from cp_ring.plan.schedule import Schedule
 
 CAPABILITIES = (
     Capabilities(),
@@ -55,8 +56,21 @@ def layouts(draw: st.DrawFn, mask: Mask, cp: int) -> Layout:
 
 
 @st.composite
+def schedules(draw: st.DrawFn, cp: int) -> str | Schedule:
+    """Any schedule of `cp` ranks, often one of those that have a name."""
+    named = draw(st.sampled_from(["auto", "ring", "gather", "any", "any"]))
+    if named != "any":
+        return named
+    hops = [0, 1][:cp]
+    while len(hops) < cp:
+        hops.append(hops[-1] + draw(st.integers(0, 1)))
+    return tuple(hops)
+
+
+@st.composite
 def plans(draw: st.DrawFn, min_cp: int = 1) -> RingPlan:
     """Any plan of up to 9 ranks and 64 tokens."""
     cp = draw(st.integers(min_cp, 9))
     mask = draw(masks(draw(st.integers(cp, 64))))
-    return RingPlan.build(mask, draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring"])))
+    layout, route = draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring"]))
+    return RingPlan.build(mask, layout, route, draw(schedules(cp)))

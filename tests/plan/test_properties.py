@@ -40,7 +40,7 @@ def check_plan(plan: RingPlan) -> None:
             queries = np.concatenate([np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine])
             assert len(queries) == len(np.unique(queries))
     rank = plan.n % plan.cp
-    alone = RingPlan.build_rank_plan(plan.mask, plan.layout, rank, plan.route)
+    alone = RingPlan.build_rank_plan(plan.mask, plan.layout, rank, plan.route, plan.schedule)
     assert repr(alone) == repr(plan.rank_plan(rank))
 
 
@@ -88,31 +88,50 @@ def test_many_spoiled_random_plans_are_rejected(plan: RingPlan, pick: int, seed:
     check_mutation(plan, pick, seed)
 
 
+def several_sources(route: str) -> RingPlan:
+    """Slots of several sources, of each of which several ranges arrive."""
+    striped = Layout(96, 6, np.arange(0, 97, 4), np.arange(24) % 6, "striped")
+    return RingPlan.build(Mask.full(96, (6, 6)), striped, route, (0, 1, 1, 2, 2, 2))
+
+
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("name", PLAN_MUTATIONS)
 def test_each_mutation_of_the_tables_is_rejected_by_name(name: str, route: str) -> None:
-    plan = RingPlan.build(Mask.documents([0, 21, 50, 64]), Layout.zigzag(64, 4), route)
+    plans = [
+        RingPlan.build(Mask.documents([0, 21, 50, 64]), Layout.zigzag(64, 4), route, "ring"),
+        several_sources(route),
+    ]
     for seed in range(5):
-        spoiled = PLAN_MUTATIONS[name](plan, np.random.default_rng(seed))
-        assert spoiled is not None
-        with pytest.raises(PlanError, match=r"rank \d"):
-            spoiled.verify()
+        spoiled = [PLAN_MUTATIONS[name](plan, np.random.default_rng(seed)) for plan in plans]
+        assert spoiled != [None, None]
+        for plan in spoiled:
+            if plan is not None:
+                with pytest.raises(PlanError, match=r"rank \d"):
+                    plan.verify()
 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("name", RANK_PLAN_MUTATIONS)
 def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name: str, route: str) -> None:
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route)
+    plans = [
+        RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring"),
+        RingPlan.build(Mask.causal(96), Layout.zigzag(96, 6), route, (0, 1, 1, 2, 2, 2)),
+        several_sources(route),
+    ]
     for seed in range(5):
-        parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(4)], np.random.default_rng(seed))
-        assert parts is not None
-        with pytest.raises(PlanError, match=r"rank \d"):
-            verify_rank_plans(plan, parts)
+        found = 0
+        for plan in plans:
+            parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], np.random.default_rng(seed))
+            if parts is not None:
+                found += 1
+                with pytest.raises(PlanError, match=r"rank \d"):
+                    verify_rank_plans(plan, parts)
+        assert found
 
 
 def test_too_few_slots_are_rejected() -> None:
     for route in ("direct", "ring"):
-        plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route)
+        plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring")
         assert plan.verify(num_slots=2).slots == 2
         with pytest.raises(PlanError, match="rank 0, hop 1: 2 receive buffers in use, num_slots is 1"):
             plan.verify(num_slots=1)

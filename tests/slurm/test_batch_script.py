@@ -258,9 +258,9 @@ def test_directives_come_first_and_are_those_asked_for():
     ],
 )
 def test_lint(script, words):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         lint(script)
-    assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert words in str(rejected.value) and "\n" not in str(rejected.value)
 
 
 def test_output_pattern():

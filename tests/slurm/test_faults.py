@@ -131,7 +131,7 @@ def test_lost_node(cluster, undisturbed):
 
 @pytest.mark.slow
 def test_silently_lost_link(cluster, undisturbed):
-    """Nothing is closed and nothing is refused: the node only does not answer any more, for a while."""
+    """Nothing is closed and nothing is rejected: the node only does not answer any more, for a while."""
     job = Job(cluster, "link-lost", *QUICK, megatron__save_interval=2, megatron__train_iters=60, **CP4)
     job.reach(5)
     cluster.run("ip", "link", "set", "v2", "down")

@@ -62,15 +62,18 @@ GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "unc
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({3: {"config_hash": "abd"}}, "error rank 3 on n2 reads another job.yaml than rank 0 on n1"),
+        ({3: {"config_hash": "abd"}}, "error rank 3 on n2 reads a different job.yaml than rank 0 on n1"),
         (
             {2: {"versions": {"torch": "2.12.0", "Python": "3.12.1"}}},
             "error rank 2 on n2 has torch 2.12.0, rank 0 on n1",
         ),
-        ({2: {"interface": "", "address": "127.0.1.1"}}, "error n2: its name means 127.0.1.1, which no other host reaches"),
+        (
+            {2: {"interface": "", "address": "127.0.1.1"}},
+            "error n2: its name resolves to 127.0.1.1, which no other host can reach",
+        ),
         ({0: {"interface": "lo"}}, "error n1: GLOO_SOCKET_IFNAME is lo"),
         ({2: {"writable": "Read-only file system"}}, "error launch.run_dir cannot be written on n2: Read-only file system"),
-        ({2: {"shared": False}}, "error launch.run_dir is another directory on n2 than on n1"),
+        ({2: {"shared": False}}, "error launch.run_dir is a different directory on n2 than on n1"),
         ({2: {"free": 10**8}}, "warning launch.run_dir has 0.1 GiB free on n2"),
         ({2: {"clock": 1090.0}, 3: {"clock": 1000.0}}, "warning the clock of n2 is +90 s off"),
         ({1: {"gpu": {}}}, "error GPUs differ: n1 has H100, n1 has none"),
@@ -80,7 +83,7 @@ GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "unc
         ({3: {"flops": 4e11}}, "warning slow rank 3 on n2: 400.0 GFLOP/s, the median is 1,000.0"),
         (
             {r: {"links": [LinkSpeed(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in HOPS]} for r in (0, 1)},
-            "warning slow link n2 -> n1 (hop 1, rank 3 to 0): 1.0 MB/s, better ones 1,000.0",
+            "warning slow link n2 -> n1 (hop 1, rank 3 to 0): 1.0 MB/s, better links 1,000.0",
         ),
     ],
 )
@@ -91,7 +94,7 @@ def test_each_is_named_on_a_line(job, changes, line):
 
 
 def test_sizes(job):
-    assert "section parallel makes 4 ranks, and 6 were started" in judge(job, [healthy(rank) for rank in range(6)])[0].line
+    assert "section parallel makes 4 ranks, but 6 were started" in judge(job, [healthy(rank) for rank in range(6)])[0].line
     uneven = [healthy(0), healthy(1), healthy(2), healthy(3, host="n3"), *[healthy(rank) for rank in (2, 3)]][:5]
     assert "5 ranks do not divide by 3 nodes" in [problem.line for problem in judge(job, uneven)]
     parallel = job.parallel.model_copy(update={"tensor_model_parallel_size": 4, "context_parallel_size": 1})
@@ -176,7 +179,7 @@ def test_a_task_of_srun_needs_no_further_variable(scontrol, monkeypatch, given, 
 
 
 @pytest.mark.parametrize("given", [{}, {NODES: "unknown"}, {"MASTER_ADDR": "n7"}])
-def test_what_is_no_task_of_srun_is_refused(scontrol, monkeypatch, given):
+def test_what_is_no_task_of_srun_is_rejected(scontrol, monkeypatch, given):
     """Among them the shell of a batch script, which has the number of ranks but is none of them."""
     for name, value in {"SLURM_JOB_NODELIST": "n[7-8]", **given}.items():
         monkeypatch.setenv(name, value)

@@ -18,7 +18,7 @@ from cp_ring.observe import progress
 from cp_ring.slurm import attempts
 from cp_ring.slurm.batch_script import Resources
 from cp_ring.slurm.status import show, status
-from cp_ring.slurm.submit import Site, build, check, submit
+from cp_ring.slurm.submit import Site, build_script, check_resources, submit
 from tests.slurm.job import TINY
 
 
@@ -54,7 +54,7 @@ def test_rank_order_names_the_hosts_of_the_dry_run(file, tmp_path, capsys):
 
 def test_container(file, tmp_path):
     site = Site(container_image="nvcr.io#nvidia/pytorch:26.10-py3", container_mounts="/data:/data")
-    script, _ = build(config.load(file), CPU, site, [])
+    script, _ = build_script(config.load(file), CPU, site, [])
     assert script.command[0] == "python3"
     assert "--container-image=nvcr.io#nvidia/pytorch:26.10-py3" in script.srun_options
     assert f"--container-mounts={tmp_path}/run:{tmp_path}/run,/data:/data" in script.srun_options
@@ -103,14 +103,14 @@ def test_recorded_run_dir_is_absolute(file, tmp_path, slurm, monkeypatch):
     assert config.load("here/job.yaml").launch.run_dir == tmp_path / "here"
 
 
-def test_what_slurm_would_refuse_is_not_submitted(file, tmp_path, slurm):
+def test_what_slurm_would_reject_is_not_submitted(file, tmp_path, slurm):
     log = slurm(code=1)
     with pytest.raises(ConfigError, match="sbatch --test-only"):
         submit(file, CPU, Site())
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_second_job_in_the_same_folder_is_refused(file, slurm):
+def test_second_job_in_the_same_folder_is_rejected(file, slurm):
     slurm()
     submit(file, CPU, Site())
     slurm(queue="RUNNING|n[1-2]")
@@ -160,7 +160,7 @@ def test_status_names_a_try_that_ended_without_a_word(file, tmp_path, slurm):
     submit(file, CPU, Site())
     with (tmp_path / "run" / "attempts.tsv").open("a") as file:
         file.writelines(f"{int(time.time())}\t12\t{restart}\tstart\t{4 * restart}\t\n" for restart in (0, 1))
-    assert "try 0 from iteration 0 ended without a word" in status(tmp_path / "run")["last_stop"]
+    assert "try 0 from iteration 0 ended without a record" in status(tmp_path / "run")["last_stop"]
     slurm(queue="")
     progress.finish(str(tmp_path / "run"), 6)
     assert status(tmp_path / "run")["state"] == "DONE"
@@ -194,13 +194,13 @@ def test_status_of_a_run_without_slurm(tmp_path):
 
 
 def test_right_sizes_pass(file):
-    check(config.load(file), CPU, file)
-    check(config.load(file, ["parallel.data_parallel_size=2"]), Resources(nodes=4, ranks_per_node=2, gpus=False), file)
+    check_resources(config.load(file), CPU, file)
+    check_resources(config.load(file, ["parallel.data_parallel_size=2"]), Resources(nodes=4, ranks_per_node=2, gpus=False), file)
 
 
 def test_every_path_in_the_script_is_absolute(file, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    script, line = build(config.load(file, ["launch.run_dir=here"]), CPU, Site(), [])
+    script, line = build_script(config.load(file, ["launch.run_dir=here"]), CPU, Site(), [])
     assert (
         script.run_dir == tmp_path / "here"
         and line[-1] == f"{tmp_path}/here/job.sbatch"

@@ -34,7 +34,7 @@ MEMORY = 1 << 30  # bytes of a probe on the CPU
 
 @dataclass(frozen=True)
 class Subject:
-    """A layer under probe: the job's core attention of this kind, its context-parallel group, and dtype and place of its tensors."""
+    """A layer under probe: the job's core attention of this kind, its context-parallel group, dtype and device."""
 
     kind: LayerKind
     layer: Any
@@ -181,16 +181,14 @@ def _evenly(values: list[int], most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _WrongPairs:
-    """Pairs (batch row, query, key) on which the layer and the declared mask disagree: how many, the first, whether it is seen."""
+    """Pairs (batch row, query, key) on which layer and declared mask disagree: how many, the first, whether it is seen."""
 
     count: int
     first: tuple[int, int, int] = (0, 0, 0)
     seen: bool = False
 
 
-def _ones(
-    subject: Subject, batch: ProbeBatch, heads: int, size: int, picked: list[int], head_of: Callable[[int], int]
-) -> Tensor:
+def _ones(subject: Subject, batch: ProbeBatch, heads: int, size: int, picked: list[int], head_of: Callable[[int], int]) -> Tensor:
     """Zeros [b, n, heads, size] with a one for each picked token, in a channel of its own."""
     x = torch.zeros(len(batch.spans), batch.n, heads, size, dtype=subject.dtype, device=subject.device)
     for number, token in enumerate(picked):
@@ -240,10 +238,7 @@ def _compare_pairs(subject: Subject, batch: ProbeBatch, seen: Tensor, picked: li
     count, first, first_seen = 0, (0, 0, 0), False
     for row, spans in enumerate(batch.spans):
         mine = batch.positions[row]
-        if of_keys:
-            allowed = declared_mask(mine, others, spans, window)
-        else:
-            allowed = declared_mask(others, mine, spans, window).T
+        allowed = declared_mask(mine, others, spans, window) if of_keys else declared_mask(others, mine, spans, window).T
         wrong = (seen[row] != allowed).nonzero()
         if len(wrong) and not count:
             local, other = int(mine[wrong[0, 0]]), picked[int(wrong[0, 1])]

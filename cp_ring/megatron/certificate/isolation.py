@@ -177,7 +177,7 @@ def _identity(group: Any) -> tuple[str, tuple[int, ...]]:
 
 @contextmanager
 def states_restored() -> Iterator[None]:
-    """Afterwards restores every random state, cp_ring's settings, and what Megatron and the watchdog collect while a model runs."""
+    """Afterwards restores random states, cp_ring's settings, and what Megatron and the watchdog collect while a model runs."""
     from megatron.core import tensor_parallel  # heavy, and installed with Megatron only
     from megatron.core.transformer import multi_token_prediction
 

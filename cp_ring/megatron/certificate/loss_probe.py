@@ -1,8 +1,8 @@
 """Probe of a tiny model made from the job's flags: losses and gradients of one microbatch, against context parallel size 1.
 
 The model takes one training step's forward and backward as the job does: the job's split of the batch, its forward step and loss,
-Megatron's schedule, DistributedDataParallel and reduction of gradients. Its twin has the same weights, holds whole batch rows, and
-attends by a dense mask in float64. Both compute in float32, so that they differ in context parallelism alone.
+Megatron's schedule, DistributedDataParallel and reduction of gradients. Its twin has the same weights, holds whole batch rows,
+and attends by a dense mask in float64. Both compute in float32, so that they differ in context parallelism alone.
 
 Without --calculate-per-token-loss Megatron averages the mean losses of the ranks, so a token on a rank where few tokens count
 weighs more than one elsewhere. The twin then gives each token that weight.
@@ -78,12 +78,14 @@ class Outcome:
     """The results of a step: losses of this rank's tokens [b, s], the reported loss, gradients by parameter.
 
     `sums` tells whether the loss function reports a sum and a number of tokens, which are added up over ranks, and not a mean.
+    `tokens` is the number of tokens that it returns, if it does.
     """
 
     losses: Tensor
     loss: float
     gradients: dict[str, Tensor]
     sums: bool
+    tokens: float | None = None
 
 
 def is_own(step: ForwardStep | None) -> bool:
@@ -93,9 +95,7 @@ def is_own(step: ForwardStep | None) -> bool:
     return step is None or getattr(step, "__module__", "") == gpt.__name__
 
 
-def probe_loss(
-    args: argparse.Namespace, kinds: list[LayerKind], alone: Any, step: ForwardStep | None, seed: int
-) -> list[Probe]:
+def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, step: ForwardStep | None, seed: int) -> list[Probe]:
     """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`; every rank of the job calls it.
 
     `alone` is a process group of this rank only, `step` the job's forward step: that of `cp_ring.pretrain_gpt`, also for None,
@@ -112,7 +112,8 @@ def probe_loss(
         (ours,) = _train(model, batch, step)
         cp, rank = args.context_parallel_size, _rank()
         positions = [_positions(batch, kinds[0], of_rank, cp) for of_rank in range(cp)]
-    weights = [] if args.calculate_per_token_loss else [_weights(batch, positions)]
+        counts = None if own else _counts_of_ranks(ours)
+    weights = [] if args.calculate_per_token_loss else [_weights(batch, positions, counts)]
     whole = argparse.Namespace(**(vars(tiny) | {"context_parallel_size": 1}))
     with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch):
         twin = build(whole)
@@ -128,13 +129,26 @@ def _rank() -> int:
     return int(parallel_state.get_context_parallel_rank())
 
 
-def _weights(batch: Microbatch, positions: list[Tensor]) -> Tensor:
-    """How much each token weighs [b, n] where the mean losses of ranks are averaged, relative to a mean over all tokens."""
+def _counts_of_ranks(ours: Outcome) -> list[float] | None:
+    """How many tokens count on each context-parallel rank by a script's own loss function, which may change the loss mask."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    counts: list[Any] = [None] * group.size()
+    dist.all_gather_object(counts, ours.tokens, group=group)
+    return None if None in counts else [max(count, 1.0) for count in counts]
+
+
+def _weights(batch: Microbatch, positions: list[Tensor], tokens: list[float] | None) -> Tensor:
+    """How much each token weighs [b, n] where the mean losses of ranks are averaged, relative to a mean over all tokens.
+
+    `tokens` is how many tokens count on each rank, by default as many as the loss mask says.
+    """
     mask = batch.data["loss_mask"]
-    counts = [mask.gather(1, of_rank).sum().clamp(min=1) for of_rank in positions]
+    counts = tokens or [float(mask.gather(1, of_rank).sum().clamp(min=1)) for of_rank in positions]
     weights = torch.empty_like(mask)
     for of_rank, count in zip(positions, counts, strict=True):
-        weights.scatter_(1, of_rank, (mask.sum() / (len(positions) * count)).expand(of_rank.shape))
+        weights.scatter_(1, of_rank, torch.full(of_rank.shape, sum(counts) / (len(positions) * count)))
     return weights
 
 
@@ -217,11 +231,18 @@ def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Ten
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     seen: list[Tensor] = []
+    tokens: list[float] = []
 
     def observed(iterator: Any, module: Any) -> Any:
         output, loss = step(iterator, module)
         seen.append(output.detach().clone())
-        return (output if weights is None else output * weights.to(output.device)), loss
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            outputs = loss(*args, **kwargs)
+            tokens.extend([float(outputs[1])] if len(outputs) == 3 else [])
+            return outputs
+
+        return (output if weights is None else output * weights.to(output.device)), counted
 
     wrapped.zero_grad_buffer()
     rows, n = batch.data["tokens"].shape
@@ -234,7 +255,8 @@ def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Ten
     report = report if sums else torch.stack([report[0], torch.ones_like(report[0])])
     dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     gradients = {name: parameter.main_grad.detach().double().clone() for name, parameter in wrapped.module.named_parameters()}
-    return Outcome(seen[0].reshape(rows, -1).double(), float(report[0] / report[1]), gradients, sums)
+    losses = seen[0].reshape(rows, -1).double()
+    return Outcome(losses, float(report[0] / report[1]), gradients, sums, tokens[0] if tokens else None)
 
 
 def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:

@@ -95,9 +95,7 @@ def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iter
     from megatron.training import global_vars
 
     changes = [(parallel_state, name, value) for name, value in groups.items() if hasattr(parallel_state, name)]
-    with replaced(
-        (global_vars, "_GLOBAL_ARGS", args), (global_vars, "_GLOBAL_TIMERS", Timers(0, "minmax")), *changes
-    ):
+    with replaced((global_vars, "_GLOBAL_ARGS", args), (global_vars, "_GLOBAL_TIMERS", Timers(0, "minmax")), *changes):
         yield
 
 

@@ -1,0 +1,142 @@
+"""The certificate of jobs with a script's own forward step, without per-token loss, at the job's own length and batch size."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from types import SimpleNamespace
+
+import pytest
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.certificate import certify as module
+from cp_ring.megatron.certificate.attention_probe import longest_in_time
+from cp_ring.megatron.certificate.record import versions
+from cp_ring.megatron.certificate.report import Certificate, Probe
+from tests.megatron.launch import fork
+from tests.parity.models import COMMON, UNTIED
+
+FLAGS = f"{UNTIED} --num-layers 1 --seq-length 64 --cp-ring --context-parallel-size 2"
+LONG = f"{FLAGS} --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
+RIGHT_STEPS = ("writes_into_its_batch", "writes_into_its_tensors", "mean_over_all_ranks")
+WRONG_STEPS = ("wrong_label", "whole_loss_mask", "loss_mask_of_ones")
+FAILING_STEPS = ("fails_everywhere", "fails_before_the_ring", "fails_behind_the_ring")
+FAULTS = (
+    "window beyond 256 tokens", "second batch row like the first", "loss mask not split", "gradients of keys summed in bf16"
+)  # fmt: skip
+
+
+def probes(folder, name, flags, cases, step=None):
+    job = {"name": name, "argv": [*COMMON, *shlex.split(flags)], "cases": cases, "step": step, "seconds": 600}
+    log = folder / f"{name}.log"
+    assert fork(2, (job, folder, log)) == 0, log.read_text()[-4000:]
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("step", RIGHT_STEPS)
+def test_a_right_step_passes(tmp_path, step):
+    (entry,) = probes(tmp_path, step, FLAGS, [("", 1)], step)
+    assert entry["rejections"] == [] and entry["failure"] == "" and entry["about"]["not_covered"] == []
+    assert "gradients" in {probe["name"] for probe in entry["probes"]} and entry["untouched"]
+
+
+@pytest.mark.parametrize("step", WRONG_STEPS)
+def test_a_wrong_step_is_rejected(tmp_path, step):
+    (entry,) = probes(tmp_path, step, FLAGS, [("", 1)], step)
+    assert any("tiny model" in line for line in entry["rejections"])
+
+
+@pytest.mark.parametrize("step", FAILING_STEPS)
+def test_a_step_that_raises_ends_the_probe_on_all_ranks(tmp_path, step):
+    """Far below the time that a rank would wait for a message; a second certificate shows that the job's groups still work."""
+    first, second = probes(tmp_path, step, FLAGS, [("", 1), ("", 2)], step)
+    for entry in (first, second):
+        assert entry["failure"].startswith("ValueError: ") and entry["seconds"] < 25
+        assert entry["about"]["not_covered"] == [f"the loss ({entry['failure']})"]
+        assert entry["rejections"] == [] and {"mask", "out"} <= {probe["name"] for probe in entry["probes"]}
+        assert entry["untouched"]
+
+
+def test_faults_at_the_jobs_own_length_and_batch(tmp_path):
+    right, *faulty = probes(tmp_path, "long", LONG, [("", 1), *((fault, 1) for fault in FAULTS)])
+    assert right["rejections"] == [] and right["about"]["up_to"] == {}
+    names = {probe["name"] for probe in right["probes"]}
+    assert {"mask at 512 tokens", "dk at 512 tokens", "dk in float32"} <= names
+    beyond, batch, mask, sums = faulty
+    assert beyond["rejections"] and all("at 512 tokens" in line for line in beyond["rejections"])
+    assert any("out off by" in line for line in batch["rejections"])
+    assert mask["rejections"] and all("tiny model" in line for line in mask["rejections"])
+    found = {probe["name"]: probe["error"] / probe["bound"] for probe in sums["probes"] if probe["bound"]}
+    assert found["dk in float32"] > 10 and found["dv in float32"] > 10
+
+
+def test_length_grows_as_far_as_time_allows(monkeypatch):
+    from cp_ring.megatron.certificate import attention_probe
+
+    monkeypatch.setattr(attention_probe, "_forward_seconds", lambda subject, clock: (subject.tokens / 1000) ** 2)
+    monkeypatch.setattr(attention_probe, "at_length", lambda subject, n: SimpleNamespace(tokens=n))
+    monkeypatch.setattr(attention_probe, "_bytes", lambda kind, n, dtype: 0)
+    monkeypatch.setattr(attention_probe, "_on_any_rank", lambda condition, subject: condition)
+    monkeypatch.setattr(attention_probe, "_memory", lambda device: 1)
+    kind = SimpleNamespace(tokens=64, mask="causal")
+    subject = SimpleNamespace(kind=kind, group=SimpleNamespace(size=lambda: 2), dtype=None, device=None)
+    assert longest_in_time(subject, 1000, 10.0) == 1000
+    assert longest_in_time(subject, 100_000, 10.0) == 512  # 1024 would take 10 * 1.024 ** 2 seconds
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """`certify` with a certificate of ours: returns how the job ends, or what it says."""
+
+    def run(certificate, choice="on"):
+        said = []
+
+        def reject(message):
+            raise SystemExit(message)
+
+        for name, function in (("reject", reject), ("note", said.append)):
+            monkeypatch.setattr(module.rejection, name, function)
+        monkeypatch.setattr(module, "run_probes", lambda args, step=None: certificate)
+        monkeypatch.setattr(module.settings, "current", lambda: SimpleNamespace(certify=choice))
+        monkeypatch.setattr(module.dist, "get_rank", lambda: 1)
+        try:
+            module.certify(SimpleNamespace())
+        except SystemExit as end:
+            return [str(end)]
+        return said
+
+    return run
+
+
+def test_a_loss_that_could_not_be_probed_has_a_line_of_its_own_and_stops_a_strict_job(ended):
+    probe = Probe("mask", "layer 1 (no window)", "causal", 0.0, 0.0)
+    about = {"up_to": {"layer 1 (no window) under causal": "4096 of 131072 tokens"}}
+    certificate = Certificate([probe], about, ["the loss (ValueError: x (rank 1))"], "ValueError: x (rank 1)")
+    warning, summary = ended(certificate)
+    assert warning == "warning: --cp-ring-certify: the loss could not be probed: ValueError: x (rank 1)"
+    assert "under causal, up to 4096 of 131072 tokens" in summary and "not covered: the loss (ValueError: x" in summary
+    (line,) = ended(certificate, "strict")
+    assert line.startswith("--cp-ring-certify strict: not covered: the loss (ValueError: x (rank 1))")
+    assert len(ended(Certificate([probe], about), "strict")) == 1  # the length alone stops nothing
+
+
+@pytest.mark.parametrize(
+    ("flags", "choice"),
+    [([], "on"), (["--cp-ring-certify"], "on"), (["--no-cp-ring-certify"], "off"), (["--cp-ring-certify", "strict"], "strict")],
+)
+def test_choices(flags, choice):
+    from cp_ring.config import ContextParallelConfig
+    from cp_ring.megatron.settings import flags as read
+
+    config = read(flags)
+    assert config.certify == choice and read(config.to_args()).certify == choice
+    assert ContextParallelConfig.make(certify=choice != "off").certify == ("off" if choice == "off" else "on")
+    with pytest.raises(ConfigError, match="--cp-ring-certify 'maybe'"):
+        read(["--cp-ring-certify", "maybe"])
+
+
+def test_versions_are_those_of_packages():
+    """Without the git revision of the folder that Megatron happens to lie in."""
+    found = versions()
+    assert set(found) == {"cp_ring", "megatron-core", "torch"} and all(found.values())
+    assert "+" not in found["megatron-core"]

@@ -1,0 +1,78 @@
+"""Triton functions: the fallback where they cannot be compiled, and the arguments that must not cause another compilation."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import types
+
+import pytest
+import torch
+
+from cp_ring.ops import fused
+from cp_ring.ops.fused import FusedFunction
+
+
+@pytest.fixture
+def function(monkeypatch):
+    """Stands for a Triton function. A launch raises `module.raises`, if set; `module.launches` counts the launches."""
+    module = types.ModuleType("tests_fused_module")
+    module.raises, module.launches = None, 0
+
+    def run(*args):
+        module.launches += 1
+        if module.raises:
+            raise module.raises
+
+    module.run = run
+    monkeypatch.setitem(sys.modules, "tests_fused_module", module)
+    fused._say.cache_clear()
+    return FusedFunction("tests_fused_module", "run"), module
+
+
+def test_without_compiler_torch_operations_run_and_it_is_said_once(function, caplog):
+    """Triton raises at the first launch, not at import."""
+    first, module = function
+    second = FusedFunction("tests_fused_module", "run")
+    module.raises = RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+    with caplog.at_level(logging.WARNING, "cp_ring.ops"):
+        assert [first.run(), first.run(), second.run()] == [False, False, False]
+    assert module.launches == 2, "each function is tried once"
+    assert [record.message for record in caplog.records] == [
+        "Triton cannot compile (Failed to find C compiler. Please specify via CC environment variable.): merges and sums of "
+        "gradients use torch operations, which are slower"
+    ]
+
+
+def test_errors_after_a_launch_are_errors(function):
+    first, module = function
+    assert first.run()
+    module.raises = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        first.run()
+
+
+def test_faults_of_the_device_are_errors(function):
+    first, module = function
+    module.raises = torch.OutOfMemoryError("out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        first.run()
+
+
+def test_without_triton_nothing_is_said(caplog):
+    assert not FusedFunction("tests_no_such_module", "run").run()
+    assert not caplog.records
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_numbers_of_tokens_cause_no_new_compilation():
+    """Sizes and strides of heads are specialized, because they decide how memory is read; token counts are not."""
+    from cp_ring.ops import merge_triton, sums_triton
+
+    assert unspecialized(merge_triton._merge) == {"tokens", "lse_b", "lse_h", "tile_lse_b", "tile_lse_h"}
+    assert unspecialized(sums_triton._sum) == {"tokens0", "tokens1", "tokens2"}
+
+
+def unspecialized(function) -> set[str]:
+    return {parameter.name for parameter in function.params if parameter.do_not_specialize}

@@ -1,0 +1,150 @@
+"""Models and splits that are tested for parity: one table each. A new model or a new split is one more entry."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+COMMON = shlex.split("""
+    --cp-ring-cpu --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --max-position-embeddings 64
+    --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
+    --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --mock-data --split 90,5,5
+    --dataloader-type single --num-workers 0 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 40 --log-interval 100 --seed 7
+    --init-method-std 0.1 --train-iters 3 --micro-batch-size 1 --global-batch-size 4 --eval-interval 2 --eval-iters 1
+    --distributed-timeout-minutes 3
+""")
+ROPE = "--position-embedding-type rope"
+HEADS = "--group-query-attention --num-query-groups 2"
+GROUPED = f"{ROPE} {HEADS}"
+UNTIED = f"{GROUPED} --untie-embeddings-and-output-weights"
+EXPERTS = f"{UNTIED} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2"
+LATENT = f"""
+    {ROPE} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 24
+    --qk-layernorm --rope-type yarn --rotary-scaling-factor 4 --mscale 1 --mscale-all-dim 1
+"""
+LEARNED = "--position-embedding-type learned_absolute"
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
+MULTIMODAL = "--position-embedding-type mrope --mrope-section 2 3 3"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
+EXPERTS_ON_TP = {"tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"}
+SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"  # a norm that supports it
+BALANCED, CONTIGUOUS = "--cp-ring-layout balanced", "--cp-ring-layout contiguous"
+STOCK = ""  # stock Megatron's own attention
+REFERENCE = "--cp-ring --cp-ring-kernel reference"  # where stock attention has no such model on the CPU
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model.
+
+    Attributes:
+        flags: Megatron flags, without the sizes of parallel groups.
+        fault: the planted fault (see `faults.py`) that must turn this model red.
+        ring: flags of the job under test beside `--cp-ring`, not of its baseline.
+        baseline: flags of attention in the baseline, which has context parallel size 1.
+        data: the kind of its microbatches (see `deliveries.py`).
+        splits: names of the splits in which it runs; empty for all.
+        layers: transformer layers.
+        experts: expert parallel size.
+        sequence: tokens of a sequence.
+        tolerance: largest relative error of a loss or a gradient norm; of a model in bfloat16 one rounding step of that format.
+        drawn_by_tp: whether each tensor-parallel rank draws some weights for itself, so that the baseline needs as many.
+        rejected: for each split that is rejected, a part of the message.
+    """
+
+    name: str
+    flags: str
+    fault: str
+    ring: str = ""
+    baseline: str = STOCK
+    data: str = ""
+    splits: tuple[str, ...] = ()
+    layers: int = 2
+    experts: int = 1
+    sequence: int = 64
+    tolerance: float = 1e-5
+    drawn_by_tp: bool = False
+    rejected: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split of the model over ranks."""
+
+    name: str
+    cp: int
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+
+SPLITS = (
+    Split("cp2", cp=2),
+    Split("cp4", cp=4),
+    Split("tp2cp2", cp=2, tp=2),
+    Split("pp2cp2", cp=2, pp=2),
+    Split("dp2cp2", cp=2, dp=2),
+)
+
+MODELS = (
+    Model("causal", UNTIED, "mask widened"),
+    Model("causal_ring_route", UNTIED, "mask widened", ring="--cp-ring-route ring --cp-ring-num-slots 3"),
+    Model("window_on_alternate_layers", f"{UNTIED} --window-size 11,0 --window-attn-skip-freq 2", "window widened"),
+    Model("window_by_list", f"{UNTIED} --window-size 20,0 --window-attn-skip-freq [0,1]", "window on every layer"),
+    Model("learnable_sinks", f"{UNTIED} --softmax-type learnable", "sink dropped"),
+    Model("off_by_one", f"{UNTIED} --softmax-type off-by-one", "sink dropped"),
+    Model("sinks_and_window", f"{UNTIED} --softmax-type learnable --window-size 11,0 --window-attn-skip-freq 2", "sink dropped"),
+    Model("mla", LATENT, "scale of the head size", baseline=REFERENCE, drawn_by_tp=True),
+    Model("moe", EXPERTS, "positions of another split", experts=2, rejected=EXPERTS_ON_TP),
+    Model("tied_embeddings", GROUPED, "positions of another split"),
+    Model("learned_positions", LEARNED, "mask widened"),
+    Model("qk_layernorm", f"{UNTIED} --qk-layernorm", "scale of the head size"),
+    Model("one_key_head", f"{ROPE} --group-query-attention --num-query-groups 1", "mask widened"),
+    Model("recompute_full", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--cp-ring-recompute replay"),
+    Model("recompute_full_with_keep", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--cp-ring-recompute keep"),
+    Model("recompute_selective", f"{UNTIED} --softmax-type learnable --recompute-granularity selective", "sink gradient dropped"),
+    Model("distributed_optimizer", f"{UNTIED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "mask widened"),
+    Model(
+        "virtual_pipeline",
+        f"{UNTIED} --window-size 11,0 --window-attn-skip-freq 2 --num-layers-per-virtual-pipeline-stage 1",
+        "window widened",
+        splits=("pp2cp2",),
+        layers=4,
+    ),
+    Model("virtual_pipeline_moe", f"{EXPERTS} --num-layers-per-virtual-pipeline-stage 1", "mask widened", splits=("pp2cp2",), layers=4,
+        experts=2),
+    Model("virtual_pipeline_mtp", f"{UNTIED} --mtp-num-layers 1 --num-layers-per-virtual-pipeline-stage 1", "roll across documents",
+        splits=("pp2cp2",), layers=4),
+    Model("packed_thd", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="thd"),
+    Model("document_mask", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="documents"),
+    Model("document_mask_window", f"{DOCUMENTS} --window-size 5,0 --window-attn-skip-freq 2", "documents merged",
+        baseline=REFERENCE, data="documents"),
+    Model("document_mask_balanced", DOCUMENTS, "positions of zigzag", BALANCED, REFERENCE, "documents"),
+    Model("document_mask_two_rows", f"{DOCUMENTS} --micro-batch-size 2", "documents merged", BALANCED, REFERENCE,
+        "documents"),
+    Model("document_mask_mla", f"{LATENT} --cp-ring-document-mask", "documents merged", baseline=REFERENCE, data="documents",
+        drawn_by_tp=True),
+    Model("document_mask_moe", f"{DOCUMENTS} --num-experts 4 --moe-router-topk 2", "documents merged", BALANCED,
+        REFERENCE, "documents", experts=2, rejected=EXPERTS_ON_TP),
+    Model("mtp", f"{UNTIED} --mtp-num-layers 2", "roll across documents"),
+    Model("mtp_document_mask", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE, data="documents"),
+    Model("mtp_packed_thd", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE, data="thd"),
+    Model("mtp_uneven_loss_mask", f"{UNTIED} --mtp-num-layers 2", "tokens counted by rank", data="uneven"),
+    Model("uneven_loss_mask", UNTIED, "loss averaged by rank", data="uneven"),
+    Model("attention_scale", f"{UNTIED} --use-mup --mup-base-hidden-size 32", "scale of the head size"),
+    Model("yarn", f"{HEADS} {YARN}", "positions of another split"),
+    Model("mrope", f"{HEADS} {MULTIMODAL}", "positions of another split"),
+    Model("causal_contiguous", UNTIED, "mask widened", ring=CONTIGUOUS, splits=("cp4",)),
+    Model("mrope_contiguous", f"{HEADS} {MULTIMODAL}", "mask widened", ring=CONTIGUOUS, splits=("cp4",)),
+    Model("mla_contiguous", LATENT, "scale of the head size", CONTIGUOUS, REFERENCE, splits=("cp4",), drawn_by_tp=True),
+    Model("document_mask_balanced_learned_positions", f"{LEARNED} --cp-ring-document-mask", "documents merged", BALANCED, REFERENCE,
+        "documents", splits=("cp4",)),
+    Model("document_mask_balanced_yarn", f"{HEADS} {YARN} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE,
+        "documents", splits=("cp4",)),
+    Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid", "mask widened", layers=4),
+    Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),
+    Model("moe_sequence_parallel", EXPERTS, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",), experts=2),
+    Model("bf16", f"{UNTIED} --bf16", "scale of the head size", tolerance=2**-8),
+)  # fmt: skip

@@ -1,0 +1,125 @@
+"""Schedules: what they accept, what `auto` chooses, and what hops of several sources save."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cp_ring.errors import PlanError
+from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
+from cp_ring.plan.schedule import SLOT_SHARDS, auto, check, group_sizes, parse, resolve
+
+
+def calls(plan: RingPlan, rank: int) -> int:
+    return sum(len(lower(hop.tiles, Capabilities()).tiles) for hop in plan.rank_plan(rank).hops)
+
+
+@pytest.mark.parametrize("cp", range(1, 10))
+def test_named_schedules(cp: int) -> None:
+    assert resolve("ring", cp, 64) == tuple(range(cp))
+    assert resolve("gather", cp, 64) == (0, *[1] * (cp - 1))
+    for schedule in ("ring", "gather", "auto"):
+        check(resolve(schedule, cp, 64), cp)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1024, 8192, 16384, 1 << 20])
+@pytest.mark.parametrize("slot_shards", [1, 2, 4, 7, 64])
+def test_auto_is_a_schedule_of_growing_hops(tokens: int, slot_shards: int) -> None:
+    for cp in (1, 2, 3, 5, 8, 9, 16, 64, 200):
+        hops = auto(cp, tokens, slot_shards)
+        check(hops, cp)
+        sizes = group_sizes(hops)
+        assert sizes == sorted(sizes) and max(sizes, default=0) <= slot_shards
+        # The last hop is as large as any, so that memory is the same for all these cp.
+        assert cp - 1 <= slot_shards or sizes[-1] == slot_shards
+    assert auto(8, tokens, 1) == tuple(range(8))
+
+
+def test_auto_hides_the_first_transfer_behind_the_own_keys() -> None:
+    """40 GB/s: 8,192 keys and values of 4 KiB take 0.84 ms, and 8,192 ** 2 / 2 pairs at 4e14 FLOP/s take 1.37 ms."""
+    assert group_sizes(auto(64, 8192))[:2] == [1, 1]
+    assert group_sizes(auto(64, 16384))[0] == 3
+    assert group_sizes(auto(8, 8192)) == [3, 4]  # within a node
+    assert group_sizes(auto(8, 8192, bytes_per_second=4e10))[0] == 1
+    assert group_sizes(auto(8, 8192, flops_per_second=4e15))[0] == 1
+
+
+def test_auto_of_a_plan() -> None:
+    def schedule(n: int, cp: int, route: str = "direct", **options: int) -> tuple[int, ...]:
+        return RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp), route, **options).schedule
+
+    assert schedule(65536, 8) == auto(8, 8192, SLOT_SHARDS) == (0, 1, 1, 1, 2, 2, 2, 2)
+    assert schedule(65536, 8, slot_shards=2) == auto(8, 8192, 2)
+    assert schedule(65536, 8, "ring") == tuple(range(8))  # more sources would send past the next neighbor
+    batch = RingPlan.build(Mask.batch([Mask.causal(64)] * 3), Layout.batch([Layout.zigzag(64, 4)] * 3))
+    assert batch.schedule == auto(4, 16)
+
+
+def test_several_sources_take_few_kernel_calls() -> None:
+    for mask, most in ((Mask.causal(65536), 4), (Mask.full(65536), 3)):
+        layout = Layout.zigzag(65536, 8)
+        plan = RingPlan.build(mask, layout)
+        assert max(calls(plan, rank) for rank in range(8)) == most
+        ring = RingPlan.build(mask, layout, schedule="ring")
+        assert min(calls(ring, rank) for rank in range(8)) == 8
+        # They move the same bytes.
+        assert plan.verify(rank_plans=True).keys_in.sum() == ring.verify().keys_in.sum()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Mask.causal(1024), Mask.causal(1024, (100, 0)), Mask.documents([0, 10, 500, 511, 900, 1024]), Mask.full(1024, (40, 9))],
+    ids=["causal", "window", "documents", "two-sided window"],
+)
+@pytest.mark.parametrize("layout", [Layout.zigzag(1024, 8), Layout.contiguous(1024, 8)], ids=["zigzag", "contiguous"])
+def test_several_sources_move_the_same_bytes(mask: Mask, layout: Layout) -> None:
+    ring = RingPlan.build(mask, layout, schedule="ring").verify()
+    for schedule in ("auto", "gather", (0, 1, 1, 2, 2, 3, 3, 3)):
+        report = RingPlan.build(mask, layout, schedule=schedule).verify(rank_plans=True)
+        assert (report.keys_in.sum(1) == ring.keys_in.sum(1)).all() and (report.grads_in.sum(1) == ring.grads_in.sum(1)).all()
+        if schedule == "auto":
+            assert report.keys_in.max() <= SLOT_SHARDS * report.tokens_per_rank.max()
+
+
+def test_ring_route_forwards_hops_of_several_sources() -> None:
+    """The owner sends to one rank a hop at most as often as the first hop has sources; the others forward."""
+    plan = RingPlan.build(Mask.full(96), Layout.contiguous(96, 6), "ring", (0, 1, 2, 2, 3, 3))
+    plan.verify(rank_plans=True)
+    keys = plan.transfers
+    assert ((keys.sender == keys.owner) == (keys.hop == 1)).all()
+    assert np.bincount(keys.hop).tolist() == [0, 6, 12, 12]
+    assert (plan.gradients.receiver == plan.gradients.owner).tolist() == (plan.gradients.hop == 3).tolist()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ((0, 1, 2, 1), "schedule 0,1,2,1: it decreases from hop 2 to hop 1 at ring distance 3"),
+        ((0, 1, 3, 3), "schedule 0,1,3,3: it leaves out hop 2, before ring distance 2"),
+        ((0, 2, 2, 2), "schedule 0,2,2,2: it leaves out hop 1, before ring distance 1"),
+        ((0, 1, 1), "schedule 0,1,1: 3 hops for 4 ranks; it needs the hop of each ring distance, 0 to 3"),
+        ((0, 0, 1, 2), "schedule 0,0,1,2: hop 0 is for a rank's own keys, so ring distance 0 must be at hop 0, and no other"),
+        ((1, 1, 2, 3), "schedule 1,1,2,3: hop 0 is for a rank's own keys"),
+        ((), "schedule : 0 hops for 4 ranks"),
+        ((0, 1, 1.5, 2), "a hop of schedule 1.5 is not a whole number"),
+        ("spiral", "schedule 'spiral': known are auto, ring, gather, or the hop of each ring distance as in 0,1,2,2"),
+        ("0,1,1,1", "schedule 0,1,1,1: a hop has 3 sources, but slot_shards is 2: raise slot_shards to 3"),
+        ("gather", "schedule gather: a hop has 3 sources, but slot_shards is 2: raise slot_shards to 3"),
+    ],
+)
+def test_a_bad_schedule_is_one_line(schedule: object, message: str) -> None:
+    for build in (RingPlan.build, lambda *args, **kw: RingPlan.build_rank_plan(*args, rank=0, **kw)):
+        with pytest.raises(PlanError) as caught:
+            build(Mask.causal(64), Layout.zigzag(64, 4), schedule=schedule, slot_shards=2)
+        assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_slot_shards_must_be_positive() -> None:
+    with pytest.raises(PlanError, match="slot_shards 0: it must be at least 1"):
+        RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), slot_shards=0)
+
+
+def test_schedules_as_text() -> None:
+    assert parse("auto") == "auto" and parse(" 0,1, 1,2") == (0, 1, 1, 2)
+    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), schedule="0,1,2,2")
+    assert plan.schedule == (0, 1, 2, 2)

@@ -1,0 +1,82 @@
+"""One word, one thing: a row is a batch row, what is not supported is rejected, and a class name names one class."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for folder in ("cp_ring", "patches")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+# Where `row` or `rows` means a batch row without the word batch: a pattern of such lines of a file.
+_BATCH = r"in rows|in zip\(rows|not rows|\(rows\)|one row|every row|row after row"
+BATCH_ROWS = {
+    "cp_ring/plan/layout.py": rf"rows: how many batch|\brows: int = 1|rows: Sequence\[Layout\]|{_BATCH}",
+    "cp_ring/plan/mask.py": rf"rows: Sequence\[Mask\]|{_BATCH}",
+    "cp_ring/plan/rank_plan.py": r"layout\.rows",
+    "cp_ring/plan_cache.py": r"layout\.rows|`batch` rows",
+    # The key of the results in the JSON output, which scripts read.
+    "cp_ring/cli/bench_accuracy.py": r'"rows": results',
+    "cp_ring/cli/bench_attention.py": r'"rows": results',
+    "cp_ring/cli/bench_overlap.py": r'"rows": results',
+    "cp_ring/cli/bench_replay.py": r'"rows": results',
+}  # fmt: skip
+
+# Files and folders that do not follow these rules yet.
+TO_BE_MENDED = (
+    "cp_ring/attention.py",
+    "cp_ring/comm/",
+    "cp_ring/kernels/",
+    "cp_ring/megatron/certificate/",
+    "cp_ring/megatron/checkpoints/",
+    "cp_ring/ops/",
+    "cp_ring/plan/verify.py",
+)
+MENDED = {file: text for file, text in FILES.items() if not file.startswith(TO_BE_MENDED)}
+
+
+def bare_rows(text: str, allowed: str = "(?!)") -> list[str]:
+    """The lines in which `row` or `rows` does not follow the word batch; `batch` may end the line before."""
+    text = re.sub(r'batch\s*"?\s*[f#]?\s*"?\s*(?=rows?\b)', "batch ", text)
+    return [line for line in text.splitlines() if re.search(r"(?<!batch )\brows?\b", line) and not re.search(allowed, line)]
+
+
+def test_a_row_is_a_batch_row():
+    found = {file: bare_rows(text, BATCH_ROWS.get(file, "(?!)")) for file, text in MENDED.items()}
+    assert {file: lines for file, lines in found.items() if lines} == {}
+
+
+def test_calls_are_supported_or_rejected():
+    found = {file: re.findall(r"(?i).*(?:refus|(?<![a-z])serve[sd]?(?![a-z])).*", text) for file, text in MENDED.items()}
+    assert {file: lines for file, lines in found.items() if lines} == {}
+
+
+def test_a_class_name_names_one_class():
+    homes = defaultdict(list)
+    for file, text in FILES.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(file)
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "bare"),
+    [
+        ("for row in table:", 1),
+        ("two batch rows", 0),
+        ("each batch\n    row", 0),
+        ('"each batch "\n    "row"', 0),
+        ("table.add_row()", 0),
+    ],
+)
+def test_the_rule_of_rows_itself(text, bare):
+    assert len(bare_rows(text)) == bare
