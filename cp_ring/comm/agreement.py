@@ -5,9 +5,9 @@ before any message leaves: `Agreement.check`. The ranks meet in the process grou
 for the device, no message can be mistaken for another, and the wait has an end. A call that is known costs one look-up. Where
 the call is new to one rank and known to another, the second goes on to wait for messages; a thread of it tells the first.
 
-Packed documents bring a new plan with every microbatch. The first `FIRST` new calls of a group are compared one by one, then
-each `EVERY`-th. The digest covers all calls since the last comparison, so a difference between two comparisons is found late,
-but it is found.
+Every new call is compared by default. Packed documents bring a new plan with every microbatch, so a Megatron job compares the
+first `FIRST` new calls of a group one by one, then one in `--cp-ring-compare-every`. The digest covers all calls since the last
+comparison, so a difference between two comparisons is found late, but it is found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cp_ring.errors import PlanError
 from cp_ring.observe import debug
 
 FIRST = 32
-EVERY = 16
+EVERY = 1
 _MAX_KNOWN = 1024
 _ALIKE = "alike"
 _KEY = "cp_ring/agreement/"

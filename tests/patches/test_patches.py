@@ -247,7 +247,7 @@ def test_optimizer_step_lets_a_fresh_optimizer_load(applied, one_rank):
     ("layers", "wanted"), [({"mtp_num_layers": 1}, "mtp_roll"), ({"num_experts": 4}, "moe_aux_loss"), ({}, "")]
 )
 def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers, wanted):
-    """With --use-checkpoint-args nothing on the command line names them: Megatron completes the arguments before it checks them."""
+    """With --use-checkpoint-args the command line does not name them: Megatron completes the arguments before it checks them."""
     from megatron.training import arguments
 
     from cp_ring.megatron import validate
@@ -256,9 +256,8 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
     monkeypatch.setattr(Patch, "apply", lambda patch: done.append(patch.name))
     monkeypatch.setattr(arguments, "validate_args", lambda args, *rest, **named: args)
     monkeypatch.setattr(validate, "accept_complete", lambda args: args)
-    (check,) = [
-        new for owner, name, new in patches.get("arguments").replacements() if (owner, name) == (arguments, "validate_args")
-    ]
+    made = patches.get("arguments").replacements()
+    (check,) = [new for owner, name, new in made if (owner, name) == (arguments, "validate_args")]
     off = {"cp_ring_certify": "off", "mtp_num_layers": None, "num_experts": None}
     check(argparse.Namespace(**off | layers, cp_ring=True))
     assert done == [wanted] * bool(wanted)
