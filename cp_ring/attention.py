@@ -177,7 +177,6 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-@_disable_dynamo
 def attend(
     q: Tensor,
     k: Tensor,

@@ -148,6 +148,8 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
 
 def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[Fact]) -> str:
     """One line that says in what the calls of two ranks differ; "" where they are alike."""
+    if rank > other:
+        rank, facts, other, others = other, others, rank, facts
     mine, theirs = ({fact.name: fact for fact in call} for call in (facts, others))
     nothing = Fact("", "", "nothing")
     pairs = [(name, mine.get(name, nothing), theirs.get(name, nothing)) for name in dict.fromkeys([*mine, *theirs])]

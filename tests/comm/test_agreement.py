@@ -180,7 +180,7 @@ def test_a_rank_to_which_the_call_is_known_is_told_apart_from_one_that_is_late(m
         return ""
 
     said, error = together(case)
-    line = "ranks of the group make different calls: plan is c on rank 1 and b on rank 0"
+    line = "ranks of the group make different calls: plan is b on rank 0 and c on rank 1"
     assert said == "" and str(error) == line
     assert capfd.readouterr().err == f"cp_ring: rank 0: {line}\n"
 
