@@ -141,6 +141,8 @@ def ring_attention(
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64 for float64 inputs).
         Queries that see no key have out 0 and lse -inf. Sums are accumulated in float32 (float64 for float64 inputs).
+        Backward computes the softmax weights again from lse in float32, so scores of size x put a relative error of up to
+        6e-8 * x into the gradients, on any number of ranks: 2e-3 for scores of 3e4. float64 inputs avoid it.
 
     In a `torch.compile` region the call is a graph break: planning and messages run as they do without compilation.
 
@@ -175,7 +177,6 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-@_disable_dynamo
 def attend(
     q: Tensor,
     k: Tensor,

@@ -30,13 +30,16 @@ def _replacements() -> Iterator[Replacement]:
         from cp_ring.megatron.certificate import record
         from cp_ring.megatron.rejection import rejecting
         from cp_ring.megatron.validate import accept_complete
+        from cp_ring.patches.install import install_for_model
 
         result = validate_args(args, *rest, **kwargs)
         accept_complete(args)
         config = ContextParallelConfig.from_args(args)
-        if config.enabled and config.certify != "off":
+        if config.enabled:
             with rejecting():
-                record.check(args)
+                install_for_model(args)
+                if config.certify != "off":
+                    record.check(args)
         return result
 
     yield arguments, "add_megatron_arguments", add_arguments

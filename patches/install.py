@@ -5,6 +5,7 @@ Called by the entry modules before anything of Megatron runs. It is above the pa
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from cp_ring import patches
@@ -51,6 +52,21 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "moe_aux_loss": "--num-experts" in given,
     }
     return [name for name, needed in wanted.items() if needed]
+
+
+def install_for_model(args: argparse.Namespace) -> None:
+    """Applies the patches that the completed arguments ask for and the command line did not show.
+
+    Layers can also come from a checkpoint (--use-checkpoint-args) or a file. Call it before a model is built. Raises
+    `ConfigError` where a patch rejects the installed Megatron.
+    """
+    wanted = {
+        "mtp_roll": getattr(args, "mtp_num_layers", None),
+        "moe_aux_loss": getattr(args, "num_experts", None),
+    }
+    for name, needed in wanted.items():
+        if needed:
+            patches.get(name).apply()
 
 
 def log_steps() -> None:

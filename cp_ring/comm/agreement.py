@@ -5,9 +5,9 @@ before any message leaves: `Agreement.check`. The ranks meet in the process grou
 for the device, no message can be mistaken for another, and the wait has an end. A call that is known costs one look-up. Where
 the call is new to one rank and known to another, the second goes on to wait for messages; a thread of it tells the first.
 
-Packed documents bring a new plan with every microbatch. The first `FIRST` new calls of a group are compared one by one, then
-each `EVERY`-th. The digest covers all calls since the last comparison, so a difference between two comparisons is found late,
-but it is found.
+Every new call is compared by default. Packed documents bring a new plan with every microbatch, so a Megatron job compares the
+first `FIRST` new calls of a group one by one, then one in `--cp-ring-compare-every`. The digest covers all calls since the last
+comparison, so a difference between two comparisons is found late, but it is found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cp_ring.errors import PlanError
 from cp_ring.observe import debug
 
 FIRST = 32
-EVERY = 16
+EVERY = 1
 _MAX_KNOWN = 1024
 _ALIKE = "alike"
 _KEY = "cp_ring/agreement/"
@@ -148,6 +148,8 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
 
 def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[Fact]) -> str:
     """One line that says in what the calls of two ranks differ; "" where they are alike."""
+    if rank > other:
+        rank, facts, other, others = other, others, rank, facts
     mine, theirs = ({fact.name: fact for fact in call} for call in (facts, others))
     nothing = Fact("", "", "nothing")
     pairs = [(name, mine.get(name, nothing), theirs.get(name, nothing)) for name in dict.fromkeys([*mine, *theirs])]

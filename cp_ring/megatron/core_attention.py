@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
+from torch._compile import _disable_dynamo
 
 from cp_ring.attention import attend
 from cp_ring.errors import ConfigError, KernelError
@@ -74,6 +75,7 @@ class RingDotProductAttention(MegatronModule):
         if any(value is not None for value in unknown.values()):
             raise ConfigError(f"ring attention does not know these core attention arguments: {', '.join(unknown)}")
 
+    @_disable_dynamo  # see `ring_attention`
     def forward(
         self,
         query: torch.Tensor,

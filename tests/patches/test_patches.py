@@ -1,5 +1,6 @@
 """Each patch does what it says, fails to be there without it, and is undone without a trace."""
 
+import argparse
 import multiprocessing as mp
 import sys
 
@@ -239,3 +240,27 @@ def test_optimizer_step_lets_a_fresh_optimizer_load(applied, one_rank):
             param.grad = torch.ones_like(param)
     inner.step()
     assert {float(state["step"]) for state in inner.state.values()} == {1.0}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("layers", "wanted"), [({"mtp_num_layers": 1}, "mtp_roll"), ({"num_experts": 4}, "moe_aux_loss"), ({}, "")]
+)
+def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers, wanted):
+    """With --use-checkpoint-args the command line does not name them: Megatron completes the arguments before it checks them."""
+    from megatron.training import arguments
+
+    from cp_ring.megatron import validate
+
+    done = []
+    monkeypatch.setattr(Patch, "apply", lambda patch: done.append(patch.name))
+    monkeypatch.setattr(arguments, "validate_args", lambda args, *rest, **named: args)
+    monkeypatch.setattr(validate, "accept_complete", lambda args: args)
+    made = patches.get("arguments").replacements()
+    (check,) = [new for owner, name, new in made if (owner, name) == (arguments, "validate_args")]
+    off = {"cp_ring_certify": "off", "mtp_num_layers": None, "num_experts": None}
+    check(argparse.Namespace(**off | layers, cp_ring=True))
+    assert done == [wanted] * bool(wanted)
+    done.clear()
+    check(argparse.Namespace(**off | layers, cp_ring=False))
+    assert not done
