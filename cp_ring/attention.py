@@ -196,7 +196,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """`ring_attention` with a plan, for callers inside cp_ring; returns out and lse.
 
-    `results` serves the recomputation of activations. A call with empty `results` fills them. A later call with the same
+    `results` is for the recomputation of activations. A call with empty `results` fills them. A later call with the same
     inputs on every rank takes out and lse from them instead of computing and sending; its backward is the usual one.
     `compare_every` is `every` of `Agreement.check`.
     """

@@ -12,14 +12,14 @@ Shape = tuple[int, ...]
 
 
 class Slots:
-    """At most `count` buffers of `rows` tokens, made on first use and handed round.
+    """At most `count` buffers of `num_tokens` tokens, allocated on first use and reused.
 
-    A buffer is a pair, keys `[rows, *key_shape]` and values `[rows, *value_shape]`. Taking one more than `count` is a
-    programming error, since the plan was proven to need no more.
+    A buffer is a pair: keys `[num_tokens, *key.shape[1:]]` and values `[num_tokens, *value.shape[1:]]`, in `dtype` or else in the
+    dtypes of `key` and `value`. `take` asserts that no more than `count` are in use: the plan was proven to need no more.
     """
 
-    def __init__(self, count: int, rows: int, key: Tensor, value: Tensor, dtype: torch.dtype | None = None):
-        self._count, self._rows, self._like, self._dtype = count, rows, (key, value), dtype
+    def __init__(self, count: int, num_tokens: int, key: Tensor, value: Tensor, dtype: torch.dtype | None = None):
+        self._count, self._num_tokens, self._like, self._dtype = count, num_tokens, (key, value), dtype
         self._free: list[tuple[Tensor, Tensor]] = []
         self._made = 0
 
@@ -28,22 +28,22 @@ class Slots:
         """How many buffers can be taken now."""
         return self._count - self._made + len(self._free)
 
-    def take(self, rows: int) -> tuple[Tensor, Tensor]:
-        """A free buffer, cut to `rows`."""
+    def take(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The first `num_tokens` tokens of a free buffer; their contents are undefined."""
         if not self._free:
             assert self._made < self._count, f"more than {self._count} slots needed"
             self._made += 1
-            key, value = (x.new_empty((self._rows, *x.shape[1:]), dtype=self._dtype or x.dtype) for x in self._like)
+            key, value = (x.new_empty((self._num_tokens, *x.shape[1:]), dtype=self._dtype or x.dtype) for x in self._like)
             self._free.append((key, value))
         for counters in recording():
             counters.slot(+1)
         key, value = self._free.pop()
         debug.fill(key, value)
-        return key[:rows], value[:rows]
+        return key[:num_tokens], value[:num_tokens]
 
     def give(self, buffer: tuple[Tensor, Tensor]) -> None:
-        """Puts a buffer back; what it holds is lost."""
-        key, value = (x.as_strided((self._rows, *x.shape[1:]), x.stride()) for x in buffer)
+        """Returns a buffer to the pool; its contents may be overwritten from now on."""
+        key, value = (x.as_strided((self._num_tokens, *x.shape[1:]), x.stride()) for x in buffer)
         self._free.append((key, value))
         for counters in recording():
             counters.slot(-1)

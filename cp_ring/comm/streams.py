@@ -1,4 +1,4 @@
-"""What travels around the compute of a hop: keys and values ahead of it, gradients of keys and values behind it."""
+"""The messages of a hop: keys and values arrive before the hop is computed, their gradients leave after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from cp_ring.plan.tables import Hop, RankPlan, Transfer
 
 
 class KeyStream:
-    """A rank's hops with their keys and values, which travel ahead of the compute as far as free buffers allow."""
+    """Iterates over a rank's hops and yields (hop, keys [num_keys, b, g, d], values [num_keys, b, g, e]).
+
+    The keys and values of later hops are received while a hop is computed, as far ahead as there are free buffers.
+    Where a hop receives nothing, the yielded tensors are those of this rank's own tokens.
+    """
 
     def __init__(
         self, rank_plan: RankPlan, transport: Transport | None, k: Tensor, v: Tensor, num_slots: int, backward: bool = False
@@ -41,7 +45,7 @@ class KeyStream:
     def _post_ahead(self, now: Hop) -> None:
         while len(self._pending) < len(self._hops):
             hop = self._hops[len(self._pending)]
-            # Backward, batches keep one order on all ranks: keys of hop t after the gradients of hop t - 2.
+            # In backward, all ranks post their batches in one order: the keys of hop t after the gradients of hop t - 2.
             early = self._backward and hop.index > now.index + 1
             absent = any(send.buffer > now.index for send in hop.sends)
             if early or absent or (hop.receives and not self._slots.free):
@@ -60,10 +64,10 @@ class KeyStream:
 
 
 class GradStream:
-    """Gradients of keys and values: summed per hop, sent on, and added where they belong.
+    """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums of the receiver.
 
-    A hop's messages travel while the next hop is computed and are through before that hop's own leave, so one buffer
-    each for the sum, what leaves and what arrives serves any number of ranks.
+    A hop's messages travel while the next hop is computed, and are complete before the messages of the next hop leave. Three
+    buffers are therefore enough for any number of ranks: the sum of a hop, the leaving gradients, and the arriving gradients.
     """
 
     def __init__(
@@ -72,8 +76,8 @@ class GradStream:
         self._transport = transport
         self._home = tuple(torch.zeros_like(x, dtype=sums) for x in (k, v))
         self._sum, self._out, self._in = (
-            tuple(x.new_empty((rows, *x.shape[1:]), dtype=dtype) for x in (k, v))
-            for rows, dtype in (
+            tuple(x.new_empty((num_tokens, *x.shape[1:]), dtype=dtype) for x in (k, v))
+            for num_tokens, dtype in (
                 (rank_plan.max_grads, sums),
                 (rank_plan.max_grads, wire_dtype),
                 (rank_plan.max_grad_receives, wire_dtype),
@@ -86,13 +90,16 @@ class GradStream:
         self._now: tuple[int, tuple[Tensor, ...]] = (0, self._home)
 
     def start(self, hop: Hop) -> tuple[Tensor, ...]:
-        """The hop's gradient buffers, zeros: [num_grads, b, g, d] and [num_grads, b, g, e]; hop 0 sums at home."""
+        """The buffers that the hop adds its gradients to: zeros [num_grads, b, g, d] and [num_grads, b, g, e].
+
+        For hop 0, they are the sums of this rank's own keys and values, [s, b, g, d] and [s, b, g, e].
+        """
         sums = tuple(x[: hop.num_grads] for x in self._sum) if hop.index else self._home
         self._now = (hop.index, sums)
         return sums
 
     def send(self, hop: Hop) -> None:
-        """Adds what came since the last hop, then posts this hop's own messages."""
+        """Adds the gradients that arrived during this hop, then posts the messages of this hop."""
         self._collect()
         if self._transport is None:
             return
@@ -110,14 +117,14 @@ class GradStream:
         )
 
     def finish(self) -> tuple[Tensor, ...]:
-        """The gradients of the rank's own keys and values, with everything that came from afar."""
+        """The gradients of this rank's own keys and values, summed over all ranks: [s, b, g, d] and [s, b, g, e]."""
         self._collect()
         return self._home
 
     def _collect(self) -> None:
         self._pending.wait()
         for transfer, packed in self._arriving:
-            assert transfer.buffer in (0, self._now[0]), "gradients arrived for a hop that is not the present one"
+            assert transfer.buffer in (0, self._now[0]), "gradients arrived for another hop than the current one"
             targets = self._now[1] if transfer.buffer else self._home
             for (first, last), (start, end) in zip(transfer.ranges, packed.ranges, strict=True):
                 add_(*((target[first:last], arrived[start:end]) for target, arrived in zip(targets, self._in, strict=True)))

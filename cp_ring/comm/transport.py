@@ -1,4 +1,4 @@
-"""Sending and receiving of token ranges: NCCL on the GPU, gloo on the CPU, gloo through host memory between the two."""
+"""Sends and receives token ranges: with NCCL on GPUs, with gloo on CPUs, and with gloo through host memory for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.tables import PlanTables, RankPlan, Transfer
 
 Buffers = Sequence[Tensor]
-"""Tensors that share their rows: the keys and the values of the same tokens."""
+"""Tensors of the same tokens, which are their first dimension: keys and values, or the gradients of both."""
 
 
 @dataclass
 class MessageBatch:
-    """Messages of a hop that leave and arrive together: each transfer with the buffers whose rows it moves.
+    """The messages of a hop that are posted together: each transfer with the buffers whose tokens it moves.
 
-    `ranks` are those of the job that the transfers' peers stand for, where they differ.
+    `ranks[peer]` is the rank of a transfer's peer in the whole job. If `ranks` is empty, it is the peer itself.
     """
 
     sends: Sequence[tuple[Transfer, Buffers]]
@@ -43,23 +43,23 @@ class MessageBatch:
 
 
 class Pending(Protocol):
-    """A batch under way; `wait` returns once it may be read and its buffers reused (CUDA: by the current stream)."""
+    """A batch that was posted. After `wait`, its buffers may be read and reused (CUDA: by the current stream)."""
 
     def wait(self) -> None: ...
 
 
 class Done:
-    """Nothing to wait for."""
+    """A `Pending` with nothing to wait for."""
 
     def wait(self) -> None:
         return
 
 
 class Transport(Protocol):
-    """Messages between the `size` ranks of a context-parallel group, seen from one of them.
+    """Sends and receives the messages of one rank of a context-parallel group; `rank` is its number, `size` the number of ranks.
 
-    Both ends of every pair of ranks post their batches in the same order. A transport that has a method `agree(key, facts)` is
-    asked before each call whether its ranks make the same one; see `cp_ring.comm.agreement`, which says when they are compared.
+    Every two ranks post the batches between them in the same order. If a transport has a method `agree(key, facts, every)`, each
+    attention call starts with it; it raises `PlanError` where the ranks make different calls, as `Agreement.check` does.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """Over a process group, NCCL or gloo."""
+    """Messages over a process group of torch, with the backend NCCL or gloo."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -83,9 +83,9 @@ class GroupTransport:
         """Follows `Transport.post`."""
         if not batch:
             return Done()
-        ops = [dist.P2POp(dist.irecv, rows, group=self.group, group_peer=peer) for peer, rows in messages(batch.receives)]
-        for peer, rows in messages(batch.sends):
-            ops.append(dist.P2POp(dist.isend, rows, group=self.group, group_peer=peer))
+        ops = [dist.P2POp(dist.irecv, part, group=self.group, group_peer=peer) for peer, part in messages(batch.receives)]
+        for peer, part in messages(batch.sends):
+            ops.append(dist.P2POp(dist.isend, part, group=self.group, group_peer=peer))
         count(batch)
         batch.ranks = self.ranks
         with record_function(f"cp_ring: send {batch.kind}"):
@@ -93,10 +93,10 @@ class GroupTransport:
 
 
 class StagedTransport(GroupTransport):
-    """For CUDA tensors on a gloo group: messages pass through pinned host memory. Right, not fast."""
+    """For CUDA tensors on a gloo group: messages pass through pinned host memory, which is slow."""
 
     def post(self, batch: MessageBatch) -> Pending:
-        """Follows `Transport.post`, but waits for the device to have made what is sent."""
+        """Follows `Transport.post`, but first waits until the device has computed the tensors that are sent."""
         if not batch:
             return Done()
         sends = [(t.packed(), [_to_host(x, t) for x in buffers]) for t, buffers in batch.sends]
@@ -110,11 +110,13 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] 
 
 
 def transport_for(group: dist.ProcessGroup | DeviceMesh | Transport | None, device: torch.device) -> Transport | None:
-    """The transport of `group` for tensors on `device`, None for None.
+    """The transport of `group` for tensors on `device`; None if `group` is None.
 
-    The first call for a group is a collective of all its ranks: torch wants all of them in the group's first operation, and
-    messages between two ranks are not such an operation. Raises `ConfigError` for what is not a group, for a group without
-    this rank, and for a backend that cannot move such tensors.
+    All ranks of the group make the first call for a type of device together: it runs an all-reduce. Torch requires that all
+    ranks take part in the first operation of a group, and a message between two ranks does not involve the others.
+
+    Raises:
+        ConfigError: `group` is not a group, does not contain this rank, or has a backend that cannot move tensors of `device`.
     """
     if isinstance(group, DeviceMesh):
         group = _group_of_mesh(group)
@@ -154,13 +156,13 @@ def _not_a_group(group: object) -> str:
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Drops the group's transports, which keep its connections open; for a group that is about to be destroyed."""
+    """Drops the transports of a group that is about to be destroyed; they would keep its connections open."""
     _transports.pop(group, None)
 
 
 class _Works:
     def __init__(self, works: list[dist.Work], batch: MessageBatch):
-        # The batch keeps its tensors alive until the messages are through.
+        # The batch keeps its tensors alive until the messages are complete.
         self._works, self._batch = works, batch
 
     def wait(self) -> None:
@@ -183,7 +185,7 @@ class _Staged:
 
 
 def _on_host(x: Tensor, transfer: Transfer) -> Tensor:
-    """Pinned memory for the rows of x that are moved, end to end."""
+    """Pinned memory for the tokens of x that the transfer moves, one range after the other."""
     return torch.empty((transfer.tokens, *x.shape[1:]), dtype=x.dtype, pin_memory=True)
 
 
@@ -195,13 +197,16 @@ def _to_host(x: Tensor, transfer: Transfer) -> Tensor:
 
 
 def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, Tensor]]:
-    """(peer, rows) of each message, in the order that both sides keep: by transfer, range, then keys before values."""
+    """(peer, part) of each message; the part [tokens, ...] is a view of a buffer.
+
+    Both sides use this order: by transfer, then by range, then keys before values.
+    """
     return [(t.peer, x[start:end]) for t, buffers in transfers for start, end in t.ranges for x in buffers]
 
 
 def count(batch: MessageBatch) -> None:
     """Adds a batch to the counters that are recording."""
     for counters in recording():
-        for _, rows in messages(batch.sends):
-            counters.sent(batch.kind, rows.nbytes)
-        counters.bytes_received += sum(rows.nbytes for _, rows in messages(batch.receives))
+        for _, part in messages(batch.sends):
+            counters.sent(batch.kind, part.nbytes)
+        counters.bytes_received += sum(part.nbytes for _, part in messages(batch.receives))

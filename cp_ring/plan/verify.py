@@ -255,7 +255,7 @@ def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
     end = np.cumsum(size)
     start, slide = end - size, layout.edges[chunk] - (end - size)
     shard = np.cumsum(layout.tokens_per_rank) - layout.tokens_per_rank
-    # All shards lie end to end on one axis, so that one search serves the tiles of all ranks.
+    # All shards lie end to end on one axis, so that one search finds the tiles of all ranks.
     tiles = plan.tiles.shifted(shard[plan.tile_rank], shard[plan.tile_source])
     parent, cell = overlaps(tiles.q0, tiles.q1, start, end)
     part, key_cell = overlaps(tiles.k0[parent], tiles.k1[parent], start, end)

@@ -89,7 +89,7 @@ def test_a_wrong_mask_names_layer_positions_and_rank(found):
     (line, *_) = found["oss"]["window off by one", 1]["rejections"]
     assert line == (
         "--cp-ring-certify: layer 1 (window 5, learnable sinks), causal: mask wrong in 32 pairs, "
-        "rank 1: query 16 sees key 10 of row 0, which is declared hidden"
+        "rank 1: query 16 sees key 10 of batch row 0, which is declared hidden"
     )
 
 

@@ -85,8 +85,8 @@ def longest_in_time(subject: Subject, wanted: int, seconds: float, clock: Callab
     while n < wanted:
         longer = min(2 * n, wanted)
         predicted = PASSES * _forward_seconds(at_length(subject, n), clock) * (longer / n) ** 2
-        refused = predicted > seconds or _bytes(subject.kind, longer, subject.dtype) > _memory(subject.device)
-        if _on_any_rank(refused, subject):
+        too_large = predicted > seconds or _bytes(subject.kind, longer, subject.dtype) > _memory(subject.device)
+        if _on_any_rank(too_large, subject):
             return n
         n = longer
     return n
@@ -105,10 +105,10 @@ def _forward_seconds(subject: Subject, clock: Callable[[], float]) -> float:
 
 
 def _bytes(kind: LayerKind, n: int, dtype: torch.dtype) -> int:
-    """What `probe_long` needs at most: whole tensors, their float64 copies, and scores of the sampled queries of one row."""
+    """At most what `probe_long` needs: whole tensors, their float64 copies, and the scores of one batch row's sampled queries."""
     of_keys = 4 * kind.groups * (kind.d + kind.e) * 8
     of_queries = 2 * kind.heads * (kind.d + kind.e) * dtype.itemsize
-    return n * (kind.rows * (of_keys + of_queries) + 6 * SAMPLED * kind.heads * 8)
+    return n * (kind.batch_size * (of_keys + of_queries) + 6 * SAMPLED * kind.heads * 8)
 
 
 def _memory(device: torch.device) -> int:
@@ -236,14 +236,14 @@ def _compare_pairs(subject: Subject, batch: ProbeBatch, seen: Tensor, picked: li
     """seen [b, s, picked] against the declared mask; `picked` are keys of this rank's queries, or queries of its keys."""
     others, window = torch.tensor(picked, device=seen.device), subject.kind.probed
     count, first, first_seen = 0, (0, 0, 0), False
-    for row, spans in enumerate(batch.spans):
-        mine = batch.positions[row]
+    for batch_row, spans in enumerate(batch.spans):
+        mine = batch.positions[batch_row]
         allowed = declared_mask(mine, others, spans, window) if of_keys else declared_mask(others, mine, spans, window).T
-        wrong = (seen[row] != allowed).nonzero()
+        wrong = (seen[batch_row] != allowed).nonzero()
         if len(wrong) and not count:
             local, other = int(mine[wrong[0, 0]]), picked[int(wrong[0, 1])]
-            first = (row, local, other) if of_keys else (row, other, local)
-            first_seen = bool(seen[row][tuple(wrong[0])])
+            first = (batch_row, local, other) if of_keys else (batch_row, other, local)
+            first_seen = bool(seen[batch_row][tuple(wrong[0])])
         count += len(wrong)
     return _WrongPairs(count, first, first_seen)
 
@@ -253,10 +253,10 @@ def _mask_probe(subject: Subject, name: str, found: list[_WrongPairs]) -> Probe:
     where = ""
     if count:
         worst = next(wrong for wrong in found if wrong.count)
-        row, query, key = worst.first
+        batch_row, query, key = worst.first
         what = "sees" if worst.seen else "does not see"
         declared = "hidden" if worst.seen else "visible"
-        where = f"rank {dist.get_rank()}: query {query} {what} key {key} of row {row}, which is declared {declared}"
+        where = f"rank {dist.get_rank()}: query {query} {what} key {key} of batch row {batch_row}, which is declared {declared}"
     return subject.probe(name, float(count), 0.0, where)
 
 
@@ -284,12 +284,12 @@ def _value_probes(subject: Subject, batch: ProbeBatch, seed: int, samples: int |
 
 
 def _draw(subject: Subject, batch: ProbeBatch, seed: int, samples: int | None) -> _Inputs:
-    kind, rows, s = subject.kind, len(batch.spans), batch.positions.shape[1]
+    kind, batch_size, s = subject.kind, len(batch.spans), batch.positions.shape[1]
     on_device = subject.device if samples else torch.device("cpu")  # large ones are drawn where they are needed
     draw = torch.Generator(on_device).manual_seed(seed)
 
     def normal(heads: int, size: int) -> Tensor:
-        x = torch.randn(rows, batch.n, heads, size, generator=draw, dtype=torch.float32, device=on_device)
+        x = torch.randn(batch_size, batch.n, heads, size, generator=draw, dtype=torch.float32, device=on_device)
         return _of_first_rank(x.to(subject.dtype), subject.group).to(subject.device)
 
     q, k, v = normal(kind.heads, kind.d), normal(kind.groups, kind.d), normal(kind.groups, kind.e)
@@ -300,9 +300,9 @@ def _draw(subject: Subject, batch: ProbeBatch, seed: int, samples: int | None) -
     sampled = sorted({*ends, *torch.linspace(1, s - 2, samples - len(ends)).long().tolist()})
     index = torch.tensor(sampled, device=subject.device)
     kept = torch.zeros_like(dout)
-    for row in range(rows):
-        here = batch.positions[row][index]
-        kept[row, here] = dout[row, here]
+    for batch_row in range(batch_size):
+        here = batch.positions[batch_row][index]
+        kept[batch_row, here] = dout[batch_row, here]
     return _Inputs(q, k, v, kept, index)
 
 
@@ -336,18 +336,18 @@ def _reference(subject: Subject, batch: ProbeBatch, inputs: _Inputs) -> dict[str
     keys = torch.arange(batch.n, device=subject.device)
     found: dict[str, list[Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
     dsink = None if offset is None else torch.zeros_like(offset)
-    for row, spans in enumerate(batch.spans):
-        mine = batch.positions[row][inputs.sampled]
+    for batch_row, spans in enumerate(batch.spans):
+        mine = batch.positions[batch_row][inputs.sampled]
         allowed = declared_mask(mine, keys, spans, kind.probed)
-        q = inputs.q[row, mine].double().requires_grad_()
-        k, v = (x[row].double().requires_grad_() for x in (inputs.k, inputs.v))
+        q = inputs.q[batch_row, mine].double().requires_grad_()
+        k, v = (x[batch_row].double().requires_grad_() for x in (inputs.k, inputs.v))
         with torch.enable_grad():
             out = attend(q, k, v, allowed, kind.scale, offset)
             wanted = [q, k, v] if offset is None else [q, k, v, offset]
-            grads = torch.autograd.grad(out, wanted, inputs.dout[row, mine].double())
+            grads = torch.autograd.grad(out, wanted, inputs.dout[batch_row, mine].double())
         for grad in grads[1:3] if subject.group.size() > 1 else ():
             dist.all_reduce(grad, group=subject.group)
-        dk, dv = (grad[batch.positions[row]] for grad in grads[1:3])
+        dk, dv = (grad[batch.positions[batch_row]] for grad in grads[1:3])
         for name, value in zip(found, (out.detach(), grads[0], dk, dv), strict=True):
             found[name].append(value)
         if dsink is not None:
@@ -366,8 +366,8 @@ def _value_probe(subject: Subject, batch: ProbeBatch, name: str, found: Tensor, 
     bound = BOUNDS[subject.dtype] * (SINK_FACTOR if name == "dsink" else 1.0)
     where = f"rank {dist.get_rank()}"
     if found.dim() == 4:
-        row, token = divmod(int(difference.abs().amax((2, 3)).nan_to_num(torch.inf).argmax()), found.shape[1])
+        batch_row, token = divmod(int(difference.abs().amax((2, 3)).nan_to_num(torch.inf).argmax()), found.shape[1])
         of_keys = name in ("dk", "dv")
-        position = batch.positions[row] if of_keys else batch.positions[row][sampled]
-        where += f": worst at {'key' if of_keys else 'query'} {int(position[token])} of row {row}"
+        position = batch.positions[batch_row] if of_keys else batch.positions[batch_row][sampled]
+        where += f": worst at {'key' if of_keys else 'query'} {int(position[token])} of batch row {batch_row}"
     return subject.probe(name, float(difference.norm()) / size, bound, where)

@@ -163,8 +163,8 @@ def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str,
     limits = []
     if tokens + 2 * args.context_parallel_size * GRAIN <= args.seq_length or (kind.mask == "causal" and tokens < args.seq_length):
         limits.append(f"{tokens} of {args.seq_length} tokens")
-    if kind.rows < args.micro_batch_size and kind.mask != "packed":
-        limits.append(f"{kind.rows} of {args.micro_batch_size} batch rows")
+    if kind.batch_size < args.micro_batch_size and kind.mask != "packed":
+        limits.append(f"{kind.batch_size} of {args.micro_batch_size} batch rows")
     return {f"{kind.layer_name} under {kind.mask}": " and ".join(limits)} if limits else {}
 
 

@@ -135,7 +135,7 @@ class ProbeGroups:
 def probe_groups() -> Iterator[ProbeGroups]:
     """Copies of Megatron's process groups; all ranks of the job enter it together, and leave it once all have finished."""
     groups = ProbeGroups.make()
-    store = groups.store.clone()  # a store serves one thread at a time
+    store = groups.store.clone()  # only one thread at a time may use a store
     thread = threading.Thread(target=groups.watch, args=(store,), name="cp_ring certificate", daemon=True)
     thread.start()
     try:

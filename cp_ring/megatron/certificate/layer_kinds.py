@@ -29,7 +29,7 @@ class LayerKind:
         heads, groups: query heads and key/value heads of a tensor-parallel rank.
         d, e: head sizes of keys and values.
         tokens: tokens of a batch row of the probe.
-        rows: batch rows of the probe.
+        batch_size: batch rows of the probe.
     """
 
     layer: int
@@ -44,7 +44,7 @@ class LayerKind:
     d: int
     e: int
     tokens: int
-    rows: int = 1
+    batch_size: int = 1
 
     @property
     def layer_name(self) -> str:
@@ -69,13 +69,13 @@ def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ..
     scale, d, e = declared_scale(config)
     groups = heads if getattr(config, "multi_latent_attention", False) else max(1, config.num_query_groups // tp)
     sink = getattr(config, "softmax_type", "vanilla")
-    rows = min(args.micro_batch_size, MAX_ROWS)
-    scores = MAX_SCORES // heads // rows * (1 if whole_rows else cp)
+    batch_size = min(args.micro_batch_size, MAX_ROWS)
+    scores = MAX_SCORES // heads // batch_size * (1 if whole_rows else cp)
     found = []
     for window, layers in windows.items():
         tokens, probed = _size_of_probe(window, cp, scores)
         kind = LayerKind(layers[0], len(layers), "", window, probed, scale, sink, heads, groups, d, e, tokens)
-        found += [replace(kind, mask=mask, rows=1 if mask == "packed" else rows) for mask in masks]
+        found += [replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size) for mask in masks]
     return found
 
 

@@ -57,14 +57,14 @@ class Microbatch:
         """Random tokens, in documents where the mask of `kind` has them; the loss mask differs between ranks."""
         random = torch.Generator().manual_seed(seed)
         n, documents = kind.tokens, kind.mask == "documents"
-        spans = [spans_between(random_offsets(n, 3 if documents else 0, row)) for row in range(1, kind.rows + 1)]
+        spans = [spans_between(random_offsets(n, 3 if documents else 0, seed)) for seed in range(1, kind.batch_size + 1)]
         tokens = torch.randint(VOCABULARY, (len(spans), n + 1), generator=random)
         mask = (torch.rand(len(spans), n, generator=random) < torch.linspace(0.4, 1.0, n)).float()
         positions = torch.empty(len(spans), n, dtype=torch.int64)
-        for row, of_row in enumerate(spans):
+        for batch_row, of_row in enumerate(spans):
             for start, end in of_row:
-                positions[row, start:end] = torch.arange(end - start)
-                mask[row, end - 1] *= not documents
+                positions[batch_row, start:end] = torch.arange(end - start)
+                mask[batch_row, end - 1] *= not documents
         data = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "position_ids": positions}
         return cls(data | {"loss_mask": mask}, spans)
 
@@ -163,8 +163,8 @@ def _compare(
     layer, rank = f"tiny model of {len(kinds)} layer{'s' * (len(kinds) > 1)}", f"rank {dist.get_rank()}"
     truth = plain.losses.gather(1, positions)
     difference = ours.losses - truth
-    row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
-    place = f"{rank}: worst at query {int(positions[row, token])} of row {row}"
+    batch_row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
+    place = f"{rank}: worst at query {int(positions[batch_row, token])} of batch row {batch_row}"
     possible = [weighted] if own else [weighted, plain]
     worst, error, ratio = min((_compare_gradients(ours, one) for one in possible), key=lambda result: _number(result[1]))
     expected = [plain] if ours.sums else possible
@@ -245,17 +245,17 @@ def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Ten
         return (output if weights is None else output * weights.to(output.device)), counted
 
     wrapped.zero_grad_buffer()
-    rows, n = batch.data["tokens"].shape
+    batch_size, n = batch.data["tokens"].shape
     reports = forward_backward_no_pipelining(
         forward_step_func=observed, data_iterator=iter([batch.fresh()]), model=[wrapped], num_microbatches=1, seq_length=n,
-        micro_batch_size=rows, forward_only=False,
+        micro_batch_size=batch_size, forward_only=False,
     )  # fmt: skip
     report = next(iter(reports[0].values())).detach().clone().double().reshape(-1)
     sums = report.numel() == 2
     report = report if sums else torch.stack([report[0], torch.ones_like(report[0])])
     dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     gradients = {name: parameter.main_grad.detach().double().clone() for name, parameter in wrapped.module.named_parameters()}
-    losses = seen[0].reshape(rows, -1).double()
+    losses = seen[0].reshape(batch_size, -1).double()
     return Outcome(losses, float(report[0] / report[1]), gradients, sums, tokens[0] if tokens else None)
 
 
@@ -286,11 +286,11 @@ def _attend_densely(model: Any, spans: list[Spans]) -> None:
 @contextmanager
 def _whole_rows_in_force(batch: Microbatch) -> Iterator[None]:
     """cp_ring's settings of the twin, batch rows in order; multi-token prediction stays within the declared documents."""
-    rows, n = batch.data["tokens"].shape
-    last = torch.zeros(rows, n, dtype=torch.bool)
-    for row, spans in enumerate(batch.spans):
+    batch_size, n = batch.data["tokens"].shape
+    last = torch.zeros(batch_size, n, dtype=torch.bool)
+    for batch_row, spans in enumerate(batch.spans):
         for _, end in spans:
-            last[row, end - 1] = True
+            last[batch_row, end - 1] = True
 
     def roll(tensor: Tensor | None, shifts: int = -1, dims: int = -1, *rest: Any, **named: Any) -> Any:
         if tensor is None:

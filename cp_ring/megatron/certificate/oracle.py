@@ -72,8 +72,9 @@ class DenseAttention(torch.nn.Module):
         """query [n, b, h, d], key [n, b, g, d], value [n, b, g, e] to [n, b, h * e]."""
         positions = torch.arange(query.shape[0], device=query.device)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        rows = []
-        for row, spans in enumerate(self.spans):
+        outputs = []
+        for batch_row, spans in enumerate(self.spans):
             allowed = declared_mask(positions, positions, spans, self.window)
-            rows.append(attend(query[:, row], key[:, row], value[:, row], allowed, scale, self.softmax_offset))
-        return torch.stack(rows, 1).flatten(2).to(query.dtype)
+            q, k, v = (x[:, batch_row] for x in (query, key, value))
+            outputs.append(attend(q, k, v, allowed, scale, self.softmax_offset))
+        return torch.stack(outputs, 1).flatten(2).to(query.dtype)

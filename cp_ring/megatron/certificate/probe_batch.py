@@ -39,7 +39,7 @@ class ProbeBatch:
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
-        return torch.stack([row.index_select(0, mine) for row, mine in zip(whole, self.positions, strict=True)])
+        return torch.stack([batch_row.index_select(0, mine) for batch_row, mine in zip(whole, self.positions, strict=True)])
 
 
 def make_probe_batch(kind: LayerKind, rank: int, cp: int, split: SplitBatch, device: torch.device) -> ProbeBatch:
@@ -54,16 +54,16 @@ def make_probe_batch(kind: LayerKind, rank: int, cp: int, split: SplitBatch, dev
 
 
 def _causal(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
-    whole = torch.arange(kind.tokens).expand(kind.rows, -1)
-    return ProbeBatch(kind.tokens, split({"tokens": whole}, rank, cp)["tokens"], [[(0, kind.tokens)]] * kind.rows)
+    whole = torch.arange(kind.tokens).expand(kind.batch_size, -1)
+    return ProbeBatch(kind.tokens, split({"tokens": whole}, rank, cp)["tokens"], [[(0, kind.tokens)]] * kind.batch_size)
 
 
 def _documents(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
     from cp_ring.megatron.documents import DocumentParams  # imports Megatron
 
-    spans = [spans_between(random_offsets(kind.tokens, 3, seed)) for seed in range(1, kind.rows + 1)]
+    spans = [spans_between(random_offsets(kind.tokens, 3, seed)) for seed in range(1, kind.batch_size + 1)]
     documents = documents_of_rows(spans, kind.tokens, cp)
-    positions = documents.shard(torch.arange(kind.tokens).expand(kind.rows, -1), rank)
+    positions = documents.shard(torch.arange(kind.tokens).expand(kind.batch_size, -1), rank)
     return ProbeBatch(kind.tokens, positions, spans, DocumentParams.carry(documents))
 
 
@@ -71,7 +71,7 @@ def documents_of_rows(spans: list[Spans], n: int, cp: int) -> Any:
     """The documents of batch rows of `n` tokens, which `spans` fill, split as the settings in force say."""
     from cp_ring.megatron.documents import Documents  # imports Megatron
 
-    ends = [end + row * n for row, of_row in enumerate(spans) for _, end in of_row]
+    ends = [end + batch_row * n for batch_row, of_row in enumerate(spans) for _, end in of_row]
     return Documents.in_rows(np.array([0, *ends], dtype=np.int64), len(spans), current().layout, cp)
 
 

@@ -17,7 +17,7 @@ VOCABULARY = 128
 HIDDEN = 64
 
 
-def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], rows: int) -> argparse.Namespace:
+def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int) -> argparse.Namespace:
     """The job's arguments with one small dense layer of each kind, in float32, without pipeline stages."""
     tp = args.tensor_model_parallel_size
     sharing = args.num_attention_heads // (args.num_query_groups or args.num_attention_heads) if args.group_query_attention else 1
@@ -26,8 +26,9 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], rows: int) -> ar
         "num_layers": len(kinds), "hidden_size": HIDDEN * tp, "ffn_hidden_size": 2 * HIDDEN * tp,
         "num_attention_heads": groups * sharing,
         "num_query_groups": groups if args.group_query_attention else args.num_query_groups,
-        "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp, "seq_length": kinds[0].tokens, "micro_batch_size": rows,
-        "max_position_embeddings": kinds[0].tokens, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
+        "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp, "seq_length": kinds[0].tokens,
+        "micro_batch_size": batch_size, "max_position_embeddings": kinds[0].tokens,
+        "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
         "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0,
         "moe_layer_freq": 1, "num_moe_experts": None, "pipeline_dtype": None,
     }  # fmt: skip

@@ -37,7 +37,7 @@ def end(message: str) -> NoReturn:
     from torch.distributed.distributed_c10d import _get_default_store
 
     alone = not dist.is_initialized()
-    first = os.environ.get("RANK", "0") == "0" if alone else _get_default_store().add("cp_ring/refused", 1) == 1
+    first = os.environ.get("RANK", "0") == "0" if alone else _get_default_store().add("cp_ring/error", 1) == 1
     if first:
         print(f"cp_ring: error: {message}", file=sys.stderr, flush=True)
     else:

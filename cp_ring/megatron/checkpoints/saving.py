@@ -99,12 +99,12 @@ def take_lock(folder: Path) -> None:
         try:
             lock.acquire(folder)
         except ConfigError as error:
-            outcome = [("refused", str(error))]
+            outcome = [("held", str(error))]
         except OSError as error:
             outcome = [("failed", reason(error))]
     dist.broadcast_object_list(outcome, src=0)
     what, why = outcome[0]
-    if what == "refused":
+    if what == "held":
         raise ConfigError(why)
     if what == "failed":
         raise OSError(why)

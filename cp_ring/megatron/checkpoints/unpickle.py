@@ -44,12 +44,12 @@ _ADVICE = "it is not loaded; if you trust its origin, give --cp-ring-trust-check
 _ENUM_PACKAGES = ("megatron.core.", "transformer_engine.common.")
 
 
-class Refused(ConfigError, pickle.UnpicklingError):
+class Rejected(ConfigError, pickle.UnpicklingError):
     """A checkpoint holds something that loading must not build."""
 
 
-def _refused(what: str) -> Refused:
-    return Refused(f"the checkpoint holds a pickle {what}, which could run code: {_ADVICE}")
+def _rejected(what: str) -> Rejected:
+    return Rejected(f"the checkpoint holds a pickle {what}, which could run code: {_ADVICE}")
 
 
 # NumPy.
@@ -60,14 +60,14 @@ class _DataType:
 
     def __init__(self, code: Any = None, *_: Any) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[<>=|]?[biufcSU]\d{1,9}|\?", code):
-            raise _refused(f"of the numpy data type {code!r:.60}")
+            raise _rejected(f"of the numpy data type {code!r:.60}")
         self.plain = np.dtype(code)
 
     def __setstate__(self, state: Any) -> None:
         """Takes the byte order from NumPy's state of a data type; everything else in it has to be what the code says."""
         own = self.plain.__reduce__()[2]
         if not isinstance(state, tuple) or len(state) != len(own) or state[1] not in ("<", ">", "=", "|") or state[2:] != own[2:]:
-            raise _refused(f"that gives a state of its own to the numpy data type {self.plain}")
+            raise _rejected(f"that gives a state of its own to the numpy data type {self.plain}")
         self.plain = self.plain.newbyteorder(state[1])
 
 
@@ -76,18 +76,18 @@ class _Array(np.ndarray):
 
     def __new__(cls, *args: Any) -> _Array:
         if args:
-            raise _refused("that calls numpy.ndarray")
+            raise _rejected("that calls numpy.ndarray")
         return super().__new__(cls, 0, np.int8)
 
     def __setstate__(self, state: Any) -> None:
         if self.size:  # its memory, which others may see by now, would be freed
-            raise _refused("that gives a numpy array another state")
+            raise _rejected("that gives a numpy array another state")
         if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], _DataType):
-            raise _refused(f"that gives the state {state!r:.60} to a numpy array")
+            raise _rejected(f"that gives the state {state!r:.60} to a numpy array")
         _, shape, kind, column_major, data = state
         sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
         if not sizes or not isinstance(data, bytes) or math.prod(shape) * kind.plain.itemsize != len(data):
-            raise _refused(f"of a numpy array of shape {shape!r:.60} with other data")
+            raise _rejected(f"of a numpy array of shape {shape!r:.60} with other data")
         own: Any = (1, shape, kind.plain, bool(column_major), data)
         super().__setstate__(own)
 
@@ -103,7 +103,7 @@ def _reconstruct(*_: Any) -> _Array:
 def _scalar(kind: Any, data: Any) -> Any:
     """For numpy's `scalar`."""
     if not isinstance(kind, _DataType) or not isinstance(data, bytes) or len(data) != kind.plain.itemsize:
-        raise _refused("of a numpy number with other data")
+        raise _rejected("of a numpy number with other data")
     return np.frombuffer(data, kind.plain)[0]
 
 
@@ -208,18 +208,18 @@ def _opened(file: Any) -> Iterator[Any]:
 def torch_load(file: Any, map_location: Any = None) -> Any:
     """As `torch.load` of a path or a binary file, through the gate for archives.
 
-    Raises `Refused` in one line where the file is no zip archive of torch.save, or names what it may not; `OSError` where it
-    cannot be read.
+    Raises `Rejected`, with a message of one line, if the file is not a zip archive of torch.save or names something that is not
+    allowed; `OSError` if the file cannot be read.
     """
     with _opened(file) as opened:
         start = opened.tell()
         magic = opened.read(4)
         opened.seek(start)
         if magic != _ZIP:  # where torch.load would take the file for one of its legacy formats
-            raise Refused(f"the checkpoint holds a file that is no zip archive of torch.save: {_ADVICE}")
+            raise Rejected(f"the checkpoint holds a file that is no zip archive of torch.save: {_ADVICE}")
         try:
             if "constants.pkl" in _records(opened, start):
-                raise Refused("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
+                raise Rejected("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
             with _list_of():
                 return _torch_load(opened, map_location=map_location, weights_only=True)
         except (ConfigError, OSError, MemoryError, torch.OutOfMemoryError):
@@ -253,13 +253,13 @@ def _records(file: Any, start: int) -> list[str]:
         file.seek(start)
 
 
-def _in_one_line(error: Exception) -> Refused:
+def _in_one_line(error: Exception) -> Rejected:
     found = re.search(r"GLOBAL (\S+)", str(error))
     if found:  # torch leaves the name of the module builtins out
-        return _refused(f"of {found[1] if '.' in found[1] else 'builtins.' + found[1]}")
-    refusal = re.search(r"WeightsUnpickler error: (.+)", str(error))
-    why = refusal[1] if refusal else (str(error).strip().splitlines() or [""])[0]
-    return Refused(f"the checkpoint holds an archive that cannot be loaded ({type(error).__name__}: {why:.200}): {_ADVICE}")
+        return _rejected(f"of {found[1] if '.' in found[1] else 'builtins.' + found[1]}")
+    torch_reason = re.search(r"WeightsUnpickler error: (.+)", str(error))
+    why = torch_reason[1] if torch_reason else (str(error).strip().splitlines() or [""])[0]
+    return Rejected(f"the checkpoint holds an archive that cannot be loaded ({type(error).__name__}: {why:.200}): {_ADVICE}")
 
 
 # The index.
@@ -326,13 +326,13 @@ class _Gate(_PythonUnpickler):
         kind = type(target)
         listed = kind.__name__ in self.names.get(kind.__module__, ()) or kind in (_Array, _DataType)
         if not listed or isinstance(target, enum.Enum):
-            raise _refused(f"that gives a state to {target!r:.60}")
+            raise _rejected(f"that gives a state to {target!r:.60}")
         super().load_build()
 
     dispatch = {code[0]: _PythonUnpickler.dispatch[code[0]] for code in _OPCODES} | {pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object of that name; raises `Refused` unless it is listed."""
+        """The object of that name; raises `Rejected` unless it is listed."""
         if module == "pathlib._local":  # where Python 3.13 alone defines them
             module = "pathlib"
         if name in self.names.get(module, ()):
@@ -341,14 +341,14 @@ class _Gate(_PythonUnpickler):
                 return _by_value(found) if isinstance(found, enum.EnumMeta) else found
         elif module == "torch" and isinstance(getattr(torch, name, None), _TORCH_VALUES):
             return getattr(torch, name)
-        raise _refused(f"of {module}.{name}")
+        raise _rejected(f"of {module}.{name}")
 
     def read(self) -> Any:
-        """As `load`; raises `Refused` for an instruction that neither an index nor an extra state has."""
+        """As `load`; raises `Rejected` for an instruction that neither an index nor an extra state has."""
         try:
             return self.load()
         except KeyError as error:  # also a reference to nothing
-            raise _refused(f"with the instruction {error.args[0]!r:.20}") from None
+            raise _rejected(f"with the instruction {error.args[0]!r:.20}") from None
 
 
 class IndexUnpickler(_Gate):
@@ -373,7 +373,7 @@ class ExtraStateUnpickler(_Gate):
 
 
 def load_index(file: Any) -> Any:
-    """As `pickle.load` of an open `.metadata`; raises `Refused` where it is anything else."""
+    """As `pickle.load` of an open `.metadata`; raises `Rejected` where it is anything else."""
     return IndexUnpickler(file).read()
 
 
@@ -421,12 +421,12 @@ def gated_torch_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gated_jit_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.jit.load` that raises `Refused` within `restricted()`, and as it was outside."""
+    """`torch.jit.load` that raises `Rejected` within `restricted()`, and as it was outside."""
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
         if _gated():
-            raise Refused("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
+            raise Rejected("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
         return original(*args, **kwargs)
 
     return load
