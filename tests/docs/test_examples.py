@@ -68,7 +68,7 @@ def test_megatron_layer(applied, monkeypatch):
 
 
 def frames(frame):
-    """Names of the functions from the core attention of Megatron's layer down to `frame`, without the switches of torch.compile."""
+    """Names of the functions from the core attention of Megatron's layer to `frame`, without the switches of torch.compile."""
     names = []
     while frame is not None:
         if not frame.f_code.co_filename.endswith(("torch/_compile.py", "torch/_dynamo/eval_frame.py")):
