@@ -110,7 +110,7 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] 
 
 
 def transport_for(group: dist.ProcessGroup | DeviceMesh | Transport | None, device: torch.device) -> Transport | None:
-    """The transport of `group` for tensors on `device`; None if `group` is None.
+    """The transport of `group` for tensors on `device`; a transport is returned as it is, and None for a single rank.
 
     All ranks of the group make the first call for a type of device together: it runs an all-reduce. Torch requires that all
     ranks take part in the first operation of a group, and a message between two ranks does not involve the others.
