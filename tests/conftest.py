@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cp_ring import patches
+from cp_ring.kernels import _chosen
 from cp_ring.testing.rank_pool import Ranks
 
 # Ranks of a test share the machine's cores and talk over loopback.
@@ -90,6 +91,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def same_random_tensors() -> None:
     """A test draws the same numbers of torch whichever tests ran before; pytest-randomly does so for random and numpy."""
     torch.manual_seed(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_choice_of_kernels() -> Iterator[None]:
+    """A choice of kernel is kept for the process, but a test may have replaced what it depends on."""
+    yield
+    _chosen.cache_clear()
 
 
 @pytest.fixture

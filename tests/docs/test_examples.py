@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cp_ring.kernels import REGISTRY
-from cp_ring.kernels.cpu import CpuKernel
+from cp_ring.kernels.cpu import KERNEL
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
 
@@ -52,14 +52,14 @@ def test_in_one_process(registries, name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
 def test_megatron_layer(applied, monkeypatch):
     """Its attention takes the way to the kernel that docs/architecture.md lists, frame by frame."""
-    ways, stock = [], CpuKernel.forward
+    ways, stock = [], KERNEL.forward
 
     @functools.wraps(stock)
     def forward(*args, **kwargs):
         ways.append(frames(sys._getframe(1)))
         return stock(*args, **kwargs)
 
-    monkeypatch.setattr(CpuKernel, "forward", forward)
+    monkeypatch.setattr(KERNEL, "forward", forward)
     applied("cpu_runtime")
     assert example("megatron_layer").main() == "RingDotProductAttention"
     page = (EXAMPLES.parent / "architecture.md").read_text()
