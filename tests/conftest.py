@@ -51,8 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: one worker more than there are cores, since many tests wait; not more than 9, for the memory of ranks."""
-    return min(len(os.sched_getaffinity(0)), 8) + 1
+    """For `-n auto`: two workers for each core, since many tests wait; not more than 8, for the memory of ranks."""
+    return min(2 * len(os.sched_getaffinity(0)), 8)
 
 
 def group(item: pytest.Item) -> str | None:

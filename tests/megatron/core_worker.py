@@ -133,7 +133,7 @@ def step(case: Case, cp: int, ring: bool, fault: str = "") -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from cp_ring.config import ContextParallelConfig
-    from cp_ring.megatron import settings
+    from cp_ring.megatron import documents, settings
 
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     try:
@@ -142,6 +142,7 @@ def step(case: Case, cp: int, ring: bool, fault: str = "") -> dict[str, Any]:
         inputs = batch(case, parallel_state.get_context_parallel_rank(), cp)
         mask, group = inputs.pop("mask"), parallel_state.get_context_parallel_group()
         hidden = causal_mask(case) if not ring else None
+        documents._of_offsets.cache_clear()  # the plans that equal documents had without the fault
         with planted(fault):
             model = build(case, cp, ring)
             losses = model(attention_mask=hidden, **inputs)

@@ -51,7 +51,7 @@ def test_a_step_that_raises_ends_the_probe_on_all_ranks(tmp_path, step):
     """Far below the time that a rank would wait for a message; a second certificate shows that the job's groups still work."""
     first, second = probes(tmp_path, step, FLAGS, [("", 1), ("", 2)], step)
     for entry in (first, second):
-        assert entry["failure"].startswith("ValueError: ") and entry["seconds"] < 25
+        assert entry["failure"].startswith("ValueError: ") and entry["seconds"] < 150  # the watchdog would end it after 600
         assert entry["about"]["not_covered"] == [f"the loss ({entry['failure']})"]
         assert entry["rejections"] == [] and {"mask", "out"} <= {probe["name"] for probe in entry["probes"]}
         assert entry["untouched"]

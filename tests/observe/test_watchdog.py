@@ -43,7 +43,7 @@ def hanging_rank(rank, port, folder, how):
         x = torch.randn(1, 64 // RANKS, 2, 8)
         ring_attention(x, x, x, dist.group.WORLD, causal=True, timeout=TIMEOUT)
     watchdog.start(TIMEOUT)
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, RANKS))
+    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, RANKS), schedule="ring")
     for step in (1, 2):
         x = torch.randn(1, 64 // RANKS, 2, 8, requires_grad=True)
         for layer in (1, 2, 3):

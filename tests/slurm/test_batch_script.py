@@ -252,7 +252,7 @@ def test_directives_come_first_and_are_those_asked_for():
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("echo", "no #! line"),
+        ("echo", "the first line is not a #! line"),
         ("#!/bin/bash\necho\n#SBATCH --nodes=2\n", "line 3: '#SBATCH --nodes=2' comes after the first command (line 2)"),
         ("#!/bin/bash\nif\n", "syntax error"),
     ],

@@ -16,7 +16,7 @@ from cp_ring.slurm.placement import Placement, context_groups, describe, order_f
 
 
 def plan(cp, n=64, route="direct", mask=None):
-    return RingPlan.build(mask or Mask.causal(n), Layout.zigzag(n, cp), route)
+    return RingPlan.build(mask or Mask.causal(n), Layout.zigzag(n, cp), route, "ring")
 
 
 def test_groups_are_those_of_megatron():
