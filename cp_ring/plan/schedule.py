@@ -36,12 +36,6 @@ FLOPS_PER_SECOND = 4e14
 NETWORK_BYTES_PER_SECOND = 4e10
 """What a rank receives from other nodes, by default: a network card of 400 Gb/s."""
 
-NVLINK_BYTES_PER_SECOND = 3e11
-"""What a rank receives from its own node, by default."""
-
-RANKS_PER_NODE = 8
-"""`auto` takes a group of up to this many ranks to be on one node."""
-
 # The layer that `auto` plans for: 32 query heads and 8 key/value heads of size 128, in bf16. Tensor parallelism and the
 # batch size change all of these alike.
 _FLOPS_PER_PAIR = 4 * 32 * 128
@@ -135,12 +129,12 @@ def auto(
     tokens: int,
     slot_shards: int = SLOT_SHARDS,
     flops_per_second: float = FLOPS_PER_SECOND,
-    bytes_per_second: float | None = None,
+    bytes_per_second: float = NETWORK_BYTES_PER_SECOND,
 ) -> Schedule:
     """The schedule of least time by a model, with at most `slot_shards` sources a hop.
 
-    `bytes_per_second` is what a rank receives. By default it is that of NVLink for up to `RANKS_PER_NODE` ranks, and that
-    of a network card for more.
+    `bytes_per_second` is what a rank receives. By default it is that of a network card, also for few ranks: with tensor
+    parallelism inside the nodes, context parallelism crosses them.
 
     The model is the rank of a causal zigzag plan to which most is sent: each source costs as much compute as the rank's
     own keys, and all of its shard travels. A hop's keys travel while the hop before it is computed. So a hop of b sources
@@ -161,9 +155,8 @@ def auto(
     largest = min(slot_shards, remote)
     if not remote:
         return (0,)
-    rate = bytes_per_second or (NVLINK_BYTES_PER_SECOND if cp <= RANKS_PER_NODE else NETWORK_BYTES_PER_SECOND)
     compute = round(1e9 * tokens**2 / 2 * _FLOPS_PER_PAIR / flops_per_second)
-    transfer = round(1e9 * tokens * _BYTES_PER_KEY / rate)
+    transfer = round(1e9 * tokens * _BYTES_PER_KEY / bytes_per_second)
     call = round(1e9 * (_SECONDS_PER_CALL + tokens * _BYTES_MERGED_PER_QUERY / _MEMORY_BYTES_PER_SECOND))
     never = np.iinfo(np.int64).max // 4
     size = np.arange(1, largest + 1)
