@@ -11,6 +11,7 @@ from cp_ring import patches, signals
 
 EARLY = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands down that it is ignored
 sys.argv = ["pretrain_gpt", *{flags}]
 import cp_ring.pretrain_gpt as entry
 
