@@ -16,17 +16,16 @@ import contextlib
 import hashlib
 import json
 import sys
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from cp_ring.errors import PlanError
-from cp_ring.observe import debug
+from cp_ring.observe import debug, threads
 
 FIRST = 32
 EVERY = 1
@@ -59,7 +58,7 @@ class Agreement:
         self._calls = self._new = self._number = 0
         self._meeting = False
         self._current: Callable[[], Sequence[Fact]] = tuple
-        Thread(target=_look_out, args=(weakref.ref(self),), name="cp_ring agreement", daemon=True).start()
+        threads.start("cp_ring agreement", _look_out, weakref.ref(self))
 
     def check(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int = EVERY) -> None:
         """Compares a call that is new with those of the other ranks; each rank makes its calls in the same order.
@@ -173,8 +172,7 @@ def _look_out(agreement: weakref.ref[Agreement]) -> None:
     It prints in what the calls differ, and tells the other rank, which ends. It asks the store only while no call is made.
     """
     calls = -1
-    while True:
-        time.sleep(_TICK_S)
+    while threads.sleep(_TICK_S):
         here = agreement()
         if here is None:
             return

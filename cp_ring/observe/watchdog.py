@@ -22,6 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cp_ring.observe import threads
+
 EXIT_CODE = 3
 _KEY = "cp_ring/watchdog/"
 _COLLECTIVES = ("/torch/distributed/", "/cp_ring/comm/agreement.py")
@@ -135,8 +137,7 @@ class Watchdog:
 
     def run(self, alive: Callable[[], bool]) -> None:
         """Checks the notes at every tick, until the process group is gone."""
-        while alive():
-            time.sleep(self.tick)
+        while alive() and threads.sleep(self.tick):
             waiting = self.waited()
             if waiting > self.timeout or self._someone_fired():
                 self.report()
@@ -299,4 +300,4 @@ def start(timeout: float) -> None:
     def alive() -> bool:
         return dist.is_initialized() and dist.distributed_c10d._get_default_group() is group
 
-    threading.Thread(target=dog.run, args=(alive,), name="cp_ring watchdog", daemon=True).start()
+    threads.start("cp_ring watchdog", dog.run, alive)
