@@ -10,7 +10,7 @@ gc.disable()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core.tokenizers.text
-    import megatron.training.training
+    import megatron.training.training  # noqa: F401
     from megatron.training.arguments import add_megatron_arguments
 
     import cp_ring.megatron.certificate.certify
