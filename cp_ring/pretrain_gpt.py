@@ -14,6 +14,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import argument_parser
 from cp_ring.megatron.rejection import rejecting
 from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS
+from cp_ring.observe import standard_streams
 from cp_ring.patches.install import install, log_steps
 
 _FLAGS = (PER_TOKEN_LOSS, "--no-create-attention-mask-in-dataloader")
@@ -32,6 +33,7 @@ def main() -> None:
         config = install(sys.argv[1:])
         if config.enabled:
             _reject_flags_of_scripts(sys.argv)
+        standard_streams.tolerate()
         from cp_ring.megatron import compat, gpt, gpt_model, training_log  # these load Megatron: only after `install`
         from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 

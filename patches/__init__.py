@@ -27,6 +27,7 @@ NAMES = (
     "moe_aux_loss",
     "loss_bias",
     "optimizer_step",
+    "tensorboard",
     "exit_signal",
     "safe_checkpoints",
     "restricted_unpickling",

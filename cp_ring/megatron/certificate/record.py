@@ -47,6 +47,8 @@ _OTHERS = {
     "mtp_num_layers": "--mtp-num-layers",
 }
 
+_RING = ("kernel", "layout", "route", "schedule", "slot_shards", "num_slots", "wire_dtype")
+
 
 def attention_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings in `args` that decide what attention computes, in plain values."""
@@ -74,7 +76,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "sizes": sizes,
-        "ring": {"kernel": used.kernel, "layout": used.layout, "route": used.route, "wire_dtype": used.wire_dtype},
+        "ring": {name: getattr(used, name) for name in _RING},
         "dtype": str(args.params_dtype).removeprefix("torch."),
         "attention": found,
         "hash": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16],
