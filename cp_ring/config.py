@@ -86,6 +86,12 @@ class ContextParallelConfig(BaseModel):
         description="Where activations are recomputed: keep out and lse of attention, per layer and microbatch, so that the "
         "ring runs once; or replay the ring.",
     )
+    loss_chunk: int = Field(
+        0,
+        ge=0,
+        description="Compute logits and loss of so many tokens of a rank at a time, and the logits again in backward, where "
+        "those of all tokens would not fit into memory; 0 computes all at once.",
+    )
     run_dir: str = Field("", description="Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.")
 
     hop_timeout: float = Field(

@@ -48,6 +48,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "rotary_documents": INTER_DOCUMENT in argv,
         "document_mask": config.document_mask,
         "loss_bias": PER_TOKEN_LOSS not in argv,
+        "loss_chunks": config.loss_chunk > 0,
         "mtp_roll": "--mtp-num-layers" in given,
         "moe_aux_loss": "--num-experts" in given,
     }

@@ -68,6 +68,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             check_documents(args, config)
         elif config.document_mask:
             raise ConfigError("--cp-ring-document-mask needs --cp-ring")
+        check_loss_chunk(args, config)
         check_sizes(args)
         if config.enabled:
             config.check_schedule(args.context_parallel_size)
@@ -259,6 +260,18 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
                 "--dataloader-inter-document-masking splits documents in a way that the fused rotary embedding does not support: "
                 "give --no-rope-fusion, or --cp-ring-document-mask instead"
             )
+
+
+def check_loss_chunk(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Checks that --cp-ring-loss-chunk is for a loss that can be computed in parts."""
+    flag = config.flag("loss_chunk")
+    if config.loss_chunk and not config.enabled:
+        raise ConfigError(f"{flag} needs --cp-ring")
+    whole = ("mtp_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern", "defer_embedding_wgrad_compute")
+    for name in whole if config.loss_chunk else ():
+        if getattr(args, name, None):
+            other = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not support {other}, which needs all logits at once: leave out either")
 
 
 def _check_balanced(args: argparse.Namespace, config: ContextParallelConfig) -> None:

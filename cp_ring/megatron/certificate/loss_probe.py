@@ -302,6 +302,6 @@ def _whole_rows_in_force(batch: Microbatch) -> Iterator[None]:
     loaded = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core") and module]
     with ExitStack() as stack:
         stack.enter_context(replaced(*((module, "roll_tensor", roll) for module in loaded if "roll_tensor" in vars(module))))
-        settings.configure(before.model_copy(update={"layout": "zigzag", "document_mask": False}))
+        settings.configure(before.model_copy(update={"layout": "zigzag", "document_mask": False, "loss_chunk": 0}))
         stack.callback(functools.partial(settings.configure, before))
         yield
