@@ -79,6 +79,12 @@ class ContextParallelConfig(BaseModel):
     slot_shards: int = Field(
         SLOT_SHARDS, ge=1, description="Sources of a hop at most, so the shards of keys and values that a receive buffer holds."
     )
+    heads: int = Field(
+        1,
+        ge=1,
+        description="Neighboring context-parallel ranks that exchange tokens for heads, around a ring of as many times fewer "
+        "members; 1 is the ring alone.",
+    )
     num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
     wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")
     recompute: Recompute = Field(
@@ -144,9 +150,14 @@ class ContextParallelConfig(BaseModel):
             raise ValueError(str(error).partition(": ")[2]) from None
 
     def check_schedule(self, cp: int) -> None:
-        """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than `slot_shards` sources at a hop."""
+        """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than `slot_shards` sources at a hop.
+
+        With `heads` it is that of the ring's members.
+        """
+        if cp % self.heads:
+            raise ConfigError(f"{self.flag('heads')} {self.heads} does not divide the {cp} context-parallel ranks: change either")
         try:
-            resolve(self.schedule, cp, 1, self.slot_shards)
+            resolve(self.schedule, cp // self.heads, 1, self.slot_shards)
         except PlanError as error:
             named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
             raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None

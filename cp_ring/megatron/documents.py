@@ -20,10 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.plans import make_layout
+from cp_ring.plan.heads import HeadRankPlan, plan_of, rank_plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import RankPlan
 
 PROVE_EVERY = 256
@@ -48,7 +48,7 @@ class Documents:
     end: Ints
     layout: Layout
     batch: int = 1
-    _plans: dict[tuple[Any, ...], Future[RankPlan]] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[Any, ...], Future[RankPlan | HeadRankPlan]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def in_rows(cls, cu_seqlens: Ints, batch: int, layout: str, cp: int) -> Documents:
@@ -111,11 +111,12 @@ class Documents:
         causal: bool = True,
         schedule: str = "auto",
         slot_shards: int | None = None,
-    ) -> Future[RankPlan]:
+        heads: int = 1,
+    ) -> Future[RankPlan | HeadRankPlan]:
         """Starts making the plan on a worker thread, unless that has begun already. Arguments as in `plan`."""
-        key = (rank, route, window, causal, schedule, slot_shards)
+        key = (rank, route, window, causal, schedule, slot_shards, heads)
         if key not in self._plans:
-            mask, how = self.mask(window, causal), (route, schedule, slot_shards)
+            mask, how = self.mask(window, causal), (route, schedule, slot_shards, heads)
             self._plans[key] = _worker().submit(_make_plan, mask, self.layout, rank, how, (window, causal))
         return self._plans[key]
 
@@ -127,12 +128,13 @@ class Documents:
         causal: bool = True,
         schedule: str = "auto",
         slot_shards: int | None = None,
-    ) -> RankPlan:
-        """The rank plan of `rank`, made once for all layers with this window; `route` to `slot_shards` as in `RingPlan.build`.
+        heads: int = 1,
+    ) -> RankPlan | HeadRankPlan:
+        """The rank plan of `rank`, made once for all layers with this window; `route` to `heads` as in `rank_plan_of`.
 
         The plan of all ranks is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
         """
-        return self.prepare(rank, route, window, causal, schedule, slot_shards).result()
+        return self.prepare(rank, route, window, causal, schedule, slot_shards, heads).result()
 
     def positions(self, rank: int) -> torch.Tensor:
         """The positions, within their batch rows, of the tokens that `rank` holds: int64 [n / cp, batch]."""
@@ -272,15 +274,17 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
 
 
-def _make_plan(mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None], kind: Iterable[Any]) -> RankPlan:
-    """`how` is the route, the schedule and the limit of its sources."""
+def _make_plan(
+    mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None, int], kind: Iterable[Any]
+) -> RankPlan | HeadRankPlan:
+    """`how` is the route, the schedule, the limit of its sources and the ranks that exchange heads."""
     key = (layout.name, layout.cp, *how, *kind)
     if key not in _proven or next(_made) % PROVE_EVERY == 0:
-        plan = RingPlan.build(mask, layout, *how)
+        plan = plan_of(mask, layout, *how)
         plan.verify()
         _proven.add(key)
         return plan.rank_plan(rank)
-    return RingPlan.build_rank_plan(mask, layout, rank, *how)
+    return rank_plan_of(mask, layout, rank, *how)
 
 
 def _shorten(values: Ints) -> str:

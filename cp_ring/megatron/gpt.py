@@ -21,6 +21,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.comm_types import shapes
 from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current
@@ -108,7 +109,8 @@ def _make_documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
     documents = Documents.in_rows(edges, int(edges[-1]) // args.seq_length, current().layout, cp)
     if getattr(args, "window_size", None) is None:
         settings = current()
-        documents.prepare(rank, settings.route, schedule=settings.schedule, slot_shards=settings.slot_shards)
+        shape = shapes(args, settings)[0][1]
+        documents.prepare(rank, settings.route, schedule=shape.schedule, slot_shards=shape.slot_shards, heads=shape.heads)
     return documents
 
 

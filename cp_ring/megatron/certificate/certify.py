@@ -226,7 +226,8 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
         sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
     elif getattr(config, "softmax_scale", None):
         sizes = {"softmax_scale": config.softmax_scale}
-    return RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", pg_collection=groups, **sizes)
+    return RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", cp_comm_type=kind.comm_type,
+                                   pg_collection=groups, **sizes)  # fmt: skip
 
 
 def _split(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import settings
+from cp_ring.megatron import comm_types, settings
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.rejection import note
@@ -47,7 +47,7 @@ _OTHERS = {
     "mtp_num_layers": "--mtp-num-layers",
 }
 
-_RING = ("kernel", "layout", "route", "schedule", "slot_shards", "num_slots", "wire_dtype")
+_RING = ("kernel", "layout", "route", "schedule", "slot_shards", "heads", "num_slots", "wire_dtype")
 
 
 def attention_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "sizes": sizes,
-        "ring": {name: getattr(used, name) for name in _RING},
+        "ring": {name: getattr(used, name) for name in _RING} | {"comm_types": comm_types.types_by_layer(args)},
         "dtype": str(args.params_dtype).removeprefix("torch."),
         "attention": found,
         "hash": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16],
