@@ -46,6 +46,11 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
 
 def declare(given: Any, batch: int, n: int, cp: int) -> DeclaredMask:
     """The mask of a microbatch from its entry `cp_ring_mask`, split by the layout in force."""
+    if n % (2 * cp if current().layout == "zigzag" else cp) and cp > 1:
+        raise ConfigError(
+            f"batch rows of {n} tokens cannot be split over {cp} context-parallel ranks, {current().layout}: pad them, and give "
+            "the constructor of the mask n="
+        )
     if given is not None and not current().kinds:
         raise ConfigError(f"the batch carries {KEY}, of which the job knows nothing: give --cp-ring-mask-kinds")
     return DeclaredMask.of_rows(read(given, batch, n, current().kinds), current().layout, cp)

@@ -132,7 +132,7 @@ def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Microbat
         raise ConfigError("--cp-ring-document-mask: this pipeline stage has no document boundaries for its microbatch")
     if documents.layout.n != tokens * cp or documents.layout.cp != cp:
         raise ConfigError(
-            f"--cp-ring-document-mask: the boundaries are for {documents.layout.n} tokens over {documents.layout.cp} ranks, "
+            f"{documents.origin}: the boundaries are for {documents.layout.n} tokens over {documents.layout.cp} ranks, "
             f"the tensors hold {tokens} on each of {cp}"
         )
     return documents

@@ -45,6 +45,7 @@ class MicrobatchMask:
     `batch`, the number of batch rows, which have the same length.
     """
 
+    origin = "--cp-ring-document-mask"  # where it comes from, for messages
     layout: Layout
     batch: int
     _plans: dict[tuple[Any, ...], Future[RankPlan]]
@@ -117,6 +118,7 @@ class DeclaredMask(MicrobatchMask):
         batch: the number of batch rows.
     """
 
+    origin = KEY
     whole: Mask
     layout: Layout
     batch: int = 1
