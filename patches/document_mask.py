@@ -16,7 +16,7 @@ def _without_documents(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.documents import DocumentParams
-        from cp_ring.patches.rotary_layout import positions_in_force, tokens_of
+        from cp_ring.megatron.rotary import positions_in_force, tokens_of
 
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
         args = tuple(None if isinstance(value, DocumentParams) else value for value in args)
