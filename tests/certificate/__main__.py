@@ -20,7 +20,7 @@ SCRIPT = "pretrain_gpt.py"
 
 
 def examine(job: Job, cases: list[tuple[str, int]], checkout: str, folder: Path) -> list[dict[str, Any]]:
-    """What the certificate of `job` found in each case, (fault or "", seed); an entry {"error"} where the job did not get there."""
+    """What the certificate of `job` found in each case, (fault or "", seed); {"error"} where the job did not get so far."""
     script = str(Path(checkout) / SCRIPT) if job.by_script else ""
     entry = {"name": job.name, "argv": job.argv(), "script": script, "cases": cases, "seconds": SECONDS}
     log = folder / f"{job.name}.log"

@@ -209,5 +209,9 @@ FAULTS: dict[str, Any] = {
     "second batch row like the first": _core("attend", _second_row_like_the_first),
     "loss mask not split": _gpt("on_this_cp_rank", _loss_mask_not_split),
     "gradients of keys summed in bf16": _streams("GradStream", "start", _key_gradients_in_bf16),
+    "siblings seen": _parity("siblings seen"),
+    "spans cut at borders": _parity("spans cut at borders"),
+    "global tokens hidden": _parity("global tokens hidden"),
+    "positions not continued": _parity("positions not continued"),
     "roll across documents": _parity("roll across documents"),
 }

@@ -191,14 +191,16 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     found.not_covered += ["experts, in the loss"] if getattr(args, "num_experts", None) else []
     if "packed" in masks_of(args) and "causal" in masks:
         found.not_covered.append("the loss of packed sequences")
-    kinds = find_layer_kinds(args, core_transformer_config_from_args(args), tuple(masks), whole_rows=True)
-    tokens = max(kind.tokens for kind in kinds)
-    kinds = [replace(kind, tokens=tokens) for kind in kinds]
+    config = core_transformer_config_from_args(args)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     before = settings.current()
     try:
-        settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
-        found.loss += loss_probe.probe_loss(args, kinds, alone, step, seed)
+        for mask in masks:
+            kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
+            tokens = max(kind.tokens for kind in kinds)
+            kinds = [replace(kind, tokens=tokens) for kind in kinds]
+            settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
+            found.loss += loss_probe.probe_loss(args, kinds, alone, step, seed)
     finally:
         settings.configure(before)
         dist.destroy_process_group(alone)
