@@ -19,10 +19,9 @@ from tests.megatron.launch import fork
 SCRIPT = "pretrain_gpt.py"
 
 
-def examine(job: Job, cases: list[tuple[str, int]], checkout: str, folder: Path) -> list[dict[str, Any]]:
-    """What the certificate of `job` found in each case, (fault or "", seed); {"error"} where the job did not get so far."""
-    script = str(Path(checkout) / SCRIPT) if job.by_script else ""
-    entry = {"name": job.name, "argv": job.argv(), "script": script, "cases": cases, "seconds": SECONDS}
+def examine(job: Job, cases: list[tuple[str, int]], script: str, folder: Path) -> list[dict[str, Any]]:
+    """What the certificate of `job` found in each case, (fault or "", seed); {"error"} where the job did not get there."""
+    entry = {"name": job.name, "argv": job.argv(), "script": script if job.by_script else "", "cases": cases, "seconds": SECONDS}
     log = folder / f"{job.name}.log"
     code = fork(job.ranks, (entry, folder, log), timeout_s=1200, target=doors.rank)
     result = folder / f"{job.name}.json"
@@ -32,11 +31,11 @@ def examine(job: Job, cases: list[tuple[str, int]], checkout: str, folder: Path)
     return found
 
 
-def faults(jobs: Iterable[Job], checkout: str, folder: Path) -> list[dict[str, Any]]:
+def faults(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any]]:
     """Each fault of the jobs: {"door", "job", "fault", "stopped", "how"}."""
     entries = []
     for job in jobs:
-        for found in examine(job, [(fault, 1) for fault in job.faults], checkout, folder):
+        for found in examine(job, [(fault, 1) for fault in job.faults], script, folder):
             stopped = bool(found.get("rejections"))
             how = found["rejections"][0] if stopped else found.get("error") or found["failure"] or "the certificate passes"
             entries.append({"door": _door(job), "job": job.name, "fault": found["fault"], "stopped": stopped, "how": how})
@@ -44,11 +43,11 @@ def faults(jobs: Iterable[Job], checkout: str, folder: Path) -> list[dict[str, A
     return entries
 
 
-def right(jobs: Iterable[Job], checkout: str, folder: Path) -> list[dict[str, Any]]:
+def right(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any]]:
     """Each right job: {"door", "job", "flags", "passed", "why", "not_covered"}."""
     entries = []
     for job in jobs:
-        (found,) = examine(job, [("", 1)], checkout, folder)
+        (found,) = examine(job, [("", 1)], script, folder)
         why = found.get("error") or "; ".join(found["rejections"]) or found["failure"]
         entry = {"door": _door(job), "job": job.name, "flags": job.flags, "passed": not why, "why": why}
         entries.append(entry | {"not_covered": found.get("not_covered", [])})
@@ -76,10 +75,10 @@ def main() -> int:
     if not given.megatron_lm:
         _tell("the door of Megatron-LM's script is left out: give --megatron-lm")
     jobs = [job for job in FAULTY if job.name in given.faulty and (given.megatron_lm or not job.by_script)]
+    script, numbers = str(Path(given.megatron_lm) / SCRIPT), range(given.first, given.first + given.right)
     with tempfile.TemporaryDirectory(prefix="cp_ring-certificate-") as folder:
-        planted = faults(jobs, given.megatron_lm, Path(folder))
-        numbers = range(given.first, given.first + given.right)
-        passed = right((right_job(i, bool(given.megatron_lm)) for i in numbers), given.megatron_lm, Path(folder))
+        planted = faults(jobs, script, Path(folder))
+        passed = right((right_job(i, bool(given.megatron_lm)) for i in numbers), script, Path(folder))
     missed = [entry for entry in planted if not entry["stopped"]]
     failed = [entry for entry in passed if not entry["passed"]]
     if given.json:

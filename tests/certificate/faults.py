@@ -107,17 +107,9 @@ def _own_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
     return faulty
 
 
-class _OtherRank:
-    """A group as seen by another of its ranks."""
-
-    def __init__(self, group: Any, rank: int):
-        self._group, self._other = group, rank
-
-    def rank(self) -> int:
-        return self._other
-
-    def size(self) -> int:
-        return int(self._group.size())
+def _zigzag(whole: Parts, rank: int, cp: int) -> Parts:
+    chunks = {name: tensor.chunk(2 * cp, 1) for name, tensor in whole.items()}
+    return {name: torch.cat([of[rank], of[2 * cp - 1 - rank]], 1) for name, of in chunks.items()}
 
 
 def _script_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
@@ -126,12 +118,8 @@ def _script_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
             return split(batch, *args, cp_group=cp_group, **kwargs)
         whole = {name: batch[name] for name in SHARDED if batch.get(name) is not None}
 
-        def of_rank(other: int) -> Parts:
-            found = split(dict(batch), *args, cp_group=_OtherRank(cp_group, other), **kwargs)
-            return {name: found[name] for name in whole}
-
-        mine = split(dict(batch), *args, cp_group=cp_group, **kwargs)
-        return mine | fault({name: mine[name] for name in whole}, whole, of_rank)
+        mine, cp = split(dict(batch), *args, cp_group=cp_group, **kwargs), cp_group.size()
+        return mine | fault({name: mine[name] for name in whole}, whole, lambda other: _zigzag(whole, other, cp))
 
     return faulty
 
@@ -285,7 +273,8 @@ def _places(name: str, step: Any) -> list[Any]:
     script = step.__globals__
     if name in SPLITS:
         return [(script, "get_batch_on_this_cp_rank", _script_split(SPLITS[name]))]
-    return [(script, "loss_func", _faulty_loss(LOSSES[name]))]
+    loss = "loss_func" if "loss_func" in script else "loss_function"
+    return [(script, loss, _faulty_loss(LOSSES[name]))]
 
 
 assert not set(parity.FAULTS) & set(SPLITS), "a fault has one meaning"

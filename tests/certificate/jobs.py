@@ -74,8 +74,9 @@ def right_job(number: int, with_script: bool) -> Job:
         )  # fmt: skip
     heads = pick("", "--group-query-attention --num-query-groups 2", "--group-query-attention --num-query-groups 4")
     latent = rng.random() < 0.15
-    position = pick("rope", "learned_absolute")
-    model = LATENT if latent else f"{heads} --position-embedding-type {position}"
+    model = (
+        LATENT if latent else f"{heads} {pick('--position-embedding-type rope', '--position-embedding-type learned_absolute')}"
+    )
     words = [
         sizes, model,
         pick("", "--untie-embeddings-and-output-weights"),
