@@ -28,6 +28,7 @@ NAMES = (
     "loss_chunks",
     "loss_bias",
     "optimizer_step",
+    "tensorboard",
     "exit_signal",
     "safe_checkpoints",
     "restricted_unpickling",

@@ -153,8 +153,6 @@ def _time_kernel_call(
 
     def both() -> None:
         out, lse = call.attend(kernel, q, k, v, scale)
-        # The merged out and lse are [s, b, h, e] and [b, h, s]; a packed call gives [t, b * h, e] and [b * h, t].
-        out, lse = (out.transpose(0, 1), lse) if out.dim() == 4 else (out[:, None], lse[None])
         call.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
 
     works = {"forward_s": lambda: call.attend(kernel, q, k, v, scale), "both_s": both}
