@@ -18,6 +18,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
+from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
@@ -109,8 +110,8 @@ def _make_documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
     documents = Documents.in_rows(edges, int(edges[-1]) // args.seq_length, current().layout, cp)
     if getattr(args, "window_size", None) is None:
         settings = current()
-        shape = shapes(args, settings)[0][1]
-        documents.prepare(rank, settings.route, schedule=shape.schedule, slot_shards=shape.slot_shards, heads=shape.heads)
+        group = get_process_group_ranks(parallel_state.get_context_parallel_group())
+        documents.prepare(rank, settings.route, (-1, -1), True, *shapes(args, settings, group)[0][1])
     return documents
 
 
