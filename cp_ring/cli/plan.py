@@ -119,7 +119,10 @@ def plan_command(
         shapes = _bytes_between_nodes(mask, chosen, sizes, ranks_per_node, node_size)
     plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, _of_rank(sizes, head_parallel))
     costs = cost(report, own_sizes, num_slots)
-    facts = summary(plan, report, costs, members_of_node(ranks_per_node, head_parallel)) | {"build_ms": build_ms, "verify_ms": verify_ms}
+    facts = summary(plan, report, costs, members_of_node(ranks_per_node, head_parallel)) | {
+        "build_ms": build_ms,
+        "verify_ms": verify_ms,
+    }
     facts |= {"head_parallel": head_parallel, "bytes_between_nodes": shapes}
     if as_json:
         typer.echo(json.dumps(facts))

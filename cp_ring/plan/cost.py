@@ -161,7 +161,8 @@ def crossing(plan: RingPlan | HeadPlan, sizes: AttentionSizes, ranks_per_node: i
             nodes = ((side * heads + place) // ranks_per_node for side in (table.sender, table.receiver))
             tokens = int(table.tokens[np.not_equal(*nodes)].sum())
             found[which] += tokens * kv_heads * sizes.key_width // sizes.kv_heads * element
-    return Crossing(*found, _exchange_between_nodes(plan.layout, split, sizes, ranks_per_node))
+    keys, gradients = found
+    return Crossing(keys, gradients, _exchange_between_nodes(plan.layout, split, sizes, ranks_per_node))
 
 
 def _exchange_between_nodes(layout: Layout, split: HeadSplit, sizes: AttentionSizes, ranks_per_node: int) -> int:

@@ -222,7 +222,10 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         ),
         (["--head-parallel", "3"], "--head-parallel=3: it must divide the 4 context-parallel ranks"),
         (["--head-parallel", "4", "--heads", "6", "--kv-heads", "2"], "heads=4: it must divide the 6 query heads"),
-        (["--route", "relay", "--ranks-per-node", "2", "--schedule", "gather"], "--schedule gather: the route relay has a schedule"),
+        (
+            ["--route", "relay", "--ranks-per-node", "2", "--schedule", "gather"],
+            "--schedule gather: the route relay has a schedule",
+        ),
         (["--slot-shards", "0"], "--slot-shards 0: it must be at least 1"),
         (["--window", "-2"], r"window \(-2, 0\)"),
         (["--documents", "/does/not/exist"], "--documents /does/not/exist: cannot read"),
