@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,8 @@ from cp_ring.bench import samples
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost, kernel_calls
+from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost, crossing, kernel_calls
+from cp_ring.plan.heads import members_of_node, plan_of, split_heads
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
@@ -90,6 +92,9 @@ def plan_command(
     head_dim: Annotated[int, typer.Option(help="Size of a head.", rich_help_panel=_SIZES)] = 128,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="bf16, fp16 or fp32.", rich_help_panel=_SIZES)] = "bf16",
     ranks_per_node: Annotated[int, typer.Option(help="Neighboring ranks on one node.", rich_help_panel=_SIZES)] = 8,
+    head_parallel: Annotated[
+        int, typer.Option(help="Neighboring ranks that exchange tokens for heads; 1 is the ring alone.", rich_help_panel=_LAYOUT)
+    ] = 1,
     draw: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Write the picture to a .png, .svg or .pdf file.", rich_help_panel=_OUTPUT),
@@ -112,11 +117,20 @@ def plan_command(
         offsets = _document_offsets(seq_length, documents, documents_mean, seed)
         allowed = _make_mask(mask, seq_length, offsets, window, full, prefix)
         chosen = _make_layout(layout, allowed, offsets, cp, chunks_per_rank)
-        with _name_options(schedule="--schedule", slot_shards="--slot-shards"):
-            plan, build_ms = _timed(lambda: RingPlan.build(allowed, chosen, route, schedule, slot_shards))
-        report, verify_ms = _timed(lambda: plan.verify(num_slots))
-    costs = cost(report, sizes, num_slots)
-    facts = summary(plan, report, costs, ranks_per_node) | {"build_ms": build_ms, "verify_ms": verify_ms}
+        with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
+            if route == "relay":
+                slot_shards = max(slot_shards, ranks_per_node)
+            node_size = ranks_per_node if cp % ranks_per_node == 0 else 1
+            whole, build_ms = _timed(lambda: plan_of(allowed, chosen, route, schedule, slot_shards, head_parallel, node_size))
+        report, verify_ms = _timed(lambda: whole.verify(num_slots))
+        shapes = _bytes_between_nodes(allowed, chosen, sizes, ranks_per_node, node_size)
+    plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, _of_rank(sizes, head_parallel))
+    costs = cost(report, own_sizes, num_slots)
+    facts = summary(plan, report, costs, members_of_node(ranks_per_node, head_parallel)) | {
+        "build_ms": build_ms,
+        "verify_ms": verify_ms,
+    }
+    facts |= {"head_parallel": head_parallel, "bytes_between_nodes": shapes}
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -124,8 +138,28 @@ def plan_command(
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
-        draw_plan(plan, draw, report, sizes)
+        draw_plan(plan, draw, report, own_sizes)
         typer.echo(f"wrote {draw}", err=as_json)
+
+
+def _of_rank(sizes: AttentionSizes, heads: int) -> AttentionSizes:
+    """The sizes of a rank that computes one in `heads` of the query heads."""
+    return replace(sizes, heads=sizes.heads // heads, kv_heads=split_heads(sizes.heads, sizes.kv_heads, heads).kv_heads_of_rank)
+
+
+def _bytes_between_nodes(
+    mask: Mask, layout: Layout, sizes: AttentionSizes, ranks_per_node: int, node_size: int
+) -> dict[str, int]:  # fmt: skip
+    """Bytes of one forward pass from nodes to other nodes, by route, and by ranks that exchange heads on the route direct."""
+    shapes = {route: (route, 1) for route in ROUTES}
+    for heads in range(2, min(layout.cp, sizes.heads, ranks_per_node) + 1):
+        if layout.cp % heads == 0 and sizes.heads % heads == 0:
+            shapes[f"heads {heads}"] = ("direct", heads)
+    found = {}
+    for name, (route, heads) in shapes.items():
+        moved = crossing(plan_of(mask, layout, route, heads=heads, node_size=node_size), sizes, ranks_per_node)
+        found[name] = moved.keys + moved.exchange
+    return found
 
 
 def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) -> dict[str, Any]:
@@ -252,6 +286,10 @@ def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console.print(
         f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward"
     )
+    shapes = Table("route, or ranks that exchange heads", "MiB between nodes, forward")
+    for name, size in facts["bytes_between_nodes"].items():
+        shapes.add_row(name, f"{size / 2**20:,.1f}")
+    console.print(shapes)
     buffers = Table("buffer, on the rank that needs most of it", "MiB")
     for name, size in facts["memory"].items():
         buffers.add_row(name, f"{size / 2**20:,.1f}")

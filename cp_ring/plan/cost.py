@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
+from cp_ring.plan.heads import HeadPlan, HeadSplit, split_heads
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
+from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.schedule import FLOPS_PER_SECOND, NETWORK_BYTES_PER_SECOND
 from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.verify import Report
@@ -132,6 +136,48 @@ def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
     crosses = keys.sender // ranks_per_node != keys.receiver // ranks_per_node
     total = int(keys.tokens.sum())
     return int(keys.tokens[crosses].sum()) / total if total else 0.0
+
+
+class Crossing(NamedTuple):
+    """Bytes that one layer moves from nodes to other nodes, of all ranks together.
+
+    keys: keys and values in the ring, in forward and again in backward. gradients: their gradients, in backward.
+    exchange: queries, keys, values and outputs that are exchanged for heads, in forward.
+    """
+
+    keys: int
+    gradients: int
+    exchange: int
+
+
+def crossing(plan: RingPlan | HeadPlan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing:
+    """The bytes of a plan that cross nodes, where each `ranks_per_node` neighboring ranks share one."""
+    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
+    split = split_heads(sizes.heads, sizes.kv_heads, heads)
+    found = [0, 0]
+    for place in range(heads):
+        kv_heads = sum(len(group[place]) for group in split.repeated)
+        for which, (table, element) in enumerate(((ring.transfers, sizes.element), (ring.gradients, sizes.wire_element))):
+            nodes = ((side * heads + place) // ranks_per_node for side in (table.sender, table.receiver))
+            tokens = int(table.tokens[np.not_equal(*nodes)].sum())
+            found[which] += tokens * kv_heads * sizes.key_width // sizes.kv_heads * element
+    keys, gradients = found
+    return Crossing(keys, gradients, _exchange_between_nodes(plan.layout, split, sizes, ranks_per_node))
+
+
+def _exchange_between_nodes(layout: Layout, split: HeadSplit, sizes: AttentionSizes, ranks_per_node: int) -> int:
+    """Bytes of the exchange of heads of one forward pass that cross nodes."""
+    of_query = (sizes.query_width + sizes.out_width) // sizes.heads * sizes.element
+    of_key, total = sizes.key_width // sizes.kv_heads * sizes.element, 0
+    for rank in range(layout.cp):
+        first = rank - rank % split.size
+        for place, other in enumerate(range(first, first + split.size)):
+            if other // ranks_per_node != rank // ranks_per_node:
+                queries = sum(end - start for start, end in (group[place] for group in split.queries))
+                keys = sum(end - start for start, end in (group[place] for group in split.keys))
+                # To the other rank: its heads of these tokens. From it: the outputs of these heads and tokens.
+                total += int(layout.tokens_per_rank[rank]) * (queries * of_query + keys * of_key)
+    return total
 
 
 @dataclass(frozen=True)

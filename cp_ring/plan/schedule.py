@@ -84,6 +84,27 @@ def resolve(
     return hops
 
 
+def relay_schedule(schedule: str | Sequence[int], cp: int, node_size: int) -> Schedule:
+    """The schedule of the route `relay`, whose ranks pass keys on inside a node: the keys of each other node take 3 hops.
+
+    Counted by `Order`, where rank r of a node comes first to the keys of rank r of another node, at hop t, then to those of
+    the others, at hop t + 1, and last to those of rank r + 1, at hop t + 2, which is hop t of the next node. On nodes of two
+    ranks t + 1 is the last. The keys of the rank's own node come at hop 1, with the first ones from another node.
+
+    `schedule` must be `auto` or this one. Raises `PlanError` if it is not.
+    """
+    node, place = np.divmod(np.arange(cp), node_size)
+    if node_size in (1, cp):
+        return resolve(schedule, cp, 1) if schedule != "auto" else _NAMED["ring"](cp)
+    hop = node + (place == 1) if node_size == 2 else 2 * node - 1 + (place > 0) + (place == node_size - 1)
+    hop[:node_size] = np.arange(node_size) > 0
+    hops = tuple(hop.tolist())
+    given = parse(schedule) if isinstance(schedule, str) else tuple(schedule)
+    if given not in ("auto", hops):
+        raise PlanError(f"schedule {text(schedule)}: the route relay has a schedule of its own, leave schedule out")
+    return hops
+
+
 def parse(given: str) -> str | Schedule:
     """A name in `NAMES`, or a tuple from text such as "0,1,2,2". Raises `PlanError` for other text, and as `check` does."""
     given = given.strip()

@@ -92,6 +92,7 @@ SPLITS = (
     Split("a2a", cp=4, flags="--cp-comm-type a2a", like="cp4"),
     Split("a2a+p2p", cp=4, flags="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", like="cp4"),
     Split("gather", cp=4, flags="--cp-comm-type all_gather", like="cp4"),
+    Split("relay", cp=4, flags="--cp-ring-route relay --cp-ring-node-size 2", like="cp4"),
 )
 
 MODELS = (
