@@ -68,7 +68,7 @@ def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: t
             here = read(given.get(KEY), batch, n, current().kinds)
             data |= {} if alone else {extra: encode(here)}
         elif KEY in given:
-            declare(given[KEY], *given["tokens"].shape, 1)  # which says what is missing
+            declare(given[KEY], 1, given["tokens"].shape[1], 1)  # which says what is missing
     if alone:
         moved: Microbatch = {name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)}
     else:
