@@ -92,12 +92,24 @@ class ContextParallelConfig(BaseModel):
     slot_shards: int = Field(
         SLOT_SHARDS, ge=1, description="Sources of a hop at most, so the shards of keys and values that a receive buffer holds."
     )
+    heads: int = Field(
+        1,
+        ge=1,
+        description="Neighboring context-parallel ranks that exchange tokens for heads, around a ring of as many times fewer "
+        "members; 1 is the ring alone.",
+    )
     num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
     wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")
     recompute: Recompute = Field(
         "keep",
         description="Where activations are recomputed: keep out and lse of attention, per layer and microbatch, so that the "
         "ring runs once; or replay the ring.",
+    )
+    loss_chunk: int = Field(
+        0,
+        ge=0,
+        description="Compute logits and loss of so many tokens of a rank at a time, and the logits again in backward, where "
+        "those of all tokens would not fit into memory; 0 computes all at once.",
     )
     run_dir: str = Field("", description="Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.")
 
@@ -172,9 +184,14 @@ class ContextParallelConfig(BaseModel):
         return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
 
     def check_schedule(self, cp: int) -> None:
-        """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than `slot_shards` sources at a hop."""
+        """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than `slot_shards` sources at a hop.
+
+        With `heads` it is that of the ring's members.
+        """
+        if cp % self.heads:
+            raise ConfigError(f"{self.flag('heads')} {self.heads} does not divide the {cp} context-parallel ranks: change either")
         try:
-            resolve(self.schedule, cp, 1, self.slot_shards)
+            resolve(self.schedule, cp // self.heads, 1, self.slot_shards)
         except PlanError as error:
             named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
             raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None

@@ -22,6 +22,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.batches import declare, with_positions
+from cp_ring.megatron.comm_types import shapes
 from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.masks import KEY, MicrobatchMask, decode, encode, read
 from cp_ring.megatron.plans import make_layout
@@ -68,7 +69,8 @@ def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: t
             here = read(given.get(KEY), batch, n, current().kinds)
             data |= {} if alone else {extra: encode(here)}
         elif KEY in given:
-            declare(given[KEY], 1, given["tokens"].shape[1], 1)  # which says what is missing
+            batch, n = given["tokens"].shape
+            declare(given[KEY], batch, n, 1)  # which says what is missing
     if alone:
         moved: Microbatch = {name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)}
     else:
@@ -137,7 +139,8 @@ def _begin_plan(carried: MicrobatchMask, rank: int) -> None:
     """Starts to make the plan for layers without a window, on another thread."""
     if getattr(get_args(), "window_size", None) is None:
         settings = current()
-        carried.prepare(rank, settings.route, schedule=settings.schedule, slot_shards=settings.slot_shards)
+        shape = shapes(get_args(), settings)[0][1]
+        carried.prepare(rank, settings.route, schedule=shape.schedule, slot_shards=shape.slot_shards, heads=shape.heads)
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -21,9 +21,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import layer_windows
+from cp_ring.plan.heads import HeadRankPlan, plan_of, rank_plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import RankPlan
 
 KEY = "cp_ring_mask"
@@ -48,7 +48,7 @@ class MicrobatchMask:
     origin = "--cp-ring-document-mask"  # where it comes from, for messages
     layout: Layout
     batch: int
-    _plans: dict[tuple[Any, ...], Future[RankPlan]]
+    _plans: dict[tuple[Any, ...], Future[RankPlan | HeadRankPlan]]
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
         """The mask of a layer with this window; a layer that is not `causal` also sees later tokens, where the mask allows it."""
@@ -74,11 +74,12 @@ class MicrobatchMask:
         causal: bool = True,
         schedule: str = "auto",
         slot_shards: int | None = None,
-    ) -> Future[RankPlan]:
+        heads: int = 1,
+    ) -> Future[RankPlan | HeadRankPlan]:
         """Starts making the plan on a worker thread, unless that has begun already. Arguments as in `plan`."""
-        key = (rank, route, window, causal, schedule, slot_shards)
+        key = (rank, route, window, causal, schedule, slot_shards, heads)
         if key not in self._plans:
-            mask, how = self.mask(window, causal), (route, schedule, slot_shards)
+            mask, how = self.mask(window, causal), (route, schedule, slot_shards, heads)
             self._plans[key] = _worker().submit(_make_plan, mask, self.layout, rank, how, (self.kind(), window, causal))
         return self._plans[key]
 
@@ -90,12 +91,13 @@ class MicrobatchMask:
         causal: bool = True,
         schedule: str = "auto",
         slot_shards: int | None = None,
-    ) -> RankPlan:
-        """The rank plan of `rank`, made once for all layers with this window; `route` to `slot_shards` as in `RingPlan.build`.
+        heads: int = 1,
+    ) -> RankPlan | HeadRankPlan:
+        """The rank plan of `rank`, made once for all layers with this window; `route` to `heads` as in `rank_plan_of`.
 
         The plan of all ranks is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
         """
-        return self.prepare(rank, route, window, causal, schedule, slot_shards).result()
+        return self.prepare(rank, route, window, causal, schedule, slot_shards, heads).result()
 
     def places(self, rank: int) -> torch.Tensor:
         """Where the tokens that `rank` holds are in their batch rows: int64 [n / cp, batch]."""
@@ -122,7 +124,7 @@ class DeclaredMask(MicrobatchMask):
     whole: Mask
     layout: Layout
     batch: int = 1
-    _plans: dict[tuple[Any, ...], Future[RankPlan]] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[Any, ...], Future[RankPlan | HeadRankPlan]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_rows(cls, masks: Sequence[Mask], layout: str, cp: int) -> DeclaredMask:
@@ -219,12 +221,14 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
 
 
-def _make_plan(mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None], kind: Iterable[Any]) -> RankPlan:
-    """`how` is the route, the schedule and the limit of its sources."""
+def _make_plan(
+    mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None, int], kind: Iterable[Any]
+) -> RankPlan | HeadRankPlan:
+    """`how` is the route, the schedule, the limit of its sources and the ranks that exchange heads."""
     key = (layout.name, layout.cp, *how, *kind)
     if key not in _proven or next(_made) % PROVE_EVERY == 0:
-        plan = RingPlan.build(mask, layout, *how)
+        plan = plan_of(mask, layout, *how)
         plan.verify()
         _proven.add(key)
         return plan.rank_plan(rank)
-    return RingPlan.build_rank_plan(mask, layout, rank, *how)
+    return rank_plan_of(mask, layout, rank, *how)

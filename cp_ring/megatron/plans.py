@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 from cp_ring.megatron.settings import LayerWindows, layer_windows
+from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
@@ -37,13 +38,15 @@ def make_plan(
     window: tuple[int, int] = (-1, -1),
     schedule: str = "auto",
     slot_shards: int | None = None,
-) -> RingPlan:
+    heads: int = 1,
+) -> RingPlan | HeadPlan:
     """The verified plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp` ranks.
 
     window: the numbers of keys before and after its own position that a query sees; -1 is all.
     schedule, slot_shards: as in `RingPlan.build`.
+    heads: neighboring ranks that exchange tokens for heads.
     Raises `PlanError` if the mask, layout, route and schedule do not make a correct plan.
     """
-    plan = RingPlan.build(_MASKS[mask](n, window=window), make_layout(layout, n, cp), route, schedule, slot_shards)
+    plan = plan_of(_MASKS[mask](n, window=window), make_layout(layout, n, cp), route, schedule, slot_shards, heads)
     plan.verify()
     return plan

@@ -13,7 +13,7 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import implementations
+from cp_ring.megatron import comm_types, compat, implementations
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
@@ -35,7 +35,6 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
 # Features that ring attention does not support: attribute, the value that does not ask for it, flag, name of the feature.
 _REJECTED: tuple[tuple[str, Any, str, str], ...] = (
     ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
-    ("hierarchical_context_parallel_sizes", None, "--hierarchical-context-parallel-sizes", "nested context-parallel groups"),
     ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
     ("use_kitchen_attention", False, "--use-kitchen-attention", "other attention variants"),
     ("qk_clip", False, "--qk-clip", "the largest attention logit"),
@@ -70,9 +69,11 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             check_documents(args, config)
         elif config.document_mask or config.kinds:
             raise ConfigError(f"{config.flag('document_mask' if config.document_mask else 'mask_kinds')} needs --cp-ring")
+        check_loss_chunk(args, config)
         check_sizes(args)
         if config.enabled:
             config.check_schedule(args.context_parallel_size)
+            comm_types.check(args, config)
         check_norms(args)
         check_data(args)
         check_layers(args)
@@ -104,6 +105,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
         config = ContextParallelConfig.from_args(args)
         if config.enabled:
             note(implementations.line(args))
+            note_gather(args, config)
             note_recompute(args, config)
     return args
 
@@ -216,10 +218,8 @@ def check_attention(args: argparse.Namespace) -> None:
     """Checks that the flags ask for nothing that ring attention does not support."""
     if args.attention_dropout:
         raise ConfigError(f"--cp-ring does not support --attention-dropout {args.attention_dropout}: give --attention-dropout 0")
-    types = getattr(args, "cp_comm_type", None) or ["p2p"]
-    other = [kind for kind in types if kind != "p2p"]
-    if other:
-        raise ConfigError(f"--cp-ring supports --cp-comm-type p2p, not {other[0]}")
+    if len(comm_types.types_by_layer(args)) > 1:
+        compat.check_comm_types_by_layer()
     check_windows(args)
     backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
     if backend != "auto":
@@ -257,6 +257,22 @@ def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> N
         )
 
 
+def note_gather(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Prints the memory of the keys that arrive in one receive buffer with --cp-comm-type all_gather. `args` are complete."""
+    cp = args.context_parallel_size
+    if cp == 1 or "all_gather" not in comm_types.types_by_layer(args):
+        return
+    latent = getattr(args, "multi_latent_attention", False)
+    groups = args.num_attention_heads if latent or not args.group_query_attention else args.num_query_groups
+    width = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim if latent else 2 * args.kv_channels
+    tokens = args.seq_length // cp * (cp - 1) * args.micro_batch_size
+    held = tokens * max(groups // args.tensor_model_parallel_size, 1) * width * args.params_dtype.itemsize
+    note(
+        f"--cp-comm-type all_gather: a receive buffer holds the keys and values of {cp - 1} other ranks, {held / 2**20:.3g} MiB; "
+        "p2p needs less on many ranks"
+    )
+
+
 def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Checks that the flags about documents agree. Sets the flags of Megatron's data set that --cp-ring-document-mask needs."""
     _check_positions(args, config)
@@ -285,6 +301,18 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
                 "--dataloader-inter-document-masking splits documents in a way that the fused rotary embedding does not support: "
                 "give --no-rope-fusion, or --cp-ring-document-mask instead"
             )
+
+
+def check_loss_chunk(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Checks that --cp-ring-loss-chunk is for a loss that can be computed in parts."""
+    flag = config.flag("loss_chunk")
+    if config.loss_chunk and not config.enabled:
+        raise ConfigError(f"{flag} needs --cp-ring")
+    whole = ("mtp_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern", "defer_embedding_wgrad_compute")
+    for name in whole if config.loss_chunk else ():
+        if getattr(args, name, None):
+            other = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not support {other}, which needs all logits at once: leave out either")
 
 
 def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) -> None:

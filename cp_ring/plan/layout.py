@@ -140,6 +140,18 @@ class Layout:
             raise PlanError(f"{name} layout cuts the sequence into {len(owner)} chunks for cp {cp}, but it has {n} tokens")
         return cls(n, cp, np.arange(len(owner) + 1) * n // len(owner), owner.astype(np.int64), name)
 
+    def merged(self, size: int) -> Layout:
+        """The layout of `cp / size` members, each of which holds what `size` neighboring ranks hold, in ascending order.
+
+        Neighboring chunks of a member are joined, so a zigzag layout gives a zigzag layout. Raises `PlanError` if `size` does
+        not divide the ranks.
+        """
+        if integer(size, "heads") < 1 or self.cp % size:
+            raise PlanError(f"heads={size}: it must divide the {self.cp} context-parallel ranks")
+        member = self.owner // size
+        first = np.flatnonzero(np.append(True, member[1:] != member[:-1]))
+        return Layout(self.n, self.cp // size, np.append(self.edges[first], self.n), member[first], self.name, self.rows)
+
     @cached_property
     def starts(self) -> Ints:
         """Token of its owner's shard at which each chunk begins, int64 [chunks]."""

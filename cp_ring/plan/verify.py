@@ -6,7 +6,8 @@ What is proven, in this order. Each check relies on those before it.
 |-------------------|-------------------------------------------------------------------------------------------------------|
 | `check_layout`    | The chunks cover every token exactly once, and their owners exist.                                    |
 | `check_tables`    | Ranks, hops and tokens exist; the tables are sorted; every query of a tile sees a key.                |
-| `check_sources`   | A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone.        |
+| `check_sources`   | A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone; no     |
+|                   | message goes from a rank to itself.                                                                   |
 | `check_cover`     | Every allowed (query, key) pair is computed exactly once, and no other pair is.                       |
 | `check_keys`      | Every key that a tile reads is the rank's own or arrives at that hop; nothing else arrives; a sender  |
 |                   | holds what it sends.                                                                                  |
@@ -170,16 +171,22 @@ def check_sources(plan: PlanTables) -> None:
 
     Every use of a (rank, hop) buffer names an owner: tiles, arriving and forwarded keys, leaving and passed-on gradients.
     The ring distance of the rank from the owner must be one of that hop. So the tokens of several owners that share a
-    buffer are told apart by (rank, distance), and the checks below take each such pair for a buffer of its own. Cost:
-    linear in the tables.
+    buffer are told apart by (rank, distance), and the checks below take each such pair for a buffer of its own. No message
+    goes from a rank to itself. Cost: linear in the tables.
     """
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
+    _check_peers(keys)
+    _check_peers(grads)
     forwarded, passed = keys[keys.buffer > 0], grads[grads.buffer > 0]
     rank = np.concatenate([plan.tile_rank, keys.receiver, forwarded.sender, grads.sender, passed.receiver])
     hop = np.concatenate([plan.tile_hop, keys.hop, forwarded.buffer, grads.hop, passed.buffer])
     owner = np.concatenate([plan.tile_source, keys.owner, forwarded.owner, grads.owner, passed.owner])
     due = np.array(plan.schedule)[(rank - owner) % cp]
     _all(due == hop, lambda i: f"rank {rank[i]}, hop {hop[i]}: keys of rank {owner[i]}, which belong to hop {due[i]}")
+
+
+def _check_peers(table: Transfers) -> None:
+    _all(table.sender != table.receiver, lambda i: f"{_moves(table, i)}: a rank has no messages to itself")
 
 
 def check_cover(plan: PlanTables) -> None:

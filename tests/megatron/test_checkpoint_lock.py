@@ -3,6 +3,7 @@
 import json
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import time
 
@@ -54,6 +55,14 @@ def test_a_second_job_is_rejected_in_one_line(tmp_path, other):
     line = str(stop.value)
     assert line.startswith(f"--save {tmp_path}: another job writes its checkpoints there (") and "\n" not in line
     assert f"process {other.pid} on " in line and lock.held(tmp_path) is None
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    folder = tmp_path / "saves"
+    taken = lock.acquire(folder)
+    shutil.rmtree(folder)
+    assert lock.acquire(folder) is taken
+    assert lock._read(folder / lock.NAME) == taken.owner
 
 
 def test_a_stopped_job_keeps_its_lock(tmp_path, other):

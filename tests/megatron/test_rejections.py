@@ -18,6 +18,8 @@ from cp_ring.megatron.checkpoints import inspection
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
 
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+CP4 = ["--context-parallel-size", "4"]
+SIZES = ["--hierarchical-context-parallel-sizes"]
 BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
@@ -78,11 +80,44 @@ def parse(monkeypatch):
         (["--cp-ring-layout", "spiral"], "--cp-ring-layout 'spiral'"),
         (["--cp-ring-route", "carrier-pigeon"], "--cp-ring-route 'carrier-pigeon'"),
         (["--cp-ring-num-slots", "1"], "--cp-ring-num-slots '1'"),
+        (["--cp-ring-loss-chunk", "-1"], "--cp-ring-loss-chunk '-1'"),
+        (["--cp-ring-loss-chunk", "8", "--mtp-num-layers", "1"], "--cp-ring-loss-chunk does not support --mtp-num-layers, which"),
+        (["--cp-ring-loss-chunk", "8", "--hybrid-layer-pattern", "*-"], "--cp-ring-loss-chunk does not support --hybrid-layer"),
         (["--attention-dropout", "0.1"], "--attention-dropout 0.1"),
         (["--window-size", "16,4"], "--window-size (16, 4): a causal layer sees nothing after its own position"),
         (["--reset-attention-mask"], "--reset-attention-mask"),
-        (["--cp-comm-type", "a2a"], "--cp-comm-type p2p, not a2a"),
-        (["--cp-comm-type", "p2p", "all_gather"], "--cp-comm-type p2p, not all_gather"),
+        (["--cp-comm-type", "pigeon"], "--cp-comm-type pigeon: known are p2p, all_gather, a2a, a2a+p2p"),
+        ([*CP4, "--cp-comm-type", "p2p", "a2a", "a2a"], "--cp-comm-type has 3 entries for --num-layers 2"),
+        ([*CP4, "--cp-comm-type", "a2a+p2p"], "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes U R"),
+        ([*CP4, *SIZES, "2", "1", "2", "--cp-comm-type", "a2a+p2p"], "2 1 2: --cp-comm-type a2a+p2p takes 2 sizes"),
+        ([*CP4, *SIZES, "2", "4"], "--hierarchical-context-parallel-sizes 2 4 multiply to 8, not to --context-parallel-size 4"),
+        (
+            [
+                "--context-parallel-size",
+                "2",
+                "--cp-comm-type",
+                "a2a",
+                "--num-attention-heads",
+                "3",
+                "--hidden-size",
+                "48",
+                "--num-query-groups",
+                "1",
+            ],
+            "--cp-comm-type a2a among 2 ranks does not divide the 3 query heads of a tensor-parallel rank",
+        ),
+        ([*CP4, "--cp-ring-heads", "3"], "--cp-ring-heads 3 does not divide the 4 context-parallel ranks"),
+        ([*CP4, "--cp-ring-heads", "0"], "--cp-ring-heads '0'"),
+        ([*CP4, "--cp-ring-heads", "2", "--cp-comm-type", "a2a"], "--cp-comm-type a2a and --cp-ring-heads 2 both say"),
+        ([*CP4, "--cp-ring-heads", "2", "--cp-ring-schedule", "0,1,2,2"], "--cp-ring-schedule 0,1,2,2: 4 hops for 2 ranks"),
+        (
+            [*CP4, "--cp-ring-schedule", "0,1,2,2", *SIZES, "2", "2", "--cp-comm-type", "a2a+p2p"],
+            "--cp-ring-schedule 0,1,2,2: 4 hops for a ring of 2 members, of 2 ranks each",
+        ),
+        (
+            [*CP4, "--cp-comm-type", "all_gather", "--cp-ring-schedule", "ring"],
+            "--cp-comm-type all_gather is --cp-ring-schedule gather, not ring",
+        ),
         (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
         (["--cuda-graph-impl", "local"], "CUDA graphs: leave out --cuda-graph-impl local"),
         (["--cuda-graph-impl", "transformer_engine"], "CUDA graphs: leave out --cuda-graph-impl transformer_engine"),
@@ -94,7 +129,6 @@ def parse(monkeypatch):
         ),
         (["--cpu-offloading-num-layers", "1"], "leave out --cpu-offloading-num-layers 1"),
         (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
-        (["--hierarchical-context-parallel-sizes", "2", "2"], "leave out --hierarchical-context-parallel-sizes 2 2"),
         (["--use-megatron-fsdp"], "leave out --use-megatron-fsdp"),
         (["--use-torch-fsdp2"], "leave out --use-torch-fsdp2"),
         (["--overlap-moe-expert-parallel-comm"], "leave out --overlap-moe-expert-parallel-comm"),
@@ -199,7 +233,7 @@ def core_attention(settings=None, **arguments):
     [
         ({}, {"attention_type": "cross"}, "supports self attention; layer 1 is cross attention"),
         ({}, {"attention_dropout": 0.1}, "does not support attention dropout"),
-        ({}, {"cp_comm_type": "a2a+p2p"}, r"--cp-comm-type p2p, not a2a\+p2p"),
+        ({}, {"cp_comm_type": "pigeon"}, "--cp-comm-type pigeon: known are p2p"),
         ({}, {"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
         ({}, {"attn_mask_type": "padding"}, "mask types causal and no_mask, not padding"),
         ({}, {"num_splits": 2}, "does not know these core attention arguments: num_splits"),

@@ -72,13 +72,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Split:
-    """A split of the model over ranks."""
+    """A split of the model over ranks, with `flags` of its job; models that run in the split `like` run in it too."""
 
     name: str
     cp: int
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    flags: str = ""
+    like: str = ""
 
 
 SPLITS = (
@@ -87,6 +89,9 @@ SPLITS = (
     Split("tp2cp2", cp=2, tp=2),
     Split("pp2cp2", cp=2, pp=2),
     Split("dp2cp2", cp=2, dp=2),
+    Split("a2a", cp=4, flags="--cp-comm-type a2a", like="cp4"),
+    Split("a2a+p2p", cp=4, flags="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", like="cp4"),
+    Split("gather", cp=4, flags="--cp-comm-type all_gather", like="cp4"),
 )
 
 MODELS = (

@@ -55,7 +55,7 @@ def _tree(n: int, random: np.random.Generator, parents: list[int], forest: bool 
 
 
 def _images(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
-    """Three images around a quarter, a half and three quarters of the tokens: there many layouts have an edge."""
+    """Three images around a quarter, a half and three quarters of the sequence: there many layouts have an edge."""
     half = [int(size) for size in random.integers(max(n // 16, 1), max(n // 9, 2), 3)]
     spans = [(n * i // 4 - size, n * i // 4 + size // 2 + 1) for i, size in enumerate(half, 1)]
     image = torch.full((n,), -1)

@@ -346,6 +346,7 @@ def _whole_rows_in_force(batch: Microbatch, own: bool) -> Iterator[None]:
         stack.enter_context(replaced(*((module, "roll_tensor", roll) for module in loaded if "roll_tensor" in vars(module))))
         stack.enter_context(positions_in_force(batch.selected()))
         kinds = "" if own else before.mask_kinds
-        settings.configure(before.model_copy(update={"layout": "zigzag", "document_mask": False, "mask_kinds": kinds}))
+        alone = {"layout": "zigzag", "document_mask": False, "mask_kinds": kinds, "loss_chunk": 0}
+        settings.configure(before.model_copy(update=alone))
         stack.callback(functools.partial(settings.configure, before))
         yield
