@@ -125,6 +125,7 @@ MODELS = (
     Model("virtual_pipeline_mtp", f"{UNTIED} --mtp-num-layers 1 --num-layers-per-virtual-pipeline-stage 1", "roll across documents",
         splits=("pp2cp2",), layers=4),
     Model("packed_thd", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="thd"),
+    Model("packed_thd_tail", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="thd_tail"),
     Model("document_mask", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="documents"),
     Model("document_mask_window", f"{DOCUMENTS} --window-size 5,0 --window-attn-skip-freq 2", "documents merged",
         baseline=REFERENCE, data="documents"),
