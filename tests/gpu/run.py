@@ -93,7 +93,8 @@ def main() -> int:
         return 2
     append(options.out, **json.loads(facts.stdout))
     for name in options.only:
-        limit = min(float(STEPS[name].seconds), end - time.monotonic())
+        # CPU cores may be shared, and then nothing is measured.
+        limit = min(STEPS[name].seconds * (1.0 if options.device == "cuda" else 5.0), end - time.monotonic())
         if limit < 5:
             passed = False
             append(options.out, step=name, state="not started: no time left", holds=False)

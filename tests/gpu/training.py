@@ -63,7 +63,7 @@ def _train(job: Job, cp: int, flags: list[str]) -> list[float]:
         ranks = []
         for rank, log in enumerate(logs):
             with log.open("w") as file:
-                environment = os.environ | shared | {"RANK": str(rank)}
+                environment = _without_choices_of_te() | shared | {"RANK": str(rank)}
                 ranks.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
         codes = [rank.wait() for rank in ranks]  # the driver's time limit ends all of them
         steps = Path(folder) / "steps.jsonl"
@@ -74,6 +74,11 @@ def _train(job: Job, cp: int, flags: list[str]) -> list[float]:
         certificate = [text for text in logs[0].read_text().splitlines() if "certificate:" in text]
         job.row(cp=cp, certificate=certificate)
         return [] if failed else losses
+
+
+def _without_choices_of_te() -> dict[str, str]:
+    """The environment without TransformerEngine's choices of attention, which Megatron makes by its own flag."""
+    return {name: value for name, value in os.environ.items() if not (name.startswith("NVTE_") and name.endswith("_ATTN"))}
 
 
 def _free_port() -> int:

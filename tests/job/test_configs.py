@@ -144,6 +144,29 @@ def test_windows_are_on_the_right_layers(megatron, name, layers, windowed, tmp_p
     assert {layer for layer in range(1, layers + 1) if compat.has_window(model, layer)} == windowed
 
 
+def test_a_million_tokens_on_the_cpu_need_the_loss_in_chunks():
+    job = config.load("million", ["preset=cpu"])
+    flags, ranks = job.megatron, job.parallel.ranks
+    assert (flags["seq_length"], ranks, flags["train_iters"]) == (1 << 20, 4, 3)
+    assert job.cp_ring.document_mask and flags["window_size"] == "1023,0" and flags["num_layers"] == 2
+    logit_bytes = 4 * (flags["vocab_size"] + 1)
+    assert 2 * flags["seq_length"] * logit_bytes > 20e9, "logits and their gradients"
+    assert job.cp_ring.loss_chunk * logit_bytes > 32 << 20, "the C library does not return smaller blocks"
+
+
+@pytest.mark.slow
+def test_the_same_losses_at_cp_2_and_4(tmp_path):
+    """The preset for the CPU of the million tokens, on fewer: documents, a window, the loss in chunks."""
+    for cp in (2, 4):
+        sizes = [f"parallel.context_parallel_size={cp}", "megatron.seq_length=16384", f"launch.run_dir={tmp_path}"]
+        train(cp, {f"cp{cp}": flags("million", "cpu", "preset=cpu", *sizes)[1]}, tmp_path, [])
+    two, four = trace(tmp_path, "cp2"), trace(tmp_path, "cp4")
+    assert list(two) == list(four) == [1, 2, 3]
+    for step, wanted in two.items():
+        assert four[step]["loss"] == pytest.approx(wanted["loss"], rel=1e-6), step
+        assert four[step]["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), step
+
+
 def test_list_names_every_configuration():
     done = CliRunner().invoke(app, ["train", "--list"], env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
