@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
@@ -28,17 +28,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
-from torch.profiler import record_function
 
 from cp_ring.comm.agreement import EVERY, Fact
+from cp_ring.comm.heads import HeadExchange, lse_of_shard, over_heads, sub_transports
 from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
-from cp_ring.kernels.calls import Statistics, kernel_calls, prepare
+from cp_ring.kernels.calls import Statistics, work_of
 from cp_ring.observe import watchdog
+from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
-from cp_ring.ops.merge import lse_dtype
+from cp_ring.ops.dtypes import sum_dtype
+from cp_ring.ops.totals import Merge, Sum
+from cp_ring.plan.heads import HeadPlan, HeadRankPlan, split_heads
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
@@ -48,6 +51,11 @@ from cp_ring.plan_cache import check_mask_arguments, plan_of_call
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+AnyPlan = RingPlan | RankPlan | HeadPlan | HeadRankPlan
+
+SubGroups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
+"""The group of the ranks that exchange heads, and that of a ring, None if the ring has one member."""
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -56,8 +64,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
-    mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
-    schedule: str | Sequence[int] = "auto", softmax_scale: float | None = None, sink: Tensor | None = None,
+    mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
+    schedule: str | Sequence[int] = "auto", heads: int = 1, softmax_scale: float | None = None, sink: Tensor | None = None,
     return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
     wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> Tensor: ...
@@ -65,8 +73,8 @@ def ring_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
-    mask: Mask | None = None, plan: RingPlan | RankPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
-    schedule: str | Sequence[int] = "auto", softmax_scale: float | None = None, sink: Tensor | None = None,
+    mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
+    schedule: str | Sequence[int] = "auto", heads: int = 1, softmax_scale: float | None = None, sink: Tensor | None = None,
     return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
     wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -82,10 +90,11 @@ def ring_attention(
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None,
-    plan: RingPlan | RankPlan | None = None,
+    plan: AnyPlan | None = None,
     layout: str | Layout = "zigzag",
     route: str = "direct",
     schedule: str | Sequence[int] = "auto",
+    heads: int = 1,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -116,14 +125,18 @@ def ring_attention(
             and `cu_seqlens`. FlexAttention's `mask_mod` functions are not supported, because a plan needs the mask as intervals:
             `Mask.causal(n)` is the closest to a causal mask_mod, `Mask.causal(n, window=(w, 0))` to a sliding window,
             `Mask.documents(cu_seqlens)` to a document mask, `Mask.prefix(n, length)` to a prefix-LM mask.
-        plan: a plan made with `RingPlan.build`, or this rank's part of it. It replaces mask, layout, route and schedule. Without
-            one, a plan is made for the given mask and layout, proven, and kept for later calls with the same arguments.
+        plan: a plan made with `RingPlan.build`, or with `HeadPlan.build` of `cp_ring.plan`, or this rank's part of it. It
+            replaces mask, layout, route, schedule and heads. Without one, a plan is made for the given mask and layout, proven,
+            and kept for later calls with the same arguments.
         layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`), another name in
             `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`, `cu_seqlens` or a `Layout`, all ranks must hold
             equally many tokens.
         route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`.
         schedule: at which hop a rank uses the keys of which others: `auto`, chosen by a model of the time; `ring`, one source a
             hop; `gather`, all remote sources in one hop; or the hop of each ring distance, as (0, 1, 2, 2) for 4 ranks.
+        heads: how many neighboring ranks of `group` exchange tokens for heads by an all-to-all. Each then computes its part of
+            the query heads for the tokens of all of them, and the ring has as many times fewer members. It must divide the ranks
+            and the query heads. The number of all ranks is DeepSpeed-Ulysses, 1 the ring alone.
         softmax_scale: factor of the scores; d ** -0.5 by default.
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each query. Zeros give the
             off-by-one softmax. Its gradient is this rank's share; sum it over `group`, as for any replicated parameter.
@@ -159,7 +172,7 @@ def ring_attention(
     """
     if timeout is not None:
         _watch(timeout)
-    check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule)
+    check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule, heads)
     if plan is None:
         transport = transport_for(group, q.device)
         rank, size = (transport.rank, transport.size) if transport else (0, 1)
@@ -167,21 +180,24 @@ def ring_attention(
         plan = plan_of_call(
             tokens, batch, rank, size,
             causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, mask=mask, layout=layout, route=route,
-            schedule=schedule,
+            schedule=schedule, heads=heads,
         )  # fmt: skip
     out, lse = attend(
         q, k, v, plan, group,
         softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots, wire_dtype=wire_dtype,
-        qkv_format=qkv_format, deterministic=deterministic,
+        qkv_format=qkv_format, deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None, "an lse that was asked for is missing"
+    return out, lse
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: RingPlan | RankPlan,
+    plan: AnyPlan,
     group: dist.ProcessGroup | DeviceMesh | Transport | None,
     *,
     softmax_scale: float | None = None,
@@ -191,14 +207,17 @@ def attend(
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
     deterministic: bool | None = None,
+    return_lse: bool = False,
     results: Results | None = None,
     compare_every: int = EVERY,
-) -> tuple[Tensor, Tensor]:
-    """`ring_attention` with a plan, for callers inside cp_ring; returns out and lse.
+    sub_groups: SubGroups | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`ring_attention` with a plan, for callers inside cp_ring; returns out and lse, None if it is not asked for.
 
     `results` is for the recomputation of activations. A call with empty `results` fills them. A later call with the same
     inputs on every rank takes out and lse from them instead of computing and sending; its backward is the usual one.
-    `compare_every` is `every` of `Agreement.check`.
+    `compare_every` is `every` of `Agreement.check`. `sub_groups` are groups of the ranks that exchange heads and of those of a
+    ring, where such groups exist; else the messages of both go over the connections of `group`.
     """
     _check_values(num_slots, wire_dtype, qkv_format, softmax_scale)
     _check_tensors(q, k, v, sink)
@@ -209,35 +228,67 @@ def attend(
     if rank_plan.batch == batch > 1:
         q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
     _check_tokens(q, k, v, rank_plan)
+    ring = rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring
     with determinism(deterministic) as exact:
-        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=rank_plan.packed)
+        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=ring.packed)
     call = _Call(
-        rank_plan=rank_plan,
+        rank_plan=ring,
         transport=transport if rank_plan.cp > 1 else None,
         kernel=chosen,
         scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
-        wire_dtype=q.dtype if wire_dtype == "input" else torch.promote_types(q.dtype, torch.float32),
-        sum_dtype=torch.promote_types(q.dtype, torch.float32),
+        wire_dtype=q.dtype if wire_dtype == "input" else sum_dtype(q.dtype),
         exact=exact,
         place=results.at(WATCH.place) if results is not None else WATCH.place,
         results=results,
     )
-    _agree(call, q, k, v, sink, compare_every)
-    out, lse = _RingAttention.apply(q, k, v, sink, call)
+    _agree(call, rank_plan, q, k, v, sink, compare_every)
+    if isinstance(rank_plan, RankPlan):
+        out, lse = _RingAttention.apply(q, k, v, sink, call)
+    else:
+        out, lse = _attend_over_heads(call, rank_plan, q, k, v, sink, sub_groups, return_lse)
     if out.shape[1] != batch:
         out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
-        lse = lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
+        lse = None if lse is None else lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
     return out.transpose(0, 1) if qkv_format == "bshd" else out, lse
+
+
+def _attend_over_heads(
+    call: _Call, rank_plan: HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, groups: SubGroups | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attention over the ring for this rank's heads, one group of them after another, with the exchange of heads around it."""
+    assert call.transport is not None, "heads are exchanged by one rank"
+    neighbors, ring = sub_transports(call.transport, rank_plan.heads)
+    if groups is not None:
+        neighbors, ring = transport_for(groups[0], q.device) or neighbors, transport_for(groups[1], q.device)
+    split = split_heads(q.shape[2], k.shape[2], rank_plan.heads)
+    exchange = HeadExchange(neighbors, rank_plan.exchange, split)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
+        results = None if call.results is None else call.results.of_group(group)
+        found: tuple[Tensor, Tensor] = _RingAttention.apply(q, k, v, sink, replace(call, transport=ring, results=results))
+        return found
+
+    out, lses = over_heads(exchange, q, k, v, sink, attention)
+    return out, lse_of_shard(exchange, lses) if return_lse else None
 
 
 @dataclass
 class Results:
-    """Out [s, b, h, e] in the dtype of q and lse [b, h, s] of one forward pass, kept for its recomputation; empty at first."""
+    """Out [s, b, h, e] in the dtype of q and lse [b, h, s] of one forward pass, kept for its recomputation; empty at first.
+
+    With the exchange of heads, those of each group of heads are kept apart.
+    """
 
     out: Tensor | None = None
     lse: Tensor | None = None
     place: Place | None = None
+    groups: dict[int, Results] = field(default_factory=dict)
+
+    def of_group(self, group: int) -> Results:
+        """The results of a group of heads."""
+        return self.groups.setdefault(group, Results())
 
     def fill(self, out: Tensor, lse: Tensor) -> None:
         # Copies: the caller owns the tensors of the first run and may change them in place.
@@ -255,12 +306,13 @@ class Results:
 
     def size(self) -> int:
         """Bytes that are held."""
-        return sum(x.nbytes for x in (self.out, self.lse) if x is not None)
+        own = sum(x.nbytes for x in (self.out, self.lse) if x is not None)
+        return own + sum(results.size() for results in self.groups.values())
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What forward and backward of one call share. `sum_dtype` is the dtype of all sums; `exact` asks for determinism."""
+    """What forward and backward of one call share. `exact` asks for determinism."""
 
     rank_plan: RankPlan
     transport: Transport | None
@@ -268,7 +320,6 @@ class _Call:
     scale: float
     num_slots: int
     wire_dtype: torch.dtype
-    sum_dtype: torch.dtype
     exact: bool
     place: Place
     results: Results | None
@@ -287,10 +338,10 @@ class _RingAttention(torch.autograd.Function):
             out, lse = kept
         else:
             with determinism(call.exact), torch.cuda.device_of(q):
-                out, lse = _run_forward(call, q, k, v)
+                # A sink changes out once more: it is not rounded before.
+                out, lse = _run_forward(call, q, k, v, q.dtype if sink is None else sum_dtype(q.dtype))
             if sink is not None:
-                lse = _add_sink(out, lse, sink)
-            out = out.to(q.dtype)
+                lse, out = _add_sink(out, lse, sink), out.to(q.dtype)
             if call.results is not None:
                 call.results.fill(out, lse)
         ctx.save_for_backward(q, k, v, sink, out, lse)
@@ -309,41 +360,37 @@ class _RingAttention(torch.autograd.Function):
         with determinism(ctx.call.exact), torch.cuda.device_of(q):
             dq, dk, dv = _run_backward(ctx.call, dout, q, k, v, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None
+        return dq, dk, dv, dsink, None
 
 
-def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e], lse [b, h, s]."""
-    out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=call.sum_dtype)
-    lse = q.new_full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=lse_dtype(q.device, call.sum_dtype))
-    prepare(call.rank_plan.hops, call.kernel.capabilities, q.device)
+def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e] in `dtype`, lse [b, h, s]."""
+    work = work_of(call.rank_plan, call.kernel.capabilities, q.device)
+    total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
     for hop, k_hop, v_hop in KeyStream(call.rank_plan, call.transport, k, v, call.num_slots):
-        with record_function(f"cp_ring: forward, hop {hop.index}"):
-            for kernel_call in kernel_calls(hop, call.kernel.capabilities):
-                partial = kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale)
-                kernel_call.merge_(out, lse, *partial)
-                del partial  # the next call needs the room
-    return out, lse.to(call.sum_dtype)
+        with span("forward", hop.index):
+            for kernel_call in work.calls[hop]:
+                total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale))
+    return total.finish()
 
 
 def _run_backward(
     call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The hop loop of backward: partial gradients of the last hop's keys travel home while the next hop is computed."""
-    dq = torch.zeros_like(q, dtype=call.sum_dtype, memory_format=torch.contiguous_format)
+    work = work_of(call.rank_plan, call.kernel.capabilities, q.device, backward=True)
     keys = KeyStream(call.rank_plan, call.transport, k, v, call.num_slots, backward=True)
-    prepare(call.rank_plan.backward, call.kernel.capabilities, q.device)
-    statistics = Statistics(lse)
-    grads = GradStream(call.rank_plan, call.transport, k, v, call.sum_dtype, call.wire_dtype)
+    grads = GradStream(call.rank_plan, work.keys, call.transport, k, v, call.wire_dtype)
+    statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
     for hop, k_hop, v_hop in keys:
-        dk, dv = grads.start(hop)
-        with record_function(f"cp_ring: backward, hop {hop.index}"):
-            for kernel_call in kernel_calls(hop, call.kernel.capabilities):
-                partial = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, call.scale)
-                kernel_call.add_(dq, dk, dv, *partial)
-                del partial
+        grads.start(hop)
+        with span("backward", hop.index):
+            for kernel_call in work.calls[hop]:
+                dq, dk, dv = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, call.scale)
+                total.add(dq)
+                grads.add(dk, dv)
         grads.send(hop)
-    return dq, *grads.finish()
+    return *total.finish(), *grads.finish()
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -366,8 +413,8 @@ def _weight(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole == -math.inf, 0.0, (part - whole).exp())
 
 
-def _rank_plan(plan: RingPlan | RankPlan, transport: Transport | None) -> RankPlan:
-    if not isinstance(plan, RingPlan | RankPlan):
+def _rank_plan(plan: AnyPlan, transport: Transport | None) -> RankPlan | HeadRankPlan:
+    if not isinstance(plan, AnyPlan):
         hint = (
             "mask=" if isinstance(plan, Mask) else "layout=" if isinstance(plan, Layout) else "plan=RingPlan.build(mask, layout)"
         )
@@ -377,7 +424,7 @@ def _rank_plan(plan: RingPlan | RankPlan, transport: Transport | None) -> RankPl
     if transport is not None and transport.size != plan.cp:
         raise PlanError(f"the plan is for {plan.cp} ranks, the group has {transport.size}")
     rank = transport.rank if transport else 0
-    rank_plan = plan if isinstance(plan, RankPlan) else plan.rank_plan(rank)
+    rank_plan = plan if isinstance(plan, RankPlan | HeadRankPlan) else plan.rank_plan(rank)
     if rank_plan.rank != rank:
         raise PlanError(f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group")
     return rank_plan
@@ -390,7 +437,9 @@ def _watch(timeout: float) -> None:
     watchdog.enter("ring_attention", WATCH.place.step)
 
 
-def _agree(call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, every: int) -> None:
+def _agree(
+    call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, every: int
+) -> None:
     """Raises `PlanError` on all ranks where the ranks of the transport make different calls; q, k, v have tokens first."""
     agree = getattr(call.transport, "agree", None)
     if agree is None:
@@ -400,10 +449,10 @@ def _agree(call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ev
              "wire_dtype", "sink")  # fmt: skip
 
     def facts() -> list[Fact]:
-        plan = [Fact(*part) for part in call.rank_plan.identity]
+        plan = [Fact(*part) for part in rank_plan.identity]
         return [*plan, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
 
-    agree((call.rank_plan.digest, *values), facts, every)
+    agree((rank_plan.digest, *values), facts, every)
 
 
 def _check_values(num_slots: int, wire_dtype: str, qkv_format: str, softmax_scale: float | None) -> None:
@@ -445,7 +494,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None
         )
 
 
-def _check_tokens(q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan) -> None:
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan | HeadRankPlan) -> None:
     """q, k, v have tokens first."""
     if any(x.shape[0] != rank_plan.num_tokens for x in (q, k, v)):
         held, batch = rank_plan.num_tokens, rank_plan.batch

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.identity import digest_of_layout, digest_of_mask
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
@@ -19,19 +20,19 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import text
 
 MAX_PLANS = 64
-_OF_PLANS = "mask, layout, route and schedule"
+_OF_PLANS = "mask, layout, route, schedule and heads"
 """How many plans are kept: those that were used last."""
 
 Offsets = Sequence[int] | np.ndarray | Tensor
 
-_plans: OrderedDict[tuple[object, ...], RingPlan] = OrderedDict()
+_plans: OrderedDict[tuple[object, ...], RingPlan | HeadPlan] = OrderedDict()
 _lock = Lock()
 
 
 def plan_for(
-    mask: Mask, layout: Layout | str, cp: int, route: str = "direct", schedule: str | Sequence[int] = "auto"
-) -> RingPlan:  # fmt: skip
-    """The plan for `mask`, proven; an equal mask, layout, route and schedule give the plan of an earlier call.
+    mask: Mask, layout: Layout | str, cp: int, route: str = "direct", schedule: str | Sequence[int] = "auto", heads: int = 1
+) -> RingPlan | HeadPlan:  # fmt: skip
+    """The plan for `mask`, proven; an equal mask, layout, route, schedule and heads give the plan of an earlier call.
 
     `layout` is a `Layout`, or a name in `LAYOUTS`. Raises `PlanError` where the arguments do not fit together.
     """
@@ -41,13 +42,14 @@ def plan_for(
         raise PlanError(f"route={route!r}: unknown; known are {', '.join(ROUTES)}")
     # The functions, because another one may have taken a name in the registries since.
     split = LAYOUTS[layout] if isinstance(layout, str) else digest_of_layout(layout)
-    key = digest_of_mask(mask), split, cp, route, ROUTES[route], text(schedule)
+    key = digest_of_mask(mask), split, cp, route, ROUTES[route], text(schedule), heads
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
             return _plans[key]
         # Made under the lock: threads that ask for one plan at the same time share it.
-        plan = RingPlan.build(mask, LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout, route, schedule)
+        made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
+        plan = plan_of(mask, made, route, schedule, heads=heads)
         plan.verify()
         _plans[key] = plan
         while len(_plans) > MAX_PLANS:
@@ -68,7 +70,8 @@ def plan_of_call(
     layout: str | Layout,
     route: str,
     schedule: str | Sequence[int] = "auto",
-) -> RingPlan:
+    heads: int = 1,
+) -> RingPlan | HeadPlan:
     """The plan of a call in which rank `rank` of `cp` passes `batch` rows of `tokens` tokens.
 
     Raises `ConfigError` or `PlanError` with a line that names the argument.
@@ -81,7 +84,7 @@ def plan_of_call(
         else:
             offsets = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor | np.ndarray) else cu_seqlens)
         mask = _mask(offsets, causal, tuple(window_size))
-    plan = plan_for(mask, layout, cp, route, schedule)
+    plan = plan_for(mask, layout, cp, route, schedule, heads)
     held = int(plan.layout.tokens_per_rank[rank])
     if plan.layout.rows == 1 and held != tokens:
         name = "cu_seqlens ends at" if cu_seqlens is not None else "the sequence has"
@@ -115,6 +118,7 @@ def check_mask_arguments(
     layout: object,
     route: str,
     schedule: object = "auto",
+    heads: object = 1,
 ) -> None:
     """Raises `ConfigError` for arguments that say the same thing twice, or are of the wrong type."""
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
@@ -122,7 +126,8 @@ def check_mask_arguments(
     masks = [("mask", mask is not None), ("causal", causal), ("window_size", tuple(window_size) != (-1, -1)),
              ("cu_seqlens", cu_seqlens is not None)]  # fmt: skip
     if plan is not None:
-        others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct"), ("schedule", schedule != "auto")]
+        others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct"), ("schedule", schedule != "auto"),
+                  ("heads", heads != 1)]  # fmt: skip
         for name, given in others:
             if given:
                 raise ConfigError(f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop one")
@@ -133,6 +138,8 @@ def check_mask_arguments(
         if not isinstance(mask, Mask):
             hint = "; mask_mod functions are not supported, see the constructors of cp_ring.Mask" if callable(mask) else ""
             raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
+    if not isinstance(heads, int) or heads < 1:
+        raise ConfigError(f"heads={heads!r}: it must be a whole number above 0")
     if not isinstance(schedule, str | Sequence):
         raise ConfigError(f"schedule is a {type(schedule).__name__}, not auto, ring, gather or a tuple of hops")
     if not isinstance(layout, str | Layout):

@@ -79,7 +79,7 @@ def _check_batches(script: Path, config: ContextParallelConfig) -> None:
             f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "
             "--dataloader-inter-document-masking does"
         )
-    if config.enabled and config.layout != "zigzag":
+    if config.enabled and config.layout != "zigzag" and not config.kinds:
         raise ConfigError(
             f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag"
         )

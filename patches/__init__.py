@@ -25,6 +25,7 @@ NAMES = (
     "document_mask",
     "mtp_roll",
     "moe_aux_loss",
+    "loss_chunks",
     "loss_bias",
     "optimizer_step",
     "tensorboard",

@@ -109,7 +109,7 @@ def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: s
 
 def _run_rank_checks(args: argparse.Namespace, job: JobConfig, line: list[str]) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
-    from cp_ring.megatron import validate
+    from cp_ring.megatron import comm_types, validate
 
     args.world_size = job.parallel.ranks
     if "--cp-ring-cpu" in line:
@@ -122,6 +122,7 @@ def _run_rank_checks(args: argparse.Namespace, job: JobConfig, line: list[str]) 
         validate.check_attention(args)
         validate.check_documents(args, job.cp_ring)
         job.cp_ring.check_schedule(job.parallel.context_parallel_size)
+        comm_types.check(args, job.cp_ring)
     elif job.cp_ring.document_mask:
         raise ConfigError("cp_ring.document_mask (--cp-ring-document-mask) needs cp_ring.enabled (--cp-ring)")
     if not uses_corpus(job):

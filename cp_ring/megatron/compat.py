@@ -70,12 +70,22 @@ def apex() -> str:
     return "nvidia" if any((folder / "multi_tensor_apply").is_dir() for folder in folders) else "other"
 
 
+def check_comm_types_by_layer() -> None:
+    """Raises `ConfigError` where Megatron gives each layer the --cp-comm-type of the next one."""
+    version = megatron_version()
+    if version and _within(version, "<0.17"):
+        raise ConfigError(
+            f"--cp-comm-type by layer needs megatron-core 0.17; {version} gives each layer the type of the next: give one type"
+        )
+
+
 def missing_features(version: str | None = None) -> list[tuple[str, str]]:
     """Features that `version` of Megatron (by default the installed one) lacks or gets wrong, each with advice."""
     version = version or megatron_version()
     later = (
         (">=0.17", "multi-latent attention and experts without TransformerEngine", "needs megatron-core 0.17"),
         (">=0.19", "--mtp-num-layers in cp_ring.pretrain_gpt", "needs megatron-core 0.19"),
+        (">=0.19", "--cp-ring-loss-chunk", "needs megatron-core 0.19"),
         (">=0.19", "--moe-z-loss-coeff at its full weight under context parallelism", "needs megatron-core 0.19"),
     )
     return [(what, advice) for needed, what, advice in later if version and not _within(version, needed)]
@@ -175,6 +185,19 @@ def start() -> argparse.Namespace:
     training.initialize.initialize_megatron()
     args: argparse.Namespace = training.get_args()
     return args
+
+
+def hierarchical_groups(cp_group: Any, heads: int) -> tuple[Any, Any] | None:
+    """Megatron's own groups of the `heads` neighbors of this rank and of its ring, where it made such; else None."""
+    from megatron.core import parallel_state
+    from torch.distributed import get_process_group_ranks as ranks_of
+
+    made = getattr(parallel_state, "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", None)
+    if not made or len(made) != 2 or heads == 1 or made[0].size() != heads or made[1].size() * heads != cp_group.size():
+        return None
+    whole, first = ranks_of(cp_group), cp_group.rank() - cp_group.rank() % heads
+    neighbors, ring = whole[first : first + heads], whole[cp_group.rank() % heads :: heads]
+    return (made[0], made[1]) if [ranks_of(made[0]), ranks_of(made[1])] == [neighbors, ring] else None
 
 
 def group_of(collection: Any, name: str) -> Any:

@@ -12,18 +12,17 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch._compile import _disable_dynamo
 
-from cp_ring.attention import attend
+from cp_ring.attention import AnyPlan, attend
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.megatron import compat
 from cp_ring.megatron.batch_mask import accept_causal
+from cp_ring.megatron.comm_types import check_heads, ring_shape
 from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
 from cp_ring.observe import debug, watchdog
-from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.plan.tables import RankPlan
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -68,7 +67,11 @@ class RingDotProductAttention(MegatronModule):
         if self.settings.debug:
             debug.switch_on()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _check_layer(config, layer_number, attention_type, dropout, cp_comm_type)
+        _check_layer(config, layer_number, attention_type, dropout)
+        sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
+        self.shape = ring_shape(cp_comm_type, self.settings, self.cp_group.size(), sizes)
+        check_heads(cp_comm_type, self.shape, config.num_attention_heads, self.tp_group.size())
+        self.sub_groups = compat.hierarchical_groups(self.cp_group, self.shape.heads)
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
         self._make_softmax_offset()
         self.register_load_state_dict_pre_hook(_without_extra_state)
@@ -129,6 +132,7 @@ class RingDotProductAttention(MegatronModule):
                 qkv_format="sbhd",
                 results=results,
                 compare_every=self.settings.compare_every,
+                sub_groups=self.sub_groups,
             )
         except KernelError as error:  # name the flag, not the parameter
             kernel = self.settings.kernel
@@ -136,16 +140,17 @@ class RingDotProductAttention(MegatronModule):
         out = out.reshape(*out.shape[:2], -1)
         return out.squeeze(1) if packed else out
 
-    def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> RingPlan | RankPlan:
+    def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any, the documents of the batch."""
         rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
-        used = self.settings
+        used, shape = self.settings, self.shape
         if packed_seq_params is None:
             return make_plan(
-                mask, tokens * cp, cp, used.layout, used.route, self.window, schedule=used.schedule, slot_shards=used.slot_shards
-            )
+                mask, tokens * cp, cp, used.layout, used.route, self.window,
+                schedule=shape.schedule, slot_shards=shape.slot_shards, heads=shape.heads,
+            )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return documents.plan(rank, used.route, self.window, mask == "causal", used.schedule, used.slot_shards)
+        return documents.plan(rank, used.route, self.window, mask == "causal", shape.schedule, shape.slot_shards, shape.heads)
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""
@@ -228,13 +233,11 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
     return int(window[0]), int(window[1])
 
 
-def _check_layer(config: Any, layer_number: int, attention_type: str, dropout: float, cp_comm_type: str | None) -> None:
+def _check_layer(config: Any, layer_number: int, attention_type: str, dropout: float) -> None:
     if attention_type != "self":
         raise ConfigError(f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention")
     if dropout:
         raise ConfigError(f"--cp-ring does not support attention dropout: give --attention-dropout 0, not {dropout}")
-    if cp_comm_type not in (None, "p2p"):
-        raise ConfigError(f"--cp-ring supports --cp-comm-type p2p, not {cp_comm_type} (layer {layer_number})")
     softmax_type = getattr(config, "softmax_type", "vanilla")
     if softmax_type not in _SOFTMAX_TYPES:
         raise ConfigError(f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}")

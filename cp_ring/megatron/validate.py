@@ -13,10 +13,10 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import implementations
+from cp_ring.megatron import comm_types, compat, implementations
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
-from cp_ring.megatron.settings import configure
+from cp_ring.megatron.settings import LayerWindows, configure
 
 # Settings that Megatron needs without CUDA: attribute, value, and the flag that can contradict it ("" if there is none).
 _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
@@ -35,7 +35,6 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
 # Features that ring attention does not support: attribute, the value that does not ask for it, flag, name of the feature.
 _REJECTED: tuple[tuple[str, Any, str, str], ...] = (
     ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
-    ("hierarchical_context_parallel_sizes", None, "--hierarchical-context-parallel-sizes", "nested context-parallel groups"),
     ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
     ("use_kitchen_attention", False, "--use-kitchen-attention", "other attention variants"),
     ("qk_clip", False, "--qk-clip", "the largest attention logit"),
@@ -49,6 +48,8 @@ _REJECTED: tuple[tuple[str, Any, str, str], ...] = (
     ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm", "attention in a schedule plan of its own"),
     ("batch_invariant_mode", False, "--batch-invariant-mode", "kernels that are invariant to the batch"),
 )
+
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 _RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # letters of a hybrid layer pattern
 
@@ -66,17 +67,35 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             args.create_attention_mask_in_dataloader = False  # s x s booleans that ring attention does not need
             check_attention(args)
             check_documents(args, config)
-        elif config.document_mask:
-            raise ConfigError("--cp-ring-document-mask needs --cp-ring")
+        elif config.document_mask or config.kinds:
+            raise ConfigError(f"{config.flag('document_mask' if config.document_mask else 'mask_kinds')} needs --cp-ring")
+        check_loss_chunk(args, config)
         check_sizes(args)
         if config.enabled:
             config.check_schedule(args.context_parallel_size)
+            comm_types.check(args, config)
         check_norms(args)
         check_data(args)
         check_layers(args)
         inspection.choose(args)
-        configure(config)
+        configure(config, layers=windows_of(args) if config.enabled else None)
     return args
+
+
+def windows_of(args: argparse.Namespace) -> LayerWindows | None:
+    """The windows of the attention layers of the flags; None where these do not say how many layers there are."""
+    pattern = next((p for name in _PATTERNS if (p := getattr(args, name, None))), None)
+    count = pattern.count("*") if pattern else args.num_layers
+    if not count:
+        return None
+    window, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    if window is None:
+        return (((-1, -1), count),)
+    if every is None:
+        return (((int(window[0]), int(window[1])), count),)
+    narrow = sum(bool(every[i] if isinstance(every, list) else (i + 1) % every) for i in range(count))
+    found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), count - narrow))
+    return tuple((its, layers) for its, layers in found if layers)
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
@@ -86,6 +105,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
         config = ContextParallelConfig.from_args(args)
         if config.enabled:
             note(implementations.line(args))
+            note_gather(args, config)
             note_recompute(args, config)
     return args
 
@@ -198,10 +218,8 @@ def check_attention(args: argparse.Namespace) -> None:
     """Checks that the flags ask for nothing that ring attention does not support."""
     if args.attention_dropout:
         raise ConfigError(f"--cp-ring does not support --attention-dropout {args.attention_dropout}: give --attention-dropout 0")
-    types = getattr(args, "cp_comm_type", None) or ["p2p"]
-    other = [kind for kind in types if kind != "p2p"]
-    if other:
-        raise ConfigError(f"--cp-ring supports --cp-comm-type p2p, not {other[0]}")
+    if len(comm_types.types_by_layer(args)) > 1:
+        compat.check_comm_types_by_layer()
     check_windows(args)
     backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
     if backend != "auto":
@@ -239,11 +257,35 @@ def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> N
         )
 
 
+def note_gather(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Prints the memory of the keys that arrive in one receive buffer with --cp-comm-type all_gather. `args` are complete."""
+    cp = args.context_parallel_size
+    if cp == 1 or "all_gather" not in comm_types.types_by_layer(args):
+        return
+    latent = getattr(args, "multi_latent_attention", False)
+    groups = args.num_attention_heads if latent or not args.group_query_attention else args.num_query_groups
+    width = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim if latent else 2 * args.kv_channels
+    tokens = args.seq_length // cp * (cp - 1) * args.micro_batch_size
+    held = tokens * max(groups // args.tensor_model_parallel_size, 1) * width * args.params_dtype.itemsize
+    note(
+        f"--cp-comm-type all_gather: a receive buffer holds the keys and values of {cp - 1} other ranks, {held / 2**20:.3g} MiB; "
+        "p2p needs less on many ranks"
+    )
+
+
 def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Checks that the flags about documents agree. Sets the flags of Megatron's data set that --cp-ring-document-mask needs."""
-    if config.layout == "balanced":
-        _check_balanced(args, config)
+    _check_positions(args, config)
     _check_hybrid(args, config)
+    if config.kinds and config.document_mask:
+        raise ConfigError(
+            "--cp-ring-mask-kinds and --cp-ring-document-mask both say which tokens see which: give only the former, and "
+            "Mask.documents in the batches"
+        )
+    if config.kinds and getattr(args, "dataloader_inter_document_masking", False):
+        raise ConfigError(
+            "--cp-ring-mask-kinds and --dataloader-inter-document-masking both say which tokens see which: give only one"
+        )
     if config.document_mask:
         # Megatron's data set then starts position ids at 0 after each end-of-document token, and masks that token's loss.
         args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
@@ -261,45 +303,50 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
             )
 
 
-def _check_balanced(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    if not config.document_mask:
-        raise ConfigError("--cp-ring-layout balanced is for packed documents: give --cp-ring-document-mask too, or zigzag")
+def check_loss_chunk(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Checks that --cp-ring-loss-chunk is for a loss that can be computed in parts."""
+    flag = config.flag("loss_chunk")
+    if config.loss_chunk and not config.enabled:
+        raise ConfigError(f"{flag} needs --cp-ring")
+    whole = ("mtp_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern", "defer_embedding_wgrad_compute")
+    for name in whole if config.loss_chunk else ():
+        if getattr(args, name, None):
+            other = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not support {other}, which needs all logits at once: leave out either")
+
+
+def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Checks that the fused rotary embedding can have the positions, where they differ from microbatch to microbatch."""
+    if not (config.kinds or (config.layout == "balanced" and config.document_mask)):
+        return
     rotary = args.position_embedding_type not in ("learned_absolute", "none")
-    if rotary and getattr(args, "multi_latent_attention", False):
-        raise ConfigError("--cp-ring-layout balanced does not support --multi-latent-attention: give --cp-ring-layout zigzag")
-    if rotary and args.position_embedding_type not in ("rope", "yarn"):
+    latent = getattr(args, "multi_latent_attention", False)
+    if rotary and args.apply_rope_fusion and (args.micro_batch_size > 1 or latent):
+        asked = "--cp-ring-mask-kinds" if config.kinds else "--cp-ring-layout balanced"
+        why = "--multi-latent-attention" if latent else f"--micro-batch-size {args.micro_batch_size}"
         raise ConfigError(
-            f"--cp-ring-layout balanced does not support --position-embedding-type {args.position_embedding_type}: "
-            "give --cp-ring-layout zigzag"
-        )
-    if rotary and args.apply_rope_fusion and args.micro_batch_size > 1:
-        raise ConfigError(
-            f"--cp-ring-layout balanced with --micro-batch-size {args.micro_batch_size} has different positions in each batch "
-            "row, which the fused rotary embedding does not support: give --no-rope-fusion"
+            f"{asked} with {why} has different positions in each microbatch and batch row, which the fused rotary embedding does "
+            "not support: give --no-rope-fusion"
         )
 
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Layers whose state runs along the sequence support only Megatron's zigzag layout, and no documents."""
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+    for name in _PATTERNS:
         pattern = getattr(args, name, None)
         if not pattern:
             continue
         shown = f"--{name.replace('_', '-')} {pattern}"
         recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
-        if config.layout == "balanced":
-            what = f", and no {recurrent[0]} layers" if recurrent else ""
-            raise ConfigError(
-                f"--cp-ring-layout balanced supports only GPT models, not {shown}{what}: give --cp-ring-layout zigzag"
-            )
         if recurrent and config.layout != "zigzag":
             raise ConfigError(
                 f"--cp-ring-layout {config.layout} does not support the {recurrent[0]} layers of {shown}: give zigzag"
             )
-        if recurrent and config.document_mask:
+        if recurrent and (config.document_mask or config.kinds):
+            flag = config.flag("document_mask" if config.document_mask else "mask_kinds")
             raise ConfigError(
-                f"--cp-ring-document-mask does not reach the {recurrent[0]} layers of {shown}, whose state would run across "
-                "documents: leave it out"
+                f"{flag} does not reach the {recurrent[0]} layers of {shown}, whose state would run across documents: "
+                "leave it out"
             )
 
 

@@ -1,5 +1,6 @@
 """Plans as data: masks, layouts, tiles, transfers, and the proof that they are right. No torch.distributed here."""
 
+from cp_ring.plan.heads import HeadPlan, HeadRankPlan, HeadSplit, split_heads
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, Lowered, lower
 from cp_ring.plan.mask import Mask
@@ -11,6 +12,9 @@ from cp_ring.plan.verify import Report
 __all__ = [
     "OPEN",
     "Capabilities",
+    "HeadPlan",
+    "HeadRankPlan",
+    "HeadSplit",
     "Hop",
     "Layout",
     "Lowered",
@@ -22,4 +26,5 @@ __all__ = [
     "Tiles",
     "Transfer",
     "lower",
+    "split_heads",
 ]

@@ -23,6 +23,7 @@ BASELINE = {
     "gemma-style-window": STOCK,
     "deepseek-style-mla-moe": REFERENCE,
     "packed-sft-64k": REFERENCE,
+    "million": [*STOCK, "cp_ring.loss_chunk=0"],
 }
 NOTHING_SAVED = [f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")]
 
@@ -79,7 +80,7 @@ def test_tiny_is_the_same_kind_of_model(name):
 
 @pytest.fixture
 def megatron(monkeypatch):
-    """Makes Megatron's settings of a job of 8 ranks; TransformerEngine counts as installed where they ask."""
+    """Makes Megatron's settings of a job; TransformerEngine counts as installed where they ask."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
@@ -90,13 +91,14 @@ def megatron(monkeypatch):
         monkeypatch.setattr(moe_utils, f"fused_{name}", object())
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(rope_utils, name, object())
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
         monkeypatch.setenv(name, value)
     for name in ("cpu_runtime", "arguments"):
         patches.get(name).apply()
     arguments = importlib.import_module("megatron.training.arguments")
 
-    def make(line):
+    def make(line, ranks):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *line, "--no-create-attention-mask-in-dataloader"])
         args = arguments.parse_args()
         arguments.validate_args(args)
@@ -108,10 +110,10 @@ def megatron(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
-def test_full_size_is_what_megatron_accepts_for_a_node_of_8_gpus(megatron, name, tmp_path):
+def test_full_size_is_what_megatron_accepts_for_nodes_of_8_gpus(megatron, name, tmp_path):
     job, line = flags(name, "cuda", f"launch.run_dir={tmp_path}")
-    args, model = megatron(line)
-    assert job.parallel.ranks == 8 and args.data_parallel_size == 1 and job.launch.device == "cuda"
+    args, model = megatron(line, job.parallel.ranks)
+    assert job.parallel.ranks == 8 * job.launch.nnodes and args.data_parallel_size == 1 and job.launch.device == "cuda"
     assert args.transformer_impl == "transformer_engine" and args.bf16 and args.calculate_per_token_loss
     assert model.context_parallel_size == args.context_parallel_size >= 4
     wrong = {key: value for key, value in job.megatron.items() if getattr(args, key, value) != value}
@@ -138,7 +140,7 @@ def test_full_size_is_planned_and_proven(name):
 def test_windows_are_on_the_right_layers(megatron, name, layers, windowed, tmp_path):
     from cp_ring.megatron import compat
 
-    _, model = megatron(flags(name, "cuda", f"launch.run_dir={tmp_path}")[1])
+    _, model = megatron(flags(name, "cuda", f"launch.run_dir={tmp_path}")[1], ranks=8)
     assert {layer for layer in range(1, layers + 1) if compat.has_window(model, layer)} == windowed
 
 

@@ -41,7 +41,8 @@ class Cell:
         split, model = self.split, self.model
         name = f"{model.name}-{split.name}{'-planted' if self.planted else ''}"
         ranks = split.cp * split.tp * split.pp * split.dp
-        flags = [*self._flags(split.tp), "--cp-ring", "--context-parallel-size", str(split.cp), *model.ring.split()]
+        flags = [*self._flags(split.tp), "--cp-ring", "--context-parallel-size", str(split.cp),
+                 *split.flags.split(), *model.ring.split()]  # fmt: skip
         return Job(name, ranks, tuple(flags), model.fault if self.planted else "", model.data)
 
     def baseline(self) -> Job:
@@ -126,7 +127,7 @@ def cells(models: Iterable[str] = (), splits: Iterable[str] = (), planted: bool 
         Cell(model, split, planted)
         for model in ([by_model[name] for name in models] or MODELS)
         for split in chosen
-        if not model.splits or split.name in model.splits
+        if not model.splits or split.name in model.splits or split.like in model.splits
     ]
 
 

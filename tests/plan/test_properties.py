@@ -62,13 +62,13 @@ def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
                 verify_rank_plans(plan, parts)
 
 
-@settings(max_examples=1000, **QUIET)
+@settings(max_examples=500, **QUIET)
 @given(plan=plans())
 def test_random_plans_are_right(plan: RingPlan) -> None:
     check_plan(plan)
 
 
-@settings(max_examples=1000, **QUIET)
+@settings(max_examples=500, **QUIET)
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
 def test_spoiled_random_plans_are_rejected(plan: RingPlan, pick: int, seed: int) -> None:
     check_mutation(plan, pick, seed)

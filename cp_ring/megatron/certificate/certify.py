@@ -191,14 +191,16 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     found.not_covered += ["experts, in the loss"] if getattr(args, "num_experts", None) else []
     if "packed" in masks_of(args) and "causal" in masks:
         found.not_covered.append("the loss of packed sequences")
-    kinds = find_layer_kinds(args, core_transformer_config_from_args(args), tuple(masks), whole_rows=True)
-    tokens = max(kind.tokens for kind in kinds)
-    kinds = [replace(kind, tokens=tokens) for kind in kinds]
+    config = core_transformer_config_from_args(args)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     before = settings.current()
     try:
-        settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
-        found.loss += loss_probe.probe_loss(args, kinds, alone, step, seed)
+        for mask in masks:
+            kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
+            tokens = max(kind.tokens for kind in kinds)
+            kinds = [replace(kind, tokens=tokens) for kind in kinds]
+            settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
+            found.loss += loss_probe.probe_loss(args, kinds, alone, step, seed)
     finally:
         settings.configure(before)
         dist.destroy_process_group(alone)
@@ -226,7 +228,8 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
         sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
     elif getattr(config, "softmax_scale", None):
         sizes = {"softmax_scale": config.softmax_scale}
-    return RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", pg_collection=groups, **sizes)
+    return RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", cp_comm_type=kind.comm_type,
+                                   pg_collection=groups, **sizes)  # fmt: skip
 
 
 def _split(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The distinct kinds of attention in a job: windows and sinks of its layers, and the masks of its microbatches."""
+"""The distinct kinds of attention in a job: windows, sinks and communication of its layers, and the masks of its microbatches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cp_ring.megatron import settings
+from cp_ring.megatron import comm_types, settings
+from cp_ring.megatron.certificate.declared import PREFIX
 
 MAX_SCORES = 1 << 24  # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
 MAX_ROWS = 32  # batch rows of a probe
@@ -21,7 +22,7 @@ class LayerKind:
     Attributes:
         layer: number of the first layer of this kind, from 1.
         layers: how many layers are of this kind.
-        mask: `causal`, `documents` (boundaries in sbhd) or `packed` (thd with padding).
+        mask: `causal`, `documents` (boundaries in sbhd), `packed` (thd with padding), or `declared` and a kind of `mask_kinds`.
         window: how many keys before and after itself a query sees; -1 is any number.
         probed: the window that the probe uses.
         scale: factor of the scores.
@@ -30,6 +31,7 @@ class LayerKind:
         d, e: head sizes of keys and values.
         tokens: tokens of a batch row of the probe.
         batch_size: batch rows of the probe.
+        comm_type: Megatron's `cp_comm_type` of the layer.
     """
 
     layer: int
@@ -45,6 +47,7 @@ class LayerKind:
     e: int
     tokens: int
     batch_size: int = 1
+    comm_type: str = "p2p"
 
     @property
     def layer_name(self) -> str:
@@ -52,6 +55,7 @@ class LayerKind:
         about = [f"window {self.window[0]}" if self.window[0] >= 0 else "no window"]
         if self.probed != self.window:
             about[0] += f", probed as {self.probed[0]}"
+        about += [self.comm_type] if self.comm_type != "p2p" else []
         about += [f"{self.sink} sinks"] if self.sink != "vanilla" else []
         return f"layer {self.layer} ({', '.join(about)})"
 
@@ -61,9 +65,9 @@ def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ..
 
     With `whole_rows` each rank will hold the scores of whole batch rows, so that large windows make smaller probes.
     """
-    windows: dict[tuple[int, int], list[int]] = {}
+    alike: dict[tuple[tuple[int, int], str], list[int]] = {}
     for layer in range(1, args.num_layers + 1):
-        windows.setdefault(declared_window(config, layer), []).append(layer)
+        alike.setdefault((declared_window(config, layer), comm_types.type_of(args, layer)), []).append(layer)
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     heads = config.num_attention_heads // tp
     scale, d, e = declared_scale(config)
@@ -72,15 +76,18 @@ def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ..
     batch_size = min(args.micro_batch_size, MAX_ROWS)
     scores = MAX_SCORES // heads // batch_size * (1 if whole_rows else cp)
     found = []
-    for window, layers in windows.items():
+    for (window, comm_type), layers in alike.items():
         tokens, probed = _size_of_probe(window, cp, scores)
-        kind = LayerKind(layers[0], len(layers), "", window, probed, scale, sink, heads, groups, d, e, tokens)
+        kind = LayerKind(layers[0], len(layers), "", window, probed, scale, sink, heads, groups, d, e, tokens,
+                         comm_type=comm_type)  # fmt: skip
         found += [replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size) for mask in masks]
     return found
 
 
 def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
     """The kinds of mask that the job's microbatches can have."""
+    if settings.current().kinds:
+        return tuple(PREFIX + kind for kind in settings.current().kinds)
     if settings.current().document_mask:
         return ("documents", "packed")
     packed = getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import lcm
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cp_ring.megatron import comm_types, settings
 from cp_ring.megatron.certificate.isolation import replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 
@@ -21,7 +23,7 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
     """The job's arguments with one small dense layer of each kind, in float32, without pipeline stages."""
     tp = args.tensor_model_parallel_size
     sharing = args.num_attention_heads // (args.num_query_groups or args.num_attention_heads) if args.group_query_attention else 1
-    groups = min(args.num_attention_heads // sharing, 2 * tp)
+    groups = _key_heads(args, sharing)
     changes: dict[str, Any] = {
         "num_layers": len(kinds), "hidden_size": HIDDEN * tp, "ffn_hidden_size": 2 * HIDDEN * tp,
         "num_attention_heads": groups * sharing,
@@ -47,11 +49,20 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "dataloader_inter_document_masking", "moe_grouped_gemm", "log_num_zeros_in_grad",
     )  # fmt: skip
     changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False)
+    changes["cp_comm_type"] = [kind.comm_type for kind in kinds]
     if args.window_size is not None:
         window = max(kinds, key=lambda kind: kind.probed[0]).probed
         changes |= {"window_size": window, "window_attn_skip_freq": [int(kind.window[0] >= 0) for kind in kinds]}
     kept = {name: value for name, value in changes.items() if hasattr(args, name)}
     return argparse.Namespace(**(vars(args) | kept))
+
+
+def _key_heads(args: argparse.Namespace, sharing: int) -> int:
+    """Key/value heads of a tiny model: two for each tensor-parallel rank, or as many as ranks need that exchange heads."""
+    tp, all_heads = args.tensor_model_parallel_size, args.num_attention_heads // sharing
+    needed = lcm(*(shape.heads for _, shape in comm_types.shapes(args, settings.current())))
+    fitting = (groups for groups in range(2 * tp, all_heads, tp) if groups * sharing // tp % needed == 0)
+    return min(all_heads, next(fitting, all_heads))
 
 
 def uncovered(args: argparse.Namespace) -> str:

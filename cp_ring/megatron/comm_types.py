@@ -1,0 +1,123 @@
+"""Megatron's `--cp-comm-type`, by layer, as ring attention runs it: heads that are exchanged, and the schedule of the ring.
+
+| type | here |
+|---|---|
+| `p2p` | the ring, with `--cp-ring-heads` and `--cp-ring-schedule` |
+| `all_gather` | the ring with the schedule `gather`: all keys that a rank needs arrive at one hop |
+| `a2a` | heads exchanged among all context-parallel ranks; no ring |
+| `a2a+p2p` | heads exchanged among the first of `--hierarchical-context-parallel-sizes`, a ring of the second |
+
+Nothing heavy is imported here: the flags are checked before torch and Megatron are loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError
+from cp_ring.plan.schedule import parse, text
+
+TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+SIZES = "--hierarchical-context-parallel-sizes"
+
+
+class RingShape(NamedTuple):
+    """Of a layer: neighboring ranks that exchange heads, and the schedule of the ring, as in `cp_ring.plan.heads.plan_of`."""
+
+    heads: int
+    schedule: str
+    slot_shards: int | None
+
+
+def ring_shape(kind: str | None, settings: ContextParallelConfig, cp: int, sizes: Sequence[int] | None = None) -> RingShape:
+    """The shape of a layer with `cp_comm_type` `kind` on `cp` ranks; `sizes` are the hierarchical context-parallel sizes.
+
+    Raises `ConfigError` with a line that names the flag.
+    """
+    kind = _known(kind)
+    if cp == 1:
+        return RingShape(1, "auto", None)
+    if kind != "p2p" and settings.heads > 1:
+        both = f"--cp-comm-type {kind} and --cp-ring-heads {settings.heads}"
+        raise ConfigError(f"{both} both say which ranks exchange heads: drop one")
+    if kind == "all_gather":
+        if settings.schedule not in ("auto", "gather"):
+            raise ConfigError(f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {settings.schedule}: drop one")
+        return RingShape(1, "gather", None)
+    heads = {"p2p": settings.heads, "a2a": cp}[kind] if kind != "a2a+p2p" else _first_level(cp, sizes)
+    if cp % heads:
+        raise ConfigError(f"--cp-ring-heads {heads} does not divide --context-parallel-size {cp}: change either")
+    return RingShape(heads, settings.schedule if heads < cp else "auto", settings.slot_shards)
+
+
+def types_by_layer(args: argparse.Namespace) -> list[str]:
+    """The type of each layer, from parsed flags; of one layer, if all have the same."""
+    given = getattr(args, "cp_comm_type", None) or ["p2p"]
+    return [_known(kind) for kind in ([given] if isinstance(given, str) else given)]
+
+
+def type_of(args: argparse.Namespace, layer: int) -> str:
+    """The type of layer `layer`, from 1."""
+    kinds = types_by_layer(args)
+    return kinds[0] if len(kinds) == 1 else kinds[layer - 1]
+
+
+def shapes(args: argparse.Namespace, config: ContextParallelConfig) -> list[tuple[str, RingShape]]:
+    """The distinct types of the layers, each with its shape."""
+    sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
+    kinds = dict.fromkeys(types_by_layer(args))
+    return [(kind, ring_shape(kind, config, args.context_parallel_size, sizes)) for kind in kinds]
+
+
+def check(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Checks the flags about the shape of context parallelism against each other and the sizes of the model."""
+    cp, sizes = args.context_parallel_size, getattr(args, "hierarchical_context_parallel_sizes", None)
+    if sizes and prod(sizes) != cp:
+        shown = " ".join(map(str, sizes))
+        raise ConfigError(f"{SIZES} {shown} multiply to {prod(sizes)}, not to --context-parallel-size {cp}: change either")
+    kinds, layers = types_by_layer(args), getattr(args, "num_layers", None)
+    if len(kinds) > 1 and layers is not None and len(kinds) != layers and cp > 1:
+        raise ConfigError(f"--cp-comm-type has {len(kinds)} entries for --num-layers {layers}: give one, or one for each layer")
+    for kind, shape in shapes(args, config):
+        check_heads(kind, shape, getattr(args, "num_attention_heads", None), args.tensor_model_parallel_size)
+        _check_schedule(config, shape, cp)
+
+
+def check_heads(kind: str | None, shape: RingShape, heads: int | None, tp: int) -> None:
+    """Raises `ConfigError` unless the exchange divides the query heads of a tensor-parallel rank; None is an unknown number."""
+    if heads is None or heads // tp % shape.heads == 0:
+        return
+    flag = f"--cp-ring-heads {shape.heads}" if _known(kind) == "p2p" else f"--cp-comm-type {kind} among {shape.heads} ranks"
+    raise ConfigError(f"{flag} does not divide the {heads // tp} query heads of a tensor-parallel rank: change either")
+
+
+def _check_schedule(config: ContextParallelConfig, shape: RingShape, cp: int) -> None:
+    """A list of hops is for the members of the ring."""
+    if shape.schedule == config.schedule and not isinstance(parse(config.schedule), str):
+        members, hops = cp // shape.heads, len(parse(config.schedule))
+        if members != hops:
+            shown = f"--cp-ring-schedule {text(config.schedule)}"
+            raise ConfigError(f"{shown}: {hops} hops for a ring of {members} members, of {shape.heads} ranks each")
+
+
+def _known(kind: Any) -> str:
+    if kind is None:
+        return "p2p"
+    if kind == "allgather":  # as Megatron's own help has it
+        return "all_gather"
+    if kind not in TYPES:
+        raise ConfigError(f"--cp-comm-type {kind}: known are {', '.join(TYPES)}")
+    return str(kind)
+
+
+def _first_level(cp: int, sizes: Sequence[int] | None) -> int:
+    if not sizes:
+        raise ConfigError(f"--cp-comm-type a2a+p2p needs {SIZES} U R: heads are exchanged among U ranks, in a ring of R members")
+    if len(sizes) != 2 or prod(sizes) != cp:
+        shown = f"{SIZES} {' '.join(map(str, sizes))}"
+        raise ConfigError(f"{shown}: --cp-comm-type a2a+p2p takes 2 sizes, which multiply to --context-parallel-size {cp}")
+    return int(sizes[0])

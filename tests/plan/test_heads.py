@@ -1,0 +1,113 @@
+"""The head axis of plans: the exchange of tokens for heads, and which rank computes which heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cp_ring.errors import PlanError
+from cp_ring.plan import HeadPlan, Layout, Mask, split_heads
+from cp_ring.plan.heads import Exchange, check_exchange, check_heads, plan_of
+
+
+def layouts(n: int, cp: int) -> list[Layout]:
+    mask = Mask.documents([0, 5, n // 3, n])
+    scattered = Layout(n, cp, np.arange(n + 1), np.random.default_rng(cp).permutation(np.arange(n) % cp))
+    return [Layout.zigzag(n, cp), Layout.contiguous(n, cp), Layout.balanced(mask, cp), scattered,
+            Layout.per_document_zigzag([0, 2 * cp, n], cp)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cp", "heads"), [(cp, u) for cp in (1, 2, 4, 6, 8) for u in range(1, cp + 1) if cp % u == 0])
+def test_members_hold_the_tokens_of_their_ranks(cp, heads):
+    n = 16 * cp
+    for layout in layouts(n, cp):
+        plan = HeadPlan.build(Mask.full(n), layout, heads)
+        plan.verify(rank_plans=True)
+        for rank in range(cp):
+            exchange = plan.rank_plan(rank).exchange
+            member = plan.ring.layout.positions(rank // heads)
+            mine = [member[start:end] for start, end in exchange.ranges[exchange.place]]
+            assert np.concatenate(mine).tolist() == layout.positions(rank).tolist()
+            alone = HeadPlan.build_rank_plan(plan.mask, layout, rank, heads)
+            assert repr(alone) == repr(plan.rank_plan(rank)) and alone.digest == plan.rank_plan(rank).digest
+
+
+def test_neighbors_in_a_zigzag_are_a_zigzag():
+    merged, zigzag = Layout.zigzag(64, 8).merged(2), Layout.zigzag(64, 4)
+    assert all(np.array_equal(merged.positions(rank), zigzag.positions(rank)) for rank in range(4))
+
+
+@pytest.mark.parametrize("spoil", ["swapped", "shifted", "short", "outside", "moved"])
+def test_a_spoiled_exchange_is_rejected(spoil):
+    layout = Layout.balanced(Mask.documents([0, 30, 64]), 4, 4)
+    merged, exchange = layout.merged(2), HeadPlan.build(Mask.full(64), layout, 2).rank_plan(1).exchange
+    ranges = list(exchange.ranges[1])
+    spoiled = {
+        "swapped": [ranges[1], ranges[0], *ranges[2:]],
+        "shifted": [(start + 1, end + 1) for start, end in ranges],
+        "short": ranges[:-1],
+        "outside": [*ranges[:-1], (ranges[-1][0] + 99, ranges[-1][1] + 99)],
+        "moved": list(exchange.ranges[0]),
+    }[spoil]
+    check_exchange(layout, merged, 1, exchange)
+    with pytest.raises(PlanError, match="rank 1: "):
+        check_exchange(layout, merged, 1, Exchange(1, (exchange.ranges[0], tuple(spoiled))))
+
+
+def test_a_ring_of_other_members_is_rejected():
+    plan = HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 2)
+    with pytest.raises(PlanError, match="not that of members of 2 ranks"):
+        replace(plan, ring=plan_of(plan.mask, Layout.contiguous(64, 2)), _rank_plans={}).verify()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_every_query_head_meets_its_key_head_once(kv_heads, size):
+    """`check_heads` runs for every split; the heads that travel are no more than a rank's query heads use."""
+    split = split_heads(24, kv_heads, size)
+    mine = 24 // size
+    for place in range(size):
+        used = {head * kv_heads // 24 for head in range(place * mine, (place + 1) * mine)}
+        sent = {head for group in split.keys for head in range(*group[place])}
+        assert sent == used
+    if split.even:
+        assert split.kv_heads_of_rank == kv_heads // size
+    assert split.groups == 1 or split.even
+
+
+def test_repetitions_are_few():
+    assert split_heads(12, 1, 4).repeated == (((0,),) * 4,)  # one shared head is never repeated
+    assert split_heads(12, 3, 2).repeated == (((0, 0, 1), (0, 1, 1)),)  # 4 and 2 query heads of a rank: shares of 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"queries": (((0, 3), (2, 4)),)}, "2 key/value heads do not divide 3 query heads"),
+        ({"queries": (((0, 2), (0, 2)),), "keys": (((0, 2), (0, 2)),)}, "query head 0 is computed 2 times"),
+        ({"keys": (((0, 2), (1, 3)),)}, "rank 1 of a member, group 0: query head 2 uses key/value head 1, not 2"),
+        ({"repeated": (((0, 1), (1, 0)),)}, "rank 1 of a member, group 0: query head 2 uses key/value head 3, not 2"),
+        ({"keys": (((0, 1), (2, 4)),)}, "rank 0 of a member, group 0: query head 1 uses key/value head 1, not 1"),
+    ],
+)
+def test_a_spoiled_split_is_rejected(change, says):
+    split = replace(split_heads(12, 3, 2), heads=4, kv_heads=4, queries=(((0, 2), (2, 4)),), keys=(((0, 2), (2, 4)),),
+                    repeated=(((0, 1), (0, 1)),))  # fmt: skip
+    check_heads(split)
+    with pytest.raises(PlanError, match=says):
+        check_heads(replace(split, **change))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Layout.zigzag(64, 4).merged(3), "heads=3: it must divide the 4 context-parallel ranks"),
+        (lambda: Layout.zigzag(64, 4).merged(0), "heads=0: it must divide"),
+        (lambda: split_heads(6, 2, 4), "heads=4: it must divide the 6 query heads"),
+    ],
+)
+def test_bad_sizes(make, says):
+    with pytest.raises(PlanError, match=says):
+        make()

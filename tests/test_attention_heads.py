@@ -1,0 +1,259 @@
+"""Heads exchanged among neighboring ranks, around the ring: against brute force in float64, on real processes and in threads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring.attention import Results, attend
+from cp_ring.bench import accuracy
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.observe.counters import record
+from cp_ring.plan import HeadPlan, split_heads
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.loopback import LoopbackTransport
+from cp_ring.testing.oracle import Case, brute_force, error
+
+TOLERANCE = 3e-6  # of float32; a wrong head, tile or transfer is off by 0.01 at least
+FACTORS = [(2, 2), (4, 2), (4, 4)]
+FACTORS_OF_THREADS = [(6, 2), (6, 3), (6, 6), (8, 2), (8, 4), (8, 8)]
+GROUPED = [(12, 1), (12, 2), (12, 3)]
+
+
+def masks(n: int) -> dict[str, Mask]:
+    return {
+        "causal": Mask.causal(n),
+        "window": Mask.causal(n, window=(n // 4 + 3, 0)),
+        "documents": Mask.documents([0, 5, n // 2, n - 3], n=n),
+    }
+
+
+def truth(case: Case, mask: Mask, sink: torch.Tensor) -> list[torch.Tensor]:
+    """out, dq, dk, dv and dsink in float64: a sink is a further key with the value 0."""
+    q, k, v, offset = (x.detach().double().requires_grad_() for x in (*case[:3], sink))
+    shared = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(shared, 2)) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf)
+    p = torch.cat([scores, offset[:, None, None].expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+    out = torch.einsum("bhqk,bkhe->bqhe", p, v.repeat_interleave(shared, 2))
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v, offset), case.dout.double())]
+
+
+def attend_to_shard(group: Any, case: Case, plan: HeadPlan, sink: torch.Tensor | None = None, **options) -> list[torch.Tensor]:
+    rank = group.rank() if callable(group.rank) else group.rank
+    q, k, v, dout = (plan.layout.shard(x, rank, 1) for x in case)
+    inputs = [x.detach().requires_grad_() for x in ((q, k, v) if sink is None else (q, k, v, sink))]
+    out = ring_attention(*inputs[:3], group, plan=plan, sink=None if sink is None else inputs[3], **options)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def attend_to_many(group: Any, cases: list[tuple[Case, HeadPlan, torch.Tensor]]) -> list[list[torch.Tensor]]:
+    return [attend_to_shard(group, *case) for case in cases]
+
+
+def every_case(cp: int, heads: int, d: int = 8, e: int = 12) -> list[tuple[Case, HeadPlan, torch.Tensor]]:
+    n = 12 * cp
+    return [
+        (Case.draw(n, b=2, h=h, g=g, d=d, e=e), HeadPlan.build(mask, layout, heads), torch.linspace(-1, 2, h))
+        for h, g in GROUPED
+        for name, mask in masks(n).items()
+        for layout in [Layout.zigzag(n, cp), *([Layout.balanced(mask, cp, 4)] if name == "documents" else [])]
+    ]
+
+
+def check(case: Case, plan: HeadPlan, sink: torch.Tensor, parts: list[list[torch.Tensor]]) -> None:
+    plan.verify(rank_plans=True)
+    got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
+    found = [*got, sum(part[4] for part in parts)]
+    errors = [error(x, y) for x, y in zip(found, truth(case, plan.mask, sink), strict=True)]
+    assert max(errors) < TOLERANCE, (plan.mask, plan.layout, plan.heads, case.k.shape, errors)
+
+
+@pytest.mark.parametrize(("cp", "heads"), FACTORS)
+def test_equals_brute_force(pool, cp, heads):
+    """Masks, layouts, 1 to 3 key/value heads, sinks, values of another size than keys, several batch rows."""
+    cases = every_case(cp, heads)
+    by_rank = pool.run(attend_to_many, cp, cases)
+    for number, case in enumerate(cases):
+        check(*case, [found[number] for found in by_rank])
+
+
+@pytest.mark.parametrize(("cp", "heads"), [(cp, heads) for cp, heads in FACTORS_OF_THREADS if 12 % heads == 0])
+def test_equals_brute_force_on_more_ranks(cp, heads):
+    cases = every_case(cp, heads)
+    by_rank = LocalRing(cp).run(attend_to_many, cases)
+    for number, case in enumerate(cases):
+        check(*case, [found[number] for found in by_rank])
+
+
+@pytest.mark.parametrize(("h", "g"), [(8, 8), (24, 6)])
+def test_groups_of_heads(h, g):
+    """Several key/value heads a rank are exchanged and computed in 2 or 3 groups."""
+    assert split_heads(h, g, 2).groups == (2 if g == 8 else 3)
+    case, plan = Case.draw(64, h=h, g=g, d=8), HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 2)
+    sink = torch.linspace(-1, 1, h)
+    check(case, plan, sink, LocalRing(4).run(attend_to_shard, case, plan, sink))
+
+
+@pytest.mark.parametrize("options", [{"route": "ring"}, {"schedule": "gather"}, {"schedule": (0, 1, 2, 2)}], ids=str)
+def test_routes_and_schedules_of_the_ring(options):
+    case, plan = Case.draw(96, h=4, g=2), HeadPlan.build(Mask.causal(96), Layout.zigzag(96, 8), 2, **options)
+    sink = torch.zeros(4)
+    check(case, plan, sink, LocalRing(8).run(attend_to_shard, case, plan, sink))
+
+
+def test_batch_rows_with_masks_of_their_own():
+    n, offsets = 32, ([0, 11, 32], [0, 20, 32])
+    rows = [Mask.documents(each) for each in offsets]
+    layout = Layout.batch([Layout.balanced(mask, 4, 4) for mask in rows])
+    plan = HeadPlan.build(Mask.batch(rows), layout, 2)
+    case = Case.draw(n, b=2, h=4, g=2)
+
+    def of_rank(group: Any) -> list[torch.Tensor]:
+        mine = torch.from_numpy(layout.positions(group.rank))
+        q, k, v, dout = (x.flatten(0, 1)[mine].unflatten(0, (2, -1)) for x in case)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out, lse = ring_attention(q, k, v, group, plan=plan, return_lse=True)
+        assert lse.shape == (2, 4, n // 4)
+        return [x.flatten(0, 1) for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))]
+
+    parts = LocalRing(4).run(of_rank)
+    got = [layout.unshard([part[i] for part in parts], 0) for i in range(4)]
+    stream = Case(*(x.flatten(0, 1)[None] for x in case))
+    for x, y in zip(got, brute_force(stream, plan.mask.dense()), strict=True):
+        assert error(x[None], y) < TOLERANCE
+
+
+def _front_door(group, case):
+    q, k, v = (Layout.zigzag(64, 4).shard(x, group.rank(), 1) for x in case[:3])
+    alone, lse = ring_attention(q, k, v, group, causal=True, return_lse=True)
+    found = []
+    for heads in (2, 4):
+        out, its_lse = ring_attention(q, k, v, group, causal=True, heads=heads, return_lse=True)
+        found.append(error(out, alone.double()) + error(its_lse, lse.double()))
+    transposed = ring_attention(*(x.transpose(0, 1) for x in (q, k, v)), group, causal=True, heads=2, qkv_format="sbhd")
+    return [*found, error(transposed.transpose(0, 1), alone.double())]
+
+
+def test_without_a_plan_and_lse(pool):
+    for found in pool.run(_front_door, 4, Case.draw(64, b=2, h=4, g=1)):
+        assert max(found) < 1e-6
+
+
+def _repeat(group, case, plan):
+    return [attend_to_shard(group, case, plan, deterministic=True) for _ in range(3)]
+
+
+def test_deterministic(pool):
+    plan = HeadPlan.build(Mask.documents([0, 5, 61, 128]), Layout.zigzag(128, 4), 2)
+    for first, *others in pool.run(_repeat, 4, Case.draw(128, h=12, g=3), plan):
+        for other in others:
+            assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+def kept(group: Any, case: Case, plan: HeadPlan) -> int:
+    """Numbers that autograd keeps for backward and that the caller does not hold."""
+    q, k, v = (plan.layout.shard(x, group.rank(), 1).requires_grad_() for x in case[:3])
+    storages: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        ring_attention(q, k, v, group, plan=plan)
+    own = {x.untyped_storage().data_ptr() for x in (q, k, v)}
+    return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+def test_what_is_kept_for_backward(pool):
+    """q, k, v, out and lse once. (Where ranks share keys, `test_bytes_of_the_exchange` sees that the own ones are kept.)"""
+    plan = HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 4)
+    for numbers in pool.run(kept, 4, Case.draw(64, h=4, g=4, d=16), plan):
+        assert numbers == 16 * 4 * (4 * 16 + 1)
+
+
+def _kept_results(group, case, plan):
+    """A recomputed block: the first run fills the results, the second takes them, and its gradients are those of one run."""
+    q, k, v, dout = (plan.layout.shard(x, group.rank(), 1) for x in case)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    results, found = Results(), []
+    with torch.no_grad():
+        attend(q, k, v, plan, group, results=results)
+    size = results.size()
+    for given in (results, None):
+        with record() as counters:
+            out, _ = attend(q, k, v, plan, group, results=given)
+            found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
+        keys = counters.bytes_by_kind["keys"]
+        found[-1].append(torch.tensor(keys))
+    assert size and not results.size()
+    return found
+
+
+def test_recomputation_keeps_the_results(pool):
+    plan = HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 2)
+    for again, once in pool.run(_kept_results, 4, Case.draw(64, h=8, g=4), plan):
+        assert all(torch.equal(x, y) for x, y in zip(again[:4], once[:4], strict=True))
+        assert 2 * again[4] == once[4]  # keys went around the ring in backward only
+
+
+def counted(group: Any, case: Case, plan: HeadPlan) -> dict[str, int]:
+    with record() as counters:
+        attend_to_shard(group, case, plan)
+    return counters.bytes_by_kind
+
+
+@pytest.mark.parametrize(("h", "g", "key_heads"), [(4, 2, 2), (4, 1, 1)])
+def test_bytes_of_the_exchange(pool, h, g, key_heads):
+    """q, k, v and out once each way: u - 1 of u parts of them leave; keys that ranks share go to each of them, twice."""
+    plan = HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 2)
+    for bytes_by_kind in pool.run(counted, 4, Case.draw(64, h=h, g=g, d=16), plan):
+        queries, keys = 2 * 2 * h // 2, 2 * (2 if g == 2 else 3) * (1 if g == 2 else key_heads)
+        assert bytes_by_kind["heads"] == (queries + keys) * 16 * 16 * 4  # heads, of 16 tokens of 16 numbers
+
+
+def test_as_accurate_as_one_call():
+    """Of bfloat16, where gradients of shared key/value heads are rounded before they are added."""
+    mask, n = Mask.causal(512), 512
+    for cp, heads, h, g in ((4, 2, 4, 1), (4, 4, 4, 2), (8, 2, 6, 3)):
+        plan, ratios = HeadPlan.build(mask, Layout.zigzag(n, cp), heads), []
+        for seed in range(2):
+            inputs = [x.bfloat16() for x in accuracy.draw(n, h, g, 32, seed)]
+            exact = list(brute_force(Case(*inputs), mask.dense()))
+            parts = LocalRing(cp).run(attend_to_shard, Case(*inputs), plan)
+            got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
+            once = accuracy.errors(accuracy.one_call(mask, inputs, "cpu"), exact)
+            ratios.append([ours / theirs for ours, theirs in zip(accuracy.errors(got, exact), once, strict=True)])
+        out, *grads = np.mean(ratios, axis=0)
+        assert out <= 1.15 and max(grads) <= 1.10, (cp, heads, g, ratios)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"heads": 3}, PlanError, "heads=3: it must divide the 4 context-parallel ranks"),
+        ({"heads": 4}, PlanError, "heads=4: it must divide the 6 query heads"),
+        ({"heads": 0}, ConfigError, "heads=0: it must be a whole number above 0"),
+        ({"heads": "all"}, ConfigError, "heads='all': it must be a whole number above 0"),
+        ({"heads": 2, "plan": RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))}, ConfigError, "heads and plan are both"),
+    ],
+)
+def test_bad_heads(options, kind, says):
+    q, k, v, _ = Case.draw(16, h=6, g=2)
+    with pytest.raises(kind, match=says):
+        ring_attention(q, k, v, LoopbackTransport(0, 4), **options)
+
+
+def test_ranks_with_other_heads_are_told():
+    def other(group: Any) -> None:
+        q, k, v, _ = Case.draw(16, h=4, g=2)
+        ring_attention(q, k, v, group, causal=True, heads=2 if group.rank else 4)
+
+    with pytest.raises(PlanError, match=r"ranks of the group make different calls: .*heads is 4 on rank 0 and 2 on rank \d"):
+        LocalRing(4).run(other)
