@@ -31,6 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.agreement import EVERY, Fact
 from cp_ring.comm.heads import HeadExchange, lse_of_shard, over_heads, sub_transports
+from cp_ring.comm.nodes import node_size as node_size_of
+from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
@@ -65,18 +67,18 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
-    schedule: str | Sequence[int] = "auto", heads: int = 1, softmax_scale: float | None = None, sink: Tensor | None = None,
-    return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
-    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    schedule: str | Sequence[int] = "auto", heads: int = 1, node_size: int | None = None, softmax_scale: float | None = None,
+    sink: Tensor | None = None, return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto",
+    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
-    schedule: str | Sequence[int] = "auto", heads: int = 1, softmax_scale: float | None = None, sink: Tensor | None = None,
-    return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2,
-    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    schedule: str | Sequence[int] = "auto", heads: int = 1, node_size: int | None = None, softmax_scale: float | None = None,
+    sink: Tensor | None = None, return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto",
+    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -95,6 +97,7 @@ def ring_attention(
     route: str = "direct",
     schedule: str | Sequence[int] = "auto",
     heads: int = 1,
+    node_size: int | None = None,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -137,6 +140,8 @@ def ring_attention(
         heads: how many neighboring ranks of `group` exchange tokens for heads by an all-to-all. Each then computes its part of
             the query heads for the tokens of all of them, and the ring has as many times fewer members. It must divide the ranks
             and the query heads. The number of all ranks is DeepSpeed-Ulysses, 1 the ring alone.
+        node_size: neighboring ranks of `group` on one node, by which the routes `direct` and `relay` go. None is what torchrun or
+            Slurm told this process, and 1 for a transport.
         softmax_scale: factor of the scores; d ** -0.5 by default.
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each query. Zeros give the
             off-by-one softmax. Its gradient is this rank's share; sum it over `group`, as for any replicated parameter.
@@ -172,7 +177,7 @@ def ring_attention(
     """
     if timeout is not None:
         _watch(timeout)
-    check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule, heads)
+    check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule, heads, node_size)
     if plan is None:
         transport = transport_for(group, q.device)
         rank, size = (transport.rank, transport.size) if transport else (0, 1)
@@ -180,7 +185,7 @@ def ring_attention(
         plan = plan_of_call(
             tokens, batch, rank, size,
             causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, mask=mask, layout=layout, route=route,
-            schedule=schedule, heads=heads,
+            schedule=schedule, heads=heads, node_size=_node_size(transport) if node_size is None else node_size,
         )  # fmt: skip
     out, lse = attend(
         q, k, v, plan, group,
@@ -367,7 +372,7 @@ def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtyp
     """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e] in `dtype`, lse [b, h, s]."""
     work = work_of(call.rank_plan, call.kernel.capabilities, q.device)
     total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
-    for hop, k_hop, v_hop in KeyStream(call.rank_plan, call.transport, k, v, call.num_slots):
+    for hop, k_hop, v_hop in KeyStream(call.rank_plan, work.hops, call.transport, k, v, call.num_slots):
         with span("forward", hop.index):
             for kernel_call in work.calls[hop]:
                 total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale))
@@ -379,7 +384,7 @@ def _run_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The hop loop of backward: partial gradients of the last hop's keys travel home while the next hop is computed."""
     work = work_of(call.rank_plan, call.kernel.capabilities, q.device, backward=True)
-    keys = KeyStream(call.rank_plan, call.transport, k, v, call.num_slots, backward=True)
+    keys = KeyStream(call.rank_plan, work.hops, call.transport, k, v, call.num_slots, backward=True)
     grads = GradStream(call.rank_plan, work.keys, call.transport, k, v, call.wire_dtype)
     statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
     for hop, k_hop, v_hop in keys:
@@ -428,6 +433,11 @@ def _rank_plan(plan: AnyPlan, transport: Transport | None) -> RankPlan | HeadRan
     if rank_plan.rank != rank:
         raise PlanError(f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group")
     return rank_plan
+
+
+def _node_size(transport: Transport | None) -> int:
+    ranks = getattr(transport, "ranks", None)
+    return 1 if ranks is None else node_size_of(ranks, ranks_per_node())
 
 
 def _watch(timeout: float) -> None:

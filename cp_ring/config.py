@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text
+from cp_ring.plan.schedule import SLOT_SHARDS, parse, relay_schedule, resolve, text
 
 WireDtype = Literal["input", "float32"]
 Recompute = Literal["keep", "replay"]
@@ -97,6 +97,12 @@ class ContextParallelConfig(BaseModel):
         ge=1,
         description="Neighboring context-parallel ranks that exchange tokens for heads, around a ring of as many times fewer "
         "members; 1 is the ring alone.",
+    )
+    node_size: int = Field(
+        0,
+        ge=0,
+        description="Neighboring context-parallel ranks on one node, by which the routes direct and relay go; 0 is what the "
+        "launcher (torchrun or Slurm) says.",
     )
     num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
     wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")
@@ -186,12 +192,18 @@ class ContextParallelConfig(BaseModel):
     def check_schedule(self, cp: int) -> None:
         """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than `slot_shards` sources at a hop.
 
-        With `heads` it is that of the ring's members.
+        With `heads` it is that of the ring's members. `relay` has a schedule of its own.
         """
+        if self.node_size and cp % self.node_size:
+            raise ConfigError(f"{self.flag('node_size')} {self.node_size} does not divide the {cp} context-parallel ranks")
         if cp % self.heads:
             raise ConfigError(f"{self.flag('heads')} {self.heads} does not divide the {cp} context-parallel ranks: change either")
         try:
-            resolve(self.schedule, cp // self.heads, 1, self.slot_shards)
+            if self.route == "relay" and cp > 1:
+                node = self.node_size or 1
+                relay_schedule(self.schedule, cp // self.heads, node // self.heads if node % self.heads == 0 else 1)
+            else:
+                resolve(self.schedule, cp // self.heads, 1, self.slot_shards)
         except PlanError as error:
             named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
             raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None

@@ -30,9 +30,10 @@ _lock = Lock()
 
 
 def plan_for(
-    mask: Mask, layout: Layout | str, cp: int, route: str = "direct", schedule: str | Sequence[int] = "auto", heads: int = 1
+    mask: Mask, layout: Layout | str, cp: int, route: str = "direct", schedule: str | Sequence[int] = "auto", heads: int = 1,
+    node_size: int = 1,
 ) -> RingPlan | HeadPlan:  # fmt: skip
-    """The plan for `mask`, proven; an equal mask, layout, route, schedule and heads give the plan of an earlier call.
+    """The plan for `mask`, proven; equal arguments give the plan of an earlier call.
 
     `layout` is a `Layout`, or a name in `LAYOUTS`. Raises `PlanError` where the arguments do not fit together.
     """
@@ -42,14 +43,14 @@ def plan_for(
         raise PlanError(f"route={route!r}: unknown; known are {', '.join(ROUTES)}")
     # The functions, because another one may have taken a name in the registries since.
     split = LAYOUTS[layout] if isinstance(layout, str) else digest_of_layout(layout)
-    key = digest_of_mask(mask), split, cp, route, ROUTES[route], text(schedule), heads
+    key = digest_of_mask(mask), split, cp, route, ROUTES[route], text(schedule), heads, node_size
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
             return _plans[key]
         # Made under the lock: threads that ask for one plan at the same time share it.
         made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
-        plan = plan_of(mask, made, route, schedule, heads=heads)
+        plan = plan_of(mask, made, route, schedule, heads=heads, node_size=node_size)
         plan.verify()
         _plans[key] = plan
         while len(_plans) > MAX_PLANS:
@@ -71,6 +72,7 @@ def plan_of_call(
     route: str,
     schedule: str | Sequence[int] = "auto",
     heads: int = 1,
+    node_size: int = 1,
 ) -> RingPlan | HeadPlan:
     """The plan of a call in which rank `rank` of `cp` passes `batch` rows of `tokens` tokens.
 
@@ -84,7 +86,7 @@ def plan_of_call(
         else:
             offsets = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor | np.ndarray) else cu_seqlens)
         mask = _mask(offsets, causal, tuple(window_size))
-    plan = plan_for(mask, layout, cp, route, schedule, heads)
+    plan = plan_for(mask, layout, cp, route, schedule, heads, node_size)
     held = int(plan.layout.tokens_per_rank[rank])
     if plan.layout.rows == 1 and held != tokens:
         name = "cu_seqlens ends at" if cu_seqlens is not None else "the sequence has"
@@ -119,6 +121,7 @@ def check_mask_arguments(
     route: str,
     schedule: object = "auto",
     heads: object = 1,
+    node_size: object = None,
 ) -> None:
     """Raises `ConfigError` for arguments that say the same thing twice, or are of the wrong type."""
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
@@ -127,7 +130,7 @@ def check_mask_arguments(
              ("cu_seqlens", cu_seqlens is not None)]  # fmt: skip
     if plan is not None:
         others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct"), ("schedule", schedule != "auto"),
-                  ("heads", heads != 1)]  # fmt: skip
+                  ("heads", heads != 1), ("node_size", node_size is not None)]  # fmt: skip
         for name, given in others:
             if given:
                 raise ConfigError(f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop one")

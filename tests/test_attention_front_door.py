@@ -149,7 +149,7 @@ PLAN = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
         ({"layout": "diagonal"}, PlanError, "layout='diagonal': unknown; known are zigzag, contiguous, balanced"),
         ({"layout": Mask.causal(16)}, ConfigError, "layout is a Mask, not a Layout or one of zigzag"),
         ({"layout": Layout.zigzag(16, 2)}, ConfigError, "layout is for 2 ranks, but the group has 1"),
-        ({"route": "pigeon"}, PlanError, "route='pigeon': unknown; known are direct, ring"),
+        ({"route": "pigeon"}, PlanError, "route='pigeon': unknown; known are direct, ring, relay"),
         ({"plan": Mask.causal(16)}, PlanError, "plan is a Mask, not a RingPlan: pass mask="),
         ({"plan": Layout.zigzag(16, 1)}, PlanError, "plan is a Layout, not a RingPlan: pass layout="),
         ({"group": PLAN}, ConfigError, "group is a RingPlan, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or"),

@@ -15,6 +15,8 @@ from cp_ring.bench import accuracy
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.counters import record
 from cp_ring.plan import HeadPlan, split_heads
+from cp_ring.plan.cost import AttentionSizes, crossing
+from cp_ring.plan.heads import plan_of
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, brute_force, error
@@ -105,6 +107,40 @@ def test_routes_and_schedules_of_the_ring(options):
     case, plan = Case.draw(96, h=4, g=2), HeadPlan.build(Mask.causal(96), Layout.zigzag(96, 8), 2, **options)
     sink = torch.zeros(4)
     check(case, plan, sink, LocalRing(8).run(attend_to_shard, case, plan, sink))
+
+
+@pytest.mark.parametrize(("cp", "size", "heads"), [(4, 2, 1), (6, 3, 1), (8, 4, 1), (8, 4, 2)])
+def test_relays(cp, size, heads):
+    """Keys are passed on inside nodes, and gradients are summed there before they cross."""
+    n = 16 * cp
+    case, sink = Case.draw(n, h=4, g=2, d=8, e=12), torch.zeros(4)
+    for mask in masks(n).values():
+        plan = plan_of(mask, Layout.zigzag(n, cp), "relay", heads=heads, node_size=size)
+        check(case, plan, sink, LocalRing(cp).run(attend_to_shard, case, plan, sink))
+
+
+def _bytes_between_nodes(group, case, plan):
+    with record() as counters:
+        attend_to_shard(group, case, plan)
+    return sum(size for peer, size in counters.bytes_by_peer.items() if peer // 2 != group.rank() // 2)
+
+
+@pytest.mark.parametrize(("route", "heads"), [("direct", 1), ("relay", 1), ("direct", 2)])
+def test_bytes_between_nodes_are_those_of_the_plan(pool, route, heads):
+    """On 2 nodes of 2 ranks: keys in forward and again in backward, gradients once."""
+    plan = plan_of(Mask.full(64), Layout.zigzag(64, 4), route, heads=heads, node_size=2)
+    sizes = AttentionSizes(4, 2, 16, dtype="fp32")
+    keys, gradients, exchange = crossing(plan, sizes, 2)
+    assert not exchange
+    assert sum(pool.run(_bytes_between_nodes, 4, Case.draw(64, h=4, g=2, d=16), plan)) == 2 * keys + gradients
+
+
+def test_bytes_of_an_exchange_between_nodes(pool):
+    """Heads exchanged among all 4 ranks of 2 nodes: in backward, gradients the other way."""
+    plan = HeadPlan.build(Mask.full(64), Layout.zigzag(64, 4), 4)
+    keys, gradients, exchange = crossing(plan, AttentionSizes(4, 4, 16, dtype="fp32"), 2)
+    assert keys == gradients == 0
+    assert sum(pool.run(_bytes_between_nodes, 4, Case.draw(64, h=4, g=4, d=16), plan)) == 2 * exchange
 
 
 def test_batch_rows_with_masks_of_their_own():

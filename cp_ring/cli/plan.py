@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -16,17 +17,30 @@ from cp_ring.bench import samples
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost, kernel_calls
+from cp_ring.plan.cost import (
+    AttentionSizes,
+    Cost,
+    Rates,
+    accumulator_bytes,
+    between_nodes,
+    cost,
+    crossing,
+    efficiency,
+    kernel_calls,
+    rank_updates,
+)
+from cp_ring.plan.heads import members_of_node, plan_of, split_heads
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
+from cp_ring.plan.schedule import NAMES, NETWORK_BYTES_PER_SECOND, NVLINK_BYTES_PER_SECOND, SLOT_SHARDS, group_sizes
 from cp_ring.plan.verify import Report
 
 PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 MAX_RANKS_SHOWN = 32
+MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
 _MASK, _LAYOUT, _SIZES, _OUTPUT = "Mask", "Layout and route", "Sizes", "Output"
@@ -90,6 +104,9 @@ def plan_command(
     head_dim: Annotated[int, typer.Option(help="Size of a head.", rich_help_panel=_SIZES)] = 128,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="bf16, fp16 or fp32.", rich_help_panel=_SIZES)] = "bf16",
     ranks_per_node: Annotated[int, typer.Option(help="Neighboring ranks on one node.", rich_help_panel=_SIZES)] = 8,
+    head_parallel: Annotated[
+        int, typer.Option(help="Neighboring ranks that exchange tokens for heads; 1 is the ring alone.", rich_help_panel=_LAYOUT)
+    ] = 1,
     draw: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Write the picture to a .png, .svg or .pdf file.", rich_help_panel=_OUTPUT),
@@ -112,11 +129,17 @@ def plan_command(
         offsets = _document_offsets(seq_length, documents, documents_mean, seed)
         allowed = _make_mask(mask, seq_length, offsets, window, full, prefix)
         chosen = _make_layout(layout, allowed, offsets, cp, chunks_per_rank)
-        with _name_options(schedule="--schedule", slot_shards="--slot-shards"):
-            plan, build_ms = _timed(lambda: RingPlan.build(allowed, chosen, route, schedule, slot_shards))
-        report, verify_ms = _timed(lambda: plan.verify(num_slots))
-    costs = cost(report, sizes, num_slots)
-    facts = summary(plan, report, costs, ranks_per_node) | {"build_ms": build_ms, "verify_ms": verify_ms}
+        with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
+            if route == "relay":
+                slot_shards = max(slot_shards, ranks_per_node)
+            node_size = ranks_per_node if cp % ranks_per_node == 0 else 1
+            whole, build_ms = _timed(lambda: plan_of(allowed, chosen, route, schedule, slot_shards, head_parallel, node_size))
+        report, verify_ms = _timed(lambda: whole.verify(num_slots))
+        shapes = _bytes_between_nodes(allowed, chosen, sizes, ranks_per_node, node_size)
+    plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, _of_rank(sizes, head_parallel))
+    costs = cost(report, own_sizes, num_slots)
+    facts = summary(plan, report, costs, members_of_node(ranks_per_node, head_parallel)) | speed(plan, costs, own_sizes)
+    facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": head_parallel, "bytes_between_nodes": shapes}
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -124,8 +147,28 @@ def plan_command(
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
-        draw_plan(plan, draw, report, sizes)
+        draw_plan(plan, draw, report, own_sizes)
         typer.echo(f"wrote {draw}", err=as_json)
+
+
+def _of_rank(sizes: AttentionSizes, heads: int) -> AttentionSizes:
+    """The sizes of a rank that computes one in `heads` of the query heads."""
+    return replace(sizes, heads=sizes.heads // heads, kv_heads=split_heads(sizes.heads, sizes.kv_heads, heads).kv_heads_of_rank)
+
+
+def _bytes_between_nodes(
+    mask: Mask, layout: Layout, sizes: AttentionSizes, ranks_per_node: int, node_size: int
+) -> dict[str, int]:  # fmt: skip
+    """Bytes of one forward pass from nodes to other nodes, by route, and by ranks that exchange heads on the route direct."""
+    shapes = {route: (route, 1) for route in ROUTES}
+    for heads in range(2, min(layout.cp, sizes.heads, ranks_per_node) + 1):
+        if layout.cp % heads == 0 and sizes.heads % heads == 0:
+            shapes[f"heads {heads}"] = ("direct", heads)
+    found = {}
+    for name, (route, heads) in shapes.items():
+        moved = crossing(plan_of(mask, layout, route, heads=heads, node_size=node_size), sizes, ranks_per_node)
+        found[name] = moved.keys + moved.exchange
+    return found
 
 
 def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) -> dict[str, Any]:
@@ -154,6 +197,22 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
         "slots": report.slots,
         "memory": costs.memory,
     }
+
+
+def speed(plan: RingPlan, costs: Cost, sizes: AttentionSizes) -> dict[str, Any]:
+    """Bytes that merges, sums, casts and zero fills of each rank read and write, in forward and backward, and predicted speeds.
+
+    Speeds are those of the slowest rank on an H100, relative to one kernel call. None for more than `MAX_RANKS_COSTED` ranks.
+    """
+    if plan.cp > MAX_RANKS_COSTED:
+        return {"accumulator_bytes_per_rank": None, "predicted_efficiency": None}
+    updates = [rank_updates(plan.rank_plan(rank)) for rank in range(plan.cp)]
+    predicted = {}
+    for name, link in (("nvlink", NVLINK_BYTES_PER_SECOND), ("network", NETWORK_BYTES_PER_SECOND)):
+        forward, both = efficiency(plan, costs, sizes, updates, Rates(link=link))
+        predicted[name] = {"forward": forward, "both": both}
+    moved = [sum(accumulator_bytes(of_rank, sizes)) for of_rank in updates]
+    return {"accumulator_bytes_per_rank": moved, "predicted_efficiency": predicted}
 
 
 def _document_offsets(n: int | None, path: str | None, mean: float, seed: int) -> Ints | None:
@@ -252,6 +311,14 @@ def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console.print(
         f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward"
     )
+    shapes = Table("route, or ranks that exchange heads", "MiB between nodes, forward")
+    for name, size in facts["bytes_between_nodes"].items():
+        shapes.add_row(name, f"{size / 2**20:,.1f}")
+    console.print(shapes)
+    if facts["predicted_efficiency"]:
+        speeds = facts["predicted_efficiency"].items()
+        shown = [f"{x['forward']:.2f} forward, {x['both']:.2f} with backward over {name}" for name, x in speeds]
+        console.print(f"predicted speed on H100, relative to one kernel call: {'; '.join(shown)}")
     buffers = Table("buffer, on the rank that needs most of it", "MiB")
     for name, size in facts["memory"].items():
         buffers.add_row(name, f"{size / 2**20:,.1f}")

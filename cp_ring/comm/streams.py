@@ -18,16 +18,24 @@ from cp_ring.plan.tables import Hop, RankPlan, Transfer
 
 
 class KeyStream:
-    """Iterates over a rank's hops and yields (hop, keys [num_keys, b, g, d], values [num_keys, b, g, e]).
+    """Iterates over the `hops` of a rank plan, those of forward or of backward.
 
+    It yields (hop, keys [num_keys, b, g, d], values [num_keys, b, g, e]).
     The keys and values of later hops are received while a hop is computed, as far ahead as there are free buffers.
     Where a hop receives nothing, the yielded tensors are those of this rank's own tokens.
     """
 
     def __init__(
-        self, rank_plan: RankPlan, transport: Transport | None, k: Tensor, v: Tensor, num_slots: int, backward: bool = False
+        self,
+        rank_plan: RankPlan,
+        hops: Sequence[Hop],
+        transport: Transport | None,
+        k: Tensor,
+        v: Tensor,
+        num_slots: int,
+        backward: bool = False,
     ):
-        self._hops, self._transport, self._backward = rank_plan.backward if backward else rank_plan.hops, transport, backward
+        self._hops, self._transport, self._backward = hops, transport, backward
         self._slots = Slots(num_slots, rank_plan.max_keys, k, v)
         self._buffers: dict[int, Buffer] = {0: (k, v)}
         self._pending: list[Pending] = []

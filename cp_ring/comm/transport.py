@@ -211,6 +211,6 @@ def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, T
 def count(batch: MessageBatch) -> None:
     """Adds a batch to the counters that are recording."""
     for counters in recording():
-        for _, part in messages(batch.sends):
-            counters.sent(batch.kind, part.nbytes)
+        for peer, part in messages(batch.sends):
+            counters.sent(batch.kind, part.nbytes, peer)
         counters.bytes_received += sum(part.nbytes for _, part in messages(batch.receives))

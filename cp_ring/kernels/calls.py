@@ -92,7 +92,7 @@ def work_of(rank_plan: RankPlan, capabilities: Capabilities, device: torch.devic
     made = _made.setdefault(rank_plan, {})
     key = capabilities, device, backward
     if key not in made:
-        made[key] = _make_work(rank_plan, capabilities, device, backward)
+        made.setdefault(key, _make_work(rank_plan, capabilities, device, backward))
     return made[key]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.plan.schedule import parse, text
@@ -26,32 +27,43 @@ SIZES = "--hierarchical-context-parallel-sizes"
 
 
 class RingShape(NamedTuple):
-    """Of a layer: neighboring ranks that exchange heads, and the schedule of the ring, as in `cp_ring.plan.heads.plan_of`."""
+    """The shape of a layer's plan: the last arguments of `cp_ring.plan.heads.plan_of`, in their order."""
 
-    heads: int
     schedule: str
     slot_shards: int | None
+    heads: int
+    node_size: int
 
 
-def ring_shape(kind: str | None, settings: ContextParallelConfig, cp: int, sizes: Sequence[int] | None = None) -> RingShape:
+def ring_shape(
+    kind: str | None,
+    settings: ContextParallelConfig,
+    cp: int,
+    sizes: Sequence[int] | None = None,
+    group: Sequence[int] | None = None,
+) -> RingShape:
     """The shape of a layer with `cp_comm_type` `kind` on `cp` ranks; `sizes` are the hierarchical context-parallel sizes.
 
+    `group` are the ranks of the context-parallel group in the whole job, from which the node size follows if no flag gives it.
     Raises `ConfigError` with a line that names the flag.
     """
     kind = _known(kind)
     if cp == 1:
-        return RingShape(1, "auto", None)
+        return RingShape("auto", None, 1, 1)
+    node = settings.node_size or node_size(group or (), ranks_per_node() if group else None)
+    if kind == "all_gather" and settings.route == "relay":
+        raise ConfigError("--cp-comm-type all_gather and --cp-ring-route relay exclude one another: drop one")
     if kind != "p2p" and settings.heads > 1:
         both = f"--cp-comm-type {kind} and --cp-ring-heads {settings.heads}"
         raise ConfigError(f"{both} both say which ranks exchange heads: drop one")
     if kind == "all_gather":
         if settings.schedule not in ("auto", "gather"):
             raise ConfigError(f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {settings.schedule}: drop one")
-        return RingShape(1, "gather", None)
+        return RingShape("gather", None, 1, node)
     heads = {"p2p": settings.heads, "a2a": cp}[kind] if kind != "a2a+p2p" else _first_level(cp, sizes)
     if cp % heads:
         raise ConfigError(f"--cp-ring-heads {heads} does not divide --context-parallel-size {cp}: change either")
-    return RingShape(heads, settings.schedule if heads < cp else "auto", settings.slot_shards)
+    return RingShape(settings.schedule if heads < cp else "auto", settings.slot_shards, heads, node)
 
 
 def types_by_layer(args: argparse.Namespace) -> list[str]:
@@ -66,11 +78,13 @@ def type_of(args: argparse.Namespace, layer: int) -> str:
     return kinds[0] if len(kinds) == 1 else kinds[layer - 1]
 
 
-def shapes(args: argparse.Namespace, config: ContextParallelConfig) -> list[tuple[str, RingShape]]:
-    """The distinct types of the layers, each with its shape."""
+def shapes(
+    args: argparse.Namespace, config: ContextParallelConfig, group: Sequence[int] | None = None
+) -> list[tuple[str, RingShape]]:
+    """The distinct types of the layers, each with its shape; `group` as in `ring_shape`."""
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     kinds = dict.fromkeys(types_by_layer(args))
-    return [(kind, ring_shape(kind, config, args.context_parallel_size, sizes)) for kind in kinds]
+    return [(kind, ring_shape(kind, config, args.context_parallel_size, sizes, group)) for kind in kinds]
 
 
 def check(args: argparse.Namespace, config: ContextParallelConfig) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 from torch._compile import _disable_dynamo
+from torch.distributed import get_process_group_ranks
 
 from cp_ring.attention import AnyPlan, attend
 from cp_ring.errors import ConfigError, KernelError
@@ -69,7 +70,7 @@ class RingDotProductAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_layer(config, layer_number, attention_type, dropout)
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
-        self.shape = ring_shape(cp_comm_type, self.settings, self.cp_group.size(), sizes)
+        self.shape = ring_shape(cp_comm_type, self.settings, self.cp_group.size(), sizes, get_process_group_ranks(self.cp_group))
         check_heads(cp_comm_type, self.shape, config.num_attention_heads, self.tp_group.size())
         self.sub_groups = compat.hierarchical_groups(self.cp_group, self.shape.heads)
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
@@ -147,10 +148,10 @@ class RingDotProductAttention(MegatronModule):
         if packed_seq_params is None:
             return make_plan(
                 mask, tokens * cp, cp, used.layout, used.route, self.window,
-                schedule=shape.schedule, slot_shards=shape.slot_shards, heads=shape.heads,
+                **shape._asdict(),
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return documents.plan(rank, used.route, self.window, mask == "causal", shape.schedule, shape.slot_shards, shape.heads)
+        return documents.plan(rank, used.route, self.window, mask == "causal", *shape)
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""

@@ -18,6 +18,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
+from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
@@ -139,8 +140,8 @@ def _begin_plan(carried: MicrobatchMask, rank: int) -> None:
     """Starts to make the plan for layers without a window, on another thread."""
     if getattr(get_args(), "window_size", None) is None:
         settings = current()
-        shape = shapes(get_args(), settings)[0][1]
-        carried.prepare(rank, settings.route, schedule=shape.schedule, slot_shards=shape.slot_shards, heads=shape.heads)
+        group = get_process_group_ranks(parallel_state.get_context_parallel_group())
+        carried.prepare(rank, settings.route, (-1, -1), True, *shapes(get_args(), settings, group)[0][1])
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -75,11 +75,12 @@ class MicrobatchMask:
         schedule: str = "auto",
         slot_shards: int | None = None,
         heads: int = 1,
+        node_size: int = 1,
     ) -> Future[RankPlan | HeadRankPlan]:
         """Starts making the plan on a worker thread, unless that has begun already. Arguments as in `plan`."""
-        key = (rank, route, window, causal, schedule, slot_shards, heads)
+        key = (rank, route, window, causal, schedule, slot_shards, heads, node_size)
         if key not in self._plans:
-            mask, how = self.mask(window, causal), (route, schedule, slot_shards, heads)
+            mask, how = self.mask(window, causal), (route, schedule, slot_shards, heads, node_size)
             self._plans[key] = _worker().submit(_make_plan, mask, self.layout, rank, how, (self.kind(), window, causal))
         return self._plans[key]
 
@@ -92,12 +93,13 @@ class MicrobatchMask:
         schedule: str = "auto",
         slot_shards: int | None = None,
         heads: int = 1,
+        node_size: int = 1,
     ) -> RankPlan | HeadRankPlan:
-        """The rank plan of `rank`, made once for all layers with this window; `route` to `heads` as in `rank_plan_of`.
+        """The rank plan of `rank`, made once for all layers with this window; `route` to `node_size` as in `rank_plan_of`.
 
         The plan of all ranks is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
         """
-        return self.prepare(rank, route, window, causal, schedule, slot_shards, heads).result()
+        return self.prepare(rank, route, window, causal, schedule, slot_shards, heads, node_size).result()
 
     def places(self, rank: int) -> torch.Tensor:
         """Where the tokens that `rank` holds are in their batch rows: int64 [n / cp, batch]."""
@@ -222,9 +224,9 @@ def _worker() -> ThreadPoolExecutor:
 
 
 def _make_plan(
-    mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None, int], kind: Iterable[Any]
+    mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None, int, int], kind: Iterable[Any]
 ) -> RankPlan | HeadRankPlan:
-    """`how` is the route, the schedule, the limit of its sources and the ranks that exchange heads."""
+    """`how` is the route, the schedule, the limit of its sources, the ranks that exchange heads, and those of a node."""
     key = (layout.name, layout.cp, *how, *kind)
     if key not in _proven or next(_made) % PROVE_EVERY == 0:
         plan = plan_of(mask, layout, *how)

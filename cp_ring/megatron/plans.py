@@ -39,14 +39,15 @@ def make_plan(
     schedule: str = "auto",
     slot_shards: int | None = None,
     heads: int = 1,
+    node_size: int = 1,
 ) -> RingPlan | HeadPlan:
     """The verified plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp` ranks.
 
     window: the numbers of keys before and after its own position that a query sees; -1 is all.
     schedule, slot_shards: as in `RingPlan.build`.
-    heads: neighboring ranks that exchange tokens for heads.
+    heads: neighboring ranks that exchange tokens for heads; node_size: neighboring ranks on one node.
     Raises `PlanError` if the mask, layout, route and schedule do not make a correct plan.
     """
-    plan = plan_of(_MASKS[mask](n, window=window), make_layout(layout, n, cp), route, schedule, slot_shards, heads)
+    plan = plan_of(_MASKS[mask](n, window=window), make_layout(layout, n, cp), route, schedule, slot_shards, heads, node_size)
     plan.verify()
     return plan

@@ -52,6 +52,9 @@ def selecting(forward: Callable[..., Any], by_place: bool = False) -> Callable[.
         mine = whole[index, which]
         return (mine, *scale) if isinstance(result, tuple) else mine
 
+    for name in ("cache_clear", "cache_info"):  # of Megatron's cache, which it clears in one place
+        if hasattr(forward, name):
+            setattr(select, name, getattr(forward, name))
     return select
 
 

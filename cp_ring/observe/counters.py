@@ -10,7 +10,10 @@ from threading import Lock
 
 @dataclass
 class Counters:
-    """Totals of one rank since its recording began. Bytes are payload. Only hops with tiles count."""
+    """Totals of one rank since its recording began. Bytes are payload. Only hops with tiles count.
+
+    `bytes_by_kind` and `bytes_by_peer` are those sent: keys, gradients or heads, and to each rank of the group.
+    """
 
     messages_sent: int = 0
     bytes_sent: int = 0
@@ -19,11 +22,13 @@ class Counters:
     slots_alive: int = 0
     slots_peak: int = 0
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    bytes_by_peer: dict[int, int] = field(default_factory=dict)
 
-    def sent(self, kind: str, size: int) -> None:
+    def sent(self, kind: str, size: int, peer: int) -> None:
         self.messages_sent += 1
         self.bytes_sent += size
         self.bytes_by_kind[kind] = self.bytes_by_kind.get(kind, 0) + size
+        self.bytes_by_peer[peer] = self.bytes_by_peer.get(peer, 0) + size
 
     def slot(self, change: int) -> None:
         self.slots_alive += change

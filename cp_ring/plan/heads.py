@@ -97,12 +97,15 @@ class HeadPlan:
         route: str = "direct",
         schedule: str | Sequence[int] = "auto",
         slot_shards: int | None = None,
+        node_size: int = 1,
     ) -> HeadPlan:
         """The plan of all ranks. `route`, `schedule` and `slot_shards` are those of the ring of `layout.cp / heads` members.
 
-        Raises `PlanError` as `RingPlan.build` does, and if `heads` does not divide the ranks.
+        `node_size` counts ranks. Raises `PlanError` as `RingPlan.build` does, and if `heads` does not divide the ranks.
         """
-        return cls(RingPlan.build(mask, layout.merged(heads), route, schedule, slot_shards), layout, heads)
+        merged = layout.merged(heads)
+        members = members_of_node(node_size, heads)
+        return cls(RingPlan.build(mask, merged, route, schedule, slot_shards, members), layout, heads)
 
     @classmethod
     def build_rank_plan(
@@ -114,11 +117,13 @@ class HeadPlan:
         route: str = "direct",
         schedule: str | Sequence[int] = "auto",
         slot_shards: int | None = None,
+        node_size: int = 1,
     ) -> HeadRankPlan:
         """One rank's plan, without planning for the others where the route allows it; see `RingPlan.build_rank_plan`."""
         merged = layout.merged(heads)
         check_rank(rank, layout.cp)
-        ring = RingPlan.build_rank_plan(mask, merged, rank // heads, route, schedule, slot_shards)
+        members = members_of_node(node_size, heads)
+        ring = RingPlan.build_rank_plan(mask, merged, rank // heads, route, schedule, slot_shards, members)
         return _of_rank(ring, layout, merged, rank, heads)
 
     @property
@@ -171,11 +176,12 @@ def plan_of(
     schedule: str | Sequence[int] = "auto",
     slot_shards: int | None = None,
     heads: int = 1,
+    node_size: int = 1,
 ) -> RingPlan | HeadPlan:
     """The plan of all ranks: a `HeadPlan`, or the `RingPlan` that it is where each rank is its own member."""
     if heads == 1:
-        return RingPlan.build(mask, layout, route, schedule, slot_shards)
-    return HeadPlan.build(mask, layout, heads, route, schedule, slot_shards)
+        return RingPlan.build(mask, layout, route, schedule, slot_shards, node_size)
+    return HeadPlan.build(mask, layout, heads, route, schedule, slot_shards, node_size)
 
 
 def rank_plan_of(
@@ -186,11 +192,17 @@ def rank_plan_of(
     schedule: str | Sequence[int] = "auto",
     slot_shards: int | None = None,
     heads: int = 1,
+    node_size: int = 1,
 ) -> RankPlan | HeadRankPlan:
     """As `plan_of`, of one rank, without planning for the others where the route allows it."""
     if heads == 1:
-        return RingPlan.build_rank_plan(mask, layout, rank, route, schedule, slot_shards)
-    return HeadPlan.build_rank_plan(mask, layout, rank, heads, route, schedule, slot_shards)
+        return RingPlan.build_rank_plan(mask, layout, rank, route, schedule, slot_shards, node_size)
+    return HeadPlan.build_rank_plan(mask, layout, rank, heads, route, schedule, slot_shards, node_size)
+
+
+def members_of_node(node_size: int, heads: int) -> int:
+    """Members of the ring on one node of `node_size` ranks: 1 if a node does not hold whole members, or has one."""
+    return node_size // heads if integer(node_size, "node_size") > 0 and node_size % heads == 0 else 1
 
 
 def _of_rank(ring: RankPlan, layout: Layout, merged: Layout, rank: int, heads: int) -> HeadRankPlan:

@@ -248,7 +248,7 @@ class Mask:
         mask = cls.tree(parents, lengths, n)
         prompts, answers = len(groups), len(parents) - len(groups)
         tokens = f"{sum(prompt for prompt, _ in groups)} and {sum(sum(rest) for _, rest in groups)} tokens"
-        words = f"{prompts} prompt{'s' * (prompts != 1)} of {answers} response{'s' * (answers != 1)}, {tokens}"
+        words = f"{prompts} prompt{'s' * (prompts != 1)} and {answers} response{'s' * (answers != 1)}, {tokens}"
         words += _padding_in_words(sum(lengths), mask.n)
         mask = replace(mask, name="shared_prefix", details=words)
         return mask if window is None else mask & window

@@ -15,7 +15,7 @@ from cp_ring.plan.tiles import Tiles, coalesce
 class _HopBuffers:
     """One buffer of a rank for each hop, in which the ranges of the hop's sources lie end to end; at hop 0 its whole shard.
 
-    `distance` is the ring distance of the rank from the owner of each range, by which, and by start, the ranges are sorted.
+    `distance` is the distance of the rank from the owner of each range, by which, and by start, the ranges are sorted.
     """
 
     def __init__(self, ranges: Transfers, distance: Ints, num_tokens: int, cp: int):
@@ -37,15 +37,15 @@ class _HopBuffers:
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """The plan of one rank, from the tables of all ranks."""
-    cp, num_tokens = plan.cp, int(plan.layout.tokens_per_rank[rank])
+    cp, order, num_tokens = plan.cp, plan.order, int(plan.layout.tokens_per_rank[rank])
     arriving, grads_leaving, keys, grads = _buffers(plan, rank)
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     arriving_far, leaving_far, grads_leaving_far, grads_arriving_far = (
-        (rank - table.owner) % cp for table in (arriving, leaving, grads_leaving, grads_arriving)
+        order.distance(rank, table.owner) for table in (arriving, leaving, grads_leaving, grads_arriving)
     )
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
-    tile_far = (rank - plan.tile_source[mine]) % cp
+    tile_far = order.distance(rank, plan.tile_source[mine])
     tiles, tile_hop, grad_shift = _in_buffers(plan.tiles[mine], plan.tile_hop[mine], tile_far, keys, grads)
 
     live = np.zeros(cp, bool)
@@ -57,18 +57,20 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         present[far] = True
     distances, hop_of = np.flatnonzero(present), np.array(plan.schedule)
     receives = _Messages(arriving, arriving.sender, arriving.hop, arriving_far, arriving_far, keys)
-    sends = _Messages(leaving, leaving.receiver, leaving.buffer, (leaving.receiver - leaving.owner) % cp, leaving_far, keys)
+    sends = _Messages(
+        leaving, leaving.receiver, leaving.buffer, order.distance(leaving.receiver, leaving.owner), leaving_far, keys
+    )
     grad_sends = _Messages(grads_leaving, grads_leaving.receiver, grads_leaving.hop, grads_leaving_far, grads_leaving_far, grads)
     grad_receives = _Messages(
-        grads_arriving, grads_arriving.sender, grads_arriving.buffer, (grads_arriving.sender - grads_arriving.owner) % cp,
-        grads_arriving_far, grads,
+        grads_arriving, grads_arriving.sender, grads_arriving.buffer,
+        order.distance(grads_arriving.sender, grads_arriving.owner), grads_arriving_far, grads,
     )  # fmt: skip
 
     def make(index: int) -> Hop:
         here = slice(*np.searchsorted(tile_hop, [index, index + 1]))
         return Hop(
             index=index,
-            sources=tuple(((rank - distances[hop_of[distances] == index]) % cp).tolist()),
+            sources=tuple(order.owner(rank, distances[hop_of[distances] == index]).tolist()),
             tiles=tiles[here],
             num_keys=int(keys.sizes[index]),
             receives=receives.at(index),
@@ -86,7 +88,7 @@ def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
     """The tiles of one rank as its rank plan has them, without the rest of it: (tiles, hop of each)."""
     _, _, keys, grads = _buffers(plan, rank)
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
-    far = (rank - plan.tile_source[mine]) % plan.cp
+    far = plan.order.distance(rank, plan.tile_source[mine])
     return _in_buffers(plan.tiles[mine], plan.tile_hop[mine], far, keys, grads)[:2]
 
 
@@ -94,7 +96,7 @@ def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuf
     """The messages that fill a rank's key buffers, those that leave its gradient buffers, and these buffers."""
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
     num_tokens = int(plan.layout.tokens_per_rank[rank])
-    keys, grads = (_HopBuffers(t, (rank - t.owner) % plan.cp, num_tokens, plan.cp) for t in (arriving, leaving))
+    keys, grads = (_HopBuffers(t, plan.order.distance(rank, t.owner), num_tokens, plan.cp) for t in (arriving, leaving))
     return arriving, leaving, keys, grads
 
 
@@ -125,7 +127,7 @@ class _Messages:
     """The messages of a table, with ranges counted in this rank's buffers.
 
     `peer` is the other rank of each message, `buffer` the hop of this rank's buffer, and `far` this rank's distance from
-    the owner. `order` is the ring distance by which both ranks order the messages of several owners between them.
+    the owner. `order` is the distance by which both ranks order the messages of several owners between them.
     """
 
     def __init__(self, table: Transfers, peer: Ints, buffer: Ints, order: Ints, far: Ints, buffers: _HopBuffers):

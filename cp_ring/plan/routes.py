@@ -7,7 +7,8 @@ tables of transfers, of keys and of gradients, and enter it in `ROUTES` under th
 
     ROUTES["direct"] = direct
 
-`need.schedule` maps ring distance to hop: a hop may have several sources.
+`need.schedule` maps distance to hop: a hop may have several sources. `need.order` counts distances; it is the plain ring
+distance, (rank - owner) mod cp, for all routes but those in `NODE_AWARE`.
 
 Flags and settings take their choices from `ROUTES`, so the entry must be made before they are read. The tables may be in
 any order. `verify.check_keys` and `verify.check_gradients` state what they must hold; every plan of the route must pass
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_ring.plan.ranges import Ints, sort_index, union
 from cp_ring.plan.tables import Need, Transfers
@@ -44,12 +46,13 @@ def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     sends on holds what it, or a rank upstream, needed.
     """
     before, after = _neighbors(np.array(need.schedule))
+    order = need.order
     last = need.schedule[-1]
     hop, owner, distance, start, end = _passed_on(need, cp, range(last, 0, -1), before)
-    keys = Transfers(hop, (owner + before[distance]) % cp, (owner + distance) % cp, owner, start, end, hop - 1)
+    keys = Transfers(hop, order.reader(owner, before[distance]), order.reader(owner, distance), owner, start, end, hop - 1)
     hop, owner, distance, start, end = _passed_on(need, cp, range(1, last + 1), after)
     onward = np.where(hop < last, hop + 1, 0)
-    return keys, Transfers(hop, (owner + distance) % cp, (owner + after[distance]) % cp, owner, start, end, onward)
+    return keys, Transfers(hop, order.reader(owner, distance), order.reader(owner, after[distance]), owner, start, end, onward)
 
 
 def _neighbors(schedule: Ints) -> tuple[Ints, Ints]:
@@ -73,7 +76,7 @@ def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, 
     """
     sort = sort_index(need.hop)
     hop, start, end = need.hop[sort], need.start[sort], need.end[sort]
-    group = (need.owner * cp + (need.rank - need.owner) % cp)[sort]
+    group = (need.owner * cp + need.order.distance(need.rank, need.owner))[sort]
     passed = (np.zeros(0, np.int64),) * 3
     parts: list[tuple[Ints, ...]] = []
     for index in hops:
@@ -87,7 +90,59 @@ def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, 
     return tuple(columns)  # type: ignore[return-value]
 
 
-ROUTES: dict[str, Callable[[Need, int], tuple[Transfers, Transfers]]] = {"direct": direct, "ring": ring}
+def relay(need: Need, cp: int) -> tuple[Transfers, Transfers]:
+    """Keys cross to each other node once, whatever number of its ranks needs them; their gradients cross back once.
+
+    In a node that reads an owner's keys, ranks have parts by their distance within the node from the owner's place, at
+    hops t, t + 1 and t + 2 (see `relay_schedule`):
+
+    | place | keys | gradients |
+    |---|---|---|
+    | 0, hop t | from the owner: all that the node needs; sent on to the places of hop t + 1 | to place 1 |
+    | 1, hop t + 1 | from place 0, also what the last place needs, which it sends on | with those of place 0, to the last place |
+    | others, hop t + 1 | from place 0 | to the last place |
+    | the last, hop t + 2 | from place 1 | all of the node's, summed in float32, to the owner |
+
+    So gradients are summed in the direction of the hops, and each rank sends and receives as much between nodes as any
+    other. On nodes of two ranks the last place is 1, at hop t + 1. Within the owner's own node the route is direct.
+    """
+    size, order, hops = need.order.node_size, need.order, np.array(need.schedule)
+    if size in (1, cp):
+        return direct(need, cp)
+    node, place = np.divmod(order.distance(need.rank, need.owner), size)
+    near, far, last = node == 0, node > 0, size - 1
+    own, own_back = direct(_part(need, near), cp)
+    owner, node, place, start, end = need.owner[far], node[far], place[far], need.start[far], need.end[far]
+    via = 1 if size > 2 else 0
+
+    def held(*places: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Ranges that ranks at these places have for each owner and node: (owner, node, place, start, end)."""
+        tokens = (np.tile(x, len(places)) for x in (start, end))
+        where = np.concatenate([(owner * cp + node * size) + each for each in places])
+        group, low, high = union(where, *tokens)
+        holder, distance = np.divmod(group, cp)
+        return holder, distance // size, distance % size, low, high
+
+    def rank(owner: Ints, node: Ints, place: Ints | int) -> Ints:
+        return order.reader(owner, node * size + place)
+
+    zero = np.zeros_like(place)
+    o, n, p, low, high = held(place, zero, np.where(place == last, via, place))
+    hop = hops[n * size + p]
+    sender = np.where(p == 0, o, rank(o, n, np.where((p == last) & (size > 2), 1, 0)))
+    keys = Transfers(hop, sender, rank(o, n, p), o, low, high, np.where(p == 0, 0, hop - 1))
+    o, n, p, low, high = held(place, zero + last, np.where(place == 0, 1, place))
+    hop = hops[n * size + p]
+    receiver = np.where(p == last, o, rank(o, n, np.where((p == 0) & (size > 2), 1, last)))
+    gradients = Transfers(hop, rank(o, n, p), receiver, o, low, high, np.where(p == last, 0, hop + 1))
+    return keys.joined(own), gradients.joined(own_back)
+
+
+def _part(need: Need, keep: NDArray[np.bool_]) -> Need:
+    return replace(need, **{name: getattr(need, name)[keep] for name in ("rank", "hop", "owner", "start", "end")})
+
+
+ROUTES: dict[str, Callable[[Need, int], tuple[Transfers, Transfers]]] = {"direct": direct, "ring": ring, "relay": relay}
 """Routes that flags and settings can name."""
 
 LOCAL = {"direct"}
@@ -95,6 +150,9 @@ LOCAL = {"direct"}
 
 `RingPlan.build_rank_plan` then plans for these alone. For other routes it plans for all ranks.
 """
+
+NODE_AWARE = {"direct", "relay"}
+"""Routes whose hops may be in the order of nodes (`Order`): a rank's own node first."""
 
 ONE_SOURCE = {"ring"}
 """Routes for which the schedule `auto` has one source a hop: more would send keys past the next neighbor."""

@@ -36,13 +36,19 @@ FLOPS_PER_SECOND = 4e14
 NETWORK_BYTES_PER_SECOND = 4e10
 """What a rank receives from other nodes, by default: a network card of 400 Gb/s."""
 
+NVLINK_BYTES_PER_SECOND = 3e11
+"""What a rank receives from other ranks of its node."""
+
 # The layer that `auto` plans for: 32 query heads and 8 key/value heads of size 128, in bf16. Tensor parallelism and the
 # batch size change all of these alike.
 _FLOPS_PER_PAIR = 4 * 32 * 128
 _BYTES_PER_KEY = 2 * 2 * 8 * 128
 _BYTES_MERGED_PER_QUERY = 32 * 128 * (2 + 4 + 4)  # the call's out is read, the running float32 out is read and written
-_MEMORY_BYTES_PER_SECOND = 3e12
-_SECONDS_PER_CALL = 2e-5
+MEMORY_BYTES_PER_SECOND = 3e12
+"""What an H100 reads and writes, by default."""
+
+SECONDS_PER_CALL = 2e-5
+"""What a kernel call loses while its first and last blocks do not fill the device."""
 
 _NAMED: dict[str, Callable[[int], Schedule]] = {
     "ring": lambda cp: tuple(range(cp)),
@@ -81,6 +87,27 @@ def resolve(
             f"schedule {text(schedule)}: a hop has {largest} sources, but slot_shards is {slot_shards}: raise slot_shards to "
             f"{largest}, or choose another schedule"
         )
+    return hops
+
+
+def relay_schedule(schedule: str | Sequence[int], cp: int, node_size: int) -> Schedule:
+    """The schedule of the route `relay`, whose ranks pass keys on inside a node: the keys of each other node take 3 hops.
+
+    Counted by `Order`, where rank r of a node comes first to the keys of rank r of another node, at hop t, then to those of
+    the others, at hop t + 1, and last to those of rank r + 1, at hop t + 2, which is hop t of the next node. On nodes of two
+    ranks t + 1 is the last. The keys of the rank's own node come at hop 1, with the first ones from another node.
+
+    `schedule` must be `auto` or this one. Raises `PlanError` if it is not.
+    """
+    node, place = np.divmod(np.arange(cp), node_size)
+    if node_size in (1, cp):
+        return resolve(schedule, cp, 1) if schedule != "auto" else _NAMED["ring"](cp)
+    hop = node + (place == 1) if node_size == 2 else 2 * node - 1 + (place > 0) + (place == node_size - 1)
+    hop[:node_size] = np.arange(node_size) > 0
+    hops = tuple(hop.tolist())
+    given = parse(schedule) if isinstance(schedule, str) else tuple(schedule)
+    if given not in ("auto", hops):
+        raise PlanError(f"schedule {text(schedule)}: the route relay has a schedule of its own, leave schedule out")
     return hops
 
 
@@ -157,7 +184,7 @@ def auto(
         return (0,)
     compute = round(1e9 * tokens**2 / 2 * _FLOPS_PER_PAIR / flops_per_second)
     transfer = round(1e9 * tokens * _BYTES_PER_KEY / bytes_per_second)
-    call = round(1e9 * (_SECONDS_PER_CALL + tokens * _BYTES_MERGED_PER_QUERY / _MEMORY_BYTES_PER_SECOND))
+    call = round(1e9 * (SECONDS_PER_CALL + tokens * _BYTES_MERGED_PER_QUERY / MEMORY_BYTES_PER_SECOND))
     never = np.iinfo(np.int64).max // 4
     size = np.arange(1, largest + 1)
     # [a, b]: nanoseconds that a hop of b sources adds after one of a sources.

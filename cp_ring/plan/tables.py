@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.order import Order
 from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.tiles import Tiles, split_in_half
 
@@ -25,7 +26,7 @@ from cp_ring.plan.tiles import Tiles, split_in_half
 class Need:
     """Tokens `[start, end)` of `owner`'s shard that `rank` reads at `hop`.
 
-    int64 arrays, sorted by rank, hop, ring distance from the owner, and start. `schedule` maps ring distance to hop.
+    int64 arrays, sorted by rank, hop, distance from the owner, and start. `schedule` maps distance to hop, in `order`.
     """
 
     rank: Ints
@@ -34,6 +35,7 @@ class Need:
     start: Ints
     end: Ints
     schedule: tuple[int, ...]
+    order: Order
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,17 +65,21 @@ class Transfers:
     def tokens(self) -> Ints:
         return self.end - self.start
 
+    def joined(self, other: Transfers) -> Transfers:
+        """The messages of both."""
+        return Transfers(*(np.concatenate([getattr(x, field.name) for x in (self, other)]) for field in fields(self)))
+
     def sorted_by(self, *names: str) -> Transfers:
         """Sorted by the named fields, the most significant first."""
         return self[sort_index(*(getattr(self, name) for name in names))]
 
-    def in_buffer_order(self, holder: str, cp: int) -> Transfers:
+    def in_buffer_order(self, holder: str, order: Order) -> Transfers:
         """Sorted as tokens lie in the buffers of `holder` (`receiver` or `sender`).
 
-        That is by holder, hop, ring distance of the holder from the owner, and start.
+        That is by holder, hop, distance of the holder from the owner, and start.
         """
         rank: Ints = getattr(self, holder)
-        return self[sort_index(rank, self.hop, (rank - self.owner) % cp, self.start)]
+        return self[sort_index(rank, self.hop, order.distance(rank, self.owner), self.start)]
 
     def where(self, name: str, value: int) -> Transfers:
         """A view of the messages with this value in field `name`, by which the table must be sorted first."""
@@ -84,11 +90,12 @@ class Transfers:
 class PlanTables:
     """Tiles and transfers of all ranks.
 
-    schedule: the hop of each ring distance: rank r works on keys of rank (r - d) mod cp at hop `schedule[d]`.
+    schedule: the hop of each distance: rank r works on keys of rank `order.owner(r, d)` at hop `schedule[d]`.
     tiles: queries counted in the rank's shard, keys in the source's shard; sorted by rank and hop.
     tile_rank, tile_hop, tile_source: int64 [tiles], the rank and hop that compute each tile, and the owner of its keys.
-    transfers: messages of keys and values, sorted by receiver, hop, ring distance of the receiver from the owner, and start.
-    gradients: messages of their gradients, sorted by sender, hop, ring distance of the sender from the owner, and start.
+    transfers: messages of keys and values, sorted by receiver, hop, distance of the receiver from the owner, and start.
+    gradients: messages of their gradients, sorted by sender, hop, distance of the sender from the owner, and start.
+    node_size: neighboring ranks on one node, which come first in the order of the hops; 1 is the plain ring distance.
     """
 
     mask: Mask
@@ -101,10 +108,16 @@ class PlanTables:
     tile_source: Ints
     transfers: Transfers
     gradients: Transfers
+    node_size: int = 1
 
     @property
     def cp(self) -> int:
         return self.layout.cp
+
+    @property
+    def order(self) -> Order:
+        """The distances between the ranks, by which `schedule` counts."""
+        return Order(self.cp, self.node_size)
 
     @property
     def n(self) -> int:
@@ -188,7 +201,7 @@ class Hops(Sequence[Hop]):
             return tuple(self[i] for i in range(len(self))[place])
         index = self._live[place]
         if index not in self._made:
-            self._made[index] = self._make(index)
+            self._made.setdefault(index, self._make(index))  # threads that share a plan must get the same hop
         return self._made[index]
 
     def __reduce__(self) -> tuple[type, tuple[tuple[Hop, ...]]]:

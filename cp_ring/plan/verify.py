@@ -125,13 +125,15 @@ def check_tables(plan: PlanTables) -> None:
     cp, size, tiles = plan.cp, plan.layout.tokens_per_rank, plan.tiles
     for what, values in (("rank", plan.tile_rank), ("hop", plan.tile_hop), ("source", plan.tile_source)):
         _check_range(what, values, 0, cp, lambda i: f"tile {i} of rank {plan.tile_rank[i]}, hop {plan.tile_hop[i]}")
+    if cp % plan.node_size:
+        raise PlanError(f"node_size {plan.node_size} does not divide the {cp} ranks")
     for table in (plan.transfers, plan.gradients):
         _check_moves(table, size, cp)
     keys, grads = plan.transfers, plan.gradients
     for what, columns in (
         ("tiles are not sorted by rank and hop", (plan.tile_rank, plan.tile_hop)),
-        ("transfers are not sorted by receiver, hop, distance and start", _order(keys, keys.receiver, cp)),
-        ("gradients are not sorted by sender, hop, distance and start", _order(grads, grads.sender, cp)),
+        ("transfers are not sorted by receiver, hop, distance and start", _order(keys, keys.receiver, plan)),
+        ("gradients are not sorted by sender, hop, distance and start", _order(grads, grads.sender, plan)),
     ):
         if not isinstance(sort_index(*columns), slice):
             raise PlanError(what)
@@ -141,8 +143,8 @@ def check_tables(plan: PlanTables) -> None:
     _all(good, lambda i: f"{_where(plan, i)}: tokens outside the shards, or queries that see no key")
 
 
-def _order(table: Transfers, holder: Ints, cp: int) -> tuple[Ints, ...]:
-    return holder, table.hop, (holder - table.owner) % cp, table.start
+def _order(table: Transfers, holder: Ints, plan: PlanTables) -> tuple[Ints, ...]:
+    return holder, table.hop, plan.order.distance(holder, table.owner), table.start
 
 
 def _check_range(what: str, values: Ints, first: int, end: int, where: Callable[[int], str]) -> None:
@@ -170,18 +172,18 @@ def check_sources(plan: PlanTables) -> None:
     """A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone.
 
     Every use of a (rank, hop) buffer names an owner: tiles, arriving and forwarded keys, leaving and passed-on gradients.
-    The ring distance of the rank from the owner must be one of that hop. So the tokens of several owners that share a
+    The distance of the rank from the owner must be one of that hop. So the tokens of several owners that share a
     buffer are told apart by (rank, distance), and the checks below take each such pair for a buffer of its own. No message
     goes from a rank to itself. Cost: linear in the tables.
     """
-    keys, grads, cp = plan.transfers, plan.gradients, plan.cp
+    keys, grads = plan.transfers, plan.gradients
     _check_peers(keys)
     _check_peers(grads)
     forwarded, passed = keys[keys.buffer > 0], grads[grads.buffer > 0]
     rank = np.concatenate([plan.tile_rank, keys.receiver, forwarded.sender, grads.sender, passed.receiver])
     hop = np.concatenate([plan.tile_hop, keys.hop, forwarded.buffer, grads.hop, passed.buffer])
     owner = np.concatenate([plan.tile_source, keys.owner, forwarded.owner, grads.owner, passed.owner])
-    due = np.array(plan.schedule)[(rank - owner) % cp]
+    due = np.array(plan.schedule)[plan.order.distance(rank, owner)]
     _all(due == hop, lambda i: f"rank {rank[i]}, hop {hop[i]}: keys of rank {owner[i]}, which belong to hop {due[i]}")
 
 
@@ -270,18 +272,18 @@ def check_keys(plan: PlanTables) -> None:
 
     Cost: sorting of tiles and messages.
     """
-    keys, cp = plan.transfers, plan.cp
+    keys = plan.transfers
     own = keys.buffer == 0
     held = np.where(own, keys.sender == keys.owner, keys.buffer == keys.hop - 1)
     _all(held, lambda i: f"{_moves(keys, i)}, which it does not have")
     away, forwarded = np.flatnonzero(plan.tile_hop > 0), keys[~own]
-    reads = _buffer(plan.tile_rank[away], plan.tile_source[away], cp)
+    reads = _buffer(plan.tile_rank[away], plan.tile_source[away], plan)
     needed = union(
-        np.concatenate([reads, _buffer(forwarded.sender, forwarded.owner, cp)]),
+        np.concatenate([reads, _buffer(forwarded.sender, forwarded.owner, plan)]),
         np.concatenate([plan.tiles.k0[away], forwarded.start]),
         np.concatenate([plan.tiles.k1[away], forwarded.end]),
     )
-    _same(needed, _disjoint(keys, _buffer(keys.receiver, keys.owner, cp), "arrive"), plan, "needs", "receives")
+    _same(needed, _disjoint(keys, _buffer(keys.receiver, keys.owner, plan), "arrive"), plan, "needs", "receives")
 
 
 def check_gradients(plan: PlanTables) -> None:
@@ -293,20 +295,20 @@ def check_gradients(plan: PlanTables) -> None:
 
     Cost: sorting of tiles and messages.
     """
-    grads, cp = plan.gradients, plan.cp
+    grads = plan.gradients
     home = grads.buffer == 0
     _all(
         np.where(home, grads.receiver == grads.owner, grads.buffer == grads.hop + 1),
         lambda i: f"{_moves(grads, i)}, where its gradients have no place",
     )
     away, passed = np.flatnonzero(plan.tile_hop > 0), grads[~home]
-    makes = _buffer(plan.tile_rank[away], plan.tile_source[away], cp)
+    makes = _buffer(plan.tile_rank[away], plan.tile_source[away], plan)
     made = union(
-        np.concatenate([makes, _buffer(passed.receiver, passed.owner, cp)]),
+        np.concatenate([makes, _buffer(passed.receiver, passed.owner, plan)]),
         np.concatenate([plan.tiles.k0[away], passed.start]),
         np.concatenate([plan.tiles.k1[away], passed.end]),
     )
-    leaves = _disjoint(grads, _buffer(grads.sender, grads.owner, cp), "leave")
+    leaves = _disjoint(grads, _buffer(grads.sender, grads.owner, plan), "leave")
     _same(made, leaves, plan, "makes gradients of", "sends gradients of")
 
 
@@ -343,9 +345,9 @@ def check_slots(plan: PlanTables, num_slots: int) -> int:
     return slots
 
 
-def _buffer(rank: Ints, owner: Ints, cp: int) -> Ints:
+def _buffer(rank: Ints, owner: Ints, plan: PlanTables) -> Ints:
     """The number of the part of a rank's buffers that holds an owner's tokens, in the order of the tables."""
-    return rank * cp + (rank - owner) % cp
+    return rank * plan.cp + plan.order.distance(rank, owner)
 
 
 def _disjoint(table: Transfers, group: Ints, verb: str) -> tuple[Ints, Ints, Ints]:
@@ -369,7 +371,7 @@ def _same(wanted: tuple[Ints, Ints, Ints], found: tuple[Ints, Ints, Ints], plan:
         return ", ".join(f"{start}..{end}" for start, end in zip(ranges[1][mine], ranges[2][mine], strict=True)) or "nothing"
 
     rank, distance = divmod(group, plan.cp)
-    owner = f" of rank {(rank - distance) % plan.cp}"
+    owner = f" of rank {plan.order.owner(rank, distance)}"
     raise PlanError(
         f"rank {rank}, hop {plan.schedule[distance]} {wants} tokens {tokens(wanted)}{owner}, but {finds} tokens {tokens(found)}"
     )

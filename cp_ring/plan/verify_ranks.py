@@ -31,6 +31,7 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import verify
+from cp_ring.plan.order import Order
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfers
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
 
@@ -207,7 +208,7 @@ def _rebuild(
             summed = grad_buffers.get(place, _Contents(f"rank {part.rank}, hop {hop.index}: gradient buffer"))
             held.check_filled(hop.num_keys)
             summed.check_filled(hop.num_grads)
-            _check_sources(part, hop, held, summed)
+            _check_sources(part, hop, held, summed, plan.order)
             for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True):
                 for owner, own_tile in _of_owners(tile, shift, held, summed):
                     tiles.append(own_tile)
@@ -215,7 +216,8 @@ def _rebuild(
     rank, index, source = np.array(where, np.int64).reshape(-1, 3).T
     return PlanTables(
         plan.mask, plan.layout, plan.route, plan.schedule, Tiles.of(tiles), rank, index, source,
-        _table(transfers).in_buffer_order("receiver", plan.cp), _table(gradients).in_buffer_order("sender", plan.cp),
+        _table(transfers).in_buffer_order("receiver", plan.order), _table(gradients).in_buffer_order("sender", plan.order),
+        plan.node_size,
     )  # fmt: skip
 
 
@@ -244,10 +246,10 @@ def _follow(pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str) 
     return table
 
 
-def _check_sources(part: RankPlan, hop: Hop, held: _Contents, summed: _Contents) -> None:
-    """Raises `PlanError` unless `hop.sources` are the owners of what the hop's buffers hold, by ring distance."""
+def _check_sources(part: RankPlan, hop: Hop, held: _Contents, summed: _Contents, order: Order) -> None:
+    """Raises `PlanError` unless `hop.sources` are the owners of what the hop's buffers hold, by distance."""
     owners = {piece[2] for contents in (held, summed) for piece in contents.pieces}
-    found = tuple(sorted(owners, key=lambda owner: (part.rank - owner) % part.cp))
+    found = tuple(sorted(owners, key=lambda owner: order.distance(part.rank, owner)))
     if found != hop.sources:
         raise PlanError(f"rank {part.rank}, hop {hop.index}: its buffers hold tokens of ranks {found}, not {hop.sources}")
 

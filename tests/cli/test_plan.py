@@ -79,6 +79,17 @@ def test_json_has_its_keys() -> None:
     assert facts["bytes_in_per_rank"] == facts["bytes_out_per_rank"]
 
 
+def test_bytes_between_nodes_by_shape() -> None:
+    """Relays, and heads exchanged among a node's ranks, send keys to each other node once; direct once to each rank there."""
+    line = ["plan", "--seq-length", "524288", "--cp", "64", "--ranks-per-node", "8", "--kv-heads", "8", "--heads", "64", "--json"]
+    moved = json.loads(CliRunner().invoke(app, [*line, "--full"]).stdout)["bytes_between_nodes"]
+    assert moved["direct"] == 64 * 56 * (524288 // 64) * 2 * 8 * 128 * 2
+    assert moved["relay"] * 8 == moved["direct"] == moved["heads 8"] * 8
+    assert moved["ring"] == 8 * 63 * (524288 // 64) * 2 * 8 * 128 * 2
+    members = json.loads(CliRunner().invoke(app, [*line, "--head-parallel", "8"]).stdout)
+    assert members["cp"] == 8 and members["head_parallel"] == 8 and members["share_between_nodes"] == 1.0
+
+
 def test_schedule_and_kernel_calls() -> None:
     """With several sources a hop, 7 remote sources take few kernel calls, on every rank."""
 
@@ -259,6 +270,12 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         (
             ["--schedule", "gather", "--slot-shards", "2"],
             "--schedule gather: a hop has 3 sources, but --slot-shards is 2: raise --slot-shards to 3",
+        ),
+        (["--head-parallel", "3"], "--head-parallel=3: it must divide the 4 context-parallel ranks"),
+        (["--head-parallel", "4", "--heads", "6", "--kv-heads", "2"], "heads=4: it must divide the 6 query heads"),
+        (
+            ["--route", "relay", "--ranks-per-node", "2", "--schedule", "gather"],
+            "--schedule gather: the route relay has a schedule",
         ),
         (["--slot-shards", "0"], "--slot-shards 0: it must be at least 1"),
         (["--window", "-2"], r"window \(-2, 0\)"),

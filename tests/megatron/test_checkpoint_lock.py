@@ -202,3 +202,14 @@ def test_the_second_of_two_jobs_ends_before_it_trains(tmp_path, monkeypatch):
     errors = [line for line in (tmp_path / "second.log").read_text().splitlines() if line.startswith("cp_ring: error: ")]
     assert len(errors) == 1 and f"--save {saves}: another job writes its checkpoints there" in errors[0]
     assert sorted(saves.iterdir()) == sorted([held.path, running]) and not trace(tmp_path, "second")
+
+
+def test_the_watchdog_pauses_during_a_save():
+    """So a synchronous save may take longer than the hop timeout."""
+    from cp_ring.megatron.checkpoints import saving
+    from cp_ring.observe.watchdog import WATCH
+
+    seen = []
+    saving.guarded(lambda iteration: seen.append((iteration, WATCH.pauses)))(7)
+    saving.guarded_finalize(lambda: seen.append(("finalize", WATCH.pauses)))()
+    assert seen == [(7, 1), ("finalize", 1)] and WATCH.pauses == 0

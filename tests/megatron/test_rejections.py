@@ -118,6 +118,15 @@ def parse(monkeypatch):
             [*CP4, "--cp-comm-type", "all_gather", "--cp-ring-schedule", "ring"],
             "--cp-comm-type all_gather is --cp-ring-schedule gather, not ring",
         ),
+        ([*CP4, "--cp-ring-node-size", "3"], "--cp-ring-node-size 3 does not divide the 4 context-parallel ranks"),
+        (
+            [*CP4, "--cp-ring-node-size", "2", "--cp-ring-route", "relay", "--cp-ring-schedule", "gather"],
+            "--cp-ring-schedule gather: the route relay has a schedule of its own",
+        ),
+        (
+            [*CP4, "--cp-ring-route", "relay", "--cp-comm-type", "all_gather"],
+            "--cp-comm-type all_gather and --cp-ring-route relay exclude one another",
+        ),
         (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
         (["--cuda-graph-impl", "local"], "CUDA graphs: leave out --cuda-graph-impl local"),
         (["--cuda-graph-impl", "transformer_engine"], "CUDA graphs: leave out --cuda-graph-impl transformer_engine"),

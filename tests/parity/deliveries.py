@@ -20,6 +20,8 @@ PADDED = 16  # every padded sequence is a multiple of this, so that it splits at
 def delivered(how: str) -> Iterator[None]:
     """Within the context Megatron's mock data consist of short documents ("documents"), which "thd" packs.
 
+    "thd_tail" packs them with much padding behind the last one.
+
     With "uneven" the loss counts only some tokens of the middle. The names of `MASKS` give each batch row a mask of its own. ""
     changes nothing.
     """
@@ -40,7 +42,7 @@ def delivered(how: str) -> Iterator[None]:
             yield
         return
 
-    batches = _packed_batch if how == "thd" else gpt.get_batch
+    batches = {"thd": _packed_batch, "thd_tail": functools.partial(_packed_batch, tail=True)}.get(how, gpt.get_batch)
     with patch.object(MockGPTLowLevelDataset, "max_sequence_length", 24), patch.object(gpt, "get_batch", batches):
         yield
 
@@ -83,8 +85,11 @@ def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, tor
     return batch
 
 
-def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:
-    """A batch row of the data set, cut into padded sequences of odd lengths, and this rank's part in Megatron's thd split."""
+def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict[str, Any]:
+    """A batch row of the data set, cut into padded sequences of odd lengths, and this rank's part in Megatron's thd split.
+
+    tail: the last sequence has 3 tokens, so that the end of the pack is padding, and chunks of some ranks hold nothing else.
+    """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -94,6 +99,8 @@ def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:
     batch = gpt._next_batch(data_iterator)  # with --cp-ring-document-mask every pipeline stage reads its microbatch
     batch.pop("cu_seqlens")
     real, padded = cut(batch["tokens"].shape[1], int(batch["tokens"].sum()))
+    if tail:
+        real[-1] = real[-2] + 3
     is_padding = np.ones(padded[-1], bool)
     for start, length in zip(padded[:-1], np.diff(real), strict=True):
         is_padding[start : start + length] = False

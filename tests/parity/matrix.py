@@ -42,7 +42,7 @@ class Cell:
         name = f"{model.name}-{split.name}{'-planted' if self.planted else ''}"
         ranks = split.cp * split.tp * split.pp * split.dp
         flags = [*self._flags(split.tp), "--cp-ring", "--context-parallel-size", str(split.cp),
-                 *split.flags.split(), *model.ring.split()]  # fmt: skip
+                 *model.ring.split(), *split.flags.split()]  # fmt: skip
         return Job(name, ranks, tuple(flags), model.fault if self.planted else "", model.data)
 
     def baseline(self) -> Job:

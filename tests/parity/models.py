@@ -92,6 +92,7 @@ SPLITS = (
     Split("a2a", cp=4, flags="--cp-comm-type a2a", like="cp4"),
     Split("a2a+p2p", cp=4, flags="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", like="cp4"),
     Split("gather", cp=4, flags="--cp-comm-type all_gather", like="cp4"),
+    Split("relay", cp=4, flags="--cp-ring-route relay --cp-ring-node-size 2", like="cp4"),
 )
 
 MODELS = (
@@ -124,6 +125,7 @@ MODELS = (
     Model("virtual_pipeline_mtp", f"{UNTIED} --mtp-num-layers 1 --num-layers-per-virtual-pipeline-stage 1", "roll across documents",
         splits=("pp2cp2",), layers=4),
     Model("packed_thd", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="thd"),
+    Model("packed_thd_tail", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="thd_tail"),
     Model("document_mask", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="documents"),
     Model("document_mask_window", f"{DOCUMENTS} --window-size 5,0 --window-attn-skip-freq 2", "documents merged",
         baseline=REFERENCE, data="documents"),

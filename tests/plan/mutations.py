@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from cp_ring.plan import OPEN, Hop, RankPlan, RingPlan, Tiles, Transfer
+from cp_ring.plan.order import Order
 from cp_ring.plan.ranges import sort_index
 from cp_ring.plan.tables import Transfers
 
@@ -106,9 +107,9 @@ def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) 
         values[i] = change(int(values[i]), plan.cp)
         if (table, column) in (("transfers", "sender"), ("gradients", "receiver")):
             # Another rank of the same hop may have the owner's tokens too, and would be right.
-            while plan.schedule[(values[i] - messages.owner[i]) % plan.cp] == messages.buffer[i]:
+            while plan.schedule[plan.order.distance(values[i], messages.owner[i])] == messages.buffer[i]:
                 values[i] = change(int(values[i]), plan.cp)
-        return replace(plan, **{table: _sorted(table, replace(messages, **{column: values}), plan.cp)}, _rank_plans={})
+        return replace(plan, **{table: _sorted(table, replace(messages, **{column: values}), plan.order)}, _rank_plans={})
 
     return mutate
 
@@ -133,9 +134,9 @@ def keys_two_hops_old(plan: RingPlan, rng: Rng) -> RingPlan | None:
     late = keys.hop >= 3
     if not late.any():
         return None
-    sender = np.where(late, (keys.owner + _first_distance(plan, keys.hop - 2)) % plan.cp, keys.sender)
+    sender = np.where(late, plan.order.reader(keys.owner, _first_distance(plan, keys.hop - 2)), keys.sender)
     buffer = np.where(late, keys.hop - 2, keys.buffer)
-    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer), plan.cp), _rank_plans={})
+    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer), plan.order), _rank_plans={})
 
 
 def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
@@ -144,17 +145,17 @@ def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
     early = grads.hop + 2 <= plan.schedule[-1]
     if not early.any():
         return None
-    receiver = np.where(early, (grads.owner + _first_distance(plan, grads.hop + 2)) % plan.cp, grads.receiver)
+    receiver = np.where(early, plan.order.reader(grads.owner, _first_distance(plan, grads.hop + 2)), grads.receiver)
     buffer = np.where(early, grads.hop + 2, grads.buffer)
-    late = _sorted("gradients", replace(grads, receiver=receiver, buffer=buffer), plan.cp)
+    late = _sorted("gradients", replace(grads, receiver=receiver, buffer=buffer), plan.order)
     return replace(plan, gradients=late, _rank_plans={})
 
 
 def _other_source(plan: RingPlan, rank: int, owner: int) -> int | None:
     """Another owner whose keys `rank` uses at the hop at which it uses those of `owner`."""
     hops = np.array(plan.schedule)
-    others = np.flatnonzero(hops == hops[(rank - owner) % plan.cp])
-    others = (rank - others[others != (rank - owner) % plan.cp]) % plan.cp
+    others = np.flatnonzero(hops == hops[plan.order.distance(rank, owner)])
+    others = plan.order.owner(rank, others[others != plan.order.distance(rank, owner)])
     return int(others[0]) if len(others) else None
 
 
@@ -185,14 +186,14 @@ def gradients_to_another_owner_of_the_hop(plan: RingPlan, rng: Rng) -> RingPlan 
         other = _other_source(plan, int(grads.sender[i]), int(grads.owner[i]))
         if other is not None:
             receiver = grads.receiver.copy()
-            receiver[i] = (receiver[i] + other - grads.owner[i]) % plan.cp
+            receiver[i] = other if receiver[i] == grads.owner[i] else (receiver[i] + 1) % plan.cp
             return replace(plan, gradients=replace(grads, receiver=receiver), _rank_plans={})
     return None
 
 
 def another_schedule(plan: RingPlan, rng: Rng) -> RingPlan | None:
     """A right schedule, but not the one of the tables: an owner whose keys are used is at another hop."""
-    used = sorted({*((plan.tile_rank - plan.tile_source) % plan.cp).tolist()} - {0})
+    used = sorted({*plan.order.distance(plan.tile_rank, plan.tile_source).tolist()} - {0})
     for distance in used:
         hops = np.array(plan.schedule)
         hops[distance:] += 1 if hops[distance] == hops[distance - 1] else -1
@@ -224,8 +225,8 @@ def _first_distance(plan: RingPlan, hop: np.ndarray) -> np.ndarray:
     return np.searchsorted(plan.schedule, hop)
 
 
-def _sorted(table: str, messages: Transfers, cp: int) -> Transfers:
-    return messages.in_buffer_order("receiver" if table == "transfers" else "sender", cp)
+def _sorted(table: str, messages: Transfers, order: Order) -> Transfers:
+    return messages.in_buffer_order("receiver" if table == "transfers" else "sender", order)
 
 
 def _next(value: int, cp: int) -> int:

@@ -114,5 +114,6 @@ def plans(draw: st.DrawFn, min_cp: int = 1) -> RingPlan:
     """Any plan of up to 9 ranks and 64 tokens."""
     cp = draw(st.integers(min_cp, 9))
     mask = draw(masks(draw(st.integers(cp, 64))))
-    layout, route = draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring"]))
-    return RingPlan.build(mask, layout, route, draw(schedules(cp)))
+    layout, route = draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring", "relay"]))
+    node_size = draw(st.sampled_from([size for size in range(1, cp + 1) if cp % size == 0]))
+    return RingPlan.build(mask, layout, route, draw(schedules(cp)) if route != "relay" else "auto", node_size=node_size)

@@ -153,7 +153,7 @@ def test_documents_and_batch_rows_begin_at_position_0() -> None:
     ("mask", "words"),
     [
         (Mask.shared_prefix([(4, [2, 2]), (3, [1])], n=16),
-         "shared prefix: 2 prompts of 3 responses, 7 and 5 tokens, 4 tokens of padding"),
+         "shared prefix: 2 prompts and 3 responses, 7 and 5 tokens, 4 tokens of padding"),
         (Mask.images(9, [(1, 4)]), "images: 1 span, 3 tokens"),
         (Mask.images(9, [(1, 4), (5, 6)], [0, 5, 9]), "images: 2 spans, 4 tokens, documents: 2, mean 4 tokens"),
         (Mask.with_global(9, [(1, 4)], (2, 0)), "global: 1 span, 3 tokens, window 2"),
