@@ -14,7 +14,7 @@ from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
 from cp_ring.plan.schedule import FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND, SECONDS_PER_CALL
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan
-from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
+from cp_ring.plan.updates import MAX_PARTS, Partial, Update, gradient_updates, query_updates
 from cp_ring.plan.verify import Report
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -113,8 +113,10 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
     return {
         "kept: q, k, v, out": tokens * (sizes.query_width + sizes.out_width + width) * element,
         "kept: lse": tokens * heads * float32,
+        "forward: partial results of out": MAX_PARTS * tokens * sizes.out_width * element,
         "forward: out in float32": tokens * sizes.out_width * float32,
         "both: key and value slots": num_slots * arriving * width * element,
+        "backward: partial results of dq": MAX_PARTS * tokens * sizes.query_width * element,
         "backward: dq in float32": tokens * sizes.query_width * float32,
         "backward: dk, dv in float32": tokens * width * float32,
         "backward: a hop's dk, dv in float32": leaving * width * float32,
