@@ -28,6 +28,7 @@ BATCH_ROWS = {
     # The key of the results in the JSON output, which scripts read.
     "cp_ring/cli/bench_accuracy.py": r'"rows": results',
     "cp_ring/cli/bench_attention.py": r'"rows": results',
+    "cp_ring/cli/bench_host.py": r'"rows": results',
     "cp_ring/cli/bench_overlap.py": r'"rows": results',
     "cp_ring/cli/bench_replay.py": r'"rows": results',
 }  # fmt: skip

@@ -13,7 +13,7 @@ def bench_host(
     repeats: Annotated[int, typer.Option(min=1, help="Calls of each pass that count.")] = 100,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="A checkout of another version of cp_ring, measured in turn with this one."),
+        typer.Option(metavar="FOLDER", help="A checkout of another version, measured in turn with this one."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:

@@ -24,7 +24,7 @@ from cp_ring.plan.lower import REVERSED, Lowered, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import Hop, RankPlan
 from cp_ring.plan.tiles import Tile
-from cp_ring.plan.updates import Part, Update, gradient_updates, query_updates
+from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
 
 
 class Statistics:
@@ -49,10 +49,10 @@ class KernelCall(Protocol):
     """
 
     @property
-    def queries(self) -> Part: ...
+    def queries(self) -> Partial: ...
 
     @property
-    def keys(self) -> Part: ...
+    def keys(self) -> Partial: ...
 
     def prepare(self, device: torch.device) -> None:
         """Copies the index tensors of the call to `device` once, before the first hop."""
@@ -170,8 +170,8 @@ def _single(tile: Tile, shift: int, reverse: bool) -> _Single:
     if reverse:
         # In reverse order, key - query changes its sign. Only squares are reversed, so both corners give the same offset.
         lo, hi = -hi, -lo
-    queries = Part.of([(tile.q0, tile.q1)], reverse=reverse)
-    keys = Part.of([(tile.k0 + shift, tile.k1 + shift)], reverse=reverse)
+    queries = Partial.of([(tile.q0, tile.q1)], reverse=reverse)
+    keys = Partial.of([(tile.k0 + shift, tile.k1 + shift)], reverse=reverse)
     return _Single(slice(tile.q0, tile.q1), slice(tile.k0, tile.k1), lo, hi, reverse, queries, keys)
 
 
@@ -188,8 +188,8 @@ class _Single:
     hi: int
     reverse: bool
 
-    queries: Part
-    keys: Part
+    queries: Partial
+    keys: Partial
 
     def prepare(self, device: torch.device) -> None:
         return
@@ -218,7 +218,7 @@ def _packed(tiles: list[Tile], shift: list[int], reverse: bool) -> _Packed:
     q, k = [(t.q0, t.q1) for t in tiles], [(t.k0, t.k1) for t in tiles]
     grads = [(t.k0 + s, t.k1 + s) for t, s in zip(tiles, shift, strict=True)]
     left, right = (-1, 0) if reverse else _window(tiles[0])
-    queries, keys = Part.of(q, reverse=reverse), Part.of(grads, reverse=reverse)
+    queries, keys = Partial.of(q, reverse=reverse), Partial.of(grads, reverse=reverse)
     return _Packed(_Tokens.of(q, reverse), _Tokens.of(k, reverse), left, right, _ends(q), _ends(k), queries, keys)
 
 
@@ -266,8 +266,8 @@ class _Packed:
     right: int
     ends_q: Ints
     ends_k: Ints
-    queries: Part
-    keys: Part
+    queries: Partial
+    keys: Partial
     _packings: dict[torch.device, Packing] = field(default_factory=dict, repr=False)
 
     def prepare(self, device: torch.device) -> None:

@@ -21,7 +21,7 @@ BLOCK_Q = 16
 ABSENT = -1
 
 
-class Place(NamedTuple):
+class PartTokens(NamedTuple):
     """Where a part has the tokens of a segment; in reverse order if `reverse`."""
 
     part: int
@@ -43,13 +43,13 @@ class Segment(NamedTuple):
     tokens: slice
     first: bool
     last: bool
-    places: list[Place]
+    places: list[PartTokens]
 
     def target(self, running: Tensor | None, result: Tensor) -> Tensor:
         """Where the total is stored."""
         return (result if self.last or running is None else running)[self.tokens]
 
-    def begin(self, parts: Sequence[Tensor], running: Tensor | None, target: Tensor) -> tuple[Tensor, list[Place]]:
+    def begin(self, parts: Sequence[Tensor], running: Tensor | None, target: Tensor) -> tuple[Tensor, list[PartTokens]]:
         """The total before the other places are added: what was stored, or else the first part. It may be `target` itself."""
         if not self.first:
             assert running is not None
@@ -98,7 +98,7 @@ def _segment(start: int, end: int, first: int, last: int, *positions: int) -> Se
     for part, position in enumerate(positions):
         if position != ABSENT:
             low = position if position >= 0 else -2 - position - (size - 1)
-            places.append(Place(part, slice(low, low + size), position < 0))
+            places.append(PartTokens(part, slice(low, low + size), position < 0))
     return Segment(slice(start, end), bool(first), bool(last), places)
 
 

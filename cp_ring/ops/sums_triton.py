@@ -20,23 +20,23 @@ def _add(
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program adds the parts of one block of the table, for one head. Strides count elements."""
-    row = table + tl.program_id(0) * (3 + PARTS)
+    entry = table + tl.program_id(0) * (3 + PARTS)
     at_h, at_b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    at_q = tl.load(row).to(tl.int64) + tl.arange(0, BLOCK_Q)
-    count, flags = tl.load(row + 1), tl.load(row + 2)
+    at_q = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)
+    count, flags = tl.load(entry + 1), tl.load(entry + 2)
     total = load_tokens(
         running, at_q, at_b, at_h, tl.where(flags % 2 == 1, 0, count), stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D
     )
-    tokens, there = tokens_in_part(tl.load(row + 3), count, BLOCK_Q)
+    tokens, there = tokens_in_part(tl.load(entry + 3), count, BLOCK_Q)
     total += load_tokens(part0, tokens, at_b, at_h, there, q0, b0, h0, size, BLOCK_Q, BLOCK_D)
     if PARTS > 1:
-        tokens, there = tokens_in_part(tl.load(row + 4), count, BLOCK_Q)
+        tokens, there = tokens_in_part(tl.load(entry + 4), count, BLOCK_Q)
         total += load_tokens(part1, tokens, at_b, at_h, there, q1, b1, h1, size, BLOCK_Q, BLOCK_D)
     if PARTS > 2:
-        tokens, there = tokens_in_part(tl.load(row + 5), count, BLOCK_Q)
+        tokens, there = tokens_in_part(tl.load(entry + 5), count, BLOCK_Q)
         total += load_tokens(part2, tokens, at_b, at_h, there, q2, b2, h2, size, BLOCK_Q, BLOCK_D)
     if PARTS > 3:
-        tokens, there = tokens_in_part(tl.load(row + 6), count, BLOCK_Q)
+        tokens, there = tokens_in_part(tl.load(entry + 6), count, BLOCK_Q)
         total += load_tokens(part3, tokens, at_b, at_h, there, q3, b3, h3, size, BLOCK_Q, BLOCK_D)
     done, stays = tl.where(flags >= 2, count, 0), tl.where(flags >= 2, 0, count)
     store_tokens(result, total, at_q, at_b, at_h, done, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D)

@@ -18,7 +18,7 @@ from cp_ring.plan.rank_plan import rank_tiles
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.schedule import FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND, SECONDS_PER_CALL
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan
-from cp_ring.plan.updates import Part, Update, gradient_updates, query_updates
+from cp_ring.plan.updates import MAX_PARTS, Partial, Update, gradient_updates, query_updates
 from cp_ring.plan.verify import Report
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -117,8 +117,10 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
     return {
         "kept: q, k, v, out": tokens * (sizes.query_width + sizes.out_width + width) * element,
         "kept: lse": tokens * heads * float32,
+        "forward: partial results of out": MAX_PARTS * tokens * sizes.out_width * element,
         "forward: out in float32": tokens * sizes.out_width * float32,
         "both: key and value slots": num_slots * arriving * width * element,
+        "backward: partial results of dq": MAX_PARTS * tokens * sizes.query_width * element,
         "backward: dq in float32": tokens * sizes.query_width * float32,
         "backward: dk, dv in float32": tokens * width * float32,
         "backward: a hop's dk, dv in float32": leaving * width * float32,
@@ -149,12 +151,12 @@ def rank_updates(rank_plan: RankPlan) -> RankUpdates:
     return RankUpdates(out, dq, keys)
 
 
-def _calls(hop: Hop) -> list[tuple[Part, Part]]:
+def _calls(hop: Hop) -> list[tuple[Partial, Partial]]:
     """Where the queries and the keys of a hop's kernel calls belong."""
     lowered = lower(hop.tiles, Capabilities())
     tiles = zip(lowered.tiles, hop.grad_shift[lowered.parent].tolist(), lowered.reverse.tolist(), strict=True)
     return [
-        (Part.of([(t.q0, t.q1)], reverse=reverse), Part.of([(t.k0 + shift, t.k1 + shift)], reverse=reverse))
+        (Partial.of([(t.q0, t.q1)], reverse=reverse), Partial.of([(t.k0 + shift, t.k1 + shift)], reverse=reverse))
         for t, shift, reverse in tiles
     ]
 
@@ -164,18 +166,13 @@ def accumulator_bytes(updates: RankUpdates, sizes: AttentionSizes, lse_element: 
 
     The kernel returns partial results in the dtype of the inputs, as on CUDA. `lse_element` is that of the running lse.
     """
-    heads, wire = sizes.batch * sizes.heads, sizes.wire_element
-    lse = sum(sum(update.read) * 4 + (update.stored[0] + sum(update.stored[1:])) * lse_element
-              for update in updates.out if not update.whole)  # fmt: skip
-    home, others = updates.keys[0], [update for index, of_hop in updates.keys.items() if index for update in of_hop]
-    backward = (
-        sum(_moved(update, sizes.element, wire, sizes.element) for update in updates.dq) * sizes.query_width
-        + sum(_moved(update, sizes.element, wire, sizes.element) for update in home) * sizes.key_width
-        + sum(_moved(update, sizes.element, wire, wire) for update in others) * sizes.key_width
-    )
-    return sum(
-        _moved(update, sizes.element, wire, sizes.element) for update in updates.out
-    ) * sizes.out_width + lse * heads, backward
+    element, wire = sizes.element, sizes.wire_element
+    lse = sum(sum(update.read) * 4 + sum(update.stored) * lse_element for update in updates.out if not update.whole)
+    forward = sum(_moved(update, element, wire, element) for update in updates.out) * sizes.out_width
+    backward = sum(_moved(update, element, wire, element) for update in updates.dq) * sizes.query_width
+    for index, of_hop in updates.keys.items():
+        backward += sum(_moved(update, element, wire, wire if index else element) for update in of_hop) * sizes.key_width
+    return forward + lse * sizes.batch * sizes.heads, backward
 
 
 def _moved(update: Update, part: int, wire: int, result: int) -> int:

@@ -31,7 +31,7 @@ ABSENT = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Partial:
     """The tokens of a partial result: range i of the total, [start[i], end[i]), is at `position[i]` of the partial result.
 
     With `reverse`, each range is in reverse order there. `arrived` tells that the partial result comes from another rank.
@@ -44,7 +44,7 @@ class Part:
     arrived: bool = False
 
     @classmethod
-    def of(cls, ranges: Sequence[tuple[int, int]], first: int = 0, reverse: bool = False, arrived: bool = False) -> Part:
+    def of(cls, ranges: Sequence[tuple[int, int]], first: int = 0, reverse: bool = False, arrived: bool = False) -> Partial:
         """Ranges that lie end to end in the partial result, from token `first` on."""
         start, end = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
         return cls(start, end, first + np.cumsum(end - start) - (end - start), reverse, arrived)
@@ -95,10 +95,10 @@ class _Total:
 
     num_tokens: int
     most: int = MAX_PARTS
-    groups: list[list[Part]] = field(default_factory=list)
+    groups: list[list[Partial]] = field(default_factory=list)
     closed: bool = True
 
-    def add(self, part: Part) -> None:
+    def add(self, part: Partial) -> None:
         if self.closed or len(self.groups[-1]) == self.most:
             self.groups.append([])
         self.groups[-1].append(part)
@@ -109,7 +109,7 @@ class _Total:
         self.closed = True
 
 
-def query_updates(parts: Iterable[Part], num_tokens: int, most: int = MAX_PARTS) -> tuple[Update, ...]:
+def query_updates(parts: Iterable[Partial], num_tokens: int, most: int = MAX_PARTS) -> tuple[Update, ...]:
     """Updates of out, or of dq, from the parts of all kernel calls in their order; each of at most `most` parts."""
     total = _Total(num_tokens, most)
     for part in parts:
@@ -118,7 +118,7 @@ def query_updates(parts: Iterable[Part], num_tokens: int, most: int = MAX_PARTS)
 
 
 def gradient_updates(
-    hops: Sequence[Hop], parts: Sequence[Sequence[Part]], num_tokens: int
+    hops: Sequence[Hop], parts: Sequence[Sequence[Partial]], num_tokens: int
 ) -> dict[int, tuple[Update, ...]]:  # fmt: skip
     """Updates of dk and dv by the index of the hop whose gradient buffer they fill; hop 0 has the rank's own accumulators.
 
@@ -126,7 +126,7 @@ def gradient_updates(
     after it, before the messages of the hop leave.
     """
     totals = {0: _Total(num_tokens)} | {hop.index: _Total(hop.num_grads) for hop in hops if hop.index}
-    arriving: list[tuple[Transfer, Part]] = []
+    arriving: list[tuple[Transfer, Partial]] = []
 
     def collect() -> None:
         for transfer, part in arriving:
@@ -140,12 +140,12 @@ def gradient_updates(
         collect()
         sizes = [transfer.tokens for transfer in hop.grad_receives]
         places = accumulate(sizes, initial=0)
-        arriving = [(t, Part.of(t.ranges, first, arrived=True)) for t, first in zip(hop.grad_receives, places, strict=False)]
+        arriving = [(t, Partial.of(t.ranges, first, arrived=True)) for t, first in zip(hop.grad_receives, places, strict=False)]
     collect()
     return {index: _updates(total.groups, total.num_tokens) for index, total in totals.items()}
 
 
-def _updates(groups: Sequence[Sequence[Part]], num_tokens: int) -> tuple[Update, ...]:
+def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Update, ...]:
     """One update a group. Tokens that no part has are filled with zeros by the last one."""
     parts = [part for group in groups for part in group]
     start, end, position = (

@@ -7,7 +7,7 @@ import math
 import torch
 
 from cp_ring.ops.segments import Segments
-from cp_ring.plan.updates import MAX_PARTS, Part, query_updates
+from cp_ring.plan.updates import MAX_PARTS, Partial, query_updates
 
 # Tokens of the total that each partial result has, in its order; the last is in reverse order. Tokens 40 and 41 are in none.
 RANGES = [[(0, 37)], [(20, 33), (0, 5)], [(33, 40)], [(3, 20)], [(0, 40)], [(36, 40), (2, 9)]]
@@ -15,8 +15,8 @@ TOKENS = 42
 SHAPES = [(2, 3, 24, torch.float32), (1, 2, 40, torch.bfloat16), (3, 1, 1, torch.float16)]
 
 
-def parts() -> list[Part]:
-    return [Part.of(ranges, reverse=ranges is RANGES[-1]) for ranges in RANGES]
+def parts() -> list[Partial]:
+    return [Partial.of(ranges, reverse=ranges is RANGES[-1]) for ranges in RANGES]
 
 
 def updates(most: int) -> list[Segments]:
@@ -24,7 +24,7 @@ def updates(most: int) -> list[Segments]:
     return [Segments(update.segments, update.whole) for update in query_updates(parts(), TOKENS, most)]
 
 
-def tokens_of(part: Part) -> torch.Tensor:
+def tokens_of(part: Partial) -> torch.Tensor:
     """The tokens of the total that a partial result has, in the order of the partial result."""
     spans = zip(part.start.tolist(), part.end.tolist(), strict=True)
     return torch.cat([torch.arange(start, end).flip(0) if part.reverse else torch.arange(start, end) for start, end in spans])

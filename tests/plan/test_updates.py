@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_ring import Layout, Mask, RingPlan
-from cp_ring.plan.updates import ABSENT, MAX_PARTS, Part, Update, gradient_updates, query_updates
+from cp_ring.plan.updates import ABSENT, MAX_PARTS, Partial, Update, gradient_updates, query_updates
 from tests.plan.strategies import plans
 from tests.plan.test_properties import QUIET
 
@@ -44,7 +44,7 @@ def test_every_part_is_added_once_and_in_order(data: st.DataObject) -> None:
         ranges = data.draw(st.permutations(list(zip(cuts[::2], cuts[1::2], strict=False))))
         reverse = data.draw(st.booleans())
         tokens = [np.arange(*r)[:: -1 if reverse else 1] for r in ranges]
-        parts.append(Part.of(ranges, reverse=reverse))
+        parts.append(Partial.of(ranges, reverse=reverse))
         sources.append(1000 * number + np.concatenate(tokens))
         for token in np.concatenate(tokens).tolist():
             expected[token].append(1000 * number + token)
@@ -65,14 +65,14 @@ def test_gradients_of_random_plans(plan: RingPlan) -> None:
         updates = gradient_updates(hops, parts, mine.num_tokens)
         assert updates.keys() == {0} | {hop.index for hop in hops}
         for index, of_hop in updates.items():
-            events: list[Part] = []
-            before: list[Part] = []
+            events: list[Partial] = []
+            before: list[Partial] = []
             for hop, calls in zip(hops, parts, strict=True):
                 events += calls if hop.index == index else []
                 events += before
                 first = np.cumsum([0, *(t.tokens for t in hop.grad_receives)]).tolist()
                 both = zip(hop.grad_receives, first, strict=False)
-                before = [Part.of(t.ranges, at, arrived=True) for t, at in both if t.buffer == index]
+                before = [Partial.of(t.ranges, at, arrived=True) for t, at in both if t.buffer == index]
             events += before
             assert [x for update in of_hop for x in update.arrived] == [part.arrived for part in events]
             size = mine.num_tokens if index == 0 else max(hop.num_grads for hop in hops if hop.index == index)
@@ -89,18 +89,18 @@ def test_gradients_of_random_plans(plan: RingPlan) -> None:
                 assert not (update.whole and update.arrived[0])
 
 
-def _keys(tile: object, shift: int) -> Part:
-    return Part.of([(tile.k0 + shift, tile.k1 + shift)])  # type: ignore[attr-defined]
+def _keys(tile: object, shift: int) -> Partial:
+    return Partial.of([(tile.k0 + shift, tile.k1 + shift)])  # type: ignore[attr-defined]
 
 
 def test_by_hand() -> None:
     """Five calls of a causal rank: four in one update, which completes the queries that the fifth does not touch."""
     spans = [(0, 8), (0, 8), (0, 8), (0, 8), (4, 8)]
-    first, second = query_updates([Part.of([span]) for span in spans], 8)
+    first, second = query_updates([Partial.of([span]) for span in spans], 8)
     assert first.segments.T.tolist() == [[0, 4, 1, 1, 0, 0, 0, 0], [4, 8, 1, 0, 4, 4, 4, 4]]
     assert second.segments.T.tolist() == [[4, 8, 0, 1, 0]]
     assert (first.read, first.stored) == ((32, 0), (0, 4, 4)) and (second.read, second.stored) == ((4, 0), (4, 0, 4))
-    (only,) = query_updates([Part.of([(0, 8)])], 8)
+    (only,) = query_updates([Partial.of([(0, 8)])], 8)
     assert only.whole and not first.whole
     (fill,) = query_updates([], 8)
     assert fill.segments.T.tolist() == [[0, 8, 1, 1]] and fill.parts == 0
