@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
-from torch.profiler import record_function
 
 from cp_ring.comm.agreement import EVERY, Fact
 from cp_ring.comm.heads import HeadExchange, lse_of_shard, over_heads, sub_transports
@@ -38,10 +37,12 @@ from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
-from cp_ring.kernels.calls import Statistics, kernel_calls, prepare
+from cp_ring.kernels.calls import Statistics, work_of
 from cp_ring.observe import watchdog
+from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
-from cp_ring.ops.merge import lse_dtype
+from cp_ring.ops.dtypes import sum_dtype
+from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.heads import HeadPlan, HeadRankPlan, split_heads
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -241,8 +242,7 @@ def attend(
         kernel=chosen,
         scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
-        wire_dtype=q.dtype if wire_dtype == "input" else torch.promote_types(q.dtype, torch.float32),
-        sum_dtype=torch.promote_types(q.dtype, torch.float32),
+        wire_dtype=q.dtype if wire_dtype == "input" else sum_dtype(q.dtype),
         exact=exact,
         place=results.at(WATCH.place) if results is not None else WATCH.place,
         results=results,
@@ -317,7 +317,7 @@ class Results:
 
 @dataclass(frozen=True)
 class _Call:
-    """What forward and backward of one call share. `sum_dtype` is the dtype of all sums; `exact` asks for determinism."""
+    """What forward and backward of one call share. `exact` asks for determinism."""
 
     rank_plan: RankPlan
     transport: Transport | None
@@ -325,7 +325,6 @@ class _Call:
     scale: float
     num_slots: int
     wire_dtype: torch.dtype
-    sum_dtype: torch.dtype
     exact: bool
     place: Place
     results: Results | None
@@ -344,10 +343,10 @@ class _RingAttention(torch.autograd.Function):
             out, lse = kept
         else:
             with determinism(call.exact), torch.cuda.device_of(q):
-                out, lse = _run_forward(call, q, k, v)
+                # A sink changes out once more: it is not rounded before.
+                out, lse = _run_forward(call, q, k, v, q.dtype if sink is None else sum_dtype(q.dtype))
             if sink is not None:
-                lse = _add_sink(out, lse, sink)
-            out = out.to(q.dtype)
+                lse, out = _add_sink(out, lse, sink), out.to(q.dtype)
             if call.results is not None:
                 call.results.fill(out, lse)
         ctx.save_for_backward(q, k, v, sink, out, lse)
@@ -366,41 +365,37 @@ class _RingAttention(torch.autograd.Function):
         with determinism(ctx.call.exact), torch.cuda.device_of(q):
             dq, dk, dv = _run_backward(ctx.call, dout, q, k, v, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None
+        return dq, dk, dv, dsink, None
 
 
-def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e], lse [b, h, s]."""
-    out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=call.sum_dtype)
-    lse = q.new_full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=lse_dtype(q.device, call.sum_dtype))
-    prepare(call.rank_plan.hops, call.kernel.capabilities, q.device)
-    for hop, k_hop, v_hop in KeyStream(call.rank_plan, call.transport, k, v, call.num_slots):
-        with record_function(f"cp_ring: forward, hop {hop.index}"):
-            for kernel_call in kernel_calls(hop, call.kernel.capabilities):
-                partial = kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale)
-                kernel_call.merge_(out, lse, *partial)
-                del partial  # the next call needs the room
-    return out, lse.to(call.sum_dtype)
+def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e] in `dtype`, lse [b, h, s]."""
+    work = work_of(call.rank_plan, call.kernel.capabilities, q.device)
+    total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
+    for hop, k_hop, v_hop in KeyStream(call.rank_plan, work.hops, call.transport, k, v, call.num_slots):
+        with span("forward", hop.index):
+            for kernel_call in work.calls[hop]:
+                total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale))
+    return total.finish()
 
 
 def _run_backward(
     call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The hop loop of backward: partial gradients of the last hop's keys travel home while the next hop is computed."""
-    dq = torch.zeros_like(q, dtype=call.sum_dtype, memory_format=torch.contiguous_format)
-    keys = KeyStream(call.rank_plan, call.transport, k, v, call.num_slots, backward=True)
-    prepare(call.rank_plan.backward, call.kernel.capabilities, q.device)
-    statistics = Statistics(lse)
-    grads = GradStream(call.rank_plan, call.transport, k, v, call.sum_dtype, call.wire_dtype)
+    work = work_of(call.rank_plan, call.kernel.capabilities, q.device, backward=True)
+    keys = KeyStream(call.rank_plan, work.hops, call.transport, k, v, call.num_slots, backward=True)
+    grads = GradStream(call.rank_plan, work.keys, call.transport, k, v, call.wire_dtype)
+    statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
     for hop, k_hop, v_hop in keys:
-        dk, dv = grads.start(hop)
-        with record_function(f"cp_ring: backward, hop {hop.index}"):
-            for kernel_call in kernel_calls(hop, call.kernel.capabilities):
-                partial = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, call.scale)
-                kernel_call.add_(dq, dk, dv, *partial)
-                del partial
+        grads.start(hop)
+        with span("backward", hop.index):
+            for kernel_call in work.calls[hop]:
+                dq, dk, dv = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, call.scale)
+                total.add(dq)
+                grads.add(dk, dv)
         grads.send(hop)
-    return dq, *grads.finish()
+    return *total.finish(), *grads.finish()
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

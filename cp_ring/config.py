@@ -24,6 +24,12 @@ WireDtype = Literal["input", "float32"]
 Recompute = Literal["keep", "replay"]
 Certify = Literal["on", "off", "strict"]
 
+MASK_KINDS = (
+    "shared-prefix", "images", "global", "tree", "block-causal", "block-diffusion", "documents", "prefix", "causal", "full",
+    "any",
+)  # fmt: skip
+"""Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
+
 PLUGINS = "cp_ring.plugins"
 """Entry point group of packages that add kernels, layouts or routes: each entry names a module that registers them.
 
@@ -64,11 +70,18 @@ class ContextParallelConfig(BaseModel):
     enabled: bool = Field(False, description="Replace core attention by ring attention over the context-parallel group.")
     cpu: bool = Field(False, description="Let Megatron run on a machine without CUDA (gloo); inert where CUDA is present.")
     kernel: str = Field("auto", description="Attention kernel of each tile; auto takes the fastest one that can do the job.")
-    layout: str = Field("zigzag", description="Which rank holds which tokens; balanced needs --cp-ring-document-mask.")
+    layout: str = Field(
+        "zigzag", description="Which rank holds which tokens; balanced weighs documents, masks and the windows of all layers."
+    )
     document_mask: bool = Field(
         False,
         description="Tokens see only their own document, which ends with the end-of-document token; "
         "position ids begin anew in each, and that token's own prediction counts for nothing in the loss.",
+    )
+    mask_kinds: str = Field(
+        "",
+        description="Kinds of the masks that batches carry as cp_ring_mask, separated by commas, which the certificate then "
+        f"probes: {', '.join(MASK_KINDS)}; any is every mask.",
     )
     route: str = Field("direct", description="How keys and values reach the ranks that need them.")
     schedule: str = Field(
@@ -97,6 +110,12 @@ class ContextParallelConfig(BaseModel):
         "keep",
         description="Where activations are recomputed: keep out and lse of attention, per layer and microbatch, so that the "
         "ring runs once; or replay the ring.",
+    )
+    loss_chunk: int = Field(
+        0,
+        ge=0,
+        description="Compute logits and loss of so many tokens of a rank at a time, and the logits again in backward, where "
+        "those of all tokens would not fit into memory; 0 computes all at once.",
     )
     run_dir: str = Field("", description="Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.")
 
@@ -148,6 +167,27 @@ class ContextParallelConfig(BaseModel):
             return text(parse(value))
         except PlanError as error:
             raise ValueError(str(error).partition(": ")[2]) from None
+
+    @field_validator("mask_kinds", mode="before")
+    @classmethod
+    def _kinds_as_text(cls, value: Any) -> Any:
+        """Reads a list too, as YAML has it."""
+        return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+    @field_validator("mask_kinds")
+    @classmethod
+    def _known_kinds(cls, value: str) -> str:
+        for kind in value.split(",") if value else ():
+            if kind not in MASK_KINDS:
+                raise PydanticCustomError(
+                    "unknown_name", "{kind} is no kind of mask; known are {known}", {"kind": kind, "known": ", ".join(MASK_KINDS)}
+                )
+        return value
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds in `mask_kinds`."""
+        return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
 
     def check_schedule(self, cp: int) -> None:
         """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than `slot_shards` sources at a hop.

@@ -14,6 +14,7 @@ from cp_ring import patches, signals
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.rejection import reject, rejecting
+from cp_ring.observe import standard_streams
 from cp_ring.patches.install import install, log_steps
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
@@ -53,6 +54,7 @@ def _show_help(script: Path) -> None:
 
 def _run_patched(script: Path, config: ContextParallelConfig) -> None:
     """Runs the script with the patches in force, and writes what the run directory is to hold."""
+    standard_streams.tolerate()
     signals.listen_if_asked(sys.argv)
     from cp_ring.megatron import training_log  # these load torch and Megatron, which takes seconds: listen first
     from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
@@ -77,7 +79,7 @@ def _check_batches(script: Path, config: ContextParallelConfig) -> None:
             f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "
             "--dataloader-inter-document-masking does"
         )
-    if config.enabled and config.layout != "zigzag":
+    if config.enabled and config.layout != "zigzag" and not config.kinds:
         raise ConfigError(
             f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag"
         )

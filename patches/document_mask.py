@@ -1,4 +1,7 @@
-"""Lets multi-latent attention have documents in sbhd: it takes any `packed_seq_params` for thd when it makes queries and keys."""
+"""Lets multi-latent attention have documents and masks in sbhd.
+
+It takes any `packed_seq_params` for thd when it makes queries and keys, and asks for rotary embeddings by itself.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ def _without_documents(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.documents import DocumentParams
+        from cp_ring.megatron.rotary import positions_in_force, tokens_of
 
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
         args = tuple(None if isinstance(value, DocumentParams) else value for value in args)
         kwargs = {name: None if isinstance(value, DocumentParams) else value for name, value in kwargs.items()}
-        return make(self, *args, **kwargs)
+        selected = tokens_of(given[0], self.pg_collection.cp) if given else None
+        with positions_in_force(selected):
+            return make(self, *args, **kwargs)
 
     return call
 
@@ -29,7 +36,7 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="document_mask",
-    what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask",
+    what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask and --cp-ring-mask-kinds",
     why="it drops the batch dimension if there are packed_seq_params, whatever their format",
     replacements=_replacements,
 )

@@ -24,7 +24,7 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
     if not (config.enabled or config.cpu):
         return config
     check_version()
-    names = ["dataset_helpers", "arguments", "optimizer_step", "safe_checkpoints", "restricted_unpickling"]
+    names = ["dataset_helpers", "arguments", "optimizer_step", "tensorboard", "safe_checkpoints", "restricted_unpickling"]
     if config.cpu:
         names.insert(0, "cpu_runtime")
     if "--exit-signal-handler" in argv:
@@ -44,10 +44,11 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
     wanted = {
         "core_attention": True,
         "recompute": config.recompute == "keep",
-        "rotary_layout": config.layout != "zigzag",
+        "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
         "rotary_documents": INTER_DOCUMENT in argv,
-        "document_mask": config.document_mask,
+        "document_mask": config.document_mask or bool(config.kinds),
         "loss_bias": PER_TOKEN_LOSS not in argv,
+        "loss_chunks": config.loss_chunk > 0,
         "mtp_roll": "--mtp-num-layers" in given,
         "moe_aux_loss": "--num-experts" in given,
     }

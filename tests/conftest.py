@@ -25,7 +25,7 @@ LONG = (
     "tests/megatron/test_training.py",
     "test_a_part_trains_as_without_context_parallelism_and_planted_faults_show",
     "test_train_and_resume_at_another_size",
-    "test_killed_rank_is_started_again_and_resumes",
+    "test_a_lost_rank_then_ctrl_c",
     "tests/megatron/test_certificate.py",
     "pool",
     "tests/megatron/test_recompute.py",

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.plan.routes import ROUTES
+from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank, whole
 
 N = 157  # no multiple of anything: shards are uneven
@@ -87,8 +88,6 @@ def test_rows_with_different_documents_are_one_stream(pool):
 
 
 def on_rank_of_rows(group, case, plan, layout):
-    from cp_ring import ring_attention
-
     q, k, v, dout = (layout.shard(x, group.rank(), 1) for x in case)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = ring_attention(q, k, v, group, plan=plan)
@@ -125,3 +124,72 @@ def test_one_source_a_hop_is_any_schedule_to_rounding(pool, mask):
     first, *others = (whole(layout, pool.run(on_rank, 4, case, plan)) for plan in plans)
     for other in others:
         assert all(error(x, y) < 1e-14 for x, y in zip(other, first, strict=True))
+
+
+SEVERAL_INTERVALS = {
+    "pieces": Mask.from_pieces(N, [(0, 90, 3, 60), (20, 157, 70, 157, -64, 3), (100, 120, 0, 8), (60, 61, 60, 66)]),
+    "shared prefix": Mask.shared_prefix([(40, [20, 1, 30]), (10, [25, 0, 9])], n=N),
+    "shared prefix and window": Mask.shared_prefix([(40, [20, 1, 30]), (10, [25, 0, 9])], n=N, window=(17, 0)),
+    "images": Mask.images(N, [(5, 30), (80, 120)], cu_seqlens=[0, 70, 150]),
+    "global": Mask.with_global(N, [(0, 3), (77, 90)], (16, 0)),
+    "global both ways": Mask.with_global(N, [(70, 75)], (9, 20), causal=False),
+    "block causal": Mask.block_causal(N, 25),
+    "block diffusion": Mask.block_diffusion(N - 1, 13),
+    "tree": Mask.tree([-1, 0, 0, 1, 1, 3, -1], [30, 20, 12, 31, 5, 20, 25], n=N),
+    "union": Mask.union(Mask.causal(N, (20, 0)), Mask.from_pieces(N, [(60, 90, 10, 80)]), Mask.documents([0, 50], n=N)),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_INTERVALS)
+def test_several_intervals_of_keys_equal_brute_force(pool, name):
+    """Grouped heads, sinks and two batch rows, at each size of the group: out and all gradients."""
+    mask = SEVERAL_INTERVALS[name]
+    case, sink = Case.draw(mask.n, b=2, h=4, g=2), torch.tensor([-1.0, 0.0, 0.5, 3.0])
+    truth = truth_with_sink(case, mask.dense(), sink)
+    for cp, layout, how in (
+        (2, Layout.zigzag(mask.n, 2), ("direct", "auto")),
+        (3, Layout.balanced(mask, 3), ("ring", "ring")),
+        (4, Layout.balanced(mask, 4), ("direct", "gather")),
+        (4, Layout.contiguous(mask.n, 4), ("direct", (0, 1, 1, 2))),
+    ):
+        plan = RingPlan.build(mask, layout, *how)
+        plan.verify(rank_plans=True)
+        parts = pool.run(on_rank_with_sink, cp, case, plan, sink)
+        got = [layout.unshard([part[i] for part in parts], 1) for i in range(4)]
+        errors = [error(x, y) for x, y in zip([*got, sum(part[4] for part in parts)], truth, strict=True)]
+        assert max(errors) < 3e-6, (cp, layout.name, errors)
+
+
+def on_rank_with_sink(group, case, plan, sink):
+    q, k, v, dout = (plan.layout.shard(x, group.rank(), 1) for x in case)
+    q, k, v, sink = (x.detach().requires_grad_() for x in (q, k, v, sink))
+    out = ring_attention(q, k, v, group, plan=plan, sink=sink)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v, sink), dout)]
+
+
+def truth_with_sink(case, allowed, sink):
+    """Out and gradients in float64; a sink is a further key with that score and the value 0. Blind queries have out 0."""
+    q, k, v, offset = (x.double().requires_grad_() for x in (*case[:3], sink))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~torch.from_numpy(allowed), -np.inf)
+    p = torch.cat([scores, offset[:, None, None].expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+    out = torch.einsum("bhqk,bkhe->bqhe", p, v.repeat_interleave(2, 2))
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v, offset), case.dout.double())]
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("name", ["pieces", "shared prefix and window", "global both ways"])
+def test_kernels_agree_on_several_intervals(name, kernel):
+    """As in the tests above, in float64 and in threads of this process."""
+    mask = SEVERAL_INTERVALS[name]
+    case = Case.draw(mask.n, dtype=torch.float64)
+    plan = RingPlan.build(mask, Layout.balanced(mask, 3))
+
+    def on_thread(group):
+        q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = ring_attention(q, k, v, group, plan=plan, kernel=kernel)
+        return Grads(out.detach(), *torch.autograd.grad(out, (q, k, v), dout)), None
+
+    got = whole(plan.layout, LocalRing(3).run(on_thread))
+    assert all(error(x, y) < 1e-12 for x, y in zip(got, brute_force(case, mask.dense()), strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.errors import KernelError
 from cp_ring.kernels import choose
+from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.testing.local_ring import LocalRing
 
 PARTS = ("out", "dq", "dk", "dv")
@@ -84,6 +85,7 @@ def run(
     sizes: list[int],
     seeds: int,
     device: str,
+    schedule: str = "auto",
 ) -> list[dict[str, Any]]:
     """Results {kernel, dtype, mask, cp, out, dq, dk, dv}: mean ratios over `seeds` draws.
 
@@ -99,7 +101,7 @@ def run(
                 truth = _attend_to_shard(None, whole, [x.double() for x in inputs], "reference")
                 inputs = [x.to(device) for x in inputs]
                 for kernel in kernels:
-                    _add_ratios(results, mask, name, dtype, kernel, sizes, inputs, truth)
+                    _add_ratios(results, mask, name, dtype, kernel, sizes, inputs, truth, schedule)
     for result in results.values():
         for part, ratios in list(result.items()):
             if part in PARTS:
@@ -109,7 +111,7 @@ def run(
 
 def _add_ratios(
     results: dict[tuple[str, str, str, int], dict[str, Any]], mask: Mask, name: str, dtype: str, kernel: str, sizes: list[int],
-    inputs: list[Tensor], truth: list[Tensor],
+    inputs: list[Tensor], truth: list[Tensor], schedule: str,
 ) -> None:  # fmt: skip
     """Measures one kernel with one draw; appends the ratios to the lists in `results`."""
     q, _, v, _ = inputs
@@ -120,7 +122,7 @@ def _add_ratios(
         return
     single = errors(one_call(mask, inputs, kernel), truth)
     for cp in sizes:
-        plan = RingPlan.build(mask, Layout.zigzag(mask.n, cp))
+        plan = RingPlan.build(mask, Layout.zigzag(mask.n, cp), schedule=schedule, slot_shards=max(cp, SLOT_SHARDS))
         parts = LocalRing(cp).run(_attend_to_shard, plan, inputs, kernel)
         got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
         result = results.setdefault((kernel, dtype, name, cp), {"kernel": kernel, "dtype": dtype, "mask": name, "cp": cp})

@@ -91,8 +91,8 @@ def balances() -> list[Result]:
     results: list[Result] = []
     for name, sample in (("log-normal", samples.log_normal), ("one long, many short", samples.one_long)):
         masks = [Mask.documents(sample(n, 1000, seed)) for seed in range(DRAWS)]
-        worst = max(balance(mask, Layout.balanced(mask, cp)) for mask in masks)
-        plain = max(balance(mask, Layout.zigzag(n, cp)) for mask in masks)
+        worst = max(balance([(mask, 1)], Layout.balanced(mask, cp)) for mask in masks)
+        plain = max(balance([(mask, 1)], Layout.zigzag(n, cp)) for mask in masks)
         results.append(Result(f"balance, {name} documents, cp 8, balanced, worst of {DRAWS}", worst, "", 1.05))
         results.append(Result(f"balance, {name} documents, cp 8, zigzag, worst of {DRAWS}", plain, "", 0.0))
     return results

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,18 +122,16 @@ def _cpu_peak_bytes(work: Callable[[], Any]) -> int:
     return max(itertools.accumulate(changes, initial=0))
 
 
-def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5) -> dict[str, Any]:
+def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5, names: Sequence[str] | None = None) -> dict[str, Any]:
     """The fastest kernel that attends to the whole sequence in one call, without merges and float32 sums.
 
-    Raises `KernelError` where no installed kernel can.
+    `names` are the kernels to try; by default all but the reference. Raises `KernelError` where no installed kernel can.
     """
     plan = RingPlan.build(mask, Layout.contiguous(mask.n, 1))
     device, hop = torch.device(sizes.device), plan.rank_plan(0).hops[0]
     q, k, v, dout = sizes.draw(mask.n)
     found = []
-    for name in REGISTRY:
-        if name == "reference":
-            continue
+    for name in names or [name for name in REGISTRY if name != "reference"]:
         try:
             kernel = choose(name, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e)
         except KernelError:
@@ -155,8 +153,6 @@ def _time_kernel_call(
 
     def both() -> None:
         out, lse = call.attend(kernel, q, k, v, scale)
-        # The merged out and lse are [s, b, h, e] and [b, h, s]; a packed call gives [t, b * h, e] and [b * h, t].
-        out, lse = (out.transpose(0, 1), lse) if out.dim() == 4 else (out[:, None], lse[None])
         call.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
 
     works = {"forward_s": lambda: call.attend(kernel, q, k, v, scale), "both_s": both}

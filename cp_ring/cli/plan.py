@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.bench import samples
+from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
 from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost, crossing, kernel_calls
@@ -36,12 +37,18 @@ _MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS"
 
 
 def plan_command(
-    seq_length: Annotated[
-        int,
-        typer.Option(help="Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too.",
-                     rich_help_panel=_MASK, **_TOKENS),
-    ],
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.", rich_help_panel=_LAYOUT)],
+    seq_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. Some masks "
+                     "of --mask need none.", rich_help_panel=_MASK, **_TOKENS),
+    ] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(metavar="KIND:...", help="shared-prefix:4096,1024x8 (a prompt, 8 responses; + begins the next group), "
+                     "images:100-356,1000-1256, global:0-16, tree:FILE.json, block-causal:512 or block-diffusion:512.",
+                     rich_help_panel=_MASK),
+    ] = None,
     window: Annotated[
         int, typer.Option(help="A query sees itself and this many keys before it; -1 for all.", rich_help_panel=_MASK, **_TOKENS)
     ] = -1,
@@ -108,15 +115,15 @@ def plan_command(
     sizes = AttentionSizes(heads, kv_heads, head_dim, dtype=dtype)
     with _name_options_if_out_of_memory(seq_length, cp):
         offsets = _document_offsets(seq_length, documents, documents_mean, seed)
-        mask = _make_mask(seq_length, offsets, window, full, prefix)
-        chosen = _make_layout(layout, mask, offsets, cp, chunks_per_rank)
+        allowed = _make_mask(mask, seq_length, offsets, window, full, prefix)
+        chosen = _make_layout(layout, allowed, offsets, cp, chunks_per_rank)
         with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
             if route == "relay":
                 slot_shards = max(slot_shards, ranks_per_node)
             node_size = ranks_per_node if cp % ranks_per_node == 0 else 1
-            whole, build_ms = _timed(lambda: plan_of(mask, chosen, route, schedule, slot_shards, head_parallel, node_size))
+            whole, build_ms = _timed(lambda: plan_of(allowed, chosen, route, schedule, slot_shards, head_parallel, node_size))
         report, verify_ms = _timed(lambda: whole.verify(num_slots))
-        shapes = _bytes_between_nodes(mask, chosen, sizes, ranks_per_node, node_size)
+        shapes = _bytes_between_nodes(allowed, chosen, sizes, ranks_per_node, node_size)
     plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, _of_rank(sizes, head_parallel))
     costs = cost(report, own_sizes, num_slots)
     facts = summary(plan, report, costs, members_of_node(ranks_per_node, head_parallel)) | {
@@ -183,8 +190,12 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
     }
 
 
-def _document_offsets(n: int, path: str | None, mean: float, seed: int) -> Ints | None:
+def _document_offsets(n: int | None, path: str | None, mean: float, seed: int) -> Ints | None:
     """Offsets of the documents, int64 [documents + 1]; None for one sequence."""
+    if n is None:
+        if path or mean:
+            raise PlanError("--documents and --documents-mean need --seq-length, the tokens of the stream")
+        return None
     if not 1 <= n <= MAX_TOKENS:
         raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
     if seed < 0:
@@ -196,7 +207,13 @@ def _document_offsets(n: int, path: str | None, mean: float, seed: int) -> Ints 
     return samples.exponential(n, mean, seed) if mean else None
 
 
-def _make_mask(n: int, offsets: Ints | None, window: int, full: bool, prefix: int) -> Mask:
+def _make_mask(text: str | None, n: int | None, offsets: Ints | None, window: int, full: bool, prefix: int) -> Mask:
+    if text is not None:
+        if full or prefix:
+            raise PlanError(f"--mask {text} is a mask by itself: leave out --full and --prefix")
+        return make_mask(text, n, window, offsets)
+    if n is None:
+        raise PlanError("--seq-length: give the tokens of the sequence, or a --mask whose parts have lengths")
     if prefix:
         lengths = prefix if offsets is None else (offsets[1:] - offsets[:-1]).clip(max=prefix)
         return Mask.prefix(n, lengths, offsets, (window, -1 if full else 0))
@@ -216,12 +233,13 @@ def _make_layout(name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_pe
 
 
 @contextmanager
-def _name_options_if_out_of_memory(n: int, cp: int) -> Iterator[None]:
+def _name_options_if_out_of_memory(n: int | None, cp: int) -> Iterator[None]:
     """Turns `MemoryError` into a `PlanError` that names the options that determine the size of the plan."""
     try:
         yield
     except MemoryError as error:
-        raise PlanError(f"--seq-length {n} --cp {cp}: the plan does not fit into memory: {error}") from None
+        sizes = f"--cp {cp}" if n is None else f"--seq-length {n} --cp {cp}"
+        raise PlanError(f"{sizes}: the plan does not fit into memory: {error}") from None
 
 
 @contextmanager

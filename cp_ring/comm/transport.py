@@ -167,8 +167,12 @@ class _Works:
 
     def wait(self) -> None:
         WATCH.begin(self._batch, self._works)
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except BaseException:
+            WATCH.give_up()
+            raise
         WATCH.end()
 
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -29,13 +29,47 @@ _EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Interrupt)
 
 
 def log_path(run_dir: Path, command: str, node: str = "") -> Path:
-    """A new log file of `command` in the run directory. Raises `ConfigError` where the folder cannot be made."""
-    folder = run_dir / "logs"
+    """A new log file of `command` in the run directory, which this makes. Raises `ConfigError` where it cannot be made."""
+    folder, number = run_dir / "logs", 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            log = folder / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}{f'-{number}' * (number > 0)}{node}.log"
+            with contextlib.suppress(FileExistsError), log.open("x"):
+                return log
+            number += 1  # another start of the same second has that one
     except OSError as error:
         raise ConfigError(f"launch.run_dir {run_dir}: {error.strerror}") from None
-    return folder / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}{node}.log"
+
+
+class _Log:
+    """A log file, open for appending. A line that cannot be written is lost; `tell` gets a line about the first one."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]):
+        self._path, self._tell, self._told = path, tell, False
+
+    def __enter__(self) -> _Log:
+        try:
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"{self._path}: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, line: str) -> None:
+        """Adds a line, without its end."""
+        try:
+            self._file.write(f"{line}\n".encode(errors="replace"))
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                self._tell(f"{self._path} cannot be written; the job goes on: {error.strerror}")
 
 
 class RankOutput:
@@ -44,6 +78,8 @@ class RankOutput:
     `folder` is the value of torchrun's --log-dir. Each line goes to `log` with its rank in front. The console gets the lines
     that start with `cp_ring:`, validation losses and a line per step; on a terminal a progress bar stays below them.
     With `verbose` the console gets every line. The caller prints `errors` at the end, so that they are the last lines.
+
+    A log that cannot be written, as on a full disk, gives one warning; what is written there until it can be is lost.
     """
 
     def __init__(self, log: Path, *, run_dir: Path, first_rank: int = 0, steps: int | None = None, verbose: bool = False):
@@ -64,10 +100,13 @@ class RankOutput:
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Follows the ranks that run in this block. Other output of this process goes to the log, unless `verbose`."""
-        self.folder.mkdir()
+        try:
+            self.folder.mkdir()
+        except OSError as error:
+            raise ConfigError(f"launch.run_dir {self._run_dir}: {error.strerror}") from None
         steps = self._run_dir / progress.STEPS
         self._read[steps] = steps.stat().st_size if steps.is_file() else 0  # skip the lines of earlier runs
-        with self.log.open("a", buffering=1) as log, self._console(log) as (out, err), self._bar(out) as bar:
+        with _Log(self.log, self.announce) as log, self._console(log) as (out, err), self._bar(out) as bar:
             err = out if bar is not None and err.is_terminal else err  # only the bar's own console can print above it
             thread = threading.Thread(target=self._follow, args=(log, out, err, bar), daemon=True)
             thread.start()
@@ -79,7 +118,7 @@ class RankOutput:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _console(self, log: TextIO) -> Iterator[tuple[Console, Console]]:
+    def _console(self, log: _Log) -> Iterator[tuple[Console, Console]]:
         """Two consoles on this process's stdout and stderr. While this lasts, stdout and stderr themselves write to the log."""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -91,8 +130,9 @@ class RankOutput:
                     os.dup2(log.fileno(), 2)
                 yield _console_on(out), _console_on(err)
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):  # the log may be on a full disk
+                    stream.flush()
             for number, copy in enumerate(kept, start=1):
                 os.dup2(copy, number)
                 os.close(copy)
@@ -107,7 +147,7 @@ class RankOutput:
         with Progress(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console, transient=True) as bar:
             yield bar
 
-    def _follow(self, log: TextIO, out: Console, err: Console, bar: Progress | None) -> None:
+    def _follow(self, log: _Log, out: Console, err: Console, bar: Progress | None) -> None:
         task = None
         while True:
             last = self._ended.is_set()  # asked before reading, so that the last round reads all that the ranks wrote
@@ -120,14 +160,14 @@ class RankOutput:
                 with contextlib.suppress(ValueError, KeyError):  # an incomplete line: its writer was killed
                     step, shown = _step_line(line, self._steps)
                     self._print(out, shown)
-                    log.write(f"{shown}\n")
+                    log.write(shown)
                     if bar is not None:
                         task = bar.add_task("", total=self._steps, completed=step) if task is None else task
                         bar.update(task, completed=step)
             while not self._announced.empty():
                 line = self._announced.get()
                 self._print(err, line)
-                log.write(f"{line}\n")
+                log.write(line)
             if last:
                 return
             self._ended.wait(POLL_S)
@@ -145,16 +185,16 @@ class RankOutput:
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 added = file.read()
-        except FileNotFoundError:
+        except OSError:  # the launcher has not made it yet, or somebody has removed it
             return []
         if not last:
             added = added[: added.rfind(b"\n") + 1]
         self._read[path] = self._read.get(path, 0) + len(added)
         return [line.rstrip("\r") for line in added.decode(errors="replace").split("\n") if line.strip()]
 
-    def _log_and_print(self, line: str, path: Path, log: TextIO, console: Console) -> None:
+    def _log_and_print(self, line: str, path: Path, log: _Log, console: Console) -> None:
         rank = self._first_rank + int(path.parent.name)
-        log.write(f"[rank {rank}] {line}\n")
+        log.write(f"[rank {rank}] {line}")
         exception = _EXCEPTION.fullmatch(line)
         if exception:
             self.exceptions[rank] = exception[1]

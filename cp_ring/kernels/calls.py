@@ -1,15 +1,15 @@
-"""The kernel calls of a hop. Its tiles are lowered to what a kernel can do, and small tiles are packed into one call.
+"""The work of a rank: the kernel calls of each hop, and the updates of the totals that their results are added to.
 
-`_make_calls` alone decides whether tiles go to a kernel one by one or packed.
+Tiles are lowered to what a kernel can do, and small tiles are packed into one call. `_make_calls` alone decides whether tiles go
+to a kernel one by one or packed. All of it is done once for a plan, a kernel and a device.
 
-Tensors have tokens first: q [s, b, h, d] is a rank's shard, k [u, b, g, d] and v [u, b, g, e] are a hop's key buffer. The
-running out [s, b, h, e] and lse [b, h, s] are merged in place.
+Tensors have tokens first: q [s, b, h, d] is a rank's shard, k [u, b, g, d] and v [u, b, g, e] are a hop's key buffer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, cast
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, AttentionKernel, Capabilities, Packing, VarlenKernel
-from cp_ring.ops.merge import merge_
-from cp_ring.ops.sums import add_
+from cp_ring.ops.segments import Segments
 from cp_ring.plan.lower import REVERSED, Lowered, lower
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.tables import Hop
+from cp_ring.plan.tables import Hop, RankPlan
 from cp_ring.plan.tiles import Tile
+from cp_ring.plan.updates import Part, Update, gradient_updates, query_updates
 
 
 class Statistics:
@@ -44,49 +44,81 @@ class Statistics:
 class KernelCall(Protocol):
     """One kernel call of a hop: a single tile, or many packed tiles.
 
-    `attend` and `gradients` call the kernel. Their results have the call's own order of tokens. `merge_` and `add_` add them to
-    the tensors of the rank.
+    Results have the call's own order of tokens. `queries` tells to which tokens of out and dq they belong, and `keys` to which
+    tokens of the hop's gradient buffer.
     """
+
+    @property
+    def queries(self) -> Part: ...
+
+    @property
+    def keys(self) -> Part: ...
 
     def prepare(self, device: torch.device) -> None:
         """Copies the index tensors of the call to `device` once, before the first hop."""
         ...
 
     def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Out and lse of the call's queries, from q of the shard and k, v of the key buffer."""
-        ...
-
-    def merge_(self, out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
-        """Merges what `attend` returned into the running out [s, b, h, e] and lse [b, h, s]."""
+        """Out [t, b, h, e] and lse [b, h, t] of the call's queries, from q of the shard and k, v of the key buffer."""
         ...
 
     def gradients(
         self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The call's share of dq, dk and dv, from the merged out and lse."""
-        ...
-
-    def add_(self, dq: Tensor, dk: Tensor, dv: Tensor, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
-        """Adds what `gradients` returned to dq [s, b, h, d] of the shard, and to dk and dv of the hop's gradient buffer."""
+        """The call's share of dq [t, b, h, d], dk [u, b, g, d] and dv [u, b, g, e], from the merged out and lse."""
         ...
 
 
-_made: weakref.WeakKeyDictionary[Hop, dict[Capabilities, tuple[KernelCall, ...]]] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What a rank computes in forward or in backward.
+
+    calls: the kernel calls of each hop.
+    queries: the updates of out in forward, of dq in backward.
+    keys: the updates of dk and dv of each hop, by its index, in backward; 0 has those of the rank's own keys.
+    """
+
+    hops: Sequence[Hop]
+    calls: Mapping[Hop, Sequence[KernelCall]]
+    queries: Sequence[Segments]
+    keys: Mapping[int, Sequence[Segments]]
+
+
+_made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = weakref.WeakKeyDictionary()
+
+
+def work_of(rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool = False) -> Work:
+    """A rank's work for a kernel of these capabilities. It is made once, and lives as long as the plan."""
+    made = _made.setdefault(rank_plan, {})
+    key = capabilities, device, backward
+    if key not in made:
+        made.setdefault(key, _make_work(rank_plan, capabilities, device, backward))
+    return made[key]
+
+
+def _make_work(rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool) -> Work:
+    hops = tuple(rank_plan.backward if backward else rank_plan.hops)
+    calls = {hop: kernel_calls(hop, capabilities) for hop in hops}
+    queries = query_updates((call.queries for hop in hops for call in calls[hop]), rank_plan.num_tokens)
+    keys: dict[int, tuple[Update, ...]] = {}
+    if backward:
+        keys = gradient_updates(hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens)
+    work = Work(hops, calls, _segments(queries), {index: _segments(updates) for index, updates in keys.items()})
+    for call in (call for hop in hops for call in calls[hop]):
+        call.prepare(device)
+    if device.type == "cuda":
+        for segments in (*work.queries, *(segments for updates in work.keys.values() for segments in updates)):
+            segments.blocks(device)
+    return work
+
+
+def _segments(updates: Sequence[Update]) -> tuple[Segments, ...]:
+    return tuple(Segments(update.segments, update.whole) for update in updates)
 
 
 def kernel_calls(hop: Hop, capabilities: Capabilities) -> tuple[KernelCall, ...]:
-    """A hop's kernel calls. They are made once for each hop and live as long as the hop."""
-    made = _made.setdefault(hop, {})
-    if capabilities not in made:
-        made[capabilities] = tuple(_make_calls(lower(hop.tiles, capabilities), hop.grad_shift, capabilities.varlen))
-    return made[capabilities]
-
-
-def prepare(hops: Sequence[Hop], capabilities: Capabilities, device: torch.device) -> None:
-    """Makes the kernel calls of all hops and copies their index tensors to `device`, before the first hop."""
-    for hop in hops:
-        for call in kernel_calls(hop, capabilities):
-            call.prepare(device)
+    """A hop's kernel calls."""
+    return tuple(_make_calls(lower(hop.tiles, capabilities), hop.grad_shift, capabilities.varlen))
 
 
 def _make_calls(lowered: Lowered, grad_shift: Ints, varlen: bool) -> Iterator[KernelCall]:
@@ -138,61 +170,56 @@ def _single(tile: Tile, shift: int, reverse: bool) -> _Single:
     if reverse:
         # In reverse order, key - query changes its sign. Only squares are reversed, so both corners give the same offset.
         lo, hi = -hi, -lo
-    return _Single(
-        slice(tile.q0, tile.q1), slice(tile.k0, tile.k1), slice(tile.k0 + shift, tile.k1 + shift), lo, hi, reverse
-    )  # fmt: skip
+    queries = Part.of([(tile.q0, tile.q1)], reverse=reverse)
+    keys = Part.of([(tile.k0 + shift, tile.k1 + shift)], reverse=reverse)
+    return _Single(slice(tile.q0, tile.q1), slice(tile.k0, tile.k1), lo, hi, reverse, queries, keys)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Single:
-    """One tile: its queries in the shard, its keys in the key buffer and in the gradient buffer, and its band.
+    """One tile: its queries in the shard, its keys in the key buffer, and its band.
 
     `reverse` runs the tile with the order of queries and keys reversed, which turns an upper triangle into a causal one.
     """
 
     q: slice
     k: slice
-    grad: slice
     lo: int
     hi: int
     reverse: bool
+
+    queries: Part
+    keys: Part
 
     def prepare(self, device: torch.device) -> None:
         return
 
     def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = (self._view(x, tokens) for x, tokens in ((q, self.q), (k, self.k), (v, self.k)))
-        return kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
+        q, k, v = self._view(q, self.q), self._view(k, self.k), self._view(v, self.k)
+        out, lse = kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
+        return out.transpose(0, 1), lse
 
     def gradients(
         self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, out = (self._view(x, self.q) for x in (dout, q, out))
+        dout, q, out = self._view(dout, self.q), self._view(q, self.q), self._view(out, self.q)
         k, v, lse_tile = self._view(k, self.k), self._view(v, self.k), lse.of(self.q)
         lse_tile = lse_tile.flip(2) if self.reverse else lse_tile
-        return kernel.backward(dout, q, k, v, out, lse_tile, lo=self.lo, hi=self.hi, scale=scale)
-
-    def merge_(self, out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
-        if self.reverse:
-            out_part, lse_part = out_part.flip(1), lse_part.flip(2)
-        merge_(out[self.q].transpose(0, 1), lse[..., self.q], out_part, lse_part)
-
-    def add_(self, dq: Tensor, dk: Tensor, dv: Tensor, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
-        parts = [(x.flip(1) if self.reverse else x).transpose(0, 1) for x in (dq_part, dk_part, dv_part)]
-        add_(*zip((dq[self.q], dk[self.grad], dv[self.grad]), parts, strict=True))
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse_tile, lo=self.lo, hi=self.hi, scale=scale)
+        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
     def _view(self, x: Tensor, tokens: slice) -> Tensor:
         """[s, b, ...] to the tile's [b, tokens, ...]."""
-        x = x[tokens].transpose(0, 1)
+        x = (x if tokens.stop - tokens.start == x.shape[0] else x[tokens]).transpose(0, 1)
         return x.flip(1) if self.reverse else x
 
 
 def _packed(tiles: list[Tile], shift: list[int], reverse: bool) -> _Packed:
-    spans = [(t.q0, t.q1) for t in tiles], [(t.k0, t.k1) for t in tiles]
+    q, k = [(t.q0, t.q1) for t in tiles], [(t.k0, t.k1) for t in tiles]
     grads = [(t.k0 + s, t.k1 + s) for t, s in zip(tiles, shift, strict=True)]
-    q, k, grad = (_Tokens.of(ranges, reverse) for ranges in (*spans, grads))
     left, right = (-1, 0) if reverse else _window(tiles[0])
-    return _Packed(q, k, grad, left, right, _ends(spans[0]), _ends(spans[1]))
+    queries, keys = Part.of(q, reverse=reverse), Part.of(grads, reverse=reverse)
+    return _Packed(_Tokens.of(q, reverse), _Tokens.of(k, reverse), left, right, _ends(q), _ends(k), queries, keys)
 
 
 def _ends(spans: list[tuple[int, int]]) -> Ints:
@@ -224,15 +251,6 @@ class _Tokens:
             return x.narrow(dim, self.span.start, self.span.stop - self.span.start)
         return x.index_select(dim, self._on(x.device))
 
-    def put_(self, x: Tensor, taken: Tensor, dim: int = 0) -> None:
-        """Writes back what `take` copied."""
-        if self.index is not None:
-            x.index_copy_(dim, self._on(x.device), taken)
-
-    def add_(self, x: Tensor, part: Tensor) -> None:
-        """Adds to the indexed tokens of x. No token occurs twice, so the result does not depend on the order."""
-        x.index_add_(0, self._on(x.device), part.to(x.dtype))
-
     def _on(self, device: torch.device) -> Tensor:
         self.prepare(device)
         return self._tensors[device]
@@ -244,15 +262,16 @@ class _Packed:
 
     q: _Tokens
     k: _Tokens
-    grad: _Tokens
     left: int
     right: int
     ends_q: Ints
     ends_k: Ints
+    queries: Part
+    keys: Part
     _packings: dict[torch.device, Packing] = field(default_factory=dict, repr=False)
 
     def prepare(self, device: torch.device) -> None:
-        for tokens in (self.q, self.k, self.grad):
+        for tokens in (self.q, self.k):
             tokens.prepare(device)
         if device not in self._packings:
             cu_q, cu_k = (_copied(ends.astype(np.int32), device) for ends in (self.ends_q, self.ends_k))
@@ -260,35 +279,22 @@ class _Packed:
             self._packings[device] = Packing(cu_q, cu_k, max_q, max_k, self.left, self.right)
 
     def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        heads = q.shape[1:3]
         q, k, v = (part.take(x).flatten(1, 2) for part, x in ((self.q, q), (self.k, k), (self.k, v)))
-        return cast(VarlenKernel, kernel).forward_varlen(q, k, v, self._packing(q.device), scale)
+        out, lse = cast(VarlenKernel, kernel).forward_varlen(q, k, v, self._packing(q.device), scale)
+        return out.unflatten(1, heads), lse.unflatten(0, heads)
 
     def gradients(
         self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        b = q.shape[1]
         dout, q, out = (self.q.take(x).flatten(1, 2) for x in (dout, q, out))
         k, v = (self.k.take(x).flatten(1, 2) for x in (k, v))
         lse_part = lse.of(self.q.span) if self.q.index is None else self.q.take(lse.whole, 2)
         packing = self._packing(q.device)
-        return cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse_part.flatten(0, 1), packing, scale)
-
-    def merge_(self, out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
-        out_part = out_part.unflatten(1, out.shape[1:3]).transpose(0, 1)
-        lse_part = lse_part.unflatten(0, lse.shape[:2])
-        out_taken, lse_taken = self.q.take(out), self.q.take(lse, 2)
-        merge_(out_taken.transpose(0, 1), lse_taken, out_part, lse_part)
-        self.q.put_(out, out_taken)
-        self.q.put_(lse, lse_taken, 2)
-
-    def add_(self, dq: Tensor, dk: Tensor, dv: Tensor, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
-        pairs = []
-        for total, tokens, x in ((dq, self.q, dq_part), (dk, self.grad, dk_part), (dv, self.grad, dv_part)):
-            part = x.unflatten(1, total.shape[1:3])
-            if tokens.index is None:
-                pairs.append((total[tokens.span], part))
-            else:
-                tokens.add_(total, part)
-        add_(*pairs)
+        grads = cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse_part.flatten(0, 1), packing, scale)
+        dq, dk, dv = (x.unflatten(1, (b, -1)) for x in grads)
+        return dq, dk, dv
 
     def _packing(self, device: torch.device) -> Packing:
         self.prepare(device)

@@ -85,6 +85,7 @@ def missing_features(version: str | None = None) -> list[tuple[str, str]]:
     later = (
         (">=0.17", "multi-latent attention and experts without TransformerEngine", "needs megatron-core 0.17"),
         (">=0.19", "--mtp-num-layers in cp_ring.pretrain_gpt", "needs megatron-core 0.19"),
+        (">=0.19", "--cp-ring-loss-chunk", "needs megatron-core 0.19"),
         (">=0.19", "--moe-z-loss-coeff at its full weight under context parallelism", "needs megatron-core 0.19"),
     )
     return [(what, advice) for needed, what, advice in later if version and not _within(version, needed)]

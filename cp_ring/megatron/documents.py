@@ -7,9 +7,7 @@ documents of its own microbatch: at each pipeline stage, in any order of microba
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,22 +17,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
-from cp_ring.plan.heads import HeadRankPlan, plan_of, rank_plan_of
+from cp_ring.megatron.settings import layer_windows
+from cp_ring.plan.heads import HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import RankPlan
 
-PROVE_EVERY = 256
-"""After the first plan of each kind, one in this many plans is proven."""
-
-_made = itertools.count()
-_proven: set[tuple[Any, ...]] = set()
-
 
 @dataclass(frozen=True, eq=False)
-class Documents:
+class Documents(MicrobatchMask):
     """The documents of a microbatch, as ranges of a stream that holds its batch rows one after the other.
 
     Attributes:
@@ -61,7 +55,9 @@ class Documents:
             layouts = [Layout.contiguous(n, 1)] * batch
         elif layout == "balanced":
             offsets = [_offsets_in_row(cu_seqlens, start, n) for start in range(0, n * batch, n)]
-            layouts = [Layout.balanced(Mask.documents(each), cp) for each in offsets]
+            windows = layer_windows()
+            masks = [[(Mask.documents(each, window=window), count) for window, count in windows] for each in offsets]
+            layouts = [Layout.balanced(layers, cp) for layers in masks]
         else:
             layouts = [make_layout(layout, n, cp)] * batch
         return cls(cu_seqlens[:-1], cu_seqlens[1:], layouts[0] if batch == 1 else Layout.batch(layouts), batch)
@@ -97,56 +93,11 @@ class Documents:
         return _of_offsets(real.tobytes(), padded.tobytes(), cp, whole_row)
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """The mask: tokens see only their own document, within `window` as in `Mask.documents`; padding sees nothing."""
+        """Tokens see only their own document, within `window` as in `Mask.documents`; padding sees nothing."""
         edges = np.append(np.stack([self.start, self.end], axis=1).reshape(-1), self.layout.n)
         # The gaps are documents too, which the next line removes.
         between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)
         return Mask(self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents")
-
-    def prepare(
-        self,
-        rank: int,
-        route: str,
-        window: tuple[int, int] = (-1, -1),
-        causal: bool = True,
-        schedule: str = "auto",
-        slot_shards: int | None = None,
-        heads: int = 1,
-        node_size: int = 1,
-    ) -> Future[RankPlan | HeadRankPlan]:
-        """Starts making the plan on a worker thread, unless that has begun already. Arguments as in `plan`."""
-        key = (rank, route, window, causal, schedule, slot_shards, heads, node_size)
-        if key not in self._plans:
-            mask, how = self.mask(window, causal), (route, schedule, slot_shards, heads, node_size)
-            self._plans[key] = _worker().submit(_make_plan, mask, self.layout, rank, how, (window, causal))
-        return self._plans[key]
-
-    def plan(
-        self,
-        rank: int,
-        route: str,
-        window: tuple[int, int] = (-1, -1),
-        causal: bool = True,
-        schedule: str = "auto",
-        slot_shards: int | None = None,
-        heads: int = 1,
-        node_size: int = 1,
-    ) -> RankPlan | HeadRankPlan:
-        """The rank plan of `rank`, made once for all layers with this window; `route` to `node_size` as in `rank_plan_of`.
-
-        The plan of all ranks is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
-        """
-        return self.prepare(rank, route, window, causal, schedule, slot_shards, heads, node_size).result()
-
-    def positions(self, rank: int) -> torch.Tensor:
-        """The positions, within their batch rows, of the tokens that `rank` holds: int64 [n / cp, batch]."""
-        stream = torch.from_numpy(self.layout.positions(rank)).view(self.batch, -1)
-        return (stream - torch.arange(self.batch)[:, None] * (self.layout.n // self.batch)).transpose(0, 1)
-
-    def shard(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part [batch, n / cp] that `rank` holds of `x` [batch, n]."""
-        index = torch.from_numpy(self.layout.positions(rank)).to(x.device)
-        return x.reshape(-1).index_select(0, index).view(self.batch, -1)
 
     def last(self) -> torch.Tensor:
         """True for the last token of each document and for padding, which have no next token: bool [tokens of the stream]."""
@@ -158,18 +109,18 @@ class Documents:
 
 @dataclass
 class DocumentParams(PackedSeqParams):
-    """The documents of a microbatch in sbhd, as the argument that Megatron passes to every layer and to recomputation."""
+    """Documents or mask of a microbatch in sbhd, as the argument that Megatron passes to every layer and to recomputation."""
 
-    documents: Documents | None = None
+    documents: MicrobatchMask | None = None
 
     @classmethod
-    def carry(cls, documents: Documents) -> DocumentParams:
+    def carry(cls, documents: MicrobatchMask) -> DocumentParams:
         n = documents.layout.n // documents.batch
         return cls(qkv_format="sbhd", max_seqlen_q=n, max_seqlen_kv=n, documents=documents)
 
 
-def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
-    """The documents that `packed` (packed_seq_params) describes now.
+def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> MicrobatchMask:
+    """The documents, or the declared mask, that `packed` (packed_seq_params) describes now.
 
     Equal offsets give the same `Documents`, so that all layers of a microbatch share its plans. A `packed` that is reused with
     other offsets, filled in place or replaced, gives other documents.
@@ -182,7 +133,7 @@ def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Document
         raise ConfigError("--cp-ring-document-mask: this pipeline stage has no document boundaries for its microbatch")
     if documents.layout.n != tokens * cp or documents.layout.cp != cp:
         raise ConfigError(
-            f"--cp-ring-document-mask: the boundaries are for {documents.layout.n} tokens over {documents.layout.cp} ranks, "
+            f"{documents.origin}: the boundaries are for {documents.layout.n} tokens over {documents.layout.cp} ranks, "
             f"the tensors hold {tokens} on each of {cp}"
         )
     return documents
@@ -269,24 +220,6 @@ def _check_longest(packed: Any, room: Ints) -> None:
         longest = int(_on_cpu(given)[0]) if isinstance(given, torch.Tensor) else int(given)
         if longest < int(room.max()):
             raise ConfigError(f"packed_seq_params.{name} is {longest}, but a document takes {int(room.max())} tokens")
-
-
-@functools.cache
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
-
-
-def _make_plan(
-    mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None, int, int], kind: Iterable[Any]
-) -> RankPlan | HeadRankPlan:
-    """`how` is the route, the schedule, the limit of its sources, the ranks that exchange heads, and those of a node."""
-    key = (layout.name, layout.cp, *how, *kind)
-    if key not in _proven or next(_made) % PROVE_EVERY == 0:
-        plan = plan_of(mask, layout, *how)
-        plan.verify()
-        _proven.add(key)
-        return plan.rank_plan(rank)
-    return rank_plan_of(mask, layout, rank, *how)
 
 
 def _shorten(values: Ints) -> str:

@@ -22,8 +22,10 @@ from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.batches import declare, with_positions
 from cp_ring.megatron.comm_types import shapes
 from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
+from cp_ring.megatron.masks import KEY, MicrobatchMask, decode, encode, read
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current
 
@@ -41,57 +43,79 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
     return {name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1) for name, tensor in batch.items()}
 
 
-def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor]:
+def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Microbatch:
     """The next microbatch, tensors [b, n] on this rank's device. Tensor-parallel rank 0 reads it and sends it to the others.
 
     With --cp-ring-document-mask it also holds `cu_seqlens`, int64 [documents + 1] on the CPU: the offsets of the documents in the
-    stream of all its batch rows.
+    stream of all its batch rows. With --cp-ring-mask-kinds it holds `cp_ring_mask`, the `Mask` of each batch row.
     """
     return _read_and_broadcast(data_iterator, _INTEGERS, _FLOATS)
 
 
-def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...] = ()) -> Microbatch:
     data: dict[str, torch.Tensor] = {}
-    if data_iterator is None and current().document_mask and parallel_state.get_tensor_model_parallel_rank() == 0:
-        raise ConfigError("--cp-ring-document-mask: this pipeline stage has no data set, from which document boundaries come")
+    extra = _needed_by_every_stage()
+    if data_iterator is None and extra and parallel_state.get_tensor_model_parallel_rank() == 0:
+        flags = {"cu_seqlens": ("--cp-ring-document-mask", "document boundaries"), KEY: ("--cp-ring-mask-kinds", "masks")}
+        raise ConfigError(f"{flags[extra][0]}: this pipeline stage has no data set, from which {flags[extra][1]} come")
+    here: Any = None
+    alone = parallel_state.get_tensor_model_parallel_world_size() == 1
     if data_iterator is not None:
-        read = next(data_iterator)
-        data = {name: read[name].to(torch.int64) for name in integers} | {name: read[name].to(torch.float32) for name in floats}
-        if current().document_mask:
-            data["cu_seqlens"] = torch.from_numpy(boundaries(read["position_ids"]))
-    here = data.get("cu_seqlens")
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        moved = {name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)}
+        given = next(data_iterator)
+        data = {name: given[name].to(torch.int64) for name in integers} | {name: given[name].to(torch.float32) for name in floats}
+        if extra == "cu_seqlens":
+            here = data[extra] = torch.from_numpy(boundaries(given["position_ids"]))
+        elif extra:
+            batch, n = given["tokens"].shape
+            here = read(given.get(KEY), batch, n, current().kinds)
+            data |= {} if alone else {extra: encode(here)}
+        elif KEY in given:
+            batch, n = given["tokens"].shape
+            declare(given[KEY], batch, n, 1)  # which says what is missing
+    if alone:
+        moved: Microbatch = {name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)}
     else:
-        names = [*integers, "cu_seqlens"] if current().document_mask else list(integers)
-        moved = tensor_parallel.broadcast_data(names, data, torch.int64)
+        moved = tensor_parallel.broadcast_data([*integers, *([extra] if extra else [])], data, torch.int64)
         if floats:
             moved |= tensor_parallel.broadcast_data(list(floats), data, torch.float32)
-    if current().document_mask:  # other tensor-parallel ranks than 0 copy the offsets from their device
-        moved["cu_seqlens"] = here if here is not None else moved["cu_seqlens"].cpu()
-    return moved
+    if extra and here is None:  # other tensor-parallel ranks than 0 copy it from their device
+        here = moved[extra].cpu() if extra == "cu_seqlens" else decode(moved[extra])
+    return moved | ({extra: here} if extra else {})
+
+
+def _needed_by_every_stage() -> str:
+    """The entry of a microbatch that every pipeline stage needs: `cu_seqlens`, `cp_ring_mask`, or "" for none."""
+    return "cu_seqlens" if current().document_mask else KEY if current().kinds else ""
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     """The microbatch of this rank: tokens, labels, position_ids int64 and loss_mask float32, each [b, n / cp].
 
     A middle pipeline stage needs none of these tensors and gets None for each. No attention mask is ever built. With
-    --cp-ring-document-mask every stage reads the microbatch itself, and gets its documents as `packed_seq_params`.
+    --cp-ring-document-mask and --cp-ring-mask-kinds every stage reads the microbatch itself, and gets its documents, or the mask
+    that it carries as `cp_ring_mask`, as `packed_seq_params`.
     """
     rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     nothing = dict.fromkeys((*_INTEGERS, *_FLOATS, "packed_seq_params"))
     ends = _first_or_last_stage(vp_stage)
     if not ends and get_args().position_embedding_type == "mrope":
         raise ConfigError("--position-embedding-type mrope: a middle pipeline stage has no position ids; give at most 2 stages")
-    if not current().document_mask:
+    extra = _needed_by_every_stage()
+    if not extra:
         if not ends:
             return nothing
         batch = _next_batch(data_iterator)
         return nothing | on_this_cp_rank(batch, rank, cp) | _mrope_positions(batch)
     batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
-    documents = _make_documents(batch.pop("cu_seqlens"), rank, cp)
-    parts = {name: documents.shard(tensor, rank) for name, tensor in batch.items()} | _mrope_positions(batch)
-    return nothing | parts | {"packed_seq_params": DocumentParams.carry(documents)}
+    given = batch.pop(extra)
+    if extra == "cu_seqlens":
+        carried: MicrobatchMask = _make_documents(given, rank, cp)
+    else:
+        declared = declare(given, len(given), given[0].n, cp)
+        batch, carried = with_positions(batch, declared), declared
+        _begin_plan(carried, rank)
+    parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()} | _mrope_positions(batch)
+    return nothing | parts | {"packed_seq_params": DocumentParams.carry(carried)}
 
 
 def _mrope_positions(batch: Microbatch) -> Microbatch:
@@ -106,13 +130,18 @@ def _mrope_positions(batch: Microbatch) -> Microbatch:
 
 def _make_documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
     """The documents of the microbatch. Starts to make the plan for layers without a window, on another thread."""
-    args, edges = get_args(), cu_seqlens.numpy()
-    documents = Documents.in_rows(edges, int(edges[-1]) // args.seq_length, current().layout, cp)
-    if getattr(args, "window_size", None) is None:
+    edges = cu_seqlens.numpy()
+    documents = Documents.in_rows(edges, int(edges[-1]) // get_args().seq_length, current().layout, cp)
+    _begin_plan(documents, rank)
+    return documents
+
+
+def _begin_plan(carried: MicrobatchMask, rank: int) -> None:
+    """Starts to make the plan for layers without a window, on another thread."""
+    if getattr(get_args(), "window_size", None) is None:
         settings = current()
         group = get_process_group_ranks(parallel_state.get_context_parallel_group())
-        documents.prepare(rank, settings.route, (-1, -1), True, *shapes(args, settings, group)[0][1])
-    return documents
+        carried.prepare(rank, settings.route, (-1, -1), True, *shapes(get_args(), settings, group)[0][1])
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -197,8 +226,8 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     kind = MockGPTDataset if args.mock_data else GPTDataset
 
     def built_here() -> bool:
-        wanted = current().document_mask or _first_or_last_stage(vp_stage)
-        return parallel_state.get_tensor_model_parallel_rank() == 0 and wanted
+        wanted = _needed_by_every_stage() or _first_or_last_stage(vp_stage)
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and bool(wanted)
 
     print_rank_0("> building the data sets")
     return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, dataset_config(args)).build()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+from cp_ring.megatron.settings import LayerWindows, layer_windows
 from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
@@ -16,8 +17,15 @@ _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
 
 def make_layout(name: str, n: int, cp: int) -> Layout:
-    """The layout called `name` of `n` tokens over `cp` ranks."""
+    """The layout called `name` of `n` tokens over `cp` ranks; `balanced` balances the sum of the windows of all layers."""
+    if name == "balanced":
+        return _balanced(n, cp, layer_windows())
     return LAYOUTS[name](Mask.full(n), cp)
+
+
+@functools.lru_cache(maxsize=16)
+def _balanced(n: int, cp: int, windows: LayerWindows) -> Layout:
+    return Layout.balanced([(Mask.causal(n, window), layers) for window, layers in windows], cp)
 
 
 @functools.lru_cache(maxsize=64)

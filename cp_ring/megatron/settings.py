@@ -13,8 +13,12 @@ from cp_ring.config import ContextParallelConfig
 INTER_DOCUMENT = "--dataloader-inter-document-masking"  # flags of Megatron on which patches and entries depend
 PER_TOKEN_LOSS = "--calculate-per-token-loss"
 
+LayerWindows = tuple[tuple[tuple[int, int], int], ...]
+"""Each window (left, right) of a model's attention layers, -1 for any number of keys, and how many layers have it."""
+
 _current = ContextParallelConfig.make(enabled=True)
 _whole_rows = False
+_layers: LayerWindows = (((-1, -1), 1),)
 
 
 def current() -> ContextParallelConfig:
@@ -30,11 +34,22 @@ def packed_in_whole_rows() -> bool:
     return _whole_rows
 
 
-def configure(config: ContextParallelConfig, whole_rows: bool | None = None) -> None:
-    """Puts `config` in force for layers and batches made from now on; `whole_rows` too, unless it is None."""
-    global _current, _whole_rows
+def layer_windows() -> LayerWindows:
+    """The windows of the model's layers, for which a balanced layout is balanced together."""
+    return _layers
+
+
+def split_by_microbatch() -> bool:
+    """Whether a rank's tokens, or their positions, may differ from microbatch to microbatch."""
+    return bool(_current.mask_kinds) or (_current.document_mask and _current.layout == "balanced")
+
+
+def configure(config: ContextParallelConfig, whole_rows: bool | None = None, layers: LayerWindows | None = None) -> None:
+    """Puts `config` in force for layers and batches made from now on; `whole_rows` and `layers` too, unless they are None."""
+    global _current, _whole_rows, _layers
     _current = config
     _whole_rows = _whole_rows if whole_rows is None else whole_rows
+    _layers = _layers if layers is None else layers
 
 
 def flags(argv: Sequence[str]) -> ContextParallelConfig:

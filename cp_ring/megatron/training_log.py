@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import sys
@@ -15,6 +16,28 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.observe import progress
+
+
+class TolerantWriter:
+    """A TensorBoard writer that loses what cannot be written; the first time, a line says why.
+
+    Once a write has failed, TensorBoard's writer raises at every call, also after the disk has room again.
+    """
+
+    def __init__(self, writer: Any):
+        self._writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._writer, name)
+        if not callable(found):
+            return found
+
+        @functools.wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with progress.warning_once("TensorBoard's log"):
+                return found(*args, **kwargs)
+
+        return call
 
 
 class StepLine:
@@ -61,7 +84,7 @@ class StepLine:
     def _report(self, step: int, losses: dict[str, torch.Tensor], rate: float, memory: int) -> None:
         writer = self.get_writer()
         if writer:
-            with progress.warning_once("TensorBoard's log"):
+            with progress.warning_once("TensorBoard's log"):  # also where the patch `tensorboard` is not in force
                 writer.add_scalar("tokens per second", rate, step)
                 writer.add_scalar("peak memory of a rank (bytes)", memory, step)
         if dist.get_rank() == dist.get_world_size() - 1:  # the last pipeline stage is where the loss is

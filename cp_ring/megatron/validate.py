@@ -16,7 +16,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, compat, implementations
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
-from cp_ring.megatron.settings import configure
+from cp_ring.megatron.settings import LayerWindows, configure
 
 # Settings that Megatron needs without CUDA: attribute, value, and the flag that can contradict it ("" if there is none).
 _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
@@ -49,6 +49,8 @@ _REJECTED: tuple[tuple[str, Any, str, str], ...] = (
     ("batch_invariant_mode", False, "--batch-invariant-mode", "kernels that are invariant to the batch"),
 )
 
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
 _RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # letters of a hybrid layer pattern
 
 
@@ -65,8 +67,9 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             args.create_attention_mask_in_dataloader = False  # s x s booleans that ring attention does not need
             check_attention(args)
             check_documents(args, config)
-        elif config.document_mask:
-            raise ConfigError("--cp-ring-document-mask needs --cp-ring")
+        elif config.document_mask or config.kinds:
+            raise ConfigError(f"{config.flag('document_mask' if config.document_mask else 'mask_kinds')} needs --cp-ring")
+        check_loss_chunk(args, config)
         check_sizes(args)
         if config.enabled:
             config.check_schedule(args.context_parallel_size)
@@ -75,8 +78,24 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         check_data(args)
         check_layers(args)
         inspection.choose(args)
-        configure(config)
+        configure(config, layers=windows_of(args) if config.enabled else None)
     return args
+
+
+def windows_of(args: argparse.Namespace) -> LayerWindows | None:
+    """The windows of the attention layers of the flags; None where these do not say how many layers there are."""
+    pattern = next((p for name in _PATTERNS if (p := getattr(args, name, None))), None)
+    count = pattern.count("*") if pattern else args.num_layers
+    if not count:
+        return None
+    window, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    if window is None:
+        return (((-1, -1), count),)
+    if every is None:
+        return (((int(window[0]), int(window[1])), count),)
+    narrow = sum(bool(every[i] if isinstance(every, list) else (i + 1) % every) for i in range(count))
+    found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), count - narrow))
+    return tuple((its, layers) for its, layers in found if layers)
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
@@ -256,9 +275,17 @@ def note_gather(args: argparse.Namespace, config: ContextParallelConfig) -> None
 
 def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Checks that the flags about documents agree. Sets the flags of Megatron's data set that --cp-ring-document-mask needs."""
-    if config.layout == "balanced":
-        _check_balanced(args, config)
+    _check_positions(args, config)
     _check_hybrid(args, config)
+    if config.kinds and config.document_mask:
+        raise ConfigError(
+            "--cp-ring-mask-kinds and --cp-ring-document-mask both say which tokens see which: give only the former, and "
+            "Mask.documents in the batches"
+        )
+    if config.kinds and getattr(args, "dataloader_inter_document_masking", False):
+        raise ConfigError(
+            "--cp-ring-mask-kinds and --dataloader-inter-document-masking both say which tokens see which: give only one"
+        )
     if config.document_mask:
         # Megatron's data set then starts position ids at 0 after each end-of-document token, and masks that token's loss.
         args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
@@ -276,45 +303,50 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
             )
 
 
-def _check_balanced(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    if not config.document_mask:
-        raise ConfigError("--cp-ring-layout balanced is for packed documents: give --cp-ring-document-mask too, or zigzag")
+def check_loss_chunk(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Checks that --cp-ring-loss-chunk is for a loss that can be computed in parts."""
+    flag = config.flag("loss_chunk")
+    if config.loss_chunk and not config.enabled:
+        raise ConfigError(f"{flag} needs --cp-ring")
+    whole = ("mtp_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern", "defer_embedding_wgrad_compute")
+    for name in whole if config.loss_chunk else ():
+        if getattr(args, name, None):
+            other = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not support {other}, which needs all logits at once: leave out either")
+
+
+def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Checks that the fused rotary embedding can have the positions, where they differ from microbatch to microbatch."""
+    if not (config.kinds or (config.layout == "balanced" and config.document_mask)):
+        return
     rotary = args.position_embedding_type not in ("learned_absolute", "none")
-    if rotary and getattr(args, "multi_latent_attention", False):
-        raise ConfigError("--cp-ring-layout balanced does not support --multi-latent-attention: give --cp-ring-layout zigzag")
-    if rotary and args.position_embedding_type not in ("rope", "yarn"):
+    latent = getattr(args, "multi_latent_attention", False)
+    if rotary and args.apply_rope_fusion and (args.micro_batch_size > 1 or latent):
+        asked = "--cp-ring-mask-kinds" if config.kinds else "--cp-ring-layout balanced"
+        why = "--multi-latent-attention" if latent else f"--micro-batch-size {args.micro_batch_size}"
         raise ConfigError(
-            f"--cp-ring-layout balanced does not support --position-embedding-type {args.position_embedding_type}: "
-            "give --cp-ring-layout zigzag"
-        )
-    if rotary and args.apply_rope_fusion and args.micro_batch_size > 1:
-        raise ConfigError(
-            f"--cp-ring-layout balanced with --micro-batch-size {args.micro_batch_size} has different positions in each batch "
-            "row, which the fused rotary embedding does not support: give --no-rope-fusion"
+            f"{asked} with {why} has different positions in each microbatch and batch row, which the fused rotary embedding does "
+            "not support: give --no-rope-fusion"
         )
 
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Layers whose state runs along the sequence support only Megatron's zigzag layout, and no documents."""
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+    for name in _PATTERNS:
         pattern = getattr(args, name, None)
         if not pattern:
             continue
         shown = f"--{name.replace('_', '-')} {pattern}"
         recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
-        if config.layout == "balanced":
-            what = f", and no {recurrent[0]} layers" if recurrent else ""
-            raise ConfigError(
-                f"--cp-ring-layout balanced supports only GPT models, not {shown}{what}: give --cp-ring-layout zigzag"
-            )
         if recurrent and config.layout != "zigzag":
             raise ConfigError(
                 f"--cp-ring-layout {config.layout} does not support the {recurrent[0]} layers of {shown}: give zigzag"
             )
-        if recurrent and config.document_mask:
+        if recurrent and (config.document_mask or config.kinds):
+            flag = config.flag("document_mask" if config.document_mask else "mask_kinds")
             raise ConfigError(
-                f"--cp-ring-document-mask does not reach the {recurrent[0]} layers of {shown}, whose state would run across "
-                "documents: leave it out"
+                f"{flag} does not reach the {recurrent[0]} layers of {shown}, whose state would run across documents: "
+                "leave it out"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 
 
 @dataclass
@@ -34,20 +35,24 @@ class Counters:
         self.slots_peak = max(self.slots_peak, self.slots_alive)
 
 
-_recording: list[Counters] = []
+_recording: tuple[Counters, ...] = ()
+_lock = Lock()
 
 
 @contextmanager
 def record() -> Iterator[Counters]:
-    """Records this process until the block ends. Recordings may nest."""
+    """Records this process until the block ends. Recordings may nest, and threads may record at the same time."""
+    global _recording
     counters = Counters()
-    _recording.append(counters)
+    with _lock:
+        _recording = (*_recording, counters)
     try:
         yield counters
     finally:
-        _recording.remove(counters)
+        with _lock:
+            _recording = tuple(one for one in _recording if one is not counters)
 
 
-def recording() -> list[Counters]:
+def recording() -> tuple[Counters, ...]:
     """The counters that record now; usually there are none."""
     return _recording

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -41,12 +41,14 @@ class Place:
 
 @dataclass
 class Watch:
-    """Notes of the hot path. `since` is the time when the present wait began, or 0 when this rank does not wait."""
+    """Notes of the hot path. `waits` has the batch that each waiting thread waits for, and since when.
+
+    Threads of one process may wait at the same time, each in a group of its own; the place is then that of the last one.
+    """
 
     place: Place = Place()
     backward: bool = False
-    batch: Any = None
-    since: float = 0.0
+    waits: dict[int, tuple[Any, float]] = field(default_factory=dict)
     last: tuple[Any, ...] | None = None
     beats: int = 0
     sampled: tuple[Any, ...] | None = None
@@ -55,14 +57,23 @@ class Watch:
     def begin(self, batch: Any, works: Sequence[Any]) -> None:
         """Notes that this rank starts to wait for a batch of messages."""
         self.beats += 1
-        self.batch, self.since = batch, time.monotonic()
+        now = time.monotonic()
+        self.waits[threading.get_ident()] = batch, now
         if self.sampled is None and (batch.receives or batch.sends)[0][1][0].is_cuda:
-            self.sampled = (_describe(self, batch), self.since, works)  # on CUDA `wait` returns at once, and the device waits
+            self.sampled = (_describe(self, batch), now, works)  # on CUDA `wait` returns at once, and the device waits
 
     def end(self) -> None:
-        """Notes that the batch has arrived."""
-        self.last = (self.place, self.backward, self.batch.kind, self.batch.hop)
-        self.batch, self.since = None, 0.0
+        """Notes that the batch of this thread has arrived."""
+        batch, _ = self.waits.pop(threading.get_ident())
+        self.last = (self.place, self.backward, batch.kind, batch.hop)
+
+    def give_up(self) -> None:
+        """Notes that the wait of this thread has failed."""
+        self.waits.pop(threading.get_ident(), None)
+
+    def longest(self) -> tuple[Any, float]:
+        """The batch that a thread has waited for longest, and since when; (None, 0.0) where none waits."""
+        return min(list(self.waits.values()), key=lambda wait: wait[1], default=(None, 0.0))
 
 
 WATCH = Watch()
@@ -128,7 +139,7 @@ class Watchdog:
         self.rank, self.size, self.store, self.end = rank, size, store, end
         self.set_timeout(timeout)
         self._stack: tuple[Any, ...] = ()
-        self._stack_since = time.monotonic()
+        self._stack_since = self._awake = time.monotonic()
         self._main = threading.main_thread().ident or 0
 
     def set_timeout(self, timeout: float) -> None:
@@ -137,18 +148,30 @@ class Watchdog:
 
     def run(self, alive: Callable[[], bool]) -> None:
         """Checks the notes at every tick, until the process group is gone."""
-        while alive() and threads.sleep(self.tick):
+        while alive() and self._sleep():
             waiting = self.waited()
             if waiting > self.timeout or self._someone_fired():
                 self.report()
                 return
 
+    def _sleep(self) -> bool:
+        """Sleeps for a tick; False when the process ends.
+
+        Where that took much longer, the process was stopped (SIGSTOP, a suspended Slurm job), most likely with all the others:
+        what it waits for counts from now on.
+        """
+        begun = time.monotonic()
+        going_on = threads.sleep(self.tick)
+        if time.monotonic() - begun > self.tick + max(self.tick, 1.0):
+            self._awake = time.monotonic()
+        return going_on
+
     def waited(self) -> float:
         """How many seconds this rank has been in its present wait."""
-        now, since, sampled = time.monotonic(), WATCH.since, WATCH.sampled
+        now, since, sampled = time.monotonic(), WATCH.longest()[1], WATCH.sampled
         if sampled is not None and all(work.is_completed() for work in sampled[2]):
             WATCH.sampled = sampled = None
-        seconds = [now - start for start in (since, sampled[1] if sampled else 0.0) if start]
+        seconds = [now - max(start, self._awake) for start in (since, sampled[1] if sampled else 0.0) if start]
         frame = _collective(sys._current_frames().get(self._main))
         stack = (WATCH.beats, id(frame), frame.f_lasti) if frame is not None and WATCH.beats else ()
         if WATCH.pauses:
@@ -156,7 +179,7 @@ class Watchdog:
             return 0.0
         if stack != self._stack:
             self._stack, self._stack_since = stack, now
-        return max([*seconds, now - self._stack_since if stack else 0.0])
+        return max([*seconds, now - max(self._stack_since, self._awake) if stack else 0.0])
 
     def _someone_fired(self) -> bool:
         try:
@@ -188,11 +211,11 @@ class Watchdog:
 
     def where(self) -> dict[str, Any]:
         """What this rank waits for, or what it does."""
-        batch, sampled, last = WATCH.batch, WATCH.sampled, WATCH.last
+        (batch, since), sampled, last = WATCH.longest(), WATCH.sampled, WATCH.last
         frame = sys._current_frames().get(self._main)
         mine: dict[str, Any] = {"waits": "", "at": _position(frame)}
         if batch is not None:
-            return mine | _describe(WATCH, batch) | {"waits": "hop", "seconds": time.monotonic() - WATCH.since}
+            return mine | _describe(WATCH, batch) | {"waits": "hop", "seconds": time.monotonic() - since}
         if sampled is not None:
             return mine | sampled[0] | {"waits": "hop", "seconds": time.monotonic() - sampled[1]}
         if last is not None:

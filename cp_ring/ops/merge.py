@@ -1,47 +1,65 @@
-"""The online-softmax merge of one tile's (out, lse) into the running ones."""
+"""The online-softmax merge of partial results (out, lse), several in one pass over memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from cp_ring.ops.fused import FusedFunction
+from cp_ring.ops.segments import Segment, Segments
 
-_fused = FusedFunction("cp_ring.ops.merge_triton", "merge_")
+_fused = FusedFunction("cp_ring.ops.merge_triton", "merge")
 
 
-def lse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the running lse, where out is accumulated in `dtype`.
+def merge(
+    segments: Segments, outs: Sequence[Tensor], lses: Sequence[Tensor], running: Tensor | None, lse: Tensor, result: Tensor
+) -> None:
+    """One update: merges partial `outs` [t, b, h, e] and `lses` [b, h, t], one by one, with what is stored; stores the total.
 
-    It is float64 on the CPU. An error of lse is a relative error of all weights, and in float32 each merge rounds a number of
-    about 8. No other sum of the ring loses as much accuracy, and lse is small compared with out. On CUDA it is `dtype`, which
-    the Triton kernel reads.
+    `running` [s, b, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running lse in `lse_dtype`. What is
+    complete goes to `result` [s, b, h, e], which may be `running`. Without `running`, everything is complete after this
+    update. Tokens that no part has get 0 and -inf. On CUDA, with Triton, it is one kernel.
     """
-    return torch.float64 if device.type == "cpu" else dtype
+    fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
+    if not (fits and _fused.run(segments.blocks(result.device), outs, lses, running, lse, result)):
+        for segment in segments:
+            merge_segment(segment, outs, lses, running, lse, result)
+
+
+def merge_segment(
+    segment: Segment, outs: Sequence[Tensor], lses: Sequence[Tensor], running: Tensor | None, lse: Tensor, result: Tensor
+) -> None:
+    """One segment of `merge`, in torch operations."""
+    target, lse = segment.target(running, result), lse[..., segment.tokens]
+    if not segment.places:
+        target.zero_()
+        lse.fill_(-math.inf)
+        return
+    total, places = segment.begin(outs, running, target)
+    if segment.first:
+        lse.copy_(segment.places[0].take(lses[segment.places[0].part], 2))
+    for place in places:
+        _merge_(total, lse, place.take(outs[place.part]), place.take(lses[place.part], 2))
+    if total is not target:
+        target.copy_(total)
 
 
 def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
-    """Merges in place: the running out [b, q, h, e] in float32 (or float64) and lse [b, h, q] in `lse_dtype`.
+    """Merges one tile in place: the running out [b, q, h, e] in float32 (or float64) and lse [b, h, q] in `lse_dtype`.
 
     out += sigmoid(lse_tile - lse) * (out_tile - out);  lse = log(exp(lse) + exp(lse_tile)).
     A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side, out is 0 and lse -inf.
-
-    On CUDA, with Triton, it is one kernel that passes over memory once.
     """
-    if not out.numel():
-        return
-    fits = out.is_cuda and out.dtype == lse.dtype == torch.float32 and out.stride(-1) == 1
-    with record_function("cp_ring: merge"):
-        if not (fits and _fused.run(out, lse, out_tile, lse_tile)):
-            _merge_(out, lse, out_tile, lse_tile)
+    _merge_(out.transpose(0, 1), lse, out_tile.transpose(0, 1), lse_tile)
 
 
-def _merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
-    lse_tile = lse_tile.to(lse.dtype)
+def _merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
+    """`merge_` for tensors with tokens first."""
+    lse_part = lse_part.to(lse.dtype)
     # -inf - -inf is NaN: the weight of such a query is 0.
-    weight = torch.sigmoid(lse_tile - lse).masked_fill_(lse_tile == -math.inf, 0.0)
-    out.lerp_(out_tile.to(out.dtype), weight.to(out.dtype).transpose(1, 2)[..., None])
-    torch.logaddexp(lse, lse_tile, out=lse)
+    weight = (lse_part - lse).sigmoid_().masked_fill_(lse_part == -math.inf, 0.0)
+    out.lerp_(out_part.to(out.dtype), weight.to(out.dtype).permute(2, 0, 1)[..., None])
+    torch.logaddexp(lse, lse_part, out=lse)

@@ -1,57 +1,96 @@
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def"
-"""The merge in place, as one Triton kernel that passes over memory once."""
+"""The merge of partial results, as one Triton kernel that passes over memory once."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_Q = 16
+from cp_ring.ops.blocks_triton import MAX_PARTS, load_tokens, padded, store_tokens, tokens_in_part
+from cp_ring.ops.segments import BLOCK_Q
+
+# Strides that depend on the number of tokens. Triton would compile again for those that are 1 or divisible by 16.
+_VARYING = ["lse_b", "lse_h", *(f"lse_{what}{i}" for what in "bh" for i in range(4))]
 
 
-# Arguments that depend on the number of tokens. Triton would compile again for those that are 1 or divisible by 16.
-_VARYING = ["tokens", "lse_b", "lse_h", "tile_lse_b", "tile_lse_h"]
+@triton.jit
+def _with_part(
+    total, total_lse, out, lse, position, count, at_b, at_h, size, q, b, h, lse_q, lse_b, lse_h,
+    BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The total of a block and its lse, with one part more."""
+    tokens, there = tokens_in_part(position, count, BLOCK_Q)
+    theirs = tl.load(
+        lse + at_b * lse_b + at_h * lse_h + tokens * lse_q, mask=tl.arange(0, BLOCK_Q) < there, other=float("-inf")
+    ).to(tl.float32)
+    # -inf - -inf would be NaN: a query that has seen no key counts from 0.
+    top = tl.maximum(total_lse, theirs)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    our_part, their_part = tl.exp(total_lse - base), tl.exp(theirs - base)
+    both = our_part + their_part
+    seen = both > 0.0
+    weight = tl.where(seen, their_part / tl.where(seen, both, 1.0), 0.0)[:, None]
+    new = load_tokens(out, tokens, at_b, at_h, there, q, b, h, size, BLOCK_Q, BLOCK_E)
+    # A part of weight 0 is ignored, because it may hold NaN; so is a total of weight 0.
+    total = tl.where(weight > 0.0, tl.where(weight == 1.0, new, total + weight * (new - total)), total)
+    return total, tl.where(seen, base + tl.log(tl.where(seen, both, 1.0)), float("-inf"))
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _merge(
-    out, lse, out_tile, lse_tile, tokens, size,
-    out_b, out_q, out_h, lse_b, lse_h, lse_q, tile_b, tile_q, tile_h, tile_e, tile_lse_b, tile_lse_h, tile_lse_q,
-    BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
+    table, running, lse, result, out0, lse0, out1, lse1, out2, lse2, out3, lse3, stride_q, stride_b, stride_h, size, lse_b, lse_h,
+    q0, b0, h0, q1, b1, h1, q2, b2, h2, q3, b3, h3,
+    lse_b0, lse_h0, lse_q0, lse_b1, lse_h1, lse_q1, lse_b2, lse_h2, lse_q2, lse_b3, lse_h3, lse_q3,
+    PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One program merges BLOCK_Q queries of one head. Strides count elements; the last dimension of out is contiguous."""
-    q = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    """One program merges the parts of one block of the table, for one head. Strides count elements."""
+    row = table + tl.program_id(0) * (3 + PARTS)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    live = q < tokens
-    lse_at = lse + b * lse_b + h * lse_h + q * lse_q
-    ours = tl.load(lse_at, mask=live, other=float("-inf"))
-    theirs_at = lse_tile + b * tile_lse_b + h * tile_lse_h + q * tile_lse_q
-    theirs = tl.load(theirs_at, mask=live, other=float("-inf")).to(tl.float32)
-    # -inf - -inf would be NaN: a query that has seen no key counts from 0.
-    top = tl.maximum(ours, theirs)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    our_part, their_part = tl.exp(ours - base), tl.exp(theirs - base)
-    total = our_part + their_part
-    seen = total > 0.0
-    tl.store(lse_at, tl.where(seen, base + tl.log(tl.where(seen, total, 1.0)), float("-inf")), mask=live)
-    weight = tl.where(seen, their_part / tl.where(seen, total, 1.0), 0.0)[:, None]
-    e = tl.arange(0, BLOCK_E)
-    inside = live[:, None] & (e < size)[None, :]
-    out_at = out + b * out_b + h * out_h + q[:, None] * out_q + e[None, :]
-    old = tl.load(out_at, mask=inside, other=0.0)
-    new_at = out_tile + b * tile_b + h * tile_h + q[:, None] * tile_q + e[None, :] * tile_e
-    new = tl.load(new_at, mask=inside, other=0.0).to(tl.float32)
-    # A part of weight 0 is ignored, because it may hold NaN.
-    tl.store(out_at, tl.where(weight > 0.0, old + weight * (new - old), old), mask=inside)
+    at = tl.load(row).to(tl.int64) + tl.arange(0, BLOCK_Q)
+    count, flags = tl.load(row + 1), tl.load(row + 2)
+    stored = tl.where(flags % 2 == 1, 0, count)
+    lse_at = lse + b * lse_b + h * lse_h + at
+    total = load_tokens(running, at, b, h, stored, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E)
+    total_lse = tl.load(lse_at, mask=tl.arange(0, BLOCK_Q) < stored, other=float("-inf"))
+    total, total_lse = _with_part(
+        total, total_lse, out0, lse0, tl.load(row + 3), count, b, h, size, q0, b0, h0, lse_q0, lse_b0, lse_h0,
+        BLOCK_Q, BLOCK_E,
+    )  # fmt: skip
+    if PARTS > 1:
+        total, total_lse = _with_part(
+            total, total_lse, out1, lse1, tl.load(row + 4), count, b, h, size, q1, b1, h1, lse_q1, lse_b1, lse_h1,
+            BLOCK_Q, BLOCK_E,
+        )  # fmt: skip
+    if PARTS > 2:
+        total, total_lse = _with_part(
+            total, total_lse, out2, lse2, tl.load(row + 5), count, b, h, size, q2, b2, h2, lse_q2, lse_b2, lse_h2,
+            BLOCK_Q, BLOCK_E,
+        )  # fmt: skip
+    if PARTS > 3:
+        total, total_lse = _with_part(
+            total, total_lse, out3, lse3, tl.load(row + 6), count, b, h, size, q3, b3, h3, lse_q3, lse_b3, lse_h3,
+            BLOCK_Q, BLOCK_E,
+        )  # fmt: skip
+    tl.store(lse_at, total_lse, mask=tl.arange(0, BLOCK_Q) < count)
+    done, stays = tl.where(flags >= 2, count, 0), tl.where(flags >= 2, 0, count)
+    store_tokens(result, total, at, b, h, done, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E)
+    store_tokens(running, total, at, b, h, stays, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E)
 
 
-def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
-    """As `cp_ring.ops.merge.merge_`, for float32 out and lse. The last dimension of out is contiguous, and out is not empty."""
-    b, tokens, heads, size = out.shape
-    grid = (triton.cdiv(tokens, _BLOCK_Q), heads, b)
-    _merge[grid](
-        out, lse, out_tile, lse_tile, tokens, size,
-        *out.stride()[:3], *lse.stride(), *out_tile.stride(), *lse_tile.stride(),
-        BLOCK_Q=_BLOCK_Q, BLOCK_E=triton.next_power_of_2(size),
+def merge(
+    table: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], running: Tensor | None, lse: Tensor, result: Tensor
+) -> None:
+    """As `cp_ring.ops.merge.merge`, with the blocks of its segments. `running`, `lse` and `result` are contiguous."""
+    (_, b, heads, size), parts = result.shape, len(outs)
+    running = result if running is None else running
+    outs, lses = padded(outs), [*lses] + [lses[-1]] * (MAX_PARTS - len(lses))
+    pairs = [x for pair in zip(outs, lses, strict=True) for x in pair]
+    strides = [stride for out in outs for stride in out.stride()[:3]]
+    _merge[(len(table), heads, b)](
+        table, running, lse, result, *pairs, *result.stride()[:3], size, *lse.stride()[:2], *strides,
+        *(stride for x in lses for stride in x.stride()),
+        PARTS=parts, BLOCK_Q=BLOCK_Q, BLOCK_E=triton.next_power_of_2(size),
     )  # fmt: skip

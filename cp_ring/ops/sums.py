@@ -1,40 +1,39 @@
-"""Sums of gradients: several tensors in one pass over memory."""
+"""Sums of partial gradients, several in one pass over memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from cp_ring.ops.fused import FusedFunction
+from cp_ring.ops.segments import Segment, Segments
 
-Pair = tuple[Tensor, Tensor]
-"""(target, source) of one shape [tokens, b, h, d]. The last dimension of the target is contiguous."""
-
-_fused = FusedFunction("cp_ring.ops.sums_triton", "sum_")
+_fused = FusedFunction("cp_ring.ops.sums_triton", "add")
 
 
-def add_(*pairs: Pair) -> None:
-    """target += source of each pair, in the target's dtype, which is float32 or float64.
+def add(segments: Segments, parts: Sequence[Tensor], running: Tensor | None, result: Tensor) -> None:
+    """One update: adds `parts` [t, b, h, d], one by one, to what is stored, and stores the total.
 
-    On CUDA, with Triton, all pairs are one kernel.
+    `running` [s, b, h, d] holds the total in `sum_dtype` between updates. What is complete goes to `result` [s, b, h, d], which
+    may be `running`. Without `running`, everything is complete after this update. Tokens that no part has get 0. On CUDA, with
+    Triton, it is one kernel.
     """
-    with record_function("cp_ring: add gradients"):
-        if not _run_fused(pairs, move=False):
-            for target, source in pairs:
-                target += source
+    fits = result.is_cuda and result.dtype != torch.float64 and segments.parts > 0
+    if not (fits and _fused.run(segments.blocks(result.device), parts, running, result)):
+        for segment in segments:
+            add_segment(segment, parts, running, result)
 
 
-def move_(*pairs: Pair) -> None:
-    """target = source of each pair, cast to the target's dtype; then source = 0, ready for the next sum. One kernel as `add_`."""
-    if not _run_fused(pairs, move=True):
-        for target, source in pairs:
-            target.copy_(source)
-            source.zero_()
-
-
-def _run_fused(pairs: tuple[Pair, ...], move: bool) -> bool:
-    """Runs the Triton kernel; false if it cannot be used."""
-    filled = [pair for pair in pairs if pair[0].numel()]
-    fits = all(x.is_cuda and x.dtype != torch.float64 for pair in filled for x in pair)
-    return not filled or (fits and _fused.run(filled, move))
+def add_segment(segment: Segment, parts: Sequence[Tensor], running: Tensor | None, result: Tensor) -> None:
+    """One segment of `add`, in torch operations."""
+    target = segment.target(running, result)
+    if not segment.places:
+        target.zero_()
+        return
+    total, places = segment.begin(parts, running, target)
+    for place in places:
+        total += place.take(parts[place.part])
+    if total is not target:
+        target.copy_(total)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def"
-"""Sums of gradients in Triton: up to three tensors in one kernel."""
+"""The sum of partial gradients, as one Triton kernel that passes over memory once."""
 
 from __future__ import annotations
 
@@ -9,66 +9,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_Q = 16
-_PAIRS = 3
+from cp_ring.ops.blocks_triton import load_tokens, padded, store_tokens, tokens_in_part
+from cp_ring.ops.segments import BLOCK_Q
 
 
 @triton.jit
-def _one(
-    target, source, block, tokens, b, h, d, target_q, target_b, target_h, source_q, source_b, source_h, source_d,
-    MOVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+def _add(
+    table, running, result, part0, part1, part2, part3, stride_q, stride_b, stride_h, size,
+    q0, b0, h0, q1, b1, h1, q2, b2, h2, q3, b3, h3,
+    PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_Q tokens of one head of one pair."""
-    q = block.to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
+    """One program adds the parts of one block of the table, for one head. Strides count elements."""
+    row = table + tl.program_id(0) * (3 + PARTS)
     at_h, at_b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    e = tl.arange(0, BLOCK_D)[None, :]
-    # Conditions on scalars and on blocks stay apart: with both in one mask, Triton 3.9's interpreter gets its type wrong.
-    inside = (q < tl.where((at_h < h) & (at_b < b), tokens, 0)) & (e < d)
-    target_at = target + q * target_q + at_b * target_b + at_h * target_h + e
-    source_at = source + q * source_q + at_b * source_b + at_h * source_h + e * source_d
-    value = tl.load(source_at, mask=inside, other=0.0).to(tl.float32)
-    if MOVE:
-        tl.store(source_at, tl.zeros_like(value), mask=inside)
-    else:
-        value += tl.load(target_at, mask=inside, other=0.0)
-    tl.store(target_at, value, mask=inside)
+    at_q = tl.load(row).to(tl.int64) + tl.arange(0, BLOCK_Q)
+    count, flags = tl.load(row + 1), tl.load(row + 2)
+    total = load_tokens(
+        running, at_q, at_b, at_h, tl.where(flags % 2 == 1, 0, count), stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D
+    )
+    tokens, there = tokens_in_part(tl.load(row + 3), count, BLOCK_Q)
+    total += load_tokens(part0, tokens, at_b, at_h, there, q0, b0, h0, size, BLOCK_Q, BLOCK_D)
+    if PARTS > 1:
+        tokens, there = tokens_in_part(tl.load(row + 4), count, BLOCK_Q)
+        total += load_tokens(part1, tokens, at_b, at_h, there, q1, b1, h1, size, BLOCK_Q, BLOCK_D)
+    if PARTS > 2:
+        tokens, there = tokens_in_part(tl.load(row + 5), count, BLOCK_Q)
+        total += load_tokens(part2, tokens, at_b, at_h, there, q2, b2, h2, size, BLOCK_Q, BLOCK_D)
+    if PARTS > 3:
+        tokens, there = tokens_in_part(tl.load(row + 6), count, BLOCK_Q)
+        total += load_tokens(part3, tokens, at_b, at_h, there, q3, b3, h3, size, BLOCK_Q, BLOCK_D)
+    done, stays = tl.where(flags >= 2, count, 0), tl.where(flags >= 2, 0, count)
+    store_tokens(result, total, at_q, at_b, at_h, done, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D)
+    store_tokens(running, total, at_q, at_b, at_h, stays, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D)
 
 
-# The numbers of tokens. Triton would compile again for those that are 1 or divisible by 16.
-_VARYING = ["tokens0", "tokens1", "tokens2"]
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def _sum(
-    target0, source0, tokens0, b0, h0, d0, tq0, tb0, th0, sq0, sb0, sh0, sd0,
-    target1, source1, tokens1, b1, h1, d1, tq1, tb1, th1, sq1, sb1, sh1, sd1,
-    target2, source2, tokens2, b2, h2, d2, tq2, tb2, th2, sq2, sb2, sh2, sd2,
-    MOVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The first programs work on pair 0, the next ones on pair 1, then on pair 2."""
-    block = tl.program_id(0)
-    blocks0, blocks1 = tl.cdiv(tokens0, BLOCK_Q), tl.cdiv(tokens1, BLOCK_Q)
-    if block < blocks0:
-        _one(target0, source0, block, tokens0, b0, h0, d0, tq0, tb0, th0, sq0, sb0, sh0, sd0, MOVE, BLOCK_Q, BLOCK_D)
-    elif block < blocks0 + blocks1:
-        block -= blocks0
-        _one(target1, source1, block, tokens1, b1, h1, d1, tq1, tb1, th1, sq1, sb1, sh1, sd1, MOVE, BLOCK_Q, BLOCK_D)
-    else:
-        block -= blocks0 + blocks1
-        _one(target2, source2, block, tokens2, b2, h2, d2, tq2, tb2, th2, sq2, sb2, sh2, sd2, MOVE, BLOCK_Q, BLOCK_D)
-
-
-def sum_(pairs: Sequence[tuple[Tensor, Tensor]], move: bool) -> None:
-    """As `cp_ring.ops.sums.add_`, or as `move_` if `move`: a kernel for every three pairs, without empty tensors."""
-    for start in range(0, len(pairs), _PAIRS):
-        some = list(pairs[start : start + _PAIRS])
-        tokens = [target.shape[0] for target, _ in some] + [0] * (_PAIRS - len(some))
-        some += [some[0]] * (_PAIRS - len(some))
-        values = [
-            value
-            for (target, source), count in zip(some, tokens, strict=True)
-            for value in (target, source, count, *target.shape[1:], *target.stride()[:3], *source.stride())
-        ]
-        b, h, d = (max(target.shape[i] for target, _ in some) for i in (1, 2, 3))
-        grid = (sum(triton.cdiv(count, _BLOCK_Q) for count in tokens), h, b)
-        _sum[grid](*values, MOVE=move, BLOCK_Q=_BLOCK_Q, BLOCK_D=triton.next_power_of_2(d))
+def add(table: Tensor, parts: Sequence[Tensor], running: Tensor | None, result: Tensor) -> None:
+    """As `cp_ring.ops.sums.add`, with the blocks of its segments. `running` and `result` are contiguous."""
+    _, b, heads, size = result.shape
+    running, count, parts = result if running is None else running, len(parts), padded(parts)
+    strides = [stride for x in parts for stride in x.stride()[:3]]
+    _add[(len(table), heads, b)](
+        table, running, result, *parts, *result.stride()[:3], size, *strides,
+        PARTS=count, BLOCK_Q=BLOCK_Q, BLOCK_D=triton.next_power_of_2(size),
+    )  # fmt: skip

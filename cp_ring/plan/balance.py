@@ -3,6 +3,9 @@
 Chunks go to ranks by longest processing time first, one to each rank in every round, so that token counts are equal.
 Swaps of chunks then lower the maximum. Further swaps bring chunks that read each other to one rank, as far as balance
 allows.
+
+Tokens stay where they are from layer to layer. So the work and the traffic of a layout are the sums over all layers: a list of
+masks, each with the number of layers that have it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ PAIRS, ROUNDS, MAX_CHUNKS = 1 << 13, 64, 1024
 """Search limits of the swaps that reduce traffic: pairs per round (roughly), rounds, and chunks of a layout."""
 
 
+Layers = Sequence[tuple[Mask, int]]
+"""Masks of one length, and the number of layers that have each."""
+
+
 class Chunks(Protocol):
     """Chunks `[edges[c], edges[c + 1])` of a stream and their owners, as a `Layout` has them."""
 
@@ -45,7 +52,7 @@ class Split(NamedTuple):
     cp: int
 
 
-def balanced_split(mask: Mask, cp: int, chunks_per_rank: int | None, others: Sequence[Chunks], first_limit: float) -> Chunks:
+def balanced_split(layers: Layers, cp: int, chunks_per_rank: int | None, others: Sequence[Chunks], first_limit: float) -> Chunks:
     """The split of `Layout.balanced`, or one of `others` if that is as balanced and moves fewer keys.
 
     The search for balance stops at a maximum over mean work of `first_limit` or `GOOD_BALANCE`, the smaller of the two.
@@ -53,43 +60,49 @@ def balanced_split(mask: Mask, cp: int, chunks_per_rank: int | None, others: Seq
     """
     if chunks_per_rank is not None and chunks_per_rank < 1:
         raise PlanError(f"chunks_per_rank {chunks_per_rank} must be at least 1")
-    chunks = cp * (chunks_per_rank or 1)
-    if mask.n < chunks:
-        raise PlanError(f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {mask.n} tokens")
+    n, chunks = _tokens(layers), cp * (chunks_per_rank or 1)
+    if n < chunks:
+        raise PlanError(f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {n} tokens")
     if chunks_per_rank is not None:
-        return _reduce_traffic(mask, _equalize_work(mask, cp, chunks_per_rank, GOOD_BALANCE), GOOD_BALANCE)
+        return _reduce_traffic(layers, _equalize_work(layers, cp, chunks_per_rank, GOOD_BALANCE), GOOD_BALANCE)
     limit = min(GOOD_BALANCE, first_limit)
-    measured: list[tuple[float, Chunks]] = [(balance(mask, other), other) for other in others]
-    for count in [count for count in CHUNKS_PER_RANK if count * cp <= mask.n] or [1]:
-        split = _equalize_work(mask, cp, count, limit)
-        measured.append((balance(mask, split), split))
+    measured: list[tuple[float, Chunks]] = [(balance(layers, other), other) for other in others]
+    for count in [count for count in CHUNKS_PER_RANK if count * cp <= n] or [1]:
+        split = _equalize_work(layers, cp, count, limit)
+        measured.append((balance(layers, split), split))
         if measured[-1][0] <= limit:
             break
     limit = max(limit, min(reached for reached, _ in measured))
     good = [split for reached, split in measured if reached <= limit]
-    good = [_reduce_traffic(mask, split, limit) if isinstance(split, Split) else split for split in good]
-    return min(good, key=lambda split: tokens_moved(mask, split))
+    good = [_reduce_traffic(layers, split, limit) if isinstance(split, Split) else split for split in good]
+    return min(good, key=lambda split: tokens_moved(layers, split))
 
 
-def balance(mask: Mask, layout: Chunks) -> float:
+def balance(layers: Layers, layout: Chunks) -> float:
     """Maximum work of a rank over the mean."""
-    work = np.bincount(layout.owner, chunk_work(mask, layout.edges), layout.cp)
+    work = np.bincount(layout.owner, chunk_work(layers, layout.edges), layout.cp)
     return float(work.max() / work.mean()) if work.any() else 1.0
 
 
-def tokens_moved(mask: Mask, layout: Chunks) -> int:
-    """Tokens whose keys and values move, counted once for each rank that reads them."""
-    tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, layout.edges)
-    reader = layout.owner[query_chunk]
-    away = np.flatnonzero(reader != layout.owner[key_chunk])
-    _, start, end = union(reader[away], tiles.k0[away], tiles.k1[away])
-    return int((end - start).sum())
+def tokens_moved(layers: Layers, layout: Chunks) -> int:
+    """Tokens whose keys and values move, counted once for each rank that reads them and each layer."""
+    moved = 0
+    for mask, count in layers:
+        tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, layout.edges)
+        reader = layout.owner[query_chunk]
+        away = np.flatnonzero(reader != layout.owner[key_chunk])
+        _, start, end = union(reader[away], tiles.k0[away], tiles.k1[away])
+        moved += count * int((end - start).sum())
+    return moved
 
 
-def chunk_work(mask: Mask, edges: Ints) -> Ints:
-    """Allowed pairs of the queries of each chunk, int64 [chunks]."""
-    tiles, chunk, _ = split_at_edges(mask.pieces, edges, key_edges=np.array([0, mask.n]))
-    return np.bincount(chunk, tiles.area(), len(edges) - 1).astype(np.int64)
+def chunk_work(layers: Layers, edges: Ints) -> Ints:
+    """Allowed pairs of the queries of each chunk, summed over layers, int64 [chunks]."""
+    work = np.zeros(len(edges) - 1, np.int64)
+    for mask, count in layers:
+        tiles, chunk, _ = split_at_edges(mask.pieces, edges, key_edges=np.array([0, mask.n]))
+        work += count * np.bincount(chunk, tiles.area(), len(work)).astype(np.int64)
+    return work
 
 
 def _longest_first(work: Ints, size: Ints, cp: int) -> Ints:
@@ -116,10 +129,10 @@ def _by_size(size: Ints) -> tuple[Ints, Ints]:
     return np.flatnonzero(size > size.min()), np.flatnonzero(size == size.min())
 
 
-def _equalize_work(mask: Mask, cp: int, per_rank: int, limit: float) -> Split:
+def _equalize_work(layers: Layers, cp: int, per_rank: int, limit: float) -> Split:
     """Longest first, then swaps of equally large chunks between the busiest rank and others, until `limit` is reached."""
-    edges = np.arange(cp * per_rank + 1) * mask.n // (cp * per_rank)
-    size, work = np.diff(edges), chunk_work(mask, edges)
+    edges = np.arange(cp * per_rank + 1) * _tokens(layers) // (cp * per_rank)
+    size, work = np.diff(edges), chunk_work(layers, edges)
     owner = _longest_first(work, size, cp)
     load = np.bincount(owner, work, cp).astype(np.int64)
     for _ in range(2 * len(work)):
@@ -139,12 +152,12 @@ def _equalize_work(mask: Mask, cp: int, per_rank: int, limit: float) -> Split:
     return Split(edges, owner, cp)
 
 
-def _reduce_traffic(mask: Mask, split: Split, limit: float) -> Split:
+def _reduce_traffic(layers: Layers, split: Split, limit: float) -> Split:
     """The split after swaps of equally large chunks that reduce traffic. No rank exceeds `limit` or the present maximum."""
     if split.cp == 1 or len(split.owner) > MAX_CHUNKS:
         return split
-    size, work = np.diff(split.edges), chunk_work(mask, split.edges)
-    swaps = _Swaps(split, work, _traffic(mask, split.edges))
+    size, work = np.diff(split.edges), chunk_work(layers, split.edges)
+    swaps = _Swaps(split, work, _traffic(layers, split.edges))
     ceiling = max(limit * swaps.load.mean(), swaps.load.max())
     for _ in range(ROUNDS):
         a, b, gain = swaps.candidates()
@@ -203,16 +216,22 @@ class _Swaps:
         self.owner[a], self.owner[b] = other, one
 
 
-def _traffic(mask: Mask, edges: Ints) -> Ints:
+def _traffic(layers: Layers, edges: Ints) -> Ints:
     """Keys that two chunks read of each other, symmetric int64 [chunks, chunks], in 1/64 tokens.
 
     A rank fetches a chunk once, however many of its chunks read it. So the tokens of a chunk count for less the more
     chunks read it.
     """
-    tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, edges)
-    count = len(edges) - 1
-    group, start, end = union(query_chunk * count + key_chunk, tiles.k0, tiles.k1)
-    reads = np.bincount(group, end - start, count * count).astype(np.int64).reshape(count, count)
-    np.fill_diagonal(reads, 0)
-    reads = reads * 64 // np.maximum((reads > 0).sum(0), 1)
-    return reads + reads.T
+    chunks = len(edges) - 1
+    total = np.zeros((chunks, chunks), np.int64)
+    for mask, count in layers:
+        tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, edges)
+        group, start, end = union(query_chunk * chunks + key_chunk, tiles.k0, tiles.k1)
+        reads = np.bincount(group, end - start, chunks * chunks).astype(np.int64).reshape(chunks, chunks)
+        np.fill_diagonal(reads, 0)
+        total += count * (reads * 64 // np.maximum((reads > 0).sum(0), 1))
+    return total + total.T
+
+
+def _tokens(layers: Layers) -> int:
+    return layers[0][0].n

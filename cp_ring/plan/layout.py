@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.balance import balance, balanced_split
+from cp_ring.plan.balance import Layers, balance, balanced_split
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, integer, integers
 
@@ -115,20 +115,23 @@ class Layout:
         return cls(int(offsets[-1]), cp, np.append(edges, offsets[-1]), owner, "per_document_zigzag")
 
     @classmethod
-    def balanced(cls, mask: Mask, cp: int, chunks_per_rank: int | None = None) -> Layout:
-        """Equal tokens on each rank (they differ by one if cp does not divide n), and the least maximum work for `mask`.
+    def balanced(cls, masks: Mask | Sequence[tuple[Mask, int]], cp: int, chunks_per_rank: int | None = None) -> Layout:
+        """Equal tokens on each rank (they differ by one if cp does not divide n), and the least maximum work for `masks`.
 
-        `chunks_per_rank` is by default the smallest of 2, 4, 8, 16 and 32 with maximum / mean work of at most 1.05. The
-        result is zigzag or contiguous if that is as balanced and moves less. It is deterministic, so ranks find the same
-        layout without communication. Raises `PlanError` if there are fewer tokens than chunks.
+        `masks` is the mask of all layers, or a list of (mask, number of layers that have it): tokens stay where they are from
+        layer to layer, so the sum of the work of all layers is balanced. `chunks_per_rank` is by default the smallest of 2, 4, 8,
+        16 and 32 with maximum / mean work of at most 1.05. The result is zigzag or contiguous if that is as balanced and moves
+        less. It is deterministic, so ranks find the same layout without communication. Raises `PlanError` if there are fewer
+        tokens than chunks, and for masks of different lengths or numbers of layers below 1.
         """
-        cp = _size(cp)
-        zigzag = [cls.zigzag(mask.n, cp)] if mask.n >= 2 * cp else []
-        even = [*zigzag, cls.contiguous(mask.n, cp)] if mask.n >= cp else []
-        even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (mask.n % cp > 0)]
-        first_limit = min((balance(mask, layout) for layout in zigzag), default=np.inf)
-        found = balanced_split(mask, cp, chunks_per_rank, even, first_limit)
-        return found if isinstance(found, Layout) else cls(mask.n, cp, found.edges, found.owner, "balanced")
+        cp, layers = _size(cp), _layers(masks)
+        n = layers[0][0].n
+        zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
+        even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
+        even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
+        first_limit = min((balance(layers, layout) for layout in zigzag), default=np.inf)
+        found = balanced_split(layers, cp, chunks_per_rank, even, first_limit)
+        return found if isinstance(found, Layout) else cls(n, cp, found.edges, found.owner, "balanced")
 
     @classmethod
     def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:
@@ -211,6 +214,19 @@ def _size(cp: int) -> int:
     if integer(cp, "context parallel size") < 1:
         raise PlanError(f"context parallel size {cp} must be at least 1")
     return int(cp)
+
+
+def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
+    layers = [(masks, 1)] if isinstance(masks, Mask) else list(masks)
+    if not layers:
+        raise PlanError("a balanced layout needs at least one mask")
+    lengths = {mask.n for mask, _ in layers}
+    if len(lengths) > 1:
+        raise PlanError(f"the masks of the layers are for {', '.join(map(str, sorted(lengths)))} tokens: they must be as long")
+    for mask, count in layers:
+        if integer(count, "number of layers") < 1:
+            raise PlanError(f"{count} layers have the mask {mask.describe()!r}: it must be at least 1")
+    return layers
 
 
 def check_rank(rank: int, cp: int) -> None:

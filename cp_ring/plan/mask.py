@@ -1,15 +1,22 @@
-"""Masks: for each query of a token stream, the interval of keys that it may see."""
+"""Masks: for each query of a token stream, the keys that it may see, as intervals.
+
+A mask is a table of disjoint pieces, each a rectangle of the score matrix cut by a diagonal band. A constructor is a function
+that makes such a table, and nothing else in cp_ring knows which one did.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import Ints, integer, integers, sort_index
-from cp_ring.plan.tiles import OPEN, Tile, Tiles
+from cp_ring.plan.pieces import first_overlap, joined, numbers, read
+from cp_ring.plan.ranges import Ints, integer, integers, sort_index, union
+from cp_ring.plan.tiles import OPEN, Tile, Tiles, coalesce, split_at_edges
 
 MAX_DESCRIBED = 4
 """`Mask.describe` names up to this many different masks of batch rows."""
@@ -19,13 +26,90 @@ MAX_DESCRIBED = 4
 class Mask:
     """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token positions.
 
-    `name` is the constructor, `details` is what `describe` says beside it.
+    `name` is the constructor, `details` is what `describe` says beside it. `segments` are the runs of tokens whose positions go
+    up by one: int64 [2, count], the first token of each run and its position; the first run begins at token 0. None is one run
+    from position 0, so that every token's position is its place in the stream.
     """
 
     n: int
     pieces: Tiles
     name: str = "mask"
     details: str = ""
+    segments: Ints | None = None
+
+    @classmethod
+    def from_pieces(
+        cls,
+        n: int,
+        pieces: Iterable[Sequence[int]],
+        name: str = "mask",
+        details: str = "",
+        positions: Sequence[int] | np.ndarray | None = None,
+    ) -> Mask:
+        """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must not overlap.
+
+        Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi; without lo and hi all of them. `positions`,
+        int64 [n], are those of `Mask.positions`. Raises `PlanError` that names the piece that is outside of the stream or ends
+        before it begins, or the two pieces that overlap, with a pair that both have.
+        """
+        n, tiles = _length(n), read(pieces)
+        ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1) | (tiles.lo > tiles.hi)
+        outside = (np.minimum(tiles.q0, tiles.k0) < 0) | (np.maximum(tiles.q1, tiles.k1) > n)
+        for bad, what in ((ends_early, "ends before it begins"), (outside, f"is outside the {n} tokens of the mask")):
+            if bad.any():
+                raise PlanError(f"piece {bad.argmax()} {numbers(tiles, int(bad.argmax()))} {what}")
+        fitted = tiles.fitted()
+        live = np.arange(len(tiles))[fitted.live()]
+        clash = first_overlap(n, fitted[live])
+        if clash is not None:
+            one, other = sorted(live[[clash.one, clash.other]].tolist())
+            raise PlanError(
+                f"pieces {one} {numbers(tiles, one)} and {other} {numbers(tiles, other)} overlap: query {clash.query} sees key "
+                f"{clash.key} in both; Mask.union joins masks that overlap"
+            )
+        return cls(n, fitted[live], name, details, None if positions is None else _runs_of(positions, n))
+
+    @classmethod
+    def union(cls, *masks: Mask) -> Mask:
+        """The pairs that at least one of the `masks` allows; they may overlap. Positions are those of the first mask.
+
+        Raises `PlanError` if there is none, or if they differ in length.
+        """
+        if not masks:
+            raise PlanError("a union must have at least one mask")
+        n = masks[0].n
+        if any(mask.n != n for mask in masks):
+            raise PlanError(f"a union of masks of {', '.join(str(mask.n) for mask in masks)} tokens: they must be as long")
+        pieces = Tiles(np.concatenate([mask.pieces.data for mask in masks], axis=1)).trimmed()
+        if first_overlap(n, pieces) is not None:
+            pieces = joined(n, pieces)
+        words = list(dict.fromkeys(mask.describe() for mask in masks))
+        shown = " or ".join([*words[:MAX_DESCRIBED], *(["..."] if len(words) > MAX_DESCRIBED else [])])
+        return cls(n, pieces, "union", shown, masks[0].segments)
+
+    def __and__(self, window: tuple[int, int]) -> Mask:
+        """The pairs that this mask allows and whose positions are within `window` (left, right); -1 leaves a side open.
+
+        Distances are those of `positions`: a response sees the last tokens of its prompt, however many responses lie between.
+        """
+        left, right = _band(window)
+        start, position = self._runs()
+        slide, pieces = position - start, self.pieces
+        query = key = np.zeros(1, np.int64)
+        if len(start) > 1:
+            pieces, query, key = split_at_edges(pieces, np.append(start, self.n))
+        data = pieces.data.copy()
+        # Between two runs the distance of positions is that in the stream plus a constant.
+        more = slide[key] - slide[query]
+        if left != -OPEN:
+            np.maximum(data[4], left - more, out=data[4])
+        if right != OPEN:
+            np.minimum(data[5], right - more, out=data[5])
+        narrow = Tiles(data).trimmed()
+        if len(start) > 1:
+            narrow = coalesce(narrow, np.zeros(len(narrow), np.int64))[0]
+        words = _window_in_words(window, causal=False)
+        return replace(self, pieces=narrow, details=", ".join(filter(None, [self.details, words])))
 
     @classmethod
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
@@ -59,7 +143,7 @@ class Mask:
         lo, hi = np.full_like(start, left), np.full_like(start, min(right, 0) if causal else right)
         details = [_documents_in_words(start, end, n), "" if causal else "not causal", _window_in_words(window, causal)]
         pieces = Tiles(np.stack([start, end, start, end, lo, hi])).trimmed()
-        return cls(n, pieces, "documents", ", ".join(filter(None, details)))
+        return cls(n, pieces, "documents", ", ".join(filter(None, details)), _restarts(start, end, n))
 
     @classmethod
     def prefix(
@@ -93,7 +177,224 @@ class Mask:
         prefixes = f"{'mean ' * (given.size > 1)}{given.sum() / max(given.size, 1):.0f} tokens"
         documents = f"documents: {_documents_in_words(start, end, n)}" if cu_seqlens is not None else ""
         details = [prefixes, documents, _window_in_words(window, causal=window[1] == 0)]
-        return cls(n, pieces[sort_index(pieces.q0)], "prefix", ", ".join(filter(None, details)))
+        return cls(n, pieces[sort_index(pieces.q0)], "prefix", ", ".join(filter(None, details)), _restarts(start, end, n))
+
+    @classmethod
+    def tree(cls, parents: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray, n: int | None = None) -> Mask:
+        """Branches of a tree, stored one after another: each sees itself and its ancestors, causally, and nothing else.
+
+        `parents` are the numbers of the branches that the branches continue, -1 for a root; a parent comes before its children.
+        `lengths` are the branches' tokens. The positions of a branch go on where its parent ends, those of a root begin at 0. `n`
+        is the length of the stream; tokens behind the last branch are padding. Raises `PlanError` for a parent that does not come
+        before its child, lengths below 0 or past `n`, and lists of different lengths.
+
+        Shared prefixes are trees of depth 2; a draft model's trunk and branches, and rollouts that fork, are deeper ones.
+        """
+        parent, length = integers(parents, "parents"), integers(lengths, "lengths")
+        if parent.ndim != 1 or parent.shape != length.shape or not len(parent):
+            raise PlanError(f"{parent.size} parents for {length.size} branches: give one for each, and at least one branch")
+        early = np.flatnonzero((parent < -1) | (parent >= np.arange(len(parent))))
+        if len(early):
+            raise PlanError(f"branch {early[0]} has parent {parent[early[0]]}: it must be -1 or a branch before it")
+        if (length < 0).any():
+            raise PlanError(f"branch {(length < 0).argmax()} has {length.min()} tokens: it must have at least 0")
+        end = np.cumsum(length)
+        start, n = end - length, _length(int(end[-1]) if n is None else n)
+        if end[-1] > n:
+            raise PlanError(f"the branches have {end[-1]} tokens, the stream {n}")
+        depth, seen = np.zeros_like(start), []
+        branch, ancestor = np.arange(len(parent)), parent
+        while (ancestor >= 0).any():
+            branch, ancestor = branch[ancestor >= 0], ancestor[ancestor >= 0]
+            depth[branch] += length[ancestor]
+            seen.append((ancestor, branch))
+            ancestor = parent[ancestor]
+        pieces = [np.stack([start, end, start, end, np.full_like(start, -OPEN), np.zeros_like(start)])]
+        if seen:
+            ancestor, branch = (np.concatenate(column) for column in zip(*seen, strict=True))
+            ancestor, q0, q1 = union(ancestor, start[branch], end[branch])
+            open_ = np.full_like(q0, OPEN)
+            pieces.append(np.stack([q0, q1, start[ancestor], end[ancestor], -open_, open_]))
+        tiles = Tiles(np.concatenate(pieces, axis=1)).trimmed()
+        roots = int((parent < 0).sum())
+        words = f"{len(parent)} branches of {roots} root{'s' * (roots > 1)}, {int(length.sum())} tokens"
+        words += _padding_in_words(int(end[-1]), n)
+        return cls(n, tiles[sort_index(tiles.q0, tiles.k0)], "tree", words, _segments(start, end, depth, n))
+
+    @classmethod
+    def shared_prefix(
+        cls,
+        groups: Iterable[tuple[int, Sequence[int]]],
+        n: int | None = None,
+        window: tuple[int, int] | None = None,
+    ) -> Mask:
+        """Groups of one prompt and its responses, one after another: a response sees its prompt and itself, causally.
+
+        `groups` are pairs (tokens of the prompt, [tokens of each response]). The prompt is stored once, before its responses. The
+        positions of each response continue from its prompt. `window` and `n` as elsewhere; tokens behind the last group are
+        padding. Raises `PlanError` for lengths below 0, or past `n`.
+        """
+        parents: list[int] = []
+        lengths: list[int] = []
+        groups = list(groups)
+        for group, (prompt, responses) in enumerate(groups):
+            for what, length in (("prompt", prompt), *(("response", length) for length in responses)):
+                if integer(length, f"{what} length") < 0:
+                    raise PlanError(f"group {group} has a {what} of {length} tokens: it must have at least 0")
+            parents += [-1, *[len(parents)] * len(responses)]
+            lengths += [prompt, *responses]
+        if not groups:
+            raise PlanError("shared prefixes need at least one group (prompt length, [response lengths])")
+        mask = cls.tree(parents, lengths, n)
+        prompts, answers = len(groups), len(parents) - len(groups)
+        tokens = f"{sum(prompt for prompt, _ in groups)} and {sum(sum(rest) for _, rest in groups)} tokens"
+        words = f"{prompts} prompt{'s' * (prompts != 1)} and {answers} response{'s' * (answers != 1)}, {tokens}"
+        words += _padding_in_words(sum(lengths), mask.n)
+        mask = replace(mask, name="shared_prefix", details=words)
+        return mask if window is None else mask & window
+
+    @classmethod
+    def images(
+        cls, n: int, spans: Sequence[tuple[int, int]] | np.ndarray, cu_seqlens: Sequence[int] | np.ndarray | None = None
+    ) -> Mask:
+        """Causal text in which the tokens of each span [start, end) see one another both ways, as those of an image do.
+
+        `cu_seqlens` are packed documents, by default one of `n` tokens. Raises `PlanError` for spans that overlap, are empty, or
+        are not inside one document.
+        """
+        starts, ends, n = _spans([0, integer(n, "n")] if cu_seqlens is None else cu_seqlens, n)
+        first, last = _ordered_spans(spans, n)
+        document = np.searchsorted(ends, first, side="right")
+        crossing = (document == len(ends)) | (last > np.append(ends, 0)[document])
+        if crossing.any():
+            i = crossing.argmax()
+            raise PlanError(f"span {first[i]}..{last[i]} is not inside one document: its tokens cannot all see one another")
+        # A query of a span sees its document up to the end of the span, one of text up to itself.
+        edges = np.unique(np.concatenate([starts, ends, first, last]))
+        q0, q1 = edges[:-1], edges[1:]
+        document = np.searchsorted(ends, q0, side="right")
+        inside, visual = document < len(ends), np.isin(q0, first)
+        begin, open_ = np.append(starts, 0)[document], np.full_like(q0, OPEN)
+        pieces = Tiles(np.stack([q0, q1, begin, q1, -open_, np.where(visual, open_, 0)])[:, inside]).trimmed()
+        words = f"{len(first)} span{'s' * (len(first) != 1)}, {int((last - first).sum())} tokens"
+        documents = f"documents: {_documents_in_words(starts, ends, n)}" if cu_seqlens is not None else ""
+        return cls(n, pieces, "images", ", ".join(filter(None, [words, documents])), _restarts(starts, ends, n))
+
+    @classmethod
+    def with_global(
+        cls, n: int, spans: Sequence[tuple[int, int]] | np.ndarray, window: tuple[int, int], causal: bool = True
+    ) -> Mask:
+        """A window, and tokens of spans [start, end) that see every token and that every token sees, as far as `causal` allows.
+
+        So query i sees key j if j is within `window` of i, or if one of the two is in a span; causal masks hide later keys. This
+        is the global attention of Longformer (Beltagy et al., arXiv:2004.05150). Raises `PlanError` for spans that overlap, are
+        empty or lie outside of the stream.
+        """
+        n = _length(n)
+        first, last = _ordered_spans(spans, n)
+        left, right = _band(window)
+        right = min(right, 0) if causal else right
+        pieces = [(s, e, 0, n, -OPEN, 0 if causal else OPEN) for s, e in zip(first, last, strict=True)]
+        edges = np.concatenate([[0], np.stack([first, last], axis=1).reshape(-1), [n]]).reshape(-1, 2)
+        for q0, q1 in edges[edges[:, 0] < edges[:, 1]]:
+            pieces.append((q0, q1, 0, n, left, right))
+            for s, e in zip(first, last, strict=True):
+                before = [(q0, q1, s, e, -OPEN, left - 1)] if left != -OPEN else []
+                after = [(q0, q1, s, e, right + 1, OPEN)] if not causal and right != OPEN else []
+                pieces += before + after
+        tiles = Tiles.of(pieces).trimmed()
+        words = f"{len(first)} span{'s' * (len(first) != 1)}, {int((last - first).sum())} tokens"
+        details = [words, "" if causal else "not causal", _window_in_words(window, causal)]
+        return cls(n, tiles[sort_index(tiles.q0, tiles.k0)], "global", ", ".join(filter(None, details)))
+
+    @classmethod
+    def block_causal(cls, n: int, block: int) -> Mask:
+        """Query i sees all keys up to the end of its own block of `block` tokens."""
+        n, block = _length(n), _block(block)
+        start, open_ = np.arange(0, n, block), np.full(-(-n // block), OPEN)
+        end = np.minimum(start + block, n)
+        pieces = Tiles(np.stack([start, end, np.zeros_like(start), end, -open_, open_]))
+        return cls(n, pieces, "block_causal", f"blocks of {block} tokens")
+
+    @classmethod
+    def block_diffusion(cls, n: int, block: int) -> Mask:
+        """A clean half and a noised half of one sequence in one stream of `n` tokens, for training of block diffusion.
+
+        The clean half is block causal. A noised block sees itself and the clean blocks before it. Both halves have the positions
+        0 to n / 2 - 1. The mask is that of BD3-LM (Arriola et al., arXiv:2503.09573), the clean half first. Raises `PlanError`
+        if `n` is odd.
+        """
+        n, block = _length(n), _block(block)
+        if n % 2:
+            raise PlanError(f"a stream of {n} tokens has no two equal halves, clean and noised")
+        half = n // 2
+        start, open_ = np.arange(0, half, block), np.full(-(-half // block), OPEN)
+        end, zero = np.minimum(start + block, half), np.zeros_like(start)
+        bands = -open_, open_
+        clean = np.stack([start, end, zero, end, *bands])
+        before = np.stack([half + start, half + end, zero, start, *bands])
+        itself = np.stack([half + start, half + end, half + start, half + end, *bands])
+        pieces = Tiles(np.concatenate([clean, before, itself], axis=1)).trimmed()
+        segments = np.array([[0, half], [0, 0]])
+        return cls(n, pieces[sort_index(pieces.q0, pieces.k0)], "block_diffusion", f"blocks of {block} tokens", segments)
+
+    @property
+    def positions(self) -> Ints:
+        """The position of each token in its own sequence, for rotary and learned embeddings: int64 [n].
+
+        Documents and groups begin at 0, responses continue from their prompt, branches from their parent. Of a mask without such
+        parts it is the place in the stream.
+        """
+        start, position = self._runs()
+        return np.arange(self.n) + np.repeat(position - start, np.diff(np.append(start, self.n)))
+
+    @property
+    def last(self) -> NDArray[np.bool_]:
+        """True for tokens without a next token in the stream: at the end of a run of positions, or not seen by the next token.
+
+        bool [n]. Padding has no next token.
+        """
+        seen = np.zeros(self.n + 1, np.int64)
+        p = self.pieces
+        previous = (p.lo <= -1) & (p.hi >= -1)
+        first, end = np.maximum(p.q0, p.k0 + 1)[previous], np.minimum(p.q1, p.k1 + 1)[previous]
+        some = first < end
+        np.add.at(seen, first[some] - 1, 1)
+        np.add.at(seen, end[some] - 1, -1)
+        last = np.cumsum(seen)[:-1] == 0
+        last[self._runs()[0][1:] - 1] = True
+        return last
+
+    def _runs(self) -> tuple[Ints, Ints]:
+        """First token of each run of positions, and its position."""
+        if self.segments is None:
+            return np.zeros(1, np.int64), np.zeros(1, np.int64)
+        return self.segments[0], self.segments[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mask in plain numbers, lists and strings, as JSON has them: `from_dict` makes an equal one."""
+        segments = None if self.segments is None else self.segments.tolist()
+        pieces = self.pieces.data.T.tolist()
+        return {"n": self.n, "pieces": pieces, "segments": segments, "name": self.name, "details": self.details}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Mask:
+        """The mask that `to_dict` has written. Raises `PlanError` for anything else, overlapping pieces included."""
+        unknown = [name for name in values if name not in ("n", "pieces", "segments", "name", "details")]
+        missing = [name for name in ("n", "pieces") if name not in values]
+        if unknown or missing:
+            raise PlanError(f"a mask in plain numbers has n, pieces, segments, name and details; here {unknown or missing} is "
+                            f"{'unknown' if unknown else 'missing'}")  # fmt: skip
+        words = (str(values.get("name", "mask")), str(values.get("details", "")))
+        mask = cls.from_pieces(values["n"], values["pieces"], *words)
+        if values.get("segments") is None:
+            return mask
+        segments = integers(values["segments"], "segments")
+        if segments.ndim != 2 or segments.shape[0] != 2 or not segments.shape[1] or segments[0, 0] != 0 or (segments < 0).any():
+            raise PlanError("segments of a mask are first tokens, from 0, and their positions: two lists of the same length")
+        if (np.diff(segments[0]) <= 0).any() or segments[0, -1] >= mask.n:
+            raise PlanError(f"segments of a mask of {mask.n} tokens must begin at ascending tokens, not {_short(segments[0])}")
+        return replace(mask, segments=segments)
 
     def allowed(self, i: int, j: int) -> bool:
         """Whether query i may see key j."""
@@ -111,7 +412,9 @@ class Mask:
         pieces = [row.pieces.shifted(start, start).data for row, start in zip(rows, starts, strict=False)]
         masks = list(dict.fromkeys(row.describe() for row in rows))
         words = "; ".join([*masks[:MAX_DESCRIBED], *(["..."] if len(masks) > MAX_DESCRIBED else [])])
-        return cls(int(starts[-1]), Tiles(np.concatenate(pieces, axis=1)), "batch", f"{len(rows)} rows ({words})")
+        runs = [np.add(row._runs(), [[start], [0]]) for row, start in zip(rows, starts, strict=False)]
+        tiles, segments = Tiles(np.concatenate(pieces, axis=1)), np.concatenate(runs, axis=1)
+        return cls(int(starts[-1]), tiles, "batch", f"{len(rows)} rows ({words})", segments)
 
     def area(self) -> int:
         """Allowed (query, key) pairs, exactly."""
@@ -123,8 +426,8 @@ class Mask:
 
     def describe(self) -> str:
         """The mask in words, as "causal, window 4096" or "documents: 113, mean 580 tokens"."""
-        separator = ": " if self.name in ("documents", "prefix", "batch") else ", "
-        return self.name + separator * bool(self.details) + self.details
+        separator = ", " if self.name in ("full", "causal") else ": "
+        return self.name.replace("_", " ") + separator * bool(self.details) + self.details
 
     def __repr__(self) -> str:
         return f"<Mask of {self.n} tokens, {self.describe()}>"
@@ -137,6 +440,68 @@ def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
         offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
         picture[q0:q1, k0:k1] += (offset >= lo) & (offset <= hi)
     return picture
+
+
+def _length(n: int) -> int:
+    if integer(n, "n") < 1:
+        raise PlanError(f"a stream of {n} tokens: it must hold at least 1")
+    return int(n)
+
+
+def _block(block: int) -> int:
+    if integer(block, "block") < 1:
+        raise PlanError(f"blocks of {block} tokens: they must have at least 1")
+    return int(block)
+
+
+def _ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[Ints, Ints]:
+    """Checked spans, ascending, as starts and ends."""
+    pairs = integers(spans, "spans")
+    pairs = pairs.reshape(0, 2) if not pairs.size else pairs
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise PlanError(f"spans are pairs (start, end), not an array of {list(pairs.shape)}")
+    start, end = pairs[np.argsort(pairs[:, 0], kind="stable")].T
+    bad = (start < 0) | (end > n) | (start >= end)
+    if bad.any():
+        i = bad.argmax()
+        raise PlanError(f"span {start[i]}..{end[i]} is empty or outside the {n} tokens of the stream")
+    clash = np.flatnonzero(end[:-1] > start[1:])
+    if len(clash):
+        i = clash[0]
+        raise PlanError(f"spans {start[i]}..{end[i]} and {start[i + 1]}..{end[i + 1]} overlap")
+    return start, end
+
+
+def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
+    """`Mask.segments` from the positions of all tokens."""
+    given = integers(positions, "positions")
+    if given.shape != (n,) or (given < 0).any():
+        raise PlanError(f"positions of shape {list(given.shape)}, at least {given.min(initial=0)}: it must be [{n}], at least 0")
+    start = np.flatnonzero(np.diff(given, prepend=given[0] - 2) != 1)
+    return _plain(np.stack([start, given[start]]))
+
+
+def _restarts(start: Ints, end: Ints, n: int) -> Ints | None:
+    """`Mask.segments` of documents, which begin at position 0."""
+    return _segments(start, end, np.zeros_like(start), n)
+
+
+def _segments(start: Ints, end: Ints, position: Ints, n: int) -> Ints | None:
+    """`Mask.segments` of runs [start, end), end to end from token 0; the padding behind them begins at position 0."""
+    live = start < end
+    start, position = start[live], position[live]
+    total = int(end[-1]) if len(end) else 0
+    padding = np.array([[total], [0]])[:, : int(total < n)]
+    return _plain(np.concatenate([np.stack([start, position]), padding], axis=1))
+
+
+def _plain(segments: Ints) -> Ints | None:
+    """None for one run from position 0."""
+    return None if segments.shape[1] == 1 and not segments.any() else segments
+
+
+def _padding_in_words(used: int, n: int) -> str:
+    return f", {n - used} tokens of padding" if n > used else ""
 
 
 def _spans(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints, Ints, int]:
@@ -177,8 +542,7 @@ def _window_in_words(window: tuple[int, int], causal: bool) -> str:
 def _documents_in_words(start: Ints, end: Ints, n: int) -> str:
     """How many documents hold a token, how many tokens on average, and the padding behind them."""
     count, total = int((end > start).sum()), int((end - start).sum())
-    padding = f", {n - total} tokens of padding" if n > total else ""
-    return f"{count}, mean {total / max(count, 1):.0f} tokens{padding}"
+    return f"{count}, mean {total / max(count, 1):.0f} tokens{_padding_in_words(total, n)}"
 
 
 def _short(values: np.ndarray) -> str:

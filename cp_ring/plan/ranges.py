@@ -25,7 +25,8 @@ def integers(values: object, what: str) -> Ints:
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise PlanError(
-            f"{what} must be whole numbers, not {array.dtype} as in {np.array2string(array, threshold=8, edgeitems=3)}"
+            f"{what} must be whole numbers, not {array.dtype} as in "
+            f"{np.array2string(array.reshape(-1), threshold=8, edgeitems=3, max_line_width=999)}"
         )
     return array.astype(np.int64)
 

@@ -201,7 +201,7 @@ class Hops(Sequence[Hop]):
             return tuple(self[i] for i in range(len(self))[place])
         index = self._live[place]
         if index not in self._made:
-            self._made[index] = self._make(index)
+            self._made.setdefault(index, self._make(index))  # threads that share a plan must get the same hop
         return self._made[index]
 
     def __reduce__(self) -> tuple[type, tuple[tuple[Hop, ...]]]:
@@ -243,22 +243,22 @@ class RankPlan:
         """Of the whole plan: equal on the ranks that run the same one."""
         return ";".join(f"{name}={content}" for name, content, _ in self.identity)
 
-    @property
+    @cached_property
     def packed(self) -> bool:
         """Whether the rank's own keys have many tiles, as with packed documents."""
         return any(len(hop.tiles) > 4 for hop in self.hops[:1])
 
-    @property
+    @cached_property
     def max_keys(self) -> int:
         """Tokens of the largest key buffer that a hop receives."""
         return max((hop.num_keys for hop in self.hops if hop.receives), default=0)
 
-    @property
+    @cached_property
     def max_grads(self) -> int:
         """Tokens of the largest gradient buffer of a hop other than hop 0."""
         return max((hop.num_grads for hop in self.hops if hop.index), default=0)
 
-    @property
+    @cached_property
     def max_grad_receives(self) -> int:
         """Tokens of the most gradients that arrive at one hop."""
         return max((sum(t.tokens for t in hop.grad_receives) for hop in self.hops), default=0)

@@ -6,7 +6,8 @@ What is proven, in this order. Each check relies on those before it.
 |-------------------|-------------------------------------------------------------------------------------------------------|
 | `check_layout`    | The chunks cover every token exactly once, and their owners exist.                                    |
 | `check_tables`    | Ranks, hops and tokens exist; the tables are sorted; every query of a tile sees a key.                |
-| `check_sources`   | A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone.        |
+| `check_sources`   | A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone; no     |
+|                   | message goes from a rank to itself.                                                                   |
 | `check_cover`     | Every allowed (query, key) pair is computed exactly once, and no other pair is.                       |
 | `check_keys`      | Every key that a tile reads is the rank's own or arrives at that hop; nothing else arrives; a sender  |
 |                   | holds what it sends.                                                                                  |
@@ -36,8 +37,9 @@ from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, expand, overlaps, sort_index, union
+from cp_ring.plan.ranges import Ints, overlaps, sort_index, union
 from cp_ring.plan.schedule import check
+from cp_ring.plan.strips import Intervals, cuts_of, intervals
 from cp_ring.plan.tables import PlanTables, Transfers
 from cp_ring.plan.tiles import Tiles
 
@@ -171,10 +173,12 @@ def check_sources(plan: PlanTables) -> None:
 
     Every use of a (rank, hop) buffer names an owner: tiles, arriving and forwarded keys, leaving and passed-on gradients.
     The distance of the rank from the owner must be one of that hop. So the tokens of several owners that share a
-    buffer are told apart by (rank, distance), and the checks below take each such pair for a buffer of its own. Cost:
-    linear in the tables.
+    buffer are told apart by (rank, distance), and the checks below take each such pair for a buffer of its own. No message
+    goes from a rank to itself. Cost: linear in the tables.
     """
     keys, grads = plan.transfers, plan.gradients
+    _check_peers(keys)
+    _check_peers(grads)
     forwarded, passed = keys[keys.buffer > 0], grads[grads.buffer > 0]
     rank = np.concatenate([plan.tile_rank, keys.receiver, forwarded.sender, grads.sender, passed.receiver])
     hop = np.concatenate([plan.tile_hop, keys.hop, forwarded.buffer, grads.hop, passed.buffer])
@@ -183,70 +187,62 @@ def check_sources(plan: PlanTables) -> None:
     _all(due == hop, lambda i: f"rank {rank[i]}, hop {hop[i]}: keys of rank {owner[i]}, which belong to hop {due[i]}")
 
 
+def _check_peers(table: Transfers) -> None:
+    _all(table.sender != table.receiver, lambda i: f"{_moves(table, i)}: a rank has no messages to itself")
+
+
 def check_cover(plan: PlanTables) -> None:
     """Every allowed (query, key) pair is computed exactly once, and no other pair is.
 
     1. `tiles_in_stream` renames queries and keys of all tiles to positions of the stream.
     2. The query axis is cut into strips: at the edges of all tiles and pieces, and where one of their sides starts or
        stops to slope. Within a strip the first and last key of a tile are linear in the query (constant or slope 1).
-    3. In each strip tiles are sorted by their first key. At the first and at the last query of the strip the first tile
-       must begin where the mask begins, each further tile where the one before it ends, and the last must end where the
-       mask ends. So there is neither gap nor overlap at these two queries.
+    3. In each strip the tiles are sorted by their first key. No two of them may overlap at the first or at the last query of
+       the strip, and neighbors that touch at both are joined. The same is done with the pieces of the mask. Then the joined
+       intervals of the tiles must be those of the pieces: as many, and with the same ends at both queries.
     4. Two linear functions that agree at both ends of a strip agree in all of it, so the same holds for all its queries.
 
-    Two tiles of a strip that overlap, or that are out of order at one end, break step 3 at that end. The mask must have
-    one piece for each query (it is an interval mask), which is checked first.
+    A query may see any number of intervals of keys. Two tiles of a strip that overlap, or that are out of order at one end,
+    break step 3 at that end (see `cp_ring.plan.strips`). So do two pieces, whose mask then has a pair twice.
 
     Cost: sorting of the pairs (tile, strip) and one byte for each token, which marks the cuts.
     """
     tiles, parent = tiles_in_stream(plan)
-    pieces = plan.mask.pieces[sort_index(plan.mask.pieces.q0)]
-    if (pieces.q1[:-1] > pieces.q0[1:]).any():
-        raise PlanError("the mask is not an interval mask: two of its pieces share a query")
-    marks = np.zeros(plan.n + 1, bool)
-    for part in (tiles, pieces):
-        slopes = (np.clip(turn, part.q0, part.q1) for turn in (part.k0 - part.lo, part.k1 - part.hi))
-        for query in (part.q0, part.q1, *slopes):
-            marks[query] = True
-    cuts = np.flatnonzero(marks)
-    which, strip = _strips_of(tiles, cuts)
-    left, right = _sides(tiles, which, cuts[strip]), _sides(tiles, which, cuts[strip + 1] - 1)
-    sort = sort_index(strip, left[0])
-    which, strip, sides = which[sort], strip[sort], np.concatenate([left, right])[:, sort]
+    given = plan.mask.pieces
+    outside = (given.q0 < 0) | (given.k0 < 0) | (given.q1 > plan.n) | (given.k1 > plan.n)
+    _all(~outside, lambda i: f"the mask is for {plan.n} tokens, but its piece {_numbers(given, i)} lies outside of them")
+    pieces = given.trimmed()
+    cuts = cuts_of(plan.n, tiles, pieces)
+    computed, allowed = intervals(tiles, cuts), intervals(pieces, cuts)
 
-    piece, allowed_strip = _strips_of(pieces, cuts)
-    allowed = np.full((4, len(cuts)), -1)
-    allowed[:, allowed_strip] = np.concatenate(
-        [_sides(pieces, piece, cuts[allowed_strip]), _sides(pieces, piece, cuts[allowed_strip + 1] - 1)]
-    )
-    computed = np.zeros(len(cuts), bool)
-    computed[strip] = True
-    _all(computed | (allowed[0] < 0), lambda i: _uncovered(plan.layout, cuts[i], cuts[i + 1], allowed[0, i], allowed[1, i]))
-    # Each tile must begin where the tile before it ends, and the first one where the mask begins.
-    fresh = np.diff(strip, prepend=-1) != 0
-    due = np.where(fresh, allowed[0::2, strip], np.roll(sides[1::2], 1, axis=1))
-    good = (sides[0::2] == due).all(0)
-    last = np.append(fresh[1:], True)[: len(strip)]
-    good &= ~last | (sides[1::2] == allowed[1::2, strip]).all(0)
-    _all(
-        good,
-        lambda i: (
-            f"{_where(plan, parent[which[i]])}: query {cuts[strip[i]]} of queries {cuts[strip[i]]}..{cuts[strip[i] + 1]} "
-            f"sees keys {sides[0, i]}..{sides[1, i]}, but the mask and its neighbors leave it {due[0, i]}..{allowed[1, strip[i]]}"
-        ),
-    )
+    def where(i: int) -> str:
+        return _where(plan, parent[computed.tile[i]])
 
+    def queries(of: Intervals, i: int) -> str:
+        return f"queries {cuts[of.strip[i]]}..{cuts[of.strip[i] + 1]}"
 
-def _strips_of(tiles: Tiles, cuts: Ints) -> tuple[Ints, Ints]:
-    """All pairs (tile, strip between two cuts) in which the tile crosses the strip."""
-    first = np.searchsorted(cuts, tiles.q0)
-    return expand(first, np.searchsorted(cuts, tiles.q1) - first)
-
-
-def _sides(tiles: Tiles, which: Ints, query: Ints) -> Ints:
-    """First key that tile `which` allows a query, and the end of its keys: int64 [2, pairs]."""
-    k0, k1, lo, hi = tiles.data[2:, which]
-    return np.stack([np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)])
+    twice = computed.overlap()
+    if twice is not None:
+        raise PlanError(f"{where(twice)}: {queries(computed, twice)} see a key that another tile computes for them too")
+    doubled = allowed.overlap()
+    if doubled is not None:
+        one, other = (_numbers(pieces, i) for i in allowed.tile[[doubled - 1, doubled]])
+        raise PlanError(f"the mask has pairs twice: its pieces {one} and {other} overlap")
+    computed, allowed = computed.joined(), allowed.joined()
+    count = min(len(computed.strip), len(allowed.strip))
+    differs = (computed.strip[:count] != allowed.strip[:count]) | (computed.sides[:, :count] != allowed.sides[:, :count]).any(0)
+    i = int(np.append(differs, True).argmax())
+    missing = i < len(allowed.strip) and (i == len(computed.strip) or allowed.strip[i] < computed.strip[i])
+    if missing:
+        start, end = cuts[allowed.strip[i]], cuts[allowed.strip[i] + 1]
+        raise PlanError(_uncovered(plan.layout, start, end, *allowed.sides[:2, i]))
+    if i < len(computed.strip):
+        known = i < len(allowed.strip) and allowed.strip[i] == computed.strip[i]
+        wanted = f"{allowed.sides[0, i]}..{allowed.sides[1, i]}" if known else "no more"
+        raise PlanError(
+            f"{where(i)}: {queries(computed, i)} see keys {computed.sides[0, i]}..{computed.sides[1, i]} at the first of them, "
+            f"but the mask allows {wanted}"
+        )
 
 
 def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
@@ -387,6 +383,10 @@ def _where(plan: PlanTables, tile: int) -> str:
         f"rank {plan.tile_rank[tile]}, hop {plan.tile_hop[tile]}: tile of queries {q0}..{q1}, keys {k0}..{k1} "
         f"of rank {plan.tile_source[tile]}"
     )
+
+
+def _numbers(pieces: Tiles, i: int) -> tuple[int, ...]:
+    return tuple(pieces.data[:, i].tolist())
 
 
 def _moves(table: Transfers, i: int) -> str:

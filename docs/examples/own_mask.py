@@ -1,27 +1,30 @@
-"""A mask of your own: video frames see themselves both ways, and every earlier frame. Run: python docs/examples/own_mask.py"""
+"""A mask of your own: passages that do not see one another, and a question that sees all. Run it with python."""
 
 import torch
 import torch.nn.functional as F
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
-from cp_ring.plan import OPEN, Tiles
+from cp_ring.plan import OPEN
 from cp_ring.testing.local_ring import LocalRing
 
 
-def block_causal(n: int, block: int) -> Mask:
-    """Query i sees all keys up to the end of its own block of `block` tokens."""
-    pieces = []
-    for start in range(0, n, block):
-        end = min(start + block, n)
-        # Queries [start, end) see keys [0, end); OPEN, OPEN: no diagonal cuts this rectangle.
-        pieces.append((start, end, 0, end, -OPEN, OPEN))
-    return Mask(n, Tiles.of(pieces), "block_causal")
+def passages(lengths: list[int], question: int) -> Mask:
+    """Passages of these lengths, one after another, and behind them a question with its answer, `question` tokens, all causal."""
+    pieces, start = [], 0
+    for length in lengths:
+        end = start + length
+        # Queries [start, end) see keys [start, end), cut by the diagonal key - query <= 0.
+        pieces.append((start, end, start, end, -OPEN, 0))
+        start = end
+    n = start + question
+    pieces.append((start, n, 0, n, -OPEN, 0))  # the question sees all passages, and itself up to each token
+    return Mask.from_pieces(n, pieces, "passages")
 
 
 def main(cp=4):
-    n, block = 480, 48
-    mask = block_causal(n, block)
-    assert mask.allowed(0, block - 1) and not mask.allowed(0, block)
+    mask = passages([100, 60, 140, 80], question=100)
+    n = mask.n
+    assert mask.allowed(400, 0) and not mask.allowed(120, 0)
 
     plan = RingPlan.build(mask, Layout.balanced(mask, cp))
     report = plan.verify(rank_plans=True)

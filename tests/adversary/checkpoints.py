@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,9 @@ def legacy_files(folder: Path) -> Iterator[Try]:
     file = io.BytesIO()
     torch.save({"weight": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
     yield attempt("a right file", lambda: as_archive(file.getvalue()), folder)
+    for kind in (tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.REGTYPE):
+        data = gadgets.tar(kind)
+        yield attempt(f"a tar with members of type {kind.decode()}", lambda data=data: as_archive(data), folder)
 
 
 @attack("extension codes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,17 @@ def legacy(pickled: bytes) -> bytes:
     """A file in the format that torch.save wrote before zip archives."""
     head = (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {"little_endian": True})
     return b"".join(pickle.dumps(part, 2) for part in head) + pickled + pickle.dumps([], 2)
+
+
+def tar(kind: bytes) -> bytes:
+    """A file in the format before `legacy`, a tar archive, with members of `kind`: a reader of a named pipe waits for ever."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive_file:
+        for member in ("storages", "tensors", "pickle"):
+            info = tarfile.TarInfo(member)
+            info.type, info.linkname = kind, "/dev/zero"
+            archive_file.addfile(info)
+    return file.getvalue()
 
 
 def _stored(records: dict[str, bytes]) -> tuple[bytes, bytes]:

@@ -10,7 +10,8 @@ import zipfile
 import pytest
 import torch
 
-from tests.adversary import ATTACKS, canary, checkpoints, gadgets
+from cp_ring.plan import verify
+from tests.adversary import ATTACKS, Registered, canary, checkpoints, gadgets, plans
 from tests.adversary.__main__ import run
 
 
@@ -19,6 +20,36 @@ def test_holds(name):
     (entry,), failures = run([name])
     assert not failures, failures[:5]
     assert entry["tries"] == entry["held"] > 0
+
+
+RANDOM = [name for name, attack in ATTACKS.items() if attack.cases]
+
+
+def test_random_attacks_have_2000_tries():
+    assert sum(ATTACKS[name].cases for name in RANDOM) == 2000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANDOM)
+def test_holds_25_times_as_often(name):
+    (entry,), failures = run([name], times=25)
+    assert not failures, failures[:5]
+    assert entry["tries"] == entry["held"] == 25 * ATTACKS[name].cases
+
+
+@pytest.mark.parametrize("check", ["check_cover", "check_keys", "check_gradients", "check_sources"])
+def test_a_proof_without_one_of_its_checks_does_not_hold(monkeypatch, check):
+    monkeypatch.setattr(verify, check, lambda *args: None)
+    monkeypatch.setitem(ATTACKS, "short", Registered(plans.named_mutations, 140))
+    _, failures = run(["short"])
+    assert any("the proof accepts it" in line for line in failures)
+
+
+def test_an_accepted_plan_that_is_wrong_shows(monkeypatch):
+    monkeypatch.setattr(verify, "check_gradients", lambda *args: None)
+    monkeypatch.setitem(ATTACKS, "short", Registered(plans.random_corruption, 50))
+    _, failures = run(["short"])
+    assert any("the proof accepts it, but dk is off by" in line for line in failures)
 
 
 def test_the_corpus_has_at_least_200_gadgets(tmp_path):

@@ -142,6 +142,57 @@ def test_table_names_the_mask_in_words(options: list[str], title: str) -> None:
     assert title in " ".join(run(*options).stdout.split())
 
 
+def test_masks_of_several_intervals(tmp_path: Path) -> None:
+    tree = tmp_path / "tree.json"
+    tree.write_text('{"parents": [-1, 0, 0], "lengths": [64, 32, 16]}')
+    for text, more, expected in (
+        ("shared-prefix:4096,1024x8", [], Mask.shared_prefix([(4096, [1024] * 8)])),
+        (
+            "shared-prefix:1k,512x2,100+2k,1k",
+            ["--seq-length", "8K"],
+            Mask.shared_prefix([(1024, [512, 512, 100]), (2048, [1024])], 8192),
+        ),
+        ("shared-prefix:512,256x2", ["--window", "100"], Mask.shared_prefix([(512, [256] * 2)], window=(100, 0))),
+        ("images:100-356,1000-1256", ["--seq-length", "2K"], Mask.images(2048, [(100, 356), (1000, 1256)])),
+        ("global:0-16", ["--seq-length", "2K", "--window", "64"], Mask.with_global(2048, [(0, 16)], (64, 0))),
+        (f"tree:{tree}", [], Mask.tree([-1, 0, 0], [64, 32, 16])),
+        ("block-causal:256", ["--seq-length", "2K"], Mask.block_causal(2048, 256)),
+        ("block-diffusion:256", ["--seq-length", "2K"], Mask.block_diffusion(2048, 256)),
+    ):
+        result = CliRunner().invoke(app, ["plan", "--cp", "4", "--layout", "balanced", "--mask", text, "--json", *more])
+        assert result.exit_code == 0, result.output
+        facts = json.loads(result.stdout)
+        assert (facts["n"], facts["mask"], sum(facts["work_per_rank"])) == (expected.n, expected.name, expected.area()), text
+    picture = tmp_path / "tree.png"
+    result = CliRunner().invoke(app, ["plan", "--cp", "2", "--mask", f"tree:{tree}", "--draw", str(picture)])
+    assert result.exit_code == 0 and picture.exists() and "tree: 3 branches of 1 root" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mask", "stripes:3"], "--mask 'stripes:3': known are shared-prefix:PROMPT,RESPONSE"),
+        (["--mask", "images"], "--mask 'images': known are"),
+        (["--mask", "images:0-4"], "--mask images:0-4: give --seq-length"),
+        (["--mask", "images:4", "--seq-length", "64"], "--mask images:4: write it as START-END,..."),
+        (["--mask", "images:4-9,7-12", "--seq-length", "64"], r"--mask images:4-9,7-12: spans 4\.\.9 and 7\.\.12 overlap"),
+        (["--mask", "shared-prefix:4,x"], "--mask shared-prefix:4,x: write it as PROMPT,RESPONSE"),
+        (["--mask", "shared-prefix:40,8", "--seq-length", "16"], "the branches have 48 tokens, the stream 16"),
+        (["--mask", "tree:/does/not/exist.json"], "--mask tree:/does/not/exist.json: cannot read it: No such file"),
+        (["--mask", "block-diffusion:4", "--seq-length", "63"], "has no two equal halves"),
+        (["--mask", "shared-prefix:4,2", "--full"], "is a mask by itself: leave out --full and --prefix"),
+        (["--mask", "global:0-4", "--seq-length", "64", "--documents-mean", "9"], "has no documents: leave out --documents"),
+        (["--documents-mean", "9"], "--documents and --documents-mean need --seq-length"),
+        ([], "--seq-length: give the tokens of the sequence, or a --mask"),
+    ],
+)
+def test_bad_masks_are_one_line(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--cp", "4", *options])
+    with pytest.raises(PlanError, match=message) as caught:
+        raise result.exception
+    assert not result.stdout and "\n" not in str(caught.value)
+
+
 TOKENS = {"64K": 65536, "128k": 131072, "1M": 1 << 20, "1.5k": 1536, "10_000": 10000}
 
 

@@ -1,8 +1,8 @@
 """Runs the fault campaign: `python -m tests.faults --rounds N [--json] [--only FAULT]`; exit code 1 unless all recovered.
 
 Each entry is a fault: `rounds` of it; how often a restart `recovered`: it went on right after the last good checkpoint with
-the losses of an undisturbed run, step for step, to 1e-6; and `lost_steps`, how many steps after those checkpoints had to be done
-again in all rounds together.
+the losses of an undisturbed run, step for step, to 1e-6 (1e-5 at another size), or the job went on by itself where it must; and
+`lost_steps`, how many steps after those checkpoints had to be done again in all rounds together.
 """
 
 import argparse
@@ -20,9 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cp_ring.megatron.checkpoints import folders, lock, manifest
-from tests.faults.jobs import ASYNC, INTERVAL, Runs, random_kill, resumed_well
+from cp_ring.observe import progress, watchdog
+from tests.faults import planted
+from tests.faults.jobs import ASYNC, INTERVAL, RANKS, Runs, random_kill, resumed_well
 
 STEPS = 4 * INTERVAL
+HOP_TIMEOUT = 6  # seconds: longer than a tiny hop takes on a busy machine
 Outcome = tuple[bool, int]  # recovered, lost steps
 Losses = dict[int, float]
 
@@ -134,14 +137,129 @@ def two_at_once(rounds: int, folder: Path, straight: Losses, chance: random.Rand
     return outcomes
 
 
+def undisturbed(
+    plan: Callable[[Path, random.Random], tuple[dict, list[str]]],
+    rounds: int,
+    folder: Path,
+    straight: Losses,
+    chance: random.Random,
+) -> list[Outcome]:
+    """A fault that must not end the job: no step is done twice, and the last checkpoint is there.
+
+    plan: makes the fault and the flags of a round from the folder of its run and the generator.
+    """
+    outcomes = []
+    for turn in range(rounds):
+        run_dir = folder / f"round{turn}" / "run"
+        fault, flags = plan(run_dir, chance)
+        runs = Runs(folder / f"round{turn}", STEPS, saves=run_dir / "saves", flags=tuple(flags))
+        code, losses = runs.run(fault)
+        good = code == 0 and resumed_well(losses, 0, straight) and max(losses) == STEPS == runs.good()
+        outcomes.append((good, 0))
+    return outcomes
+
+
+def _suspended(run_dir: Path, chance: random.Random) -> tuple[dict, list[str]]:
+    when = {"step": chance.randint(2, 2 * INTERVAL), "delay": chance.random() * 0.05}
+    return {"what": "stop", "rank": planted.EVERY, "seconds": 3 * HOP_TIMEOUT} | when, ["--cp-ring-hop-timeout", str(HOP_TIMEOUT)]
+
+
+def _slow_save(run_dir: Path, chance: random.Random) -> tuple[dict, list[str]]:
+    fault = {"what": "linger", "rank": 0, "operation": chance.randint(1, 14), "seconds": 2 * HOP_TIMEOUT}
+    return fault, ["--cp-ring-hop-timeout", str(HOP_TIMEOUT)]
+
+
+def _removed(run_dir: Path, chance: random.Random) -> tuple[dict, list[str]]:
+    when = {"step": chance.randint(2, 2 * INTERVAL), "delay": chance.random() * 0.05}
+    fault = {"what": "remove", "rank": 0, "folder": str(run_dir)} | when
+    return fault, ["--cp-ring-run-dir", str(run_dir), "--tensorboard-dir", str(run_dir / "tensorboard")]
+
+
+def stopped(rounds: int, folder: Path, straight: Losses, chance: random.Random) -> list[Outcome]:
+    """One rank is stopped (SIGSTOP) and stays so: the other one ends the job with a report, and a restart goes on."""
+    outcomes = []
+    for turn in range(rounds):
+        runs = Runs(folder / f"round{turn}", STEPS, flags=("--cp-ring-hop-timeout", str(HOP_TIMEOUT)))
+        victim = chance.randrange(RANKS)
+        fault = {"what": "stop", "rank": victim, "step": chance.randint(2, STEPS - 1), "delay": chance.random() * 0.05}
+        code, losses = runs.run(fault)
+        reached, good = max(losses, default=0), runs.good()
+        said = f"first stuck: rank {victim}, which does not answer" in (runs.folder / "run1.log").read_text()
+        code_again, again = runs.run()
+        recovered = code_again == 0 and resumed_well(again, good, straight) and runs.good() == STEPS
+        outcomes.append((code == watchdog.EXIT_CODE and said and recovered, reached - good))
+    return outcomes
+
+
+def killed_while_it_restarts(rounds: int, folder: Path, straight: Losses, chance: random.Random) -> list[Outcome]:
+    """A rank of a job that resumes is killed while it reads its checkpoint: the next restart goes on all the same."""
+    base = Runs(folder / "base", STEPS)
+    base.run(until=2 * INTERVAL)
+    outcomes = []
+    for turn in range(rounds):
+        runs = Runs(folder / f"round{turn}", STEPS)
+        shutil.copytree(base.saves, runs.saves)
+        fault = {"what": "kill", "rank": chance.randrange(RANKS), "operation": chance.randint(1, 8), "reading": True}
+        code, losses = runs.run(fault)
+        code_again, again = runs.run()
+        recovered = code_again == 0 and resumed_well(again, 2 * INTERVAL, straight) and runs.good() == STEPS
+        outcomes.append((code == -signal.SIGKILL and not losses and recovered, 0))
+    return outcomes
+
+
+def resumed_at_another_size(rounds: int, folder: Path, straight: Losses, chance: random.Random) -> list[Outcome]:
+    """A rank is killed during a save; the job resumes at context parallel size 1 or 4."""
+    outcomes = []
+    for turn in range(rounds):
+        runs = Runs(folder / f"round{turn}", STEPS)
+        runs.run(until=INTERVAL)
+        _, losses = runs.run(random_kill("save", INTERVAL, chance))
+        reached, good = max(losses, default=INTERVAL), runs.good()
+        code, again = runs.run(ranks=(1, 4)[turn % 2])
+        through = good == STEPS and not again
+        recovered = code == 0 and (through or resumed_well(again, good, straight, 1e-5)) and runs.good() == STEPS
+        outcomes.append((recovered, reached - good))
+    return outcomes
+
+
+def failing_logs(what: str, rounds: int, folder: Path, straight: Losses, chance: random.Random) -> list[Outcome]:
+    """The disk of the run directory, of TensorBoard and of the output fills up, or the run directory becomes read-only."""
+    outcomes = []
+    for turn in range(rounds):
+        disk = folder / f"disk{turn}"
+        disk.mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+        try:
+            flags = ["--cp-ring-run-dir", str(disk / "run"), "--log-interval", "1"]
+            flags += ["--tensorboard-dir", str(disk / "tensorboard")] if what == "fill" else []
+            runs = Runs(folder / f"round{turn}", STEPS, flags=tuple(flags))
+            when = {"step": chance.randint(2, STEPS - 2), "delay": chance.random() * 0.05}
+            log = disk / "output.log" if what == "fill" else None
+            code, losses = runs.run({"what": what, "rank": 0, "disk": str(disk)} | when, log=log)
+            good = code == 0 and resumed_well(losses, 0, straight) and max(losses) == STEPS == runs.good()
+            in_time = (disk / "filler").exists() or len(progress.read(disk / "run")) < STEPS
+            outcomes.append((good and in_time, 0))
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+    return outcomes
+
+
 FAULTS: dict[str, Callable[[int, Path, Losses, random.Random], list[Outcome]]] = {
     "a rank killed at a random step": lambda *rest: killed("step", (), *rest),
     "a rank killed during a save": lambda *rest: killed("save", (), *rest),
     "a rank killed during an asynchronous save": lambda *rest: killed("asynchronous save", tuple(ASYNC), *rest),
+    "a rank killed while it restarts": killed_while_it_restarts,
+    "a save killed, resumed at another size": resumed_at_another_size,
+    "a rank stopped for good": stopped,
+    "all ranks stopped for a while": lambda *rest: undisturbed(_suspended, *rest),
+    "a save longer than the hop timeout": lambda *rest: undisturbed(_slow_save, *rest),
     "a damaged checkpoint": corrupted,
     "two jobs at once": two_at_once,
+    "a run directory removed": lambda *rest: undisturbed(_removed, *rest),
     "a full disk": lambda *rest: failing_disk("fill", *rest),
     "a read-only disk": lambda *rest: failing_disk("freeze", *rest),
+    "a full disk at the logs": lambda *rest: failing_logs("fill", *rest),
+    "a read-only disk at the run directory": lambda *rest: failing_logs("freeze", *rest),
 }
 
 

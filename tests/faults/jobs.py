@@ -21,21 +21,23 @@ class Runs:
     def __init__(self, folder: Path, steps: int, saves: Path | None = None, flags: tuple[str, ...] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.steps, self.saves = folder, steps, saves or folder / "saves"
-        self.flags = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", str(RANKS), "--train-iters", str(steps), *flags]
+        self.flags = ["--cp-ring", "--cp-ring-cpu", "--train-iters", str(steps), *flags]
         self.count = 0
 
-    def run(self, fault: dict | None = None, until: int | None = None, save: bool = True) -> tuple[int, dict[int, float]]:
-        """Exit code and loss of each step."""
+    def run(
+        self, fault: dict | None = None, until: int | None = None, save: bool = True, ranks: int = RANKS, log: Path | None = None
+    ) -> tuple[int, dict[int, float]]:
+        """Exit code and loss of each step, on `ranks` ranks; their output goes to `log`."""
         self.count += 1
-        name, log = f"run{self.count}", self.folder / f"run{self.count}.log"
-        argv = TINY + self.flags
+        name, log = f"run{self.count}", log or self.folder / f"run{self.count}.log"
+        argv = [*TINY, *self.flags, "--context-parallel-size", str(ranks)]
         if save:
             argv += ["--save", str(self.saves), "--load", str(self.saves), "--save-interval", str(INTERVAL)]
         if until:
             argv += ["--exit-interval", str(until)]
         job = {"name": name, "argv": argv, "fault": "", "data": ""}
         planned = {"saves": str(self.saves)} | fault if fault else {}
-        code = fork(RANKS, (planned, job, self.folder, log), target=planted.rank)
+        code = fork(ranks, (planned, job, self.folder, log), target=planted.rank)
         return code, self.losses(name)
 
     def losses(self, name: str) -> dict[int, float]:
@@ -52,14 +54,14 @@ class Runs:
         return last_good(self.saves) or 0
 
 
-def same(losses: dict[int, float], straight: dict[int, float]) -> bool:
+def same(losses: dict[int, float], straight: dict[int, float], tolerance: float = 1e-6) -> bool:
     """Whether the losses of these steps are those of the undisturbed run."""
-    return all(abs(loss - straight[step]) <= 1e-6 * abs(straight[step]) for step, loss in losses.items())
+    return all(abs(loss - straight[step]) <= tolerance * abs(straight[step]) for step, loss in losses.items())
 
 
-def resumed_well(losses: dict[int, float], good: int, straight: dict[int, float]) -> bool:
+def resumed_well(losses: dict[int, float], good: int, straight: dict[int, float], tolerance: float = 1e-6) -> bool:
     """Whether a run went on right after step `good`, without a gap, as the undisturbed run did."""
-    return bool(losses) and sorted(losses) == list(range(good + 1, max(losses) + 1)) and same(losses, straight)
+    return bool(losses) and sorted(losses) == list(range(good + 1, max(losses) + 1)) and same(losses, straight, tolerance)
 
 
 def random_kill(kind: str, good: int, chance: random.Random) -> dict:

@@ -1,6 +1,7 @@
-"""What goes wrong in a rank: it is killed, or the disk fills up, at a step or at the n-th operation on the checkpoints."""
+"""What goes wrong: a rank is killed, stopped or slow, the disk fills up, a folder goes; at a step or at a file operation."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,16 @@ from tests.megatron import worker
 
 _OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 _WRITING = os.O_WRONLY | os.O_RDWR
+EVERY = -1
 
 
 def rank(number: int, ranks: int, port: int, fault: dict, *job) -> None:
-    """As `worker.rank`, with the fault {"what", "rank", and "step" with "delay", or "operation"} planted in that rank."""
-    if fault and fault["rank"] == number:
-        what = {"kill": kill, "fill": fill, "freeze": freeze}[fault["what"]]
+    """As `worker.rank`, with the fault {"what", "rank", and "step" with "delay", or "operation"} planted in that rank.
+
+    rank: its number, or `EVERY`. operation: counts what writes or, with "reading", what opens a file.
+    """
+    if fault and fault["rank"] in (number, EVERY):
+        what = WHAT[fault["what"]]
         at_step(fault, what) if "step" in fault else at_operation(fault, what)
     worker.rank(number, ranks, port, *job)
 
@@ -43,7 +48,7 @@ def at_operation(fault: dict, what) -> None:
     def hook(event, args):
         if event not in _OPERATIONS or fault["saves"] not in str(args[0]):
             return
-        if event == "open" and not (args[2] or 0) & _WRITING:
+        if event == "open" and bool((args[2] or 0) & _WRITING) == fault.get("reading", False):
             return
         left[0] -= 1
         if left[0] == 0:
@@ -70,3 +75,23 @@ def freeze(fault: dict) -> None:
     """Makes the disk read-only, once nobody is writing."""
     while subprocess.run(["mount", "-o", "remount,ro", fault["disk"]], capture_output=True).returncode:
         time.sleep(0.01)
+
+
+def stop(fault: dict) -> None:
+    """Stops the process; with "seconds" it goes on after so long, as a suspended job does."""
+    if "seconds" in fault:
+        subprocess.Popen(["/bin/sh", "-c", f"sleep {fault['seconds']}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def linger(fault: dict) -> None:
+    """As on a slow disk."""
+    time.sleep(fault["seconds"])
+
+
+def remove(fault: dict) -> None:
+    """Removes the folder of the run with all that is in it."""
+    shutil.rmtree(fault["folder"], ignore_errors=True)
+
+
+WHAT = {"kill": kill, "fill": fill, "freeze": freeze, "stop": stop, "linger": linger, "remove": remove}

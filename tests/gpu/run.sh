@@ -1,22 +1,31 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of under 8 minutes on one H200; writes one JSON file.
-#   tests/gpu/run.sh [OUT.json] [arguments of tests/gpu/run.py, such as --device cpu or --only kernels]
-# Wheels in .whl/ (TransformerEngine, flash-attn, pydantic, ...) are installed beside the environment, without a network.
+# Everything that needs a GPU, on one GPU, step by step; results go to ${OUT:-.}/results.jsonl, output to results.log beside it.
+#   tests/gpu/run.sh [--only a b c] [--seconds 560] [--device cpu]
+# Wheels in .whl/ (see tests/gpu/wheels.sh) are installed beside the environment, without a network.
 set -euo pipefail
+OUT=$(realpath "${OUT:-.}")
+export OUT
 cd "$(dirname "$0")/../.."
-out=results.json
-if [[ $# -gt 0 && $1 != -* ]]; then
-    out=$1
-    shift
-fi
 python=${PYTHON:-python3}
-paths=$PWD
-if compgen -G '.whl/*.whl' >/dev/null; then
-    site=$(mktemp -d)
+# The package as it is installed, with patches, configs and launch in it; cp_ring itself need not be installed.
+tree=$(mktemp -d)
+trap 'rm -rf "$tree"' EXIT
+mkdir "$tree/cp_ring"
+ln -s "$PWD"/cp_ring/* "$PWD"/{patches,configs,launch} "$tree/cp_ring/"
+ln -s "$PWD/tests" "$tree/tests"
+paths=$tree
+more=()
+if [[ " $* " != *" --device cpu "* ]] && compgen -G '.whl/*.whl' >/dev/null; then
+    site=$tree/site
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl
     paths=$site:$paths
+    if [[ -f .whl/libnccl.so.2.xz ]]; then
+        xz -dc .whl/libnccl.so.2.xz >"$site/libnccl.so.2"
+        more=(--nccl "$site/libnccl.so.2")
+    fi
 fi
 export PYTHONPATH=$paths${PYTHONPATH:+:$PYTHONPATH}
 # cuBLAS is deterministic only with this, TransformerEngine shall take cuDNN, and gloo talks over loopback.
 export CUBLAS_WORKSPACE_CONFIG=:4096:8 NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=1 GLOO_SOCKET_IFNAME=lo
-exec "$python" -m tests.gpu.run --out "$out" "$@"
+cd "$tree"
+"$python" -m tests.gpu.run "$@" "${more[@]}"

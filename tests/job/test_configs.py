@@ -23,6 +23,7 @@ BASELINE = {
     "gemma-style-window": STOCK,
     "deepseek-style-mla-moe": REFERENCE,
     "packed-sft-64k": REFERENCE,
+    "million": [*STOCK, "cp_ring.loss_chunk=0"],
 }
 NOTHING_SAVED = [f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")]
 
@@ -79,7 +80,7 @@ def test_tiny_is_the_same_kind_of_model(name):
 
 @pytest.fixture
 def megatron(monkeypatch):
-    """Makes Megatron's settings of a job of 8 ranks; TransformerEngine counts as installed where they ask."""
+    """Makes Megatron's settings of a job; TransformerEngine counts as installed where they ask."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
@@ -90,13 +91,14 @@ def megatron(monkeypatch):
         monkeypatch.setattr(moe_utils, f"fused_{name}", object())
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(rope_utils, name, object())
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
         monkeypatch.setenv(name, value)
     for name in ("cpu_runtime", "arguments"):
         patches.get(name).apply()
     arguments = importlib.import_module("megatron.training.arguments")
 
-    def make(line):
+    def make(line, ranks):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *line, "--no-create-attention-mask-in-dataloader"])
         args = arguments.parse_args()
         arguments.validate_args(args)
@@ -108,10 +110,10 @@ def megatron(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
-def test_full_size_is_what_megatron_accepts_for_a_node_of_8_gpus(megatron, name, tmp_path):
+def test_full_size_is_what_megatron_accepts_for_nodes_of_8_gpus(megatron, name, tmp_path):
     job, line = flags(name, "cuda", f"launch.run_dir={tmp_path}")
-    args, model = megatron(line)
-    assert job.parallel.ranks == 8 and args.data_parallel_size == 1 and job.launch.device == "cuda"
+    args, model = megatron(line, job.parallel.ranks)
+    assert job.parallel.ranks == 8 * job.launch.nnodes and args.data_parallel_size == 1 and job.launch.device == "cuda"
     assert args.transformer_impl == "transformer_engine" and args.bf16 and args.calculate_per_token_loss
     assert model.context_parallel_size == args.context_parallel_size >= 4
     wrong = {key: value for key, value in job.megatron.items() if getattr(args, key, value) != value}
@@ -138,8 +140,31 @@ def test_full_size_is_planned_and_proven(name):
 def test_windows_are_on_the_right_layers(megatron, name, layers, windowed, tmp_path):
     from cp_ring.megatron import compat
 
-    _, model = megatron(flags(name, "cuda", f"launch.run_dir={tmp_path}")[1])
+    _, model = megatron(flags(name, "cuda", f"launch.run_dir={tmp_path}")[1], ranks=8)
     assert {layer for layer in range(1, layers + 1) if compat.has_window(model, layer)} == windowed
+
+
+def test_a_million_tokens_on_the_cpu_need_the_loss_in_chunks():
+    job = config.load("million", ["preset=cpu"])
+    flags, ranks = job.megatron, job.parallel.ranks
+    assert (flags["seq_length"], ranks, flags["train_iters"]) == (1 << 20, 4, 3)
+    assert job.cp_ring.document_mask and flags["window_size"] == "1023,0" and flags["num_layers"] == 2
+    logit_bytes = 4 * (flags["vocab_size"] + 1)
+    assert 2 * flags["seq_length"] * logit_bytes > 20e9, "logits and their gradients"
+    assert job.cp_ring.loss_chunk * logit_bytes > 32 << 20, "the C library does not return smaller blocks"
+
+
+@pytest.mark.slow
+def test_the_same_losses_at_cp_2_and_4(tmp_path):
+    """The preset for the CPU of the million tokens, on fewer: documents, a window, the loss in chunks."""
+    for cp in (2, 4):
+        sizes = [f"parallel.context_parallel_size={cp}", "megatron.seq_length=16384", f"launch.run_dir={tmp_path}"]
+        train(cp, {f"cp{cp}": flags("million", "cpu", "preset=cpu", *sizes)[1]}, tmp_path, [])
+    two, four = trace(tmp_path, "cp2"), trace(tmp_path, "cp4")
+    assert list(two) == list(four) == [1, 2, 3]
+    for step, wanted in two.items():
+        assert four[step]["loss"] == pytest.approx(wanted["loss"], rel=1e-6), step
+        assert four[step]["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), step
 
 
 def test_list_names_every_configuration():

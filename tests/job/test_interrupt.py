@@ -1,4 +1,8 @@
-"""Ctrl-C: the first one saves and ends the job as SIGTERM does, the second one ends it at once."""
+"""Jobs without Slurm, disturbed on purpose.
+
+Ctrl-C: the first one saves and ends the job as SIGTERM does, the second one ends it at once. Where launch.max_restarts allows it,
+the ranks start again when one is lost, and they resume by themselves.
+"""
 
 import os
 import re
@@ -7,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 import pytest
@@ -14,7 +19,6 @@ import yaml
 
 from cp_ring.job.launch import _Interrupts
 from cp_ring.observe import progress
-from tests.job.test_restart import until
 from tests.megatron.launch import environment
 from tests.slurm.job import TINY
 
@@ -24,12 +28,22 @@ def job(tmp_path):
     """`cp-ring train` and what follows it, for a job that is far from its end when a test has seen some steps."""
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
-    settings = ("parallel.context_parallel_size=2", "megatron.save_interval=100000", "megatron.train_iters=100000")
+    settings = ("parallel.context_parallel_size=2", "megatron.save_interval=20", "megatron.train_iters=100000")
     return [sys.executable, "-m", "cp_ring.cli", "train", str(path), *(word for one in settings for word in ("--set", one))]
 
 
-def interrupted(line, run_dir):
-    """Runs `line` in its own process group, sends SIGINT to the group after a few steps; returns its output and its exit code."""
+def until(happened, timeout_s=200):
+    end = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def interrupted(line, run_dir, kill_a_rank=False):
+    """Runs `line` in its own process group, sends SIGINT to the group after a few steps; returns its output and its exit code.
+
+    With `kill_a_rank`, one rank is killed before, when the first checkpoint is there, and the job has started again.
+    """
     with subprocess.Popen(
         line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as run:
@@ -38,6 +52,14 @@ def interrupted(line, run_dir):
         reader.start()
         try:
             until(lambda: run.poll() is not None or len(progress.read(run_dir)) >= 3)
+            if kill_a_rank:
+                until(lambda: run.poll() is not None or len(progress.read(run_dir)) >= 25)
+                first = ranks(run)
+                assert len(first) == 2
+                first[0].send_signal(signal.SIGKILL)
+                psutil.wait_procs(first, timeout=200)
+                done = len(progress.read(run_dir))
+                until(lambda: run.poll() is not None or len(progress.read(run_dir)) >= done + 3)
             processes = psutil.Process(run.pid).children(recursive=True)
             os.killpg(run.pid, signal.SIGINT)
             run.wait(timeout=200)
@@ -50,14 +72,27 @@ def interrupted(line, run_dir):
     return text[0], run.returncode
 
 
+def ranks(launcher):
+    lines = [(process, process.cmdline()) for process in psutil.Process(launcher.pid).children(recursive=True)]
+    return [process for process, line in lines if "cp_ring.pretrain_gpt" in line]
+
+
 def saved(run_dir):
     return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
 
-def test_cp_ring_train(job, tmp_path):
-    text, code = interrupted(job, tmp_path / "run")
+def test_a_lost_rank_then_ctrl_c(job, tmp_path):
+    text, code = interrupted([*job, "--set", "launch.max_restarts=1"], tmp_path / "run", kill_a_rank=True)
     assert code == 128 + signal.SIGTERM, text
-    step = progress.read(tmp_path / "run")[-1]["step"]
+    lines = progress.read(tmp_path / "run")
+    numbers = [line["step"] for line in lines]
+    again = next(i for i in range(1, len(numbers)) if numbers[i] <= numbers[i - 1])
+    assert numbers[again] % 20 == 1 and numbers[again] > 20, "it went on behind the last checkpoint"
+    losses = {}
+    for line in lines:  # what was done twice had the same loss twice
+        assert abs(losses.setdefault(line["step"], line["lm loss"]) - line["lm loss"]) <= 1e-6
+    assert sorted(losses) == list(range(1, max(numbers) + 1))
+    step = numbers[-1]
     assert saved(tmp_path / "run") == step >= 3
     assert "cp_ring: Ctrl-C: the job saves and then ends; Ctrl-C again ends it at once" in text
     assert re.search(rf"cp_ring: step {step}: .*; to go on: cp-ring train", text.splitlines()[-1])

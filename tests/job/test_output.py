@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from cp_ring.errors import ConfigError
 from cp_ring.job.output import RankOutput, log_path
 from cp_ring.observe import progress
 
@@ -73,3 +74,28 @@ def test_what_the_launcher_prints_goes_to_the_log(tmp_path, capfd, stream):
     os.write(stream, b"after it\n")
     assert "".join(capfd.readouterr()) == "after it\n"
     assert "a line of torch's launcher" in output.log.read_text()
+
+
+def test_a_log_on_a_full_disk_warns_once_and_the_console_goes_on(tmp_path, capfd):
+    log = tmp_path / "logs" / "train.log"
+    log.parent.mkdir()
+    log.symlink_to("/dev/full")
+    output = RankOutput(log, run_dir=tmp_path)
+    with output.following():
+        print("a line of torch's launcher")  # flushing it when the block ends fails
+        write(output, 0, 0, "cp_ring: one\nnoise\ncp_ring: two\n")
+    out, err = capfd.readouterr()
+    assert [line for line in out.splitlines() if "launcher" not in line] == ["cp_ring: one", "cp_ring: two"]
+    assert err.splitlines() == [f"cp_ring: {log} cannot be written; the job goes on: No space left on device"]
+
+
+def test_two_starts_in_one_second_have_a_log_each(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda _: "20261122-040000")
+    assert [log_path(tmp_path, "train").name for _ in range(2)] == ["train-20261122-040000.log", "train-20261122-040000-1.log"]
+
+
+def test_a_log_in_the_way_of_the_launchers_files_is_one_line(tmp_path):
+    output = RankOutput(log_path(tmp_path, "train"), run_dir=tmp_path)
+    output.folder.mkdir()
+    with pytest.raises(ConfigError, match=r"launch.run_dir .*: File exists"), output.following():
+        pass

@@ -11,35 +11,46 @@ import torch
 
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.kernels.base import Capabilities
-from cp_ring.kernels.calls import Statistics, _Packed, kernel_calls
+from cp_ring.kernels.calls import Statistics, _Packed, kernel_calls, work_of
 from cp_ring.kernels.reference import KERNEL
+from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan import OPEN, Tile
 from cp_ring.plan.mask import paint
-from cp_ring.plan.tables import Hop
+from cp_ring.plan.tables import Hop, RankPlan
 from cp_ring.plan.tiles import Tiles
 from cp_ring.testing.oracle import Case, Grads, brute_force, error
 
 CAPABILITIES = [Capabilities(bands, 0, varlen) for bands in (False, True) for varlen in (False, True)]
 
 
-def hop_of(tiles: Tiles, shift=0) -> Hop:
-    keys = int(tiles.k1.max())
-    return Hop(0, 0, tiles, keys, None, (), keys + 8, np.full(len(tiles), shift), (), ())
+def alone(tiles: Tiles, shift=0) -> RankPlan:
+    """A plan of one rank, whose hop 0 has these tiles. Keys are `shift` tokens later in the gradient buffer."""
+    tokens = int(max(tiles.q1.max(), tiles.k1.max())) + shift
+    hop = Hop(0, (0,), tiles, tokens, (), (), tokens, np.full(len(tiles), shift), (), ())
+    return RankPlan(0, 1, tokens, (hop,))
 
 
-def run(hop: Hop, case: Case, capabilities: Capabilities, shift: int = 0) -> Grads:
+def run(plan: RankPlan, case: Case, capabilities: Capabilities, shift: int = 0) -> Grads:
     q, k, v, dout = (x.transpose(0, 1).double() for x in case)
-    out, lse = torch.zeros_like(dout), torch.full((q.shape[1], q.shape[2], q.shape[0]), -math.inf, dtype=torch.float64)
-    calls = kernel_calls(hop, capabilities)
-    for call in calls:
-        call.merge_(out, lse, *call.attend(KERNEL, q, k, v, 0.25))
-    dq, (dk, dv) = torch.zeros_like(q), (torch.zeros(x.shape[0] + 8, *x.shape[1:], dtype=x.dtype) for x in (k, v))
-    for call in calls:
-        call.add_(dq, dk, dv, *call.gradients(KERNEL, dout, q, k, v, out, Statistics(lse), 0.25))
-    tokens = slice(shift, shift + k.shape[0])
-    assert not dk[: tokens.start].any()
-    assert not dk[tokens.stop :].any()
-    return Grads(*(x.transpose(0, 1) for x in (out, dq, dk[tokens], dv[tokens])))
+    # The shard has more tokens than some tiles read: what no tile sees is NaN.
+    padding = [x.new_full((plan.num_tokens - len(x), *x.shape[1:]), math.nan) for x in (q, k, v, dout)]
+    q, k, v, dout = (torch.cat([x, more]) for x, more in zip((q, k, v, dout), padding, strict=True))
+    forward, backward = (work_of(plan, capabilities, q.device, backward=direction) for direction in (False, True))
+    merged = Merge(forward.queries, dout.shape, q, q.dtype)
+    for hop in forward.hops:
+        for call in forward.calls[hop]:
+            merged.add(*call.attend(KERNEL, q, k, v, 0.25))
+    out, lse = merged.finish()
+    dqs, grads = Sum(backward.queries, [q.shape], q, q.dtype), Sum(backward.keys[0], [k.shape, v.shape], k, k.dtype)
+    for hop in backward.hops:
+        for call in backward.calls[hop]:
+            dq, *key_grads = call.gradients(KERNEL, dout, q, k, v, out, Statistics(lse), 0.25)
+            dqs.add(dq)
+            grads.add(*key_grads)
+    (dq,), (dk, dv) = dqs.finish(), grads.finish()
+    assert not dk[:shift].any() and not dv[:shift].any()
+    parts = (out[: case.q.shape[1]], dq[: case.q.shape[1]], *(x[shift : shift + case.k.shape[1]] for x in (dk, dv)))
+    return Grads(*(x.transpose(0, 1) for x in parts))
 
 
 def random_tiles(generator: np.random.Generator, n: int) -> Tiles:
@@ -72,7 +83,7 @@ def test_random_tiles(capabilities, b):
         shift = seed % 8
         keys = int(tiles.k1.max())
         seen = Case(case.q, case.k[:, :keys], case.v[:, :keys], case.dout)
-        got = run(hop_of(tiles, shift), seen, capabilities, shift)
+        got = run(alone(tiles, shift), seen, capabilities, shift)
         for name, x, y in zip(Grads._fields, got, truth, strict=True):
             y = y[:, : x.shape[1]]
             assert float((x - y).abs().max()) < 1e-12, (name, seed)
@@ -88,7 +99,7 @@ def test_packed_documents(capabilities, window):
     cu = documents(12, 16)
     plan = RingPlan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1))
     case = Case.draw(cu[-1], dtype=torch.float64)
-    got = run(plan.rank_plan(0).hops[0], case, capabilities)
+    got = run(plan.rank_plan(0), case, capabilities)
     for x, y in zip(got, brute_force(case, plan.mask.dense(), scale=0.25), strict=True):
         assert error(x, y) < 1e-12
 
@@ -101,19 +112,20 @@ def test_calls_do_not_grow_with_documents(window):
         hop = RingPlan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1)).rank_plan(0).hops[0]
         (call,) = kernel_calls(hop, Capabilities(bands=True, varlen=True))
         assert isinstance(call, _Packed)
-        assert call.q.index is call.k.index is call.grad.index is None
+        assert call.q.index is call.k.index is None
         assert (call.left, call.right) == window
         assert len(kernel_calls(hop, Capabilities(bands=True))) == count
 
 
-def test_kernel_calls_are_made_once_and_die_with_their_hop():
+def test_work_is_made_once_and_dies_with_its_plan():
     import gc
     import weakref
 
-    hop = hop_of(Tiles.of([Tile(0, 8, 0, 8)]))
-    capabilities = Capabilities()
-    assert kernel_calls(hop, capabilities) is kernel_calls(hop, capabilities)
-    gone = weakref.ref(hop)
-    del hop
+    plan = alone(Tiles.of([Tile(0, 8, 0, 8)]))
+    made = [work_of(plan, Capabilities(), torch.device("cpu"), backward) for backward in (False, True)]
+    assert made == [work_of(plan, Capabilities(), torch.device("cpu"), backward) for backward in (False, True)]
+    assert made[0] is not made[1]
+    gone = weakref.ref(plan)
+    del plan, made
     gc.collect()
     assert gone() is None

@@ -58,15 +58,6 @@ def _streams(owner: str, attribute: str, faulty: Any) -> Any:
     return found
 
 
-def _ring(attribute: str, faulty: Any) -> Any:
-    def found() -> list[Any]:
-        import importlib
-
-        return [(importlib.import_module("cp_ring.attention"), attribute, faulty)]
-
-    return found
-
-
 def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any, **hops: Any) -> Any:
     return make_plan(mask, n, cp, layout, route, **hops)
 
@@ -98,46 +89,31 @@ def _stale(stream: Any, self: Any) -> Any:
         yield hop, *((first[0][: len(k)], first[1][: len(v)]) if fits else (k, v))
 
 
-def _hop_lost(send: Any, self: Any, hop: Any) -> Any:
-    if hop.index == 1:
-        for part in self._now[1]:
-            part.zero_()
-    return send(self, hop)
+def _hop_lost(start: Any, self: Any, hop: Any) -> None:
+    start(self, hop)
+    add = type(self).add
+    self.add = lambda dk, dv: add(self, 0 * dk, 0 * dv) if hop.index == 1 else add(self, dk, dv)
 
 
 def _scaled(attention: Any, *args: Any, softmax_scale: float, **kwargs: Any) -> Any:
     return attention(*args, softmax_scale=softmax_scale * 1.05, **kwargs)
 
 
-class _Rounded:
-    """A kernel call after which what it has added to is rounded to bf16."""
+def _totals(operation: str, rounded: Any) -> Any:
+    """After each update, what `rounded` picks of its tensors is rounded to bf16."""
 
-    def __init__(self, call: Any, what: str):
-        self.call, self.what = call, what
-        self.attend, self.gradients = call.attend, call.gradients
+    def faulty(work: Any, segments: Any, *tensors: Any) -> None:
+        work(segments, *tensors)
+        for total in rounded(*tensors):
+            if total is not None:
+                total.copy_(total.bfloat16())
 
-    def merge_(self, out: Any, lse: Any, *parts: Any) -> None:
-        self.call.merge_(out, lse, *parts)
-        for sums in {"out": [out], "lse": [lse]}.get(self.what, []):
-            sums.copy_(sums.bfloat16())
+    def found() -> list[Any]:
+        from cp_ring.ops import totals
 
-    def add_(self, *args: Any) -> None:
-        self.call.add_(*args)
-        if self.what == "gradients":
-            for sums in args[:3]:
-                sums.copy_(sums.bfloat16())
+        return [(totals, operation, faulty)]
 
-
-def _out_in_bf16(kernel_calls: Any, *args: Any) -> Any:
-    return [_Rounded(call, "out") for call in kernel_calls(*args)]
-
-
-def _lse_in_bf16(kernel_calls: Any, *args: Any) -> Any:
-    return [_Rounded(call, "lse") for call in kernel_calls(*args)]
-
-
-def _gradients_in_bf16(kernel_calls: Any, *args: Any) -> Any:
-    return [_Rounded(call, "gradients") for call in kernel_calls(*args)]
+    return found
 
 
 def _loss_divided(loss: Any, mask: Any, losses: Any) -> Any:
@@ -178,10 +154,8 @@ def _loss_mask_not_split(split: Any, batch: Any, rank: int, cp: int) -> Any:
     return parts | {name: batch[name][:, : parts[name].shape[1]] for name in ("loss_mask",) if name in parts}
 
 
-def _key_gradients_in_bf16(start: Any, self: Any, hop: Any) -> Any:
-    for part in self._home:
-        part.copy_(part.bfloat16())
-    return start(self, hop)
+def _key_gradients_in_bf16(finish: Any, self: Any) -> Any:
+    return [total.copy_(total.bfloat16()) for total in finish(self)]
 
 
 # Names of faults: what they replace, and by what.
@@ -195,19 +169,23 @@ FAULTS: dict[str, Any] = {
     "rank order reversed": _gpt("on_this_cp_rank", _ranks_reversed),
     "rotary positions contiguous": _rotary,
     "stale slot": _streams("KeyStream", "__iter__", _stale),
-    "gradients of one hop lost": _streams("GradStream", "send", _hop_lost),
+    "gradients of one hop lost": _streams("GradStream", "start", _hop_lost),
     "sink ignored": _parity("sink dropped"),
     "sink gradient dropped": _parity("sink gradient dropped"),
     "softmax scale": _core("attend", _scaled),
-    "softmax denominators accumulated in bf16": _ring("kernel_calls", _lse_in_bf16),
-    "outputs accumulated in bf16": _ring("kernel_calls", _out_in_bf16),
-    "gradients accumulated in bf16": _ring("kernel_calls", _gradients_in_bf16),
+    "softmax denominators accumulated in bf16": _totals("merge", lambda outs, lses, running, lse, out: [lse]),
+    "outputs accumulated in bf16": _totals("merge", lambda outs, lses, running, lse, out: [running, out]),
+    "gradients accumulated in bf16": _totals("add", lambda parts, running, total: [running, total]),
     "loss divided by cp twice": _gpt("loss_function", _loss_divided),
     "reported loss halved": _gpt("loss_function", _reported_loss_divided),
     "padding attended": _padding,
     "window beyond 256 tokens": _core("make_plan", _wrong_beyond_256),
     "second batch row like the first": _core("attend", _second_row_like_the_first),
     "loss mask not split": _gpt("on_this_cp_rank", _loss_mask_not_split),
-    "gradients of keys summed in bf16": _streams("GradStream", "start", _key_gradients_in_bf16),
+    "gradients of keys summed in bf16": _streams("GradStream", "finish", _key_gradients_in_bf16),
+    "siblings seen": _parity("siblings seen"),
+    "spans cut at borders": _parity("spans cut at borders"),
+    "global tokens hidden": _parity("global tokens hidden"),
+    "positions not continued": _parity("positions not continued"),
     "roll across documents": _parity("roll across documents"),
 }

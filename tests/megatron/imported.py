@@ -1,7 +1,11 @@
-"""What every rank of a test job imports: loaded once, in the process that ranks are forked from."""
+"""What every rank of a test job imports and reads: once, in the process that ranks are forked from."""
 
 import argparse
+import contextlib
+import gc
 import warnings
+
+gc.disable()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -9,7 +13,27 @@ with warnings.catch_warnings():
     import megatron.training.training  # noqa: F401
     from megatron.training.arguments import add_megatron_arguments
 
+    import cp_ring.megatron.certificate.certify
+    import cp_ring.megatron.checkpoints.loading
+    import cp_ring.megatron.checkpoints.saving
     import cp_ring.megatron.gpt
-    import cp_ring.patches  # noqa: F401
+    import cp_ring.megatron.recompute
+    import cp_ring.patches.install
+    import cp_ring.run  # noqa: F401
 
-add_megatron_arguments(argparse.ArgumentParser())  # reads its help texts from source files, which Python then keeps
+with contextlib.suppress(ImportError):  # megatron-core before 0.18 does not have it
+    from megatron.training.argument_utils import ArgumentGroupFactory as Factory
+
+    read, known = Factory._get_field_docstrings, {}
+
+    def read_once(factory, source):
+        """Megatron parses the source of its settings for help texts, which is most of what a short job would take."""
+        if source not in known:
+            known[source] = read(factory, source)
+        return dict(known[source])
+
+    Factory._get_field_docstrings = read_once
+
+add_megatron_arguments(argparse.ArgumentParser())
+gc.freeze()  # a rank neither searches nor copies what is here
+gc.enable()

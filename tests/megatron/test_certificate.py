@@ -14,8 +14,9 @@ from tests.parity.models import COMMON, GROUPED, LATENT, UNTIED
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
 OF_DOCUMENTS = ("documents merged", "boundary shifted by one", "padding attended", "roll across documents")
 IN_BF16 = tuple(name for name in FAULTS if "in bf16" in name)
+OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")
 OF_LONGER_JOBS = ("window beyond 256 tokens", "second batch row like the first")  # in test_certificate_steps.py
-OF_OSS = tuple(name for name in FAULTS if name not in (*OF_DOCUMENTS, *OF_LONGER_JOBS))
+OF_OSS = tuple(name for name in FAULTS if name not in (*OF_DOCUMENTS, *OF_DECLARED, *OF_LONGER_JOBS))
 EVERY = {
     "mask", "mask of gradients", "out", "dq", "dk", "dv", "loss of each token", "loss", "gradient norm", "gradients"
 }  # fmt: skip
@@ -25,6 +26,12 @@ TWO_RANKS = {
     "oss_bf16": (f"{OSS} --bf16", IN_BF16),
     "documents": (f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1", OF_DOCUMENTS),
     "balanced": (f"{UNTIED} --cp-ring-document-mask --cp-ring-layout balanced --bf16", ()),
+    "declared": (f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
+    "declared_balanced": (
+        f"{UNTIED} --cp-ring-mask-kinds tree,shared-prefix --cp-ring-layout balanced --window-size 5,0 --window-attn-skip-freq 2 "
+        "--mtp-num-layers 1 --micro-batch-size 2",
+        ("positions not continued",),
+    ),
     "moe": (
         f"{UNTIED} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --bf16 "
         "--window-size 20,0 --softmax-type off-by-one --cp-ring-route ring",
@@ -41,7 +48,11 @@ FOUR_RANKS = {
     "pp2cp2": (f"{UNTIED} --context-parallel-size 2 --pipeline-model-parallel-size 2 --cp-ring-document-mask", ()),
 }
 SEEDED = ("oss", "balanced")
-MORE_ON_TWO = {"mla": (LATENT, ("softmax scale",))}
+MORE_ON_TWO = {
+    "declared_others": (f"{UNTIED} --cp-ring-mask-kinds block-causal,block-diffusion,documents,prefix,causal,full,any", ()),
+    "declared_mla": (f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced", ("positions not continued",)),
+    "mla": (LATENT, ("softmax scale",)),
+}
 MORE_ON_FOUR = {
     "dp2cp2": (
         f"{LATENT} --context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from types import SimpleNamespace
@@ -60,6 +61,7 @@ def test_a_step_that_raises_ends_the_probe_on_all_ranks(tmp_path, step):
 def test_faults_at_the_jobs_own_length_and_batch(tmp_path):
     right, *faulty = probes(tmp_path, "long", LONG, [("", 1), *((fault, 1) for fault in FAULTS)])
     assert right["rejections"] == [] and right["about"]["up_to"] == {}
+    assert right["about"]["ring"]["schedule"] == "auto" and right["about"]["ring"]["slot_shards"] == 4
     names = {probe["name"] for probe in right["probes"]}
     assert {"mask at 512 tokens", "dk at 512 tokens", "dk in float32"} <= names
     beyond, batch, mask, sums = faulty
@@ -82,6 +84,18 @@ def test_length_grows_as_far_as_time_allows(monkeypatch):
     subject = SimpleNamespace(kind=kind, group=SimpleNamespace(size=lambda: 2), dtype=None, device=None)
     assert longest_in_time(subject, 1000, 10.0) == 1000
     assert longest_in_time(subject, 100_000, 10.0) == 512  # 1024 would take 10 * 1.024 ** 2 seconds
+
+
+def test_the_least_reach_of_all_ranks_counts():
+    """Each context-parallel group probes as far as its own time allows."""
+    args = SimpleNamespace(seq_length=4096, micro_batch_size=40)
+    kind = SimpleNamespace(layer_name="layer 1 (no window)", mask="causal", batch_size=32)
+    limits = functools.partial(module._limits, SimpleNamespace(**vars(args), context_parallel_size=2))
+    of_ranks = [limits(kind, tokens) for tokens in (1024, 512, 4096)]
+    found = module.least_reach([*of_ranks, {}], args)
+    assert found == {"layer 1 (no window) under causal": "512 of 4096 tokens and 32 of 40 batch rows"}
+    assert module.least_reach(of_ranks[:1], args)["layer 1 (no window) under causal"].startswith("1024 of 4096 tokens")
+    assert limits(SimpleNamespace(**vars(kind) | {"batch_size": 40}), 4096) == {} == module.least_reach([{}], args)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import time
 
@@ -54,6 +55,14 @@ def test_a_second_job_is_rejected_in_one_line(tmp_path, other):
     line = str(stop.value)
     assert line.startswith(f"--save {tmp_path}: another job writes its checkpoints there (") and "\n" not in line
     assert f"process {other.pid} on " in line and lock.held(tmp_path) is None
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    folder = tmp_path / "saves"
+    taken = lock.acquire(folder)
+    shutil.rmtree(folder)
+    assert lock.acquire(folder) is taken
+    assert lock._read(folder / lock.NAME) == taken.owner
 
 
 def test_a_stopped_job_keeps_its_lock(tmp_path, other):
@@ -193,3 +202,14 @@ def test_the_second_of_two_jobs_ends_before_it_trains(tmp_path, monkeypatch):
     errors = [line for line in (tmp_path / "second.log").read_text().splitlines() if line.startswith("cp_ring: error: ")]
     assert len(errors) == 1 and f"--save {saves}: another job writes its checkpoints there" in errors[0]
     assert sorted(saves.iterdir()) == sorted([held.path, running]) and not trace(tmp_path, "second")
+
+
+def test_the_watchdog_pauses_during_a_save():
+    """So a synchronous save may take longer than the hop timeout."""
+    from cp_ring.megatron.checkpoints import saving
+    from cp_ring.observe.watchdog import WATCH
+
+    seen = []
+    saving.guarded(lambda iteration: seen.append((iteration, WATCH.pauses)))(7)
+    saving.guarded_finalize(lambda: seen.append(("finalize", WATCH.pauses)))()
+    assert seen == [(7, 1), ("finalize", 1)] and WATCH.pauses == 0

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring import patches
+from cp_ring import ContextParallelConfig, Layout, Mask, patches
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
 from cp_ring.megatron import argument_parser, compat, implementations, rejection, settings, validate
@@ -29,7 +29,7 @@ def parse(monkeypatch):
     patches.get("arguments").apply()
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    before = settings.current()
+    before, layers = settings.current(), settings.layer_windows()
 
     def parse_flags(*flags):
         from megatron.training.arguments import parse_args
@@ -38,7 +38,7 @@ def parse(monkeypatch):
         return parse_args()
 
     yield parse_flags
-    settings.configure(before)
+    settings.configure(before, layers=layers)
     patches.get("arguments").revert()
 
 
@@ -80,6 +80,9 @@ def parse(monkeypatch):
         (["--cp-ring-layout", "spiral"], "--cp-ring-layout 'spiral'"),
         (["--cp-ring-route", "carrier-pigeon"], "--cp-ring-route 'carrier-pigeon'"),
         (["--cp-ring-num-slots", "1"], "--cp-ring-num-slots '1'"),
+        (["--cp-ring-loss-chunk", "-1"], "--cp-ring-loss-chunk '-1'"),
+        (["--cp-ring-loss-chunk", "8", "--mtp-num-layers", "1"], "--cp-ring-loss-chunk does not support --mtp-num-layers, which"),
+        (["--cp-ring-loss-chunk", "8", "--hybrid-layer-pattern", "*-"], "--cp-ring-loss-chunk does not support --hybrid-layer"),
         (["--attention-dropout", "0.1"], "--attention-dropout 0.1"),
         (["--window-size", "16,4"], "--window-size (16, 4): a causal layer sees nothing after its own position"),
         (["--reset-attention-mask"], "--reset-attention-mask"),
@@ -144,22 +147,15 @@ def parse(monkeypatch):
         (["--use-kitchen-attention"], "leave out --use-kitchen-attention"),
         (["--qk-clip"], "leave out --qk-clip"),
         (["--log-max-attention-logit"], "leave out --log-max-attention-logit"),
-        (["--cp-ring-layout", "balanced"], "--cp-ring-layout balanced is for packed documents: give --cp-ring-document-mask"),
+        (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
+        (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),
         (
-            ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--multi-latent-attention"],
-            "balanced does not support --multi-latent-attention",
+            ["--cp-ring-mask-kinds", "images", "--hybrid-layer-pattern", "M*-"],
+            "--cp-ring-mask-kinds does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),
         (
-            ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--position-embedding-type", "mrope"],
-            "--position-embedding-type mrope",
-        ),
-        (
-            ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--hybrid-override-pattern", "M*M*"],
-            "balanced supports only GPT models, not --hybrid-override-pattern M*M*, and no Mamba layers: give",
-        ),
-        (
-            ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--hybrid-layer-pattern", "*-*-"],
-            "balanced supports only GPT models, not --hybrid-layer-pattern *-*-: give",
+            ["--cp-ring-layout", "balanced", "--hybrid-override-pattern", "M*M*"],
+            "--cp-ring-layout balanced does not support the Mamba layers of --hybrid-override-pattern M*M*: give zigzag",
         ),
         (
             ["--cp-ring-layout", "contiguous", "--hybrid-layer-pattern", "G*-"],
@@ -523,3 +519,41 @@ def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
     args = SimpleNamespace(tensor_model_parallel_size=2, num_experts=None, sequence_parallel=True, transformer_impl="local")
     with pytest.raises(ConfigError, match="--sequence-parallel with --transformer-impl local"):
         validate.check_norms(SimpleNamespace(**vars(args), normalization="LayerNorm", spec=None))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cp-ring-mask-kinds", "images", "--multi-latent-attention"], "with --multi-latent-attention has different positions"),
+        (["--cp-ring-mask-kinds", "images", "--micro-batch-size", "2"], "--cp-ring-mask-kinds with --micro-batch-size 2 has"),
+        (
+            ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--micro-batch-size", "2"],
+            "--cp-ring-layout balanced with --micro-batch-size 2 has different positions in each microbatch and batch row",
+        ),
+    ],
+)
+def test_the_fused_rotary_embedding_has_one_position_for_a_token(parse, flags, message):
+    args = parse(*BASE, "--global-batch-size", "8", *flags)  # the CPU has no fused one
+    args.apply_rope_fusion = True
+    with pytest.raises(ConfigError, match=message):
+        validate.check_documents(args, ContextParallelConfig.from_args(args))
+
+
+@pytest.mark.parametrize(
+    ("flags", "windows"),
+    [
+        ([], (((-1, -1), 2),)),
+        (["--window-size", "11,0"], (((11, 0), 2),)),
+        (["--window-size", "11,0", "--window-attn-skip-freq", "2"], (((11, 0), 1), ((-1, -1), 1))),
+        (["--window-size", "11,0", "--window-attn-skip-freq", "[0,1]"], (((11, 0), 1), ((-1, -1), 1))),
+        (["--hybrid-layer-pattern", "*-*-*"], (((-1, -1), 3),)),
+    ],
+)
+def test_a_balanced_layout_knows_the_windows_of_all_layers(parse, flags, windows):
+    from cp_ring.megatron.plans import make_layout
+
+    parse(*BASE, "--cp-ring-layout", "balanced", *flags)
+    assert settings.layer_windows() == windows
+    layout = make_layout("balanced", 128, 4)
+    expected = Layout.balanced([(Mask.causal(128, window), layers) for window, layers in windows], 4)
+    assert (layout.owner == expected.owner).all() and (layout.edges == expected.edges).all()

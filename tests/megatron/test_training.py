@@ -15,8 +15,8 @@ FIVE = ["--train-iters", "5"]
 BUCKETED = "--use-distributed-optimizer"  # whose own checkpoint format resumes at the same dp x cp only
 ZERO1 = [BUCKETED, "--dist-ckpt-optim-fully-reshardable"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-THIRTY = ["--train-iters", "30"]
-UNTIL_20 = [*THIRTY, "--exit-interval", "20", "--save-interval", "20"]
+TWELVE = ["--train-iters", "12"]
+UNTIL_8 = [*TWELVE, "--exit-interval", "8", "--save-interval", "8"]
 
 
 def sizes(tp=1, pp=1, cp=1):
@@ -39,9 +39,9 @@ def traces(tmp_path_factory):
             "cp2_contiguous": [*RING, *FIVE, *sizes(cp=2), "--cp-ring-layout", "contiguous"],
             "cp2_by_spec": [*CPU, *FIVE, *sizes(cp=2), "--spec", "cp_ring.megatron.specs", "gpt_local"],
             "cp2_recomputed": RING + FIVE + sizes(cp=2) + RECOMPUTE,
-            "straight": RING + THIRTY + sizes(cp=2),
-            "cp2_until_20": [*RING, *UNTIL_20, *sizes(cp=2), "--save", plain],
-            "cp2_from_cp2": [*RING, *THIRTY, *sizes(cp=2), "--load", plain],
+            "straight": RING + TWELVE + sizes(cp=2),
+            "cp2_until_8": [*RING, *UNTIL_8, *sizes(cp=2), "--save", plain],
+            "cp2_from_cp2": [*RING, *TWELVE, *sizes(cp=2), "--load", plain],
         },
         folder,
     )
@@ -56,11 +56,11 @@ def traces(tmp_path_factory):
             "tp2cp2": RING + FIVE + sizes(tp=2, cp=2),
             "pp2cp2": RING + FIVE + sizes(pp=2, cp=2),
             "dp2cp2": RING + FIVE + ZERO1 + sizes(cp=2),
-            "cp4_from_cp2": [*RING, *THIRTY, *sizes(cp=4), "--load", plain],
-            "dp2cp2_until_20": [*RING, *UNTIL_20, *ZERO1, *sizes(cp=2), "--save", sharded],
-            "bucketed_until_20": [*RING, *UNTIL_20, BUCKETED, *sizes(cp=2), "--save", bucketed],
-            "dp2cp2_from_bucketed": [*RING, *THIRTY, BUCKETED, *sizes(cp=2), "--load", bucketed],
-            "cp4_from_dp2cp2": [*RING, *THIRTY, *ZERO1, *sizes(cp=4), "--load", sharded],
+            "cp4_from_cp2": [*RING, *TWELVE, *sizes(cp=4), "--load", plain],
+            "dp2cp2_until_8": [*RING, *UNTIL_8, *ZERO1, *sizes(cp=2), "--save", sharded],
+            "bucketed_until_8": [*RING, *UNTIL_8, BUCKETED, *sizes(cp=2), "--save", bucketed],
+            "dp2cp2_from_bucketed": [*RING, *TWELVE, BUCKETED, *sizes(cp=2), "--load", bucketed],
+            "cp4_from_dp2cp2": [*RING, *TWELVE, *ZERO1, *sizes(cp=4), "--load", sharded],
         },
         folder,
     )
@@ -68,8 +68,8 @@ def traces(tmp_path_factory):
         1,
         {
             "stock": CPU + FIVE,
-            "cp1_from_cp2": [*RING, *THIRTY, "--load", plain],
-            "cp1_from_dp2cp2": [*RING, *THIRTY, *ZERO1, "--load", sharded],
+            "cp1_from_cp2": [*RING, *TWELVE, "--load", plain],
+            "cp1_from_dp2cp2": [*RING, *TWELVE, *ZERO1, "--load", sharded],
         },
         folder,
     )
@@ -119,24 +119,24 @@ def test_the_schedule_changes_no_loss(traces):
 )
 def test_resumes_at_any_cp_with_the_same_tokens(traces, job):
     resumed, straight = trace(traces, job), trace(traces, "straight")
-    assert list(resumed) == list(range(21, 31))
-    agree(resumed, straight, range(21, 31), 1e-4)
+    assert list(resumed) == list(range(9, 13))
+    agree(resumed, straight, range(9, 13), 1e-4)
 
 
 def test_a_saved_checkpoint_is_whole_until_it_is_cut(traces, tmp_path):
-    checkpoint = traces / "dp2cp2" / "iter_0000020"
+    checkpoint = traces / "dp2cp2" / "iter_0000008"
     assert inspection.defect(checkpoint) == ""
-    copy = shutil.copytree(checkpoint, tmp_path / "iter_0000020")
+    copy = shutil.copytree(checkpoint, tmp_path / "iter_0000008")
     shard = sorted(copy.glob("*.distcp"))[-1]
     shard.write_bytes(shard.read_bytes()[:-1])
     assert inspection.defect(copy).startswith(f"{shard} holds ")
 
 
 def test_a_saved_checkpoint_of_another_model_is_rejected(traces):
-    shape = vars(inspection._saved_args(traces / "dp2cp2" / "iter_0000020"))
+    shape = vars(inspection._saved_args(traces / "dp2cp2" / "iter_0000008"))
     assert (shape["num_layers"], shape["hidden_size"], shape["num_query_groups"]) == (2, 64, 2)
     args = argparse.Namespace(**(shape | {"load": str(traces / "dp2cp2"), "ckpt_step": None}))
     inspection.check_model(args)
     args.num_query_groups = 4
-    with pytest.raises(ConfigError, match=r"--num-query-groups: the checkpoint of iteration 20 in .* has num_query_groups 2"):
+    with pytest.raises(ConfigError, match=r"--num-query-groups: the checkpoint of iteration 8 in .* has num_query_groups 2"):
         inspection.check_model(args)

@@ -5,6 +5,7 @@ import math
 import multiprocessing as mp
 import os
 import socket
+import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -221,6 +222,39 @@ def test_a_checkpoint_may_take_longer_than_a_hop(monkeypatch):
             assert waited() == 0.0
         assert waited() == 0.0
     assert dog.waited() == 0.0 and waited() == 1000.0
+
+
+def test_a_process_that_was_stopped_counts_its_waits_anew(monkeypatch):
+    """All ranks of a suspended job are stopped at once, and none of them is stuck."""
+    monkeypatch.setattr(watchdog, "WATCH", watchdog.Watch())
+    clock, slept = [1.0], []
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+
+    def sleep(seconds):
+        slept.append(seconds)
+        clock[0] += 3600.0 if len(slept) == 2 else seconds
+        return True
+
+    monkeypatch.setattr(watchdog.threads, "sleep", sleep)
+    ended = []
+    dog = watchdog.Watchdog(600.0, 0, 1, Store(), ended.append)
+    monkeypatch.setattr(dog, "report", lambda: ended.append(clock[0]))
+    receive = (SimpleNamespace(peer=3, ranges=((0, 16),)), [SimpleNamespace(is_cuda=False)])
+    watchdog.WATCH.begin(SimpleNamespace(receives=[receive], sends=[], kind="keys", hop=1, ranks=()), [])
+    dog.run(lambda: True)
+    assert 3600.0 + 600.0 < ended[0] < 3600.0 + 620.0
+
+
+def test_threads_that_wait_at_the_same_time_are_told_apart():
+    watch, first, second = watchdog.Watch(), *(SimpleNamespace(
+        receives=[(None, [torch.zeros(1)])], sends=[], kind=kind, hop=1) for kind in ("keys", "gradients"))  # fmt: skip
+    watch.begin(first, [])
+    other = threading.Thread(target=watch.begin, args=(second, []))
+    other.start()
+    other.join()
+    assert watch.longest()[0] is first
+    watch.end()
+    assert watch.longest()[0] is second and watch.last[2:] == ("keys", 1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0])

@@ -11,6 +11,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from cp_ring import Mask
+
 PADDED = 16  # every padded sequence is a multiple of this, so that it splits at any context-parallel size up to 8
 
 
@@ -18,7 +20,10 @@ PADDED = 16  # every padded sequence is a multiple of this, so that it splits at
 def delivered(how: str) -> Iterator[None]:
     """Within the context Megatron's mock data consist of short documents ("documents"), which "thd" packs.
 
-    With "uneven" the loss counts only some tokens of the middle; "" changes nothing.
+    "thd_tail" packs them with much padding behind the last one.
+
+    With "uneven" the loss counts only some tokens of the middle. The names of `MASKS` give each batch row a mask of its own. ""
+    changes nothing.
     """
     if not how:
         yield
@@ -32,9 +37,43 @@ def delivered(how: str) -> Iterator[None]:
             yield
         return
 
-    batches = _packed_batch if how == "thd" else gpt.get_batch
+    if how in MASKS:
+        with patch.object(gpt, "_read_and_broadcast", functools.partial(_with_masks, gpt._read_and_broadcast, MASKS[how])):
+            yield
+        return
+
+    batches = {"thd": _packed_batch, "thd_tail": functools.partial(_packed_batch, tail=True)}.get(how, gpt.get_batch)
     with patch.object(MockGPTLowLevelDataset, "max_sequence_length", 24), patch.object(gpt, "get_batch", batches):
         yield
+
+
+def _shared_prefix(n: int, random: np.random.Generator) -> dict[str, Any]:
+    lengths = random.integers(3, 9, 6).tolist()
+    return Mask.shared_prefix([(lengths[0] + 6, lengths[1:4]), (lengths[4], lengths[5:])], n).to_dict()
+
+
+def _images(n: int, random: np.random.Generator) -> Mask:
+    edges = np.sort(random.choice(np.arange(1, n), 4, replace=False))
+    return Mask.images(n, edges.reshape(2, 2))
+
+
+def _global(n: int, random: np.random.Generator) -> Mask:
+    start = int(random.integers(5, n - 5))
+    return Mask.with_global(n, [(0, 2), (start, start + 3)], (7, 0))
+
+
+MASKS = {"shared_prefix": _shared_prefix, "images": _images, "global": _global}
+"""Masks that batches carry; those of shared prefixes come as plain numbers."""
+
+
+def _with_masks(read: Callable[..., Any], make: Callable[..., Any], data_iterator: Any, *names: Any) -> dict[str, Any]:
+    """Reads a batch to which the data loader has added a mask for each batch row, which depends on its tokens only."""
+    if data_iterator is None:
+        return read(data_iterator, *names)
+    batch = dict(next(data_iterator))
+    seeds = batch["tokens"].sum(1).tolist()
+    batch["cp_ring_mask"] = [make(batch["tokens"].shape[1], np.random.default_rng(seed)) for seed in seeds]
+    return read(iter([batch]), *names)
 
 
 def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, torch.Tensor]:
@@ -46,8 +85,11 @@ def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, tor
     return batch
 
 
-def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:
-    """A batch row of the data set, cut into padded sequences of odd lengths, and this rank's part in Megatron's thd split."""
+def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict[str, Any]:
+    """A batch row of the data set, cut into padded sequences of odd lengths, and this rank's part in Megatron's thd split.
+
+    tail: the last sequence has 3 tokens, so that the end of the pack is padding, and chunks of some ranks hold nothing else.
+    """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -57,6 +99,8 @@ def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:
     batch = gpt._next_batch(data_iterator)  # with --cp-ring-document-mask every pipeline stage reads its microbatch
     batch.pop("cu_seqlens")
     real, padded = cut(batch["tokens"].shape[1], int(batch["tokens"].sum()))
+    if tail:
+        real[-1] = real[-2] + 3
     is_padding = np.ones(padded[-1], bool)
     for start, length in zip(padded[:-1], np.diff(real), strict=True):
         is_padding[start : start + length] = False

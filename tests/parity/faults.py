@@ -100,6 +100,37 @@ def _positions_of_zigzag(positions: Any, documents: Any, rank: int) -> Any:
     return zigzag[:, None].expand(-1, documents.batch)
 
 
+def _declared() -> Any:
+    from cp_ring.megatron.masks import DeclaredMask
+
+    return DeclaredMask
+
+
+def _siblings_seen(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
+    """A response sees the responses before it."""
+    from cp_ring import Mask
+
+    n = declared.layout.n // declared.batch
+    return Mask.union(mask(declared, *args, **kwargs), Mask.documents([n * i for i in range(declared.batch + 1)]))
+
+
+def _cut_at_borders(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
+    """No query sees later tokens of another chunk of the layout, as if each rank had made the mask of its own tokens."""
+    from cp_ring.plan.tiles import split_at_edges
+
+    whole = mask(declared, *args, **kwargs)
+    tiles, query, key = split_at_edges(whole.pieces, declared.layout.edges)
+    return dataclasses.replace(whole, pieces=tiles[key <= query])
+
+
+def _globals_hidden(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
+    return mask(declared, *args, **kwargs) & (7, 0)
+
+
+def _positions_not_continued(positions: Any, declared: Any, rank: int) -> Any:
+    return declared.places(rank)
+
+
 def _roll_across(last: Any, documents: Any) -> Any:
     return torch.arange(documents.layout.n) == documents.layout.n - 2
 
@@ -137,6 +168,11 @@ FAULTS = {
     "boundary shifted by one": lambda: (_documents(), "mask", _shifted),
     "documents merged": lambda: (_documents(), "mask", _merged),
     "positions of zigzag": lambda: (_documents(), "positions", _positions_of_zigzag),
+    "siblings seen": lambda: (_declared(), "mask", _siblings_seen),
+    "spans cut at borders": lambda: (_declared(), "mask", _cut_at_borders),
+    "global tokens hidden": lambda: (_declared(), "mask", _globals_hidden),
+    "positions not continued": lambda: (_declared(), "positions", _positions_not_continued),
+    "roll in one sequence": lambda: (_declared(), "last", _roll_across),
     "roll across documents": lambda: (_documents(), "last", _roll_across),
     "mask widened": lambda: (*_plans(), _mask_widened),
     "window widened": lambda: (*_plans(), _window_widened),

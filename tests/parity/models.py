@@ -28,6 +28,7 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
 MULTIMODAL = "--position-embedding-type mrope --mrope-section 2 3 3"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
+PREFIXES = "--cp-ring-mask-kinds shared-prefix"
 EXPERTS_ON_TP = {"tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"}
 SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"  # a norm that supports it
 BALANCED, CONTIGUOUS = "--cp-ring-layout balanced", "--cp-ring-layout contiguous"
@@ -124,6 +125,7 @@ MODELS = (
     Model("virtual_pipeline_mtp", f"{UNTIED} --mtp-num-layers 1 --num-layers-per-virtual-pipeline-stage 1", "roll across documents",
         splits=("pp2cp2",), layers=4),
     Model("packed_thd", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="thd"),
+    Model("packed_thd_tail", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="thd_tail"),
     Model("document_mask", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="documents"),
     Model("document_mask_window", f"{DOCUMENTS} --window-size 5,0 --window-attn-skip-freq 2", "documents merged",
         baseline=REFERENCE, data="documents"),
@@ -134,6 +136,30 @@ MODELS = (
         drawn_by_tp=True),
     Model("document_mask_moe", f"{DOCUMENTS} --num-experts 4 --moe-router-topk 2", "documents merged", BALANCED,
         REFERENCE, "documents", experts=2, rejected=EXPERTS_ON_TP),
+    Model("document_mask_balanced_mla", f"{LATENT} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE, "documents",
+        drawn_by_tp=True),
+    Model("document_mask_balanced_mrope", f"{HEADS} {MULTIMODAL} --cp-ring-document-mask", "documents merged", BALANCED, REFERENCE,
+        "documents", splits=("cp4",)),
+    Model("window_on_alternate_layers_balanced", f"{UNTIED} --window-size 11,0 --window-attn-skip-freq 2", "window widened", BALANCED),
+    Model("mla_balanced", f"{LATENT} --window-size 11,0 --window-attn-skip-freq 2", "window widened", BALANCED, REFERENCE,
+        splits=("cp4",), drawn_by_tp=True),
+    Model("hybrid_model_balanced", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid", "mask widened",
+        BALANCED, layers=4, splits=("cp2",)),
+    Model("shared_prefix", f"{UNTIED} {PREFIXES}", "siblings seen", BALANCED, REFERENCE, "shared_prefix"),
+    Model("shared_prefix_two_rows", f"{UNTIED} {PREFIXES} --micro-batch-size 2", "positions not continued", BALANCED, REFERENCE,
+        "shared_prefix", splits=("cp2", "cp4")),
+    Model("shared_prefix_zigzag_window", f"{UNTIED} {PREFIXES} --window-size 5,0 --window-attn-skip-freq 2", "positions not continued",
+        baseline=REFERENCE, data="shared_prefix", splits=("cp4",)),
+    Model("shared_prefix_recomputed", f"{UNTIED} {PREFIXES} {RECOMPUTE}", "siblings seen", BALANCED, REFERENCE, "shared_prefix",
+        splits=("pp2cp2",)),
+    Model("shared_prefix_mla", f"{LATENT} {PREFIXES}", "positions not continued", BALANCED, REFERENCE, "shared_prefix",
+        splits=("cp2",), drawn_by_tp=True),
+    Model("shared_prefix_mtp", f"{UNTIED} {PREFIXES} --mtp-num-layers 1", "roll in one sequence", BALANCED, REFERENCE, "shared_prefix",
+        splits=("cp2",)),
+    Model("shared_prefix_learned_positions", f"{LEARNED} {PREFIXES}", "siblings seen", BALANCED, REFERENCE, "shared_prefix",
+        splits=("cp2",)),
+    Model("images", f"{UNTIED} --cp-ring-mask-kinds images", "spans cut at borders", baseline=REFERENCE, data="images"),
+    Model("global_tokens", f"{UNTIED} --cp-ring-mask-kinds global", "global tokens hidden", BALANCED, REFERENCE, "global"),
     Model("mtp", f"{UNTIED} --mtp-num-layers 2", "roll across documents"),
     Model("mtp_document_mask", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE, data="documents"),
     Model("mtp_packed_thd", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE, data="thd"),

@@ -11,7 +11,7 @@ from tests.parity.models import MODELS, SPLITS, Model
 
 PART = {
     "cp2": "mla",
-    "cp4": "window_on_alternate_layers,mtp_uneven_loss_mask,packed_thd,uneven_loss_mask",
+    "cp4": "window_on_alternate_layers,mtp_uneven_loss_mask,packed_thd_tail,uneven_loss_mask",
     "a2a+p2p": "packed_thd",
     "relay": "window_on_alternate_layers",
     "tp2cp2": "learnable_sinks,one_key_head,moe,moe_sequence_parallel",

@@ -202,6 +202,24 @@ def another_schedule(plan: RingPlan, rng: Rng) -> RingPlan | None:
     return None
 
 
+def _to_itself(table: str) -> Callable[[RingPlan, Rng], RingPlan | None]:
+    """A message more, from a rank's buffer of a hop to the same buffer."""
+
+    def mutate(plan: RingPlan, rng: Rng) -> RingPlan | None:
+        messages: Transfers = getattr(plan, table)
+        if not len(messages):
+            return None
+        holder = "receiver" if table == "transfers" else "sender"
+        more = messages[np.append(np.arange(len(messages)), rng.integers(len(messages)))]
+        sender, receiver, buffer = more.sender.copy(), more.receiver.copy(), more.buffer.copy()
+        sender[-1] = receiver[-1] = getattr(more, holder)[-1]
+        buffer[-1] = more.hop[-1]
+        spoiled = replace(more, sender=sender, receiver=receiver, buffer=buffer)
+        return replace(plan, **{table: _sorted(table, spoiled, plan.cp)}, _rank_plans={})
+
+    return mutate
+
+
 def _first_distance(plan: RingPlan, hop: np.ndarray) -> np.ndarray:
     """The first ring distance of each hop."""
     return np.searchsorted(plan.schedule, hop)
@@ -234,6 +252,7 @@ for _table in ("transfers", "gradients"):
         f"{_table}: wrong receiver": _table_mutation(_table, "receiver", _next),
         f"{_table}: wrong owner": _table_mutation(_table, "owner", _next),
         f"{_table}: wrong hop": _table_mutation(_table, "hop", _next),
+        f"{_table}: to itself": _to_itself(_table),
         f"{_table}: wrong buffer": _table_mutation(_table, "buffer", _next),
     }
 
@@ -324,6 +343,25 @@ def _messages_swapped(hop: Hop) -> Hop:
     return replace(hop, receives=(*hop.receives[:place], swapped, *hop.receives[place + 1 :]))
 
 
+def _sent_to_itself(part: RankPlan, hop: Hop) -> Hop:
+    """Besides, the rank sends the first token of its shard to itself, into a place of its own in the hop's buffer."""
+    place = hop.num_keys
+    return replace(
+        hop, num_keys=place + 1, sends=(*hop.sends, Transfer(part.rank, ((0, 1),))),
+        receives=(*hop.receives, Transfer(part.rank, ((place, place + 1),))),
+    )  # fmt: skip
+
+
+def _messages_to_itself(parts: RankPlans, rng: Rng) -> RankPlans | None:
+    fits = [part for part in parts if part.num_tokens and any(map(_away, part.hops))]
+    if not fits:
+        return None
+    part = fits[rng.integers(len(fits))]
+    place = next(i for i, hop in enumerate(part.hops) if _away(hop))
+    hops = (*part.hops[:place], _sent_to_itself(part, part.hops[place]), *part.hops[place + 1 :])
+    return [replace(one, hops=hops) if one.rank == part.rank else one for one in parts]
+
+
 def _full_tile(hop: Hop, inside: bool) -> int | None:
     """A tile without a band, of a hop with several sources; with `inside`, one after which there are more keys."""
     tiles = hop.tiles
@@ -388,6 +426,7 @@ RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
         lambda hop: replace(hop, receives=(*hop.receives[:-1], _shifted(hop.receives[-1]))),
     ),
     "source missing from a slot": _source_missing,
+    "a rank sends to itself": _messages_to_itself,
     "tile reaches one token into the next source": _hop_mutation(
         lambda hop: _full_tile(hop, True) is not None, lambda hop: _with_keys(hop, _full_tile(hop, True), 1)
     ),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 from hypothesis import strategies as st
 
-from cp_ring.plan import Capabilities, Layout, Mask, RingPlan
+from cp_ring.plan import OPEN, Capabilities, Layout, Mask, RingPlan
+from cp_ring.plan.mask import paint
 from cp_ring.plan.schedule import Schedule
 
 CAPABILITIES = (
@@ -24,15 +26,55 @@ def masks(draw: st.DrawFn, n: int) -> Mask:
     window = draw(st.tuples(*[st.one_of(st.just(-1), st.integers(0, 10))] * 2))
     cuts = sorted(draw(st.lists(st.integers(0, n), max_size=5)))
     offsets = [0, *cuts] if cuts and draw(st.booleans()) else [0, *cuts, n]
-    match draw(st.sampled_from(["full", "causal", "documents", "prefix"])):
+    kinds = ["full", "causal", "documents", "prefix", "pieces", "tree", "shared_prefix", "images", "global", "blocks"]
+    match draw(st.sampled_from(kinds)):
         case "full":
             return Mask.full(n, window)
         case "causal":
             return Mask.causal(n, window)
         case "documents":
             return Mask.documents(offsets, causal=draw(st.booleans()), window=window, n=n)
+        case "pieces":
+            return Mask.from_pieces(n, draw(disjoint_pieces(n)))
+        case "tree":
+            lengths = np.diff(offsets)
+            parents = [draw(st.integers(-1, branch - 1)) for branch in range(len(lengths))]
+            mask = Mask.tree(parents, lengths, n)
+            return mask & window if draw(st.booleans()) else mask
+        case "shared_prefix":
+            prompt, *responses = np.diff(offsets).tolist()
+            return Mask.shared_prefix([(prompt, responses)], n, draw(st.sampled_from([None, window])))
+        case "images":
+            return Mask.images(n, draw(spans(n)))
+        case "global":
+            return Mask.with_global(n, draw(spans(n)), window, causal=draw(st.booleans()))
+        case "blocks":
+            block = draw(st.integers(1, n))
+            return Mask.block_causal(n, block) if n % 2 else Mask.block_diffusion(n, block)
     lengths = [draw(st.integers(0, b - a)) for a, b in pairwise(offsets)]
     return Mask.prefix(n, lengths, offsets, window)
+
+
+@st.composite
+def disjoint_pieces(draw: st.DrawFn, n: int) -> list[tuple[int, ...]]:
+    """Up to 12 pieces of any form that do not overlap."""
+    taken, kept = np.zeros((n, n), bool), []
+    for _ in range(draw(st.integers(1, 12))):
+        q0, q1, k0, k1 = (edge for _ in range(2) for edge in sorted(draw(st.tuples(*[st.integers(0, n)] * 2))))
+        lo = draw(st.one_of(st.just(-OPEN), st.integers(-n, n)))
+        hi = draw(st.one_of(st.just(OPEN), st.integers(max(lo, -n), n)))
+        pairs = paint([(q0, q1, k0, k1, lo, hi)], n, n) > 0
+        if not (pairs & taken).any():
+            taken |= pairs
+            kept.append((q0, q1, k0, k1, lo, hi))
+    return kept
+
+
+@st.composite
+def spans(draw: st.DrawFn, n: int) -> list[tuple[int, int]]:
+    """Up to three spans within `n` tokens that do not overlap."""
+    edges = sorted(draw(st.sets(st.integers(0, n), max_size=6)))
+    return list(zip(edges[0::2], edges[1::2], strict=False))
 
 
 @st.composite

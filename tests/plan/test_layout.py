@@ -64,7 +64,7 @@ def test_balanced_is_balanced_for_20_draws(sample) -> None:
         mask = Mask.documents(sample(N, 1000, seed))
         layout = Layout.balanced(mask, CP)
         assert (layout.tokens_per_rank == N // CP).all()
-        assert balance(mask, layout) <= min(1.05, balance(mask, Layout.zigzag(N, CP)))
+        assert balance([(mask, 1)], layout) <= min(1.05, balance([(mask, 1)], Layout.zigzag(N, CP)))
 
 
 @pytest.mark.parametrize("n", [65536, 65528, 65544, 65000, 64008])
@@ -84,10 +84,12 @@ def test_balanced_shares_differ_by_one_where_cp_does_not_divide_n() -> None:
 @pytest.mark.parametrize("mask", [Mask.causal(N), Mask.causal(N, (4096, 0)), Mask.full(N), Mask.full(N, (1024, 1024))])
 def test_balanced_is_no_worse_than_zigzag_where_zigzag_is_good(mask: Mask) -> None:
     layout, zigzag = Layout.balanced(mask, CP), Layout.zigzag(N, CP)
-    assert balance(mask, layout) <= balance(mask, zigzag)
-    assert tokens_moved(mask, layout) <= tokens_moved(mask, zigzag)
+    assert balance([(mask, 1)], layout) <= balance([(mask, 1)], zigzag)
+    assert tokens_moved([(mask, 1)], layout) <= tokens_moved([(mask, 1)], zigzag)
     contiguous = Layout.contiguous(N, CP)
-    assert balance(mask, layout) <= balance(mask, contiguous) or tokens_moved(mask, layout) <= tokens_moved(mask, contiguous)
+    assert balance([(mask, 1)], layout) <= balance([(mask, 1)], contiguous) or tokens_moved([(mask, 1)], layout) <= tokens_moved(
+        [(mask, 1)], contiguous
+    )
 
 
 def test_balanced_is_deterministic() -> None:
@@ -125,3 +127,47 @@ def test_bad_input_is_one_line(make, message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+MIXED = {
+    "windows on 3 of 4 layers": lambda n: [(Mask.causal(n, (1024, 0)), 3), (Mask.causal(n), 1)],
+    "documents with windows": lambda n: [
+        (Mask.documents(offsets, window=window), layers)
+        for offsets in [samples.exponential(n, 3000, 1)]
+        for window, layers in [((512, 0), 5), ((-1, 0), 1)]
+    ],
+    "two ways and causal": lambda n: [(Mask.full(n, (256, 256)), 2), (Mask.images(n, [(100, 5000)]), 1)],
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_one_layout_balances_the_sum_of_all_layers(name: str) -> None:
+    layers = MIXED[name](16384)
+    layout = Layout.balanced(layers, 4)
+    work = sum(count * RingPlan.build(mask, layout).verify().work_per_rank for mask, count in layers)
+    assert work.max() / work.mean() < 1.06 and np.ptp(layout.tokens_per_rank) == 0
+    # Balanced for one of the masks, the sum of all is not better.
+    for mask, _ in layers:
+        single = Layout.balanced(mask, 4)
+        other = sum(count * RingPlan.build(each, single).verify().work_per_rank for each, count in layers)
+        assert work.max() <= 1.06 * other.max()
+
+
+def test_one_mask_is_a_list_of_one() -> None:
+    mask = Mask.documents(samples.exponential(8192, 700, 2))
+    for layers in ([(mask, 1)], [(mask, 7)], [(mask, 2), (mask, 3)]):
+        layout = Layout.balanced(layers, 4)
+        assert np.array_equal(layout.owner, Layout.balanced(mask, 4).owner)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "needs at least one mask"),
+        ([(Mask.causal(8), 1), (Mask.causal(16), 1)], "the masks of the layers are for 8, 16 tokens"),
+        ([(Mask.causal(8), 0)], "0 layers have the mask 'causal': it must be at least 1"),
+    ],
+)
+def test_bad_layers_are_one_line(layers, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Layout.balanced(layers, 2)

@@ -13,7 +13,7 @@ from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, RingPlan, lower
 from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED
 from cp_ring.plan.mask import paint
-from cp_ring.plan.verify import tiles_in_stream
+from cp_ring.plan.verify import check_sources, tiles_in_stream, verify
 from cp_ring.plan.verify_ranks import verify_rank_plans
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
 from tests.plan.strategies import CAPABILITIES, plans
@@ -62,13 +62,13 @@ def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
                 verify_rank_plans(plan, parts)
 
 
-@settings(max_examples=1000, **QUIET)
+@settings(max_examples=500, **QUIET)
 @given(plan=plans())
 def test_random_plans_are_right(plan: RingPlan) -> None:
     check_plan(plan)
 
 
-@settings(max_examples=1000, **QUIET)
+@settings(max_examples=500, **QUIET)
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
 def test_spoiled_random_plans_are_rejected(plan: RingPlan, pick: int, seed: int) -> None:
     check_mutation(plan, pick, seed)
@@ -158,6 +158,16 @@ def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name: str, route: s
                 with pytest.raises(PlanError, match=r"rank \d"):
                     verify_rank_plans(plan, parts)
         assert found
+
+
+@pytest.mark.parametrize("table", ["transfers", "gradients"])
+def test_a_message_of_a_rank_to_itself_is_rejected_by_name(table: str) -> None:
+    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), "direct", "ring")
+    spoiled = PLAN_MUTATIONS[f"{table}: to itself"](plan, np.random.default_rng(1))
+    assert spoiled is not None
+    for check in (check_sources, verify):
+        with pytest.raises(PlanError, match=r"rank (\d), hop \d: .* to rank \1: a rank has no messages to itself"):
+            check(spoiled)
 
 
 def test_too_few_slots_are_rejected() -> None:

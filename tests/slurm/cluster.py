@@ -63,7 +63,7 @@ class Cluster:
         while not happened():
             if time.monotonic() > end:
                 raise TimeoutError(f"not within {timeout} s: {happened}")
-            time.sleep(0.1)
+            time.sleep(0.25)  # a question to Slurm costs a process
 
     def kill_node(self, name: str) -> None:
         """The node is gone, with every process on it."""

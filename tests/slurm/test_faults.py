@@ -4,12 +4,17 @@ Whatever happens, the losses of all tries together are those of a run that nobod
 done again, and no process is left.
 """
 
+import functools
 import os
 
 import pytest
+import yaml
 
+from cp_ring.job import command_line, config
 from tests import needs
+from tests.megatron.launch import trace, train
 from tests.slurm.cluster import Job, running
+from tests.slurm.job import TINY
 
 pytestmark = pytest.mark.xdist_group("slurm")  # one cluster at a time
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter")
@@ -35,20 +40,22 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster):
-    """The losses of a job that nobody disturbs, for each size, run once."""
-    known = {}
+def undisturbed(tmp_path_factory):
+    """The losses of the job on one rank without context parallelism, which nobody disturbs, for each number of steps."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY))
 
-    def losses(size, train_iters=6, options=()):
-        key = tuple(size.items()), train_iters
-        if key not in known:
-            job = Job(cluster, f"undisturbed-{len(known)}", *QUICK, *options, megatron__train_iters=train_iters, **size)
-            assert job.end() == "COMPLETED", job.logs()
-            assert (job.run_dir / "DONE").read_text() == f"{train_iters}\n" and job.restarts == 0
-            assert job.status()["state"] == "DONE" and job.saved == train_iters
-            known[key] = job.trace()
-            assert sorted(known[key]) == list(range(1, train_iters + 1))
-        return known[key]
+    @functools.cache
+    def losses(train_iters=6):
+        nothing_saved = [f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")]
+        alone = ["parallel.context_parallel_size=1", "cp_ring.enabled=false", f"megatron.train_iters={train_iters}"]
+        job = config.load(str(path), [*nothing_saved, *alone, f"launch.run_dir={folder}"])
+        name = f"{train_iters} steps"
+        train(1, {name: command_line.megatron_flags(job, None, "cpu")[0]}, folder, [])
+        found = {step: line["loss"] for step, line in trace(folder, name).items()}
+        assert sorted(found) == list(range(1, train_iters + 1))
+        return found
 
     return losses
 
@@ -70,17 +77,16 @@ def kill_a_rank(job, index, of=4):
 
 def test_rank_killed_then_warned_then_finished(cluster, undisturbed):
     """With one rank on each node: nearly all of the time is the start of the ranks, three times."""
-    expected = undisturbed(CP2, options=A_RANK_PER_NODE)
-    job = Job(cluster, "killed", *QUICK, *A_RANK_PER_NODE, megatron__save_interval=2, **CP2)
-    job.reach(3)
+    settings = {"megatron__save_interval": 4, "megatron__train_iters": 40, "cp_ring__certify": False}
+    job = Job(cluster, "killed", *QUICK, *A_RANK_PER_NODE, **settings, **CP2)
+    job.reach(5)
     kill_a_rank(job, os.getpid() % 2, of=2)
-    cluster.until(lambda: job.restarts == 1)
+    cluster.until(lambda: len(job.starts) == 2)
     killed_at = job.saved
-    assert killed_at >= 2 and "failed" in job.status()["last_stop"]
-    job.reach(killed_at + 1) if job.saved < 6 else None
-    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    assert killed_at >= 4 and "failed" in job.status()["last_stop"]
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # seconds before its ranks take their first step
     assert job.end() == "COMPLETED", job.logs()
-    assert job.starts[1] == killed_at and same(job, expected)
+    assert job.starts[1] == killed_at < job.starts[2] and same(job, undisturbed(40))
     assert job.status()["state"] == "DONE" and "SIGUSR1: saving, then ending" in job.logs()
 
 
@@ -97,7 +103,7 @@ def test_canceled_stays_canceled(cluster):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_data_parallel_ranks_killed(cluster, undisturbed, launcher):
-    expected = undisturbed(CP2_DP2)
+    expected = undisturbed()
     job = Job(cluster, f"killed-{launcher}", *QUICK, "--launcher", launcher, megatron__save_interval=2, **CP2_DP2)
     job.reach(3)
     kill_a_rank(job, 2)
@@ -111,13 +117,13 @@ def test_torchrun_saves_when_warned(cluster, undisturbed):
     job.reach(2)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     assert job.end() == "COMPLETED", job.logs()
-    assert job.restarts == 1 and same(job, undisturbed(CP4, 60))
+    assert job.restarts == 1 and same(job, undisturbed(60))
 
 
 @pytest.mark.slow
 def test_lost_node(cluster, undisturbed):
     """The node that does not hold the batch script, then the one that does."""
-    expected = undisturbed(CP2_DP2)
+    expected = undisturbed()
     job = Job(cluster, "node-lost", *QUICK, megatron__save_interval=2, **CP2_DP2)
     for node, step in (("n2", 3), ("n1", 5)):
         job.reach(step)
@@ -138,7 +144,7 @@ def test_silently_lost_link(cluster, undisturbed):
     cluster.until(lambda: job.restarts == 1, 120)
     cluster.run("ip", "link", "set", "v2", "up")
     assert job.end() == "COMPLETED", job.logs()
-    assert job.starts[1] >= 4 and same(job, undisturbed(CP4, 60))
+    assert job.starts[1] >= 4 and same(job, undisturbed(60))
 
 
 @pytest.mark.slow
@@ -152,7 +158,7 @@ def test_preempted_then_requeued(cluster, undisturbed):
     cluster.until(lambda: job.restarts == 1, 90)
     assert job.saved >= 2, job.logs()
     assert job.end() == "COMPLETED", job.logs()
-    assert job.starts[1] >= 2 and same(job, undisturbed(CP4, 60))
+    assert job.starts[1] >= 2 and same(job, undisturbed(60))
 
 
 @pytest.mark.slow

@@ -63,13 +63,14 @@ def summary(certificate: Certificate) -> str:
 class _Findings:
     """What the probes of one rank found.
 
-    `up_to` tells, by layer and mask, how far the probes went where the job goes further; `failure` why they ended early.
+    `up_to` tells, by layer and mask, how far the probes went (tokens, batch rows) where the job goes further; `failure` why they
+    ended early.
     """
 
     attention: list[Probe] = field(default_factory=list)
     loss: list[Probe] = field(default_factory=list)
     not_covered: list[str] = field(default_factory=list)
-    up_to: dict[str, str] = field(default_factory=dict)
+    up_to: dict[str, tuple[int, int]] = field(default_factory=dict)
     failure: Failure | None = None
 
 
@@ -93,10 +94,7 @@ def run_probes(
     certificate = Certificate(about=record.about(args))
     certificate.merge([found.attention + ([] if failures else found.loss) for found in of_ranks])
     certificate.not_covered = list(mine.not_covered)
-    up_to: dict[str, str] = {}
-    for found in of_ranks:
-        up_to |= found.up_to
-    certificate.about["up_to"] = up_to
+    certificate.about["up_to"] = least_reach([found.up_to for found in of_ranks], args)
     if failures:
         certificate.failure = str(failures[0])
         certificate.not_covered.append(f"the loss ({failures[0]})")
@@ -158,14 +156,27 @@ def _probe_sums(subject: Subject, seed: int) -> list[Probe]:
     return attention_probe.probe_short(replace(subject, dtype=torch.float32, note=" in float32"), seed, values_only=True)
 
 
-def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str, str]:
-    """How far the probes of a kind went, where the job goes further; as in `4096 of 131072 tokens`."""
-    limits = []
-    if tokens + 2 * args.context_parallel_size * GRAIN <= args.seq_length or (kind.mask == "causal" and tokens < args.seq_length):
-        limits.append(f"{tokens} of {args.seq_length} tokens")
-    if kind.batch_size < args.micro_batch_size and kind.mask != "packed":
-        limits.append(f"{kind.batch_size} of {args.micro_batch_size} batch rows")
-    return {f"{kind.layer_name} under {kind.mask}": " and ".join(limits)} if limits else {}
+def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str, tuple[int, int]]:
+    """How far the probes of a kind went, (tokens, batch rows) by layer and mask, where the job goes further."""
+    short = tokens + 2 * args.context_parallel_size * GRAIN <= args.seq_length
+    short |= kind.mask == "causal" and tokens < args.seq_length
+    few = kind.batch_size < args.micro_batch_size and kind.mask != "packed"
+    if not (short or few):
+        return {}
+    reach = tokens if short else args.seq_length, kind.batch_size if few else args.micro_batch_size
+    return {f"{kind.layer_name} under {kind.mask}": reach}
+
+
+def least_reach(of_ranks: list[dict[str, tuple[int, int]]], args: argparse.Namespace) -> dict[str, str]:
+    """How far the probes went on all ranks, in words, as in `4096 of 131072 tokens`. Context-parallel groups may differ in it."""
+    words = {}
+    for name in dict.fromkeys(name for up_to in of_ranks for name in up_to):
+        reached = [up_to[name] for up_to in of_ranks if name in up_to]
+        tokens, batch_rows = (min(one) for one in zip(*reached, strict=True))
+        limits = [f"{tokens} of {args.seq_length} tokens"] if tokens < args.seq_length else []
+        limits += [f"{batch_rows} of {args.micro_batch_size} batch rows"] if batch_rows < args.micro_batch_size else []
+        words[name] = " and ".join(limits)
+    return words
 
 
 def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: ForwardStep | None) -> None:
@@ -180,14 +191,16 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     found.not_covered += ["experts, in the loss"] if getattr(args, "num_experts", None) else []
     if "packed" in masks_of(args) and "causal" in masks:
         found.not_covered.append("the loss of packed sequences")
-    kinds = find_layer_kinds(args, core_transformer_config_from_args(args), tuple(masks), whole_rows=True)
-    tokens = max(kind.tokens for kind in kinds)
-    kinds = [replace(kind, tokens=tokens) for kind in kinds]
+    config = core_transformer_config_from_args(args)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     before = settings.current()
     try:
-        settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
-        found.loss += loss_probe.probe_loss(args, kinds, alone, step, seed)
+        for mask in masks:
+            kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
+            tokens = max(kind.tokens for kind in kinds)
+            kinds = [replace(kind, tokens=tokens) for kind in kinds]
+            settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
+            found.loss += loss_probe.probe_loss(args, kinds, alone, step, seed)
     finally:
         settings.configure(before)
         dist.destroy_process_group(alone)

@@ -122,8 +122,6 @@ class ProbeGroups:
 
     def close(self) -> None:
         """Destroys the copies, and with them the connections to other ranks, whose waits for this one fail then."""
-        if watchdog.WATCH.batch is not None:
-            watchdog.WATCH.end()  # the wait in which the probe failed
         gc.collect()  # models, layers and autograd nodes of the probes refer to the groups
         for group in self.copies.values():
             forget(group)

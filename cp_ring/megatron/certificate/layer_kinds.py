@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cp_ring.megatron import comm_types, settings
+from cp_ring.megatron.certificate.declared import PREFIX
 
 MAX_SCORES = 1 << 24  # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
 MAX_ROWS = 32  # batch rows of a probe
@@ -21,7 +22,7 @@ class LayerKind:
     Attributes:
         layer: number of the first layer of this kind, from 1.
         layers: how many layers are of this kind.
-        mask: `causal`, `documents` (boundaries in sbhd) or `packed` (thd with padding).
+        mask: `causal`, `documents` (boundaries in sbhd), `packed` (thd with padding), or `declared` and a kind of `mask_kinds`.
         window: how many keys before and after itself a query sees; -1 is any number.
         probed: the window that the probe uses.
         scale: factor of the scores.
@@ -85,6 +86,8 @@ def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ..
 
 def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
     """The kinds of mask that the job's microbatches can have."""
+    if settings.current().kinds:
+        return tuple(PREFIX + kind for kind in settings.current().kinds)
     if settings.current().document_mask:
         return ("documents", "packed")
     packed = getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False)

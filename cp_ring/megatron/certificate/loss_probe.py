@@ -24,10 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring.megatron import compat, settings
+from cp_ring.megatron.certificate.declared import PREFIX
 from cp_ring.megatron.certificate.isolation import replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_scale, declared_window
-from cp_ring.megatron.certificate.oracle import DenseAttention, Spans
-from cp_ring.megatron.certificate.probe_batch import documents_of_rows, random_offsets, spans_between
+from cp_ring.megatron.certificate.oracle import DenseAttention, Rule, Spans
+from cp_ring.megatron.certificate.probe_batch import (
+    declared_of_rows,
+    documents_of_rows,
+    random_offsets,
+    samples_of_rows,
+    spans_between,
+)
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.tiny_model import (
     VOCABULARY,
@@ -38,6 +45,8 @@ from cp_ring.megatron.certificate.tiny_model import (
     own_device,
     tiny_args,
 )
+from cp_ring.megatron.masks import KEY
+from cp_ring.megatron.rotary import positions_in_force
 
 # Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
 BOUND = {"cpu": 1e-4, "cuda": 1e-2}
@@ -47,15 +56,17 @@ ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Whole batch rows [b, n] as a data set gives them, and the documents of each."""
+    """Whole batch rows [b, n] as a data set gives them, and the documents of each, or the rule of the mask that it declares."""
 
-    data: dict[str, Tensor]
-    spans: list[Spans]
+    data: dict[str, Any]
+    spans: list[Spans | Rule]
 
     @classmethod
     def draw(cls, kind: LayerKind, seed: int) -> Microbatch:
         """Random tokens, in documents where the mask of `kind` has them; the loss mask differs between ranks."""
         random = torch.Generator().manual_seed(seed)
+        if kind.mask.startswith(PREFIX):
+            return cls._declared(kind, random)
         n, documents = kind.tokens, kind.mask == "documents"
         spans = [spans_between(random_offsets(n, 3 if documents else 0, seed)) for seed in range(1, kind.batch_size + 1)]
         tokens = torch.randint(VOCABULARY, (len(spans), n + 1), generator=random)
@@ -66,11 +77,40 @@ class Microbatch:
                 positions[batch_row, start:end] = torch.arange(end - start)
                 mask[batch_row, end - 1] *= not documents
         data = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "position_ids": positions}
-        return cls(data | {"loss_mask": mask}, spans)
+        return cls(data | {"loss_mask": mask}, list(spans))
 
-    def fresh(self) -> dict[str, Tensor]:
+    @classmethod
+    def _declared(cls, kind: LayerKind, random: torch.Generator) -> Microbatch:
+        """Batch rows that carry samples of a declared mask."""
+        masks, rules = samples_of_rows(kind)
+        n = kind.tokens
+        tokens = torch.randint(VOCABULARY, (len(rules), n + 1), generator=random)
+        weights = (torch.rand(len(rules), n, generator=random) < torch.linspace(0.4, 1.0, n)).float()
+        data = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": weights}
+        positions = torch.stack([rule.positions for rule in rules])
+        return cls(data | {"position_ids": positions, KEY: masks}, list(rules))
+
+    def fresh(self) -> dict[str, Any]:
         """A copy of the data: a script may write into the dictionary and the tensors that it gets."""
-        return {name: tensor.clone() for name, tensor in self.data.items()}
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.data.items()}
+
+    def selected(self) -> tuple[Tensor, Tensor] | None:
+        """Positions and places of the tokens of whole batch rows [n, b], where positions are declared."""
+        rules = [rule for rule in self.spans if isinstance(rule, Rule)]
+        if not rules:
+            return None
+        positions = torch.stack([rule.positions for rule in rules], 1)
+        return positions, torch.arange(len(positions))[:, None].expand_as(positions)
+
+    def last(self) -> Tensor:
+        """True for the last token of each document or declared sequence, bool [b, n]."""
+        last = torch.zeros(self.data["tokens"].shape, dtype=torch.bool)
+        for batch_row, spans in enumerate(self.spans):
+            if isinstance(spans, Rule):
+                last[batch_row] = spans.last()
+            else:
+                last[batch_row, [end - 1 for _, end in spans]] = True
+        return last
 
 
 @dataclass(frozen=True)
@@ -115,7 +155,7 @@ def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, ste
         counts = None if own else _counts_of_ranks(ours)
     weights = [] if args.calculate_per_token_loss else [_weights(batch, positions, counts)]
     whole = argparse.Namespace(**(vars(tiny) | {"context_parallel_size": 1}))
-    with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch):
+    with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own):
         twin = build(whole)
         twin.load_state_dict(model.state_dict())
         _attend_densely(twin, batch.spans)
@@ -199,7 +239,10 @@ def _positions(batch: Microbatch, kind: LayerKind, rank: int, cp: int) -> Tensor
 
     whole = torch.arange(kind.tokens).expand(len(batch.spans), -1)
     if kind.mask == "documents":
-        return torch.as_tensor(documents_of_rows(batch.spans, kind.tokens, cp).shard(whole, rank))
+        spans = [spans for spans in batch.spans if not isinstance(spans, Rule)]
+        return torch.as_tensor(documents_of_rows(spans, kind.tokens, cp).shard(whole, rank))
+    if kind.mask.startswith(PREFIX):
+        return torch.as_tensor(declared_of_rows(batch.data[KEY], cp).shard(whole, rank))
     return on_this_cp_rank({"tokens": whole}, rank, cp)["tokens"]
 
 
@@ -261,7 +304,7 @@ def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Ten
 
 def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
     """The forward step of the twin: whole batch rows, no packing; the sum of the losses that count, and their number."""
-    batch = {name: tensor.to(own_device()) for name, tensor in next(iterator).items()}
+    batch = {name: tensor.to(own_device()) for name, tensor in next(iterator).items() if isinstance(tensor, Tensor)}
     mask = batch["loss_mask"]
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
 
@@ -272,7 +315,7 @@ def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
     return output, loss
 
 
-def _attend_densely(model: Any, spans: list[Spans]) -> None:
+def _attend_densely(model: Any, spans: list[Spans | Rule]) -> None:
     """Replaces ring attention in every layer of the twin by dense attention with the mask that the flags declare."""
     from cp_ring.megatron.core_attention import RingDotProductAttention  # imports Megatron
 
@@ -284,13 +327,12 @@ def _attend_densely(model: Any, spans: list[Spans]) -> None:
 
 
 @contextmanager
-def _whole_rows_in_force(batch: Microbatch) -> Iterator[None]:
-    """cp_ring's settings of the twin, batch rows in order; multi-token prediction stays within the declared documents."""
-    batch_size, n = batch.data["tokens"].shape
-    last = torch.zeros(batch_size, n, dtype=torch.bool)
-    for batch_row, spans in enumerate(batch.spans):
-        for _, end in spans:
-            last[batch_row, end - 1] = True
+def _whole_rows_in_force(batch: Microbatch, own: bool) -> Iterator[None]:
+    """cp_ring's settings of the twin, batch rows in order; multi-token prediction stays within the declared documents.
+
+    Rotary embeddings are those of the declared positions. A script's own step, if not `own`, may need the kinds of masks.
+    """
+    last = batch.last()
 
     def roll(tensor: Tensor | None, shifts: int = -1, dims: int = -1, *rest: Any, **named: Any) -> Any:
         if tensor is None:
@@ -302,6 +344,9 @@ def _whole_rows_in_force(batch: Microbatch) -> Iterator[None]:
     loaded = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core") and module]
     with ExitStack() as stack:
         stack.enter_context(replaced(*((module, "roll_tensor", roll) for module in loaded if "roll_tensor" in vars(module))))
-        settings.configure(before.model_copy(update={"layout": "zigzag", "document_mask": False}))
+        stack.enter_context(positions_in_force(batch.selected()))
+        kinds = "" if own else before.mask_kinds
+        alone = {"layout": "zigzag", "document_mask": False, "mask_kinds": kinds, "loss_chunk": 0}
+        settings.configure(before.model_copy(update=alone))
         stack.callback(functools.partial(settings.configure, before))
         yield

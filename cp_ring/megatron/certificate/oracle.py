@@ -6,21 +6,56 @@ Shapes: s queries, n keys, b batch rows, h query and g key/value heads, d and e 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Who sees whom in a batch row whose mask is declared.
+
+    Attributes:
+        sees: (queries, keys) to bool, both int64 places in the batch row, of shapes that broadcast.
+        positions: the position of each token, int64 [n].
+        part: the number of the sequence that each token continues, int64 [n].
+        edges: places at which the mask is most likely wrong.
+    """
+
+    sees: Callable[[Tensor, Tensor], Tensor]
+    positions: Tensor
+    part: Tensor
+    edges: tuple[int, ...]
+
+    def allowed(self, queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
+        """As `declared_mask`; a window counts positions, and limits earlier keys."""
+        allowed = self.sees(queries[:, None], keys[None])
+        if window[0] < 0:
+            return allowed
+        positions = self.positions.to(queries.device)
+        return allowed & (positions[queries][:, None] - positions[keys] <= window[0])
+
+    def last(self) -> Tensor:
+        """True for tokens without a next token in their sequence, bool [n]."""
+        place = torch.arange(len(self.part) - 1)
+        continued = (self.part[1:] == self.part[:-1]) & self.sees(place + 1, place)
+        return torch.cat([~continued, torch.ones(1, dtype=torch.bool)])
+
 
 Spans = Sequence[tuple[int, int]]
 """The documents [start, end) of a batch row, ascending. Positions outside all of them are padding."""
 
 
-def declared_mask(queries: Tensor, keys: Tensor, spans: Spans, window: tuple[int, int]) -> Tensor:
+def declared_mask(queries: Tensor, keys: Tensor, spans: Spans | Rule, window: tuple[int, int]) -> Tensor:
     """Which keys each query may see, bool [s, n]; queries [s] and keys [n] are positions in one batch row.
 
     A query sees the keys of its own document that are not after it, and at most window[0] before it (-1: any number).
-    Padding neither sees nor is seen.
+    Padding neither sees nor is seen. The mask of a batch row may also be given as a `Rule`.
     """
+    if isinstance(spans, Rule):
+        return spans.allowed(queries, keys, window)
     query_document, key_document = (_document_of(positions, spans) for positions in (queries, keys))
     distance = queries[:, None] - keys
     allowed = (distance >= 0) & (query_document[:, None] == key_document) & (query_document[:, None] >= 0)
@@ -57,12 +92,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, sink:
 class DenseAttention(torch.nn.Module):
     """Core attention of a whole sequence in float64. Takes the arguments that Megatron gives to core attention.
 
-    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `spans` are the documents of each batch row.
+    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `spans` are the documents of each batch row,
+    or the rule of its mask.
     """
 
     softmax_offset: Tensor | None
 
-    def __init__(self, ring: torch.nn.Module, window: tuple[int, int], scale: float | None, spans: Sequence[Spans]):
+    def __init__(self, ring: torch.nn.Module, window: tuple[int, int], scale: float | None, spans: Sequence[Spans | Rule]):
         super().__init__()
         self.softmax_offset = getattr(ring, "softmax_offset", None)
         self.window, self.spans = window, spans

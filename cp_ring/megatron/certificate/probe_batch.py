@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cp_ring.megatron.certificate.declared import sample
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.oracle import Spans
+from cp_ring.megatron.certificate.oracle import Rule, Spans
 from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.plan.mask import Mask
 
 SplitBatch = Callable[[dict[str, Tensor], int, int], dict[str, Tensor]]
 """(tensors [b, n] by name, rank, cp) to the parts [b, s] of that rank."""
@@ -24,7 +26,7 @@ class ProbeBatch:
 
     Attributes:
         positions: where this rank's tokens are in their batch rows, int64 [b, s].
-        spans: the documents of each batch row.
+        spans: the documents of each batch row, or the rule of its mask.
         packed: what the layer gets as `packed_seq_params`.
         thd: whether the layer's tensors lack the batch dimension.
         edges: positions at which a mask is most likely wrong: beside edges of chunks, documents and windows.
@@ -32,7 +34,7 @@ class ProbeBatch:
 
     n: int
     positions: Tensor
-    spans: list[Spans]
+    spans: list[Spans | Rule]
     packed: Any = None
     thd: bool = False
     edges: tuple[int, ...] = ()
@@ -44,10 +46,10 @@ class ProbeBatch:
 
 def make_probe_batch(kind: LayerKind, rank: int, cp: int, split: SplitBatch, device: torch.device) -> ProbeBatch:
     """The microbatch of a probe of `kind` on rank `rank` of `cp`."""
-    make = {"causal": _causal, "documents": _documents, "packed": _packed}[kind.mask]
+    make = {"causal": _causal, "documents": _documents, "packed": _packed}.get(kind.mask, _declared)
     made = make(kind, rank, cp, split)
     chunks = [kind.tokens * i // (2 * cp) for i in range(2 * cp)]
-    bounds = [edge for spans in made.spans for span in spans for edge in span]
+    bounds = [edge for spans in made.spans for edge in _edges(spans)]
     windows = [edge + kind.probed[0] for edge in chunks] if kind.probed[0] >= 0 else []
     near = {min(max(edge + side, 0), kind.tokens - 1) for edge in (*chunks, *bounds, *windows) for side in (-1, 0, 1)}
     return replace(made, positions=made.positions.to(device), edges=tuple(sorted(near)))
@@ -64,7 +66,33 @@ def _documents(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeB
     spans = [spans_between(random_offsets(kind.tokens, 3, seed)) for seed in range(1, kind.batch_size + 1)]
     documents = documents_of_rows(spans, kind.tokens, cp)
     positions = documents.shard(torch.arange(kind.tokens).expand(kind.batch_size, -1), rank)
-    return ProbeBatch(kind.tokens, positions, spans, DocumentParams.carry(documents))
+    return ProbeBatch(kind.tokens, positions, list(spans), DocumentParams.carry(documents))
+
+
+def _declared(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
+    from cp_ring.megatron.documents import DocumentParams  # imports Megatron
+
+    masks, rules = samples_of_rows(kind)
+    declared = declared_of_rows(masks, cp)
+    positions = declared.shard(torch.arange(kind.tokens).expand(kind.batch_size, -1), rank)
+    return ProbeBatch(kind.tokens, positions, list(rules), DocumentParams.carry(declared))
+
+
+def samples_of_rows(kind: LayerKind) -> tuple[list[Mask], list[Rule]]:
+    """A sample of the declared mask of `kind` for each batch row, and the rules of these masks."""
+    made = [sample(kind.mask, kind.tokens, seed) for seed in range(1, kind.batch_size + 1)]
+    return [mask for mask, _ in made], [rule for _, rule in made]
+
+
+def declared_of_rows(masks: list[Mask], cp: int) -> Any:
+    """The declared masks of batch rows, split as the settings in force say."""
+    from cp_ring.megatron.masks import DeclaredMask  # imports Megatron
+
+    return DeclaredMask.of_rows(masks, current().layout, cp)
+
+
+def _edges(spans: Spans | Rule) -> tuple[int, ...]:
+    return spans.edges if isinstance(spans, Rule) else tuple(edge for span in spans for edge in span)
 
 
 def documents_of_rows(spans: list[Spans], n: int, cp: int) -> Any:

@@ -45,7 +45,10 @@ _OTHERS = {
     "rotary_percent": "--rotary-percent",
     "rotary_scaling_factor": "--rotary-scaling-factor",
     "mtp_num_layers": "--mtp-num-layers",
+    "mask_kinds": "--cp-ring-mask-kinds",
 }
+
+_RING = ("kernel", "layout", "route", "schedule", "slot_shards", "heads", "num_slots", "wire_dtype")
 
 
 def attention_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def attention_settings(args: argparse.Namespace) -> dict[str, Any]:
     found = {name: getattr(args, name, None) for name in (*_MASK, *_OTHERS)}
     found["document_mask"] = bool(getattr(args, "cp_ring_document_mask", False))
     found["inter_document_masking"] = bool(getattr(args, "dataloader_inter_document_masking", False))
+    found["mask_kinds"] = getattr(args, "cp_ring_mask_kinds", "") or ""
     latent = bool(found["multi_latent_attention"])
     if not latent:  # Megatron gives these a value whether they are used or not
         found |= dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor"))
@@ -74,15 +78,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "sizes": sizes,
-        "ring": {
-            "kernel": used.kernel,
-            "layout": used.layout,
-            "route": used.route,
-            "wire_dtype": used.wire_dtype,
-            "heads": used.heads,
-            "schedule": used.schedule,
-            "comm_types": comm_types.types_by_layer(args),
-        },
+        "ring": {name: getattr(used, name) for name in _RING} | {"comm_types": comm_types.types_by_layer(args)},
         "dtype": str(args.params_dtype).removeprefix("torch."),
         "attention": found,
         "hash": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16],

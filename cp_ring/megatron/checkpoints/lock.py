@@ -123,10 +123,15 @@ class Lock:
         return frozenset([self.owner.token, *self.owner.predecessors])
 
     def check(self) -> None:
-        """Raises `Lost` where another job holds the lock; where there is none any more, this process takes it again."""
+        """Raises `Lost` where another job holds the lock; where there is none any more, this process takes it again.
+
+        Somebody may have removed the whole folder: then it is made again. Raises `OSError` where it cannot be.
+        """
         holder = _read(self.path)
-        if holder is None and not self.path.exists() and _create(self.path, self.owner):
-            return
+        if holder is None and not self.path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if _create(self.path, self.owner):
+                return
         holder = _read(self.path)
         if holder is None or holder.token != self.owner.token:
             raise Lost(f"the folder {self.folder} now belongs to another job ({holder or 'unknown'})")

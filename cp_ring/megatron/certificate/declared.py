@@ -1,0 +1,161 @@
+"""Samples of the masks that batches may declare, for probes: what a batch carries, and by what rule tokens see one another.
+
+The rules are made from first principles, token by token. They share no code with `cp_ring.Mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_ring.megatron.certificate.oracle import Rule
+from cp_ring.plan.mask import Mask
+
+PREFIX = "declared "
+"""How the names of such masks begin in the certificate, as in `declared shared-prefix`."""
+
+
+def sample(name: str, n: int, seed: int) -> tuple[Mask, Rule]:
+    """A mask of `n` tokens of the kind that `name` ends with, and the rule that it must follow; another one for each seed."""
+    return _SAMPLES[name.removeprefix(PREFIX)](n, np.random.default_rng(seed))
+
+
+def _tree(n: int, random: np.random.Generator, parents: list[int], forest: bool = True) -> tuple[Mask, Rule]:
+    """Branches of random lengths with these parents, and some padding behind them."""
+    edges = np.append(0, np.sort(random.choice(np.arange(1, n), len(parents), replace=False)))
+    lengths = np.diff(edges).tolist()
+    branch = torch.full((n,), -1)
+    position = torch.zeros(n, dtype=torch.int64)
+    ends: list[int] = []
+    ancestors = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for number, (parent, start, end) in enumerate(zip(parents, edges[:-1], edges[1:], strict=True)):
+        branch[start:end] = number
+        before = 0 if parent < 0 else ends[parent]
+        position[start:end] = torch.arange(before, before + end - start)
+        ends.append(before + int(end - start))
+        if parent >= 0:
+            ancestors[number] = ancestors[parent]
+            ancestors[number, parent] = True
+    position[edges[-1] :] = torch.arange(n - int(edges[-1]))
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        of_query, of_key = branch.to(query.device)[query], branch.to(key.device)[key]
+        above = ancestors.to(query.device)[of_query.clamp(min=0), of_key.clamp(min=0)]
+        return (of_query >= 0) & (of_key >= 0) & (above | ((of_query == of_key) & (key <= query)))
+
+    rule = Rule(sees, position, branch, tuple(edges.tolist()))
+    if forest:
+        return Mask.tree(parents, lengths, n), rule
+    groups = [(lengths[0], lengths[1:4]), (lengths[4], lengths[5:])]
+    return Mask.shared_prefix(groups, n), rule
+
+
+def _images(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+    """Three images around a quarter, a half and three quarters of the sequence: there many layouts have an edge."""
+    half = [int(size) for size in random.integers(max(n // 16, 1), max(n // 9, 2), 3)]
+    spans = [(n * i // 4 - size, n * i // 4 + size // 2 + 1) for i, size in enumerate(half, 1)]
+    image = torch.full((n,), -1)
+    for number, (start, end) in enumerate(spans):
+        image[start:end] = number
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        of_query, of_key = image.to(query.device)[query], image.to(key.device)[key]
+        return (key <= query) | ((of_query == of_key) & (of_query >= 0))
+
+    return Mask.images(n, spans), _plain(sees, n, [edge for span in spans for edge in span])
+
+
+def _global(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+    start, window = int(random.integers(n // 3, n // 2)), n // 8
+    spans = [(0, 1), (start, start + 2)]
+    everywhere = torch.zeros(n, dtype=torch.bool)
+    for first, end in spans:
+        everywhere[first:end] = True
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        reaches = everywhere.to(query.device)[query] | everywhere.to(key.device)[key]
+        return (key <= query) & ((query - key <= window) | reaches)
+
+    return Mask.with_global(n, spans, (window, 0)), _plain(sees, n, [0, 1, start, start + 2])
+
+
+def _blocks(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+    block = int(random.integers(n // 9 + 1, n // 5 + 2))
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        return key // block <= query // block
+
+    return Mask.block_causal(n, block), _plain(sees, n, range(0, n, block))
+
+
+def _diffusion(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+    half, block = n // 2, int(random.integers(n // 16 + 1, n // 9 + 2))
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        noised_query, noised_key = query >= half, key >= half
+        of_query, of_key = query % half // block, key % half // block
+        clean = ~noised_key & torch.where(noised_query, of_key < of_query, of_key <= of_query)
+        return clean | (noised_query & noised_key & (of_query == of_key))
+
+    positions = torch.arange(n) % half
+    edges = tuple(start + side for side in (0, half) for start in range(0, half, block))
+    return Mask.block_diffusion(n, block), Rule(sees, positions, torch.arange(n) // half, edges)
+
+
+def _documents(n: int, random: np.random.Generator, prefixes: bool = False) -> tuple[Mask, Rule]:
+    edges = [0, *sorted(random.choice(np.arange(1, n), 3, replace=False).tolist()), n]
+    lengths = [int(random.integers(0, end - start + 1)) * prefixes for start, end in pairwise(edges)]
+    document, start, prefix = (torch.zeros(n, dtype=torch.int64) for _ in range(3))
+    for number, (first, end) in enumerate(pairwise(edges)):
+        document[first:end], start[first:end], prefix[first:end] = number, first, first + lengths[number]
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        same = document.to(query.device)[query] == document.to(key.device)[key]
+        return same & ((key <= query) | (key < prefix.to(query.device)[query]))
+
+    rule = Rule(sees, torch.arange(n) - start, document, tuple(edges))
+    return (Mask.prefix(n, lengths, edges) if prefixes else Mask.documents(edges)), rule
+
+
+def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+    """Random cells of a grid, some of them cut by a diagonal band: disjoint, and like no mask with a name."""
+    edges = [np.append(0, np.append(np.sort(random.choice(np.arange(1, n), 3, replace=False)), n)).tolist() for _ in range(2)]
+    pieces = []
+    for q0, q1 in pairwise(edges[0]):
+        for k0, k1 in pairwise(edges[1]):
+            if random.random() < 0.6:
+                band = int(random.integers(-n // 2, 1)), int(random.integers(0, n // 2))
+                pieces.append((q0, q1, k0, k1, *band))
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        found = torch.zeros(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=query.device)
+        for q0, q1, k0, k1, lo, hi in pieces:
+            away = key - query
+            found |= (query >= q0) & (query < q1) & (key >= k0) & (key < k1) & (away >= lo) & (away <= hi)
+        return found
+
+    return Mask.from_pieces(n, pieces), _plain(sees, n, [edge for side in edges for edge in side])
+
+
+def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: object) -> Rule:
+    """The rule of a mask whose positions are the places in the stream."""
+    return Rule(sees, torch.arange(n), torch.zeros(n, dtype=torch.int64), tuple(edges))  # type: ignore[arg-type]
+
+
+_SAMPLES: dict[str, Callable[[int, np.random.Generator], tuple[Mask, Rule]]] = {
+    "shared-prefix": lambda n, random: _tree(n, random, [-1, 0, 0, 0, -1, 4], forest=False),
+    "tree": lambda n, random: _tree(n, random, [-1, 0, 1, 1, 0, -1, 5]),
+    "images": _images,
+    "global": _global,
+    "block-causal": _blocks,
+    "block-diffusion": _diffusion,
+    "documents": _documents,
+    "prefix": lambda n, random: _documents(n, random, prefixes=True),
+    "causal": lambda n, random: (Mask.causal(n), _plain(lambda query, key: key <= query, n, [0])),
+    "full": lambda n, random: (Mask.full(n), _plain(lambda query, key: (query >= 0) & (key >= 0), n, [0])),
+    "any": _pieces,
+}

@@ -1,0 +1,236 @@
+"""Masks of microbatches: those that batches declare, and what they have in common with packed documents.
+
+A batch may carry `cp_ring_mask` beside its tokens: a `Mask` for all of its batch rows, or a list with one for each. A data
+loader's worker may send `mask.to_dict()` instead. The mask travels as documents do, see `documents`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.plans import make_layout
+from cp_ring.megatron.settings import layer_windows
+from cp_ring.plan.heads import HeadRankPlan, plan_of, rank_plan_of
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.tables import RankPlan
+
+KEY = "cp_ring_mask"
+"""The entry of a batch that declares its mask."""
+
+PROVE_EVERY = 256
+"""After the first plan of each kind, one in this many plans is proven."""
+
+_made = itertools.count()
+_proven: set[tuple[Any, ...]] = set()
+
+default_collate_fn_map[Mask] = lambda masks, **_: list(masks)  # torch's data loader makes a batch of samples with masks
+
+
+class MicrobatchMask:
+    """Who sees whom in a microbatch, whose batch rows are one stream, one after the other; and the plans for it.
+
+    Subclasses have `layout`, the layout of the stream, in which each rank holds the same number of tokens of each batch row, and
+    `batch`, the number of batch rows, which have the same length.
+    """
+
+    origin = "--cp-ring-document-mask"  # where it comes from, for messages
+    layout: Layout
+    batch: int
+    _plans: dict[tuple[Any, ...], Future[RankPlan | HeadRankPlan]]
+
+    def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
+        """The mask of a layer with this window; a layer that is not `causal` also sees later tokens, where the mask allows it."""
+        raise NotImplementedError
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """The positions, for rotary embeddings, of the tokens that `rank` holds: int64 [n / cp, batch]."""
+        return self.places(rank)
+
+    def last(self) -> torch.Tensor:
+        """True for the last token of each sequence and for padding, which have no next token: bool [tokens of the stream]."""
+        raise NotImplementedError
+
+    def kind(self) -> str:
+        """A name for masks whose plans are alike."""
+        return type(self).__name__
+
+    def prepare(
+        self,
+        rank: int,
+        route: str,
+        window: tuple[int, int] = (-1, -1),
+        causal: bool = True,
+        schedule: str = "auto",
+        slot_shards: int | None = None,
+        heads: int = 1,
+        node_size: int = 1,
+    ) -> Future[RankPlan | HeadRankPlan]:
+        """Starts making the plan on a worker thread, unless that has begun already. Arguments as in `plan`."""
+        key = (rank, route, window, causal, schedule, slot_shards, heads, node_size)
+        if key not in self._plans:
+            mask, how = self.mask(window, causal), (route, schedule, slot_shards, heads, node_size)
+            self._plans[key] = _worker().submit(_make_plan, mask, self.layout, rank, how, (self.kind(), window, causal))
+        return self._plans[key]
+
+    def plan(
+        self,
+        rank: int,
+        route: str,
+        window: tuple[int, int] = (-1, -1),
+        causal: bool = True,
+        schedule: str = "auto",
+        slot_shards: int | None = None,
+        heads: int = 1,
+        node_size: int = 1,
+    ) -> RankPlan | HeadRankPlan:
+        """The rank plan of `rank`, made once for all layers with this window; `route` to `node_size` as in `rank_plan_of`.
+
+        The plan of all ranks is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
+        """
+        return self.prepare(rank, route, window, causal, schedule, slot_shards, heads, node_size).result()
+
+    def places(self, rank: int) -> torch.Tensor:
+        """Where the tokens that `rank` holds are in their batch rows: int64 [n / cp, batch]."""
+        stream = torch.from_numpy(self.layout.positions(rank)).view(self.batch, -1)
+        return (stream - torch.arange(self.batch)[:, None] * (self.layout.n // self.batch)).transpose(0, 1)
+
+    def shard(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part [batch, n / cp] that `rank` holds of `x` [batch, n]."""
+        index = torch.from_numpy(self.layout.positions(rank)).to(x.device)
+        return x.reshape(-1).index_select(0, index).view(self.batch, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class DeclaredMask(MicrobatchMask):
+    """The mask that a batch declares.
+
+    Attributes:
+        whole: the mask of the stream of all batch rows.
+        layout: the layout of the stream.
+        batch: the number of batch rows.
+    """
+
+    origin = KEY
+    whole: Mask
+    layout: Layout
+    batch: int = 1
+    _plans: dict[tuple[Any, ...], Future[RankPlan | HeadRankPlan]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_rows(cls, masks: Sequence[Mask], layout: str, cp: int) -> DeclaredMask:
+        """The masks of batch rows, which have the same length. The layout named `layout` splits each batch row separately."""
+        n = masks[0].n
+        if cp == 1:
+            layouts = [Layout.contiguous(n, 1)] * len(masks)
+        elif layout == "balanced":
+            layouts = [Layout.balanced([(_seen_by(mask, window, True), count) for window, count in layer_windows()], cp)
+                       for mask in masks]  # fmt: skip
+        else:
+            layouts = [make_layout(layout, n, cp)] * len(masks)
+        if len(masks) == 1:
+            return cls(masks[0], layouts[0])
+        return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))
+
+    def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
+        """The declared mask within a layer's window. A causal layer's window limits earlier keys only."""
+        return _seen_by(self.whole, window, causal)
+
+    def positions(self, rank: int) -> torch.Tensor:
+        positions = torch.from_numpy(self.whole.positions[self.layout.positions(rank)])
+        return positions.view(self.batch, -1).transpose(0, 1)
+
+    @property
+    def own_positions(self) -> bool:
+        """Whether a batch row has other positions than the places of its tokens."""
+        starts = np.arange(self.batch) * (self.layout.n // self.batch)
+        segments = self.whole.segments
+        return segments is not None and not (np.array_equal(segments[0], starts) and not segments[1].any())
+
+    def last(self) -> torch.Tensor:
+        return torch.from_numpy(self.whole.last)
+
+    def kind(self) -> str:
+        return self.whole.name
+
+
+def read(given: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
+    """The masks of `batch` batch rows of `n` tokens, from the entry `KEY` of a batch; None is causal.
+
+    Raises `ConfigError` for what is not a mask of `n` tokens, or not of the `kinds` that the job declares.
+    """
+    if given is None:
+        return [Mask.causal(n)] * batch
+    several = given if isinstance(given, list | tuple) else [given] * batch
+    if len(several) != batch:
+        raise ConfigError(f"{KEY} holds {len(several)} masks for {batch} batch rows: give one for each, or one for all")
+    masks = [_mask(each) for each in several]
+    for mask in masks:
+        if mask.n != n:
+            raise ConfigError(f"{KEY} is for {mask.n} tokens, but a batch row has {n}")
+        name = mask.name.replace("_", "-")
+        if name not in kinds and "any" not in kinds:
+            raise ConfigError(
+                f"{KEY} is a mask of the kind {name}, which the certificate has not probed: add {name} to "
+                f"--cp-ring-mask-kinds {','.join(kinds)}"
+            )
+        if mask.segments is not None and int(mask.positions.max()) >= n:
+            raise ConfigError(f"{KEY} has positions up to {mask.positions.max()}, past the {n} tokens of a batch row")
+    return masks
+
+
+def encode(masks: Sequence[Mask]) -> torch.Tensor:
+    """Masks as int64 numbers, which tensor-parallel ranks send one another."""
+    text = json.dumps([mask.to_dict() for mask in masks]).encode()
+    return torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64))
+
+
+def decode(numbers: torch.Tensor) -> list[Mask]:
+    """The masks that `encode` has written."""
+    return [Mask.from_dict(values) for values in json.loads(bytes(numbers.cpu().to(torch.uint8).numpy()))]
+
+
+def _mask(given: Any) -> Mask:
+    if isinstance(given, Mask):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{KEY} is a {type(given).__name__}, not a Mask, what Mask.to_dict returns, or a list of these")
+    try:
+        return Mask.from_dict(given)
+    except PlanError as error:
+        raise ConfigError(f"{KEY}: {error}") from None
+
+
+@functools.lru_cache(maxsize=64)
+def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
+    left, right = window[0], -1 if causal else window[1]
+    return mask if left < 0 and right < 0 else mask & (left, right)
+
+
+@functools.cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
+
+
+def _make_plan(
+    mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None, int, int], kind: Iterable[Any]
+) -> RankPlan | HeadRankPlan:
+    """`how` is the route, the schedule, the limit of its sources, the ranks that exchange heads, and those of a node."""
+    key = (layout.name, layout.cp, *how, *kind)
+    if key not in _proven or next(_made) % PROVE_EVERY == 0:
+        plan = plan_of(mask, layout, *how)
+        plan.verify()
+        _proven.add(key)
+        return plan.rank_plan(rank)
+    return rank_plan_of(mask, layout, rank, *how)

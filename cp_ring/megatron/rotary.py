@@ -1,0 +1,73 @@
+"""Rotary embeddings of the tokens that a rank holds, where these or their positions may differ from microbatch to microbatch."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.settings import current, split_by_microbatch
+
+Selected = tuple[torch.Tensor, torch.Tensor]
+"""Positions, and places in their batch rows, of the tokens that a rank holds: int64 [n / cp, batch] each."""
+
+_selected: contextvars.ContextVar[Selected | None] = contextvars.ContextVar("cp_ring_positions", default=None)
+
+
+@contextmanager
+def positions_in_force(selected: Selected | None) -> Iterator[None]:
+    """Within the context rotary embeddings are those of these tokens; None leaves what is in force."""
+    if selected is None:
+        yield
+        return
+    token = _selected.set(selected)
+    try:
+        yield
+    finally:
+        _selected.reset(token)
+
+
+def selecting(forward: Callable[..., Any], by_place: bool = False) -> Callable[..., Any]:
+    """Wraps the forward of a rotary embedding: of embeddings [n, 1 or batch, 1, d] it returns the tokens', [n / cp, batch, 1, d].
+
+    `by_place`: the embeddings are those of the batch rows' tokens, in order, and not of the positions 0, 1, 2, ...
+    """
+
+    @functools.wraps(forward)
+    def select(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        selected = _selected.get()
+        packed = inspect.signature(forward).bind(self, *args, **kwargs).arguments.get("packed_seq", False)
+        if selected is None or packed:
+            return result
+        whole, *scale = result if isinstance(result, tuple) else (result,)
+        index = selected[by_place].to(whole.device)
+        which = torch.arange(index.shape[1], device=whole.device) if whole.shape[1] > 1 else 0
+        mine = whole[index, which]
+        return (mine, *scale) if isinstance(result, tuple) else mine
+
+    for name in ("cache_clear", "cache_info"):  # of Megatron's cache, which it clears in one place
+        if hasattr(forward, name):
+            setattr(select, name, getattr(forward, name))
+    return select
+
+
+def tokens_of(packed: Any, group: Any) -> Selected | None:
+    """The tokens of a microbatch on this rank of `group`; None where they are the same in every microbatch."""
+    from cp_ring.megatron.documents import DocumentParams
+
+    if isinstance(packed, DocumentParams) and packed.documents is not None:
+        if not split_by_microbatch():
+            return None
+        return packed.documents.positions(group.rank()), packed.documents.places(group.rank())
+    if not split_by_microbatch() or _selected.get() is not None:
+        return None
+    flag = "--cp-ring-mask-kinds" if current().kinds else "--cp-ring-layout balanced"
+    advice = "split it with cp_ring.megatron.batches.split_batch" if current().kinds else "give --cp-ring-document-mask"
+    raise ConfigError(f"{flag}: a microbatch came without its {'mask' if current().kinds else 'documents'}; {advice}")

@@ -1,0 +1,117 @@
+"""The segments of an update (see `cp_ring.plan.updates`), as torch operations and as Triton kernels read them.
+
+An update adds parts, which are partial results, to a total: one tensor holds the running total in the dtype of sums, another
+one the result in its own dtype. They may be the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_ring.ops.dtypes import sum_dtype
+
+BLOCK_Q = 16
+"""Tokens of one program of a Triton kernel."""
+
+ABSENT = -1
+
+
+class Place(NamedTuple):
+    """Where a part has the tokens of a segment; in reverse order if `reverse`."""
+
+    part: int
+    tokens: slice
+    reverse: bool
+
+    def take(self, part: Tensor, dim: int = 0) -> Tensor:
+        """The segment's tokens of the part, in the order of the total."""
+        taken = part[self.tokens] if dim == 0 else part[..., self.tokens]
+        return taken.flip(dim) if self.reverse else taken
+
+
+class Segment(NamedTuple):
+    """Tokens of a total, and the parts that are added to them. Without parts, the tokens are filled with zeros.
+
+    `first`: nothing has been stored there yet. `last`: the total is complete, and goes to the result.
+    """
+
+    tokens: slice
+    first: bool
+    last: bool
+    places: list[Place]
+
+    def target(self, running: Tensor | None, result: Tensor) -> Tensor:
+        """Where the total is stored."""
+        return (result if self.last or running is None else running)[self.tokens]
+
+    def begin(self, parts: Sequence[Tensor], running: Tensor | None, target: Tensor) -> tuple[Tensor, list[Place]]:
+        """The total before the other places are added: what was stored, or else the first part. It may be `target` itself."""
+        if not self.first:
+            assert running is not None
+            stays = not self.last or running.dtype == target.dtype
+            return target if stays else running[self.tokens], self.places
+        part, others = self.places[0].take(parts[self.places[0].part]), self.places[1:]
+        dtype = sum_dtype(target.dtype)
+        # The sum of several parts is not rounded to the dtype of the result on the way.
+        return (part.to(dtype, copy=True) if others and dtype != target.dtype else target.copy_(part)), others
+
+
+class Segments:
+    """What one update reads and stores.
+
+    `table` is `Update.segments` of the plan, int64 [4 + parts, segments]: start, end, first, last, and for each part the position
+    of its first token in the segment: ABSENT for none, or -2 - position if the tokens are in reverse order. `whole` says that
+    the one part is the whole result.
+    """
+
+    def __init__(self, table: np.ndarray, whole: bool = False):
+        self.parts, self.whole = len(table) - 4, whole
+        # Some of the total has the dtype of sums before this update, or after it.
+        self.stays = not table[2:4].all()
+        self._table = table
+        self._segments: list[Segment] | None = None
+        self._blocks: dict[torch.device, Tensor] = {}
+
+    def __iter__(self) -> Iterator[Segment]:
+        if self._segments is None:
+            self._segments = [_segment(*column) for column in self._table.T.tolist()]
+        return iter(self._segments)
+
+    def blocks(self, device: torch.device) -> Tensor:
+        """Segments cut into blocks of at most BLOCK_Q tokens, copied to the device once: int32 [blocks, 3 + parts].
+
+        For each block its first token, the number of its tokens, 1 for first and 2 for last, and the positions.
+        """
+        if device not in self._blocks:
+            host = torch.from_numpy(_blocks(self._table))
+            self._blocks[device] = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        return self._blocks[device]
+
+
+def _segment(start: int, end: int, first: int, last: int, *positions: int) -> Segment:
+    places, size = [], end - start
+    for part, position in enumerate(positions):
+        if position != ABSENT:
+            low = position if position >= 0 else -2 - position - (size - 1)
+            places.append(Place(part, slice(low, low + size), position < 0))
+    return Segment(slice(start, end), bool(first), bool(last), places)
+
+
+def _blocks(table: np.ndarray) -> np.ndarray:
+    """The blocks of segments. Positions, and -2 - position too, grow by the number of tokens before the block."""
+    size = table[1] - table[0]
+    count = -(-size // BLOCK_Q)
+    which = np.repeat(np.arange(len(size)), count)
+    before = (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)) * BLOCK_Q
+    position = table[4:, which]
+    return np.stack([
+        table[0, which] + before,
+        np.minimum(size[which] - before, BLOCK_Q),
+        table[2, which] + 2 * table[3, which],
+        *np.where(position == ABSENT, ABSENT, position + before),
+    ], axis=1).astype(np.int32)  # fmt: skip

@@ -1,0 +1,106 @@
+"""Totals: out with lse, dq, or dk with dv, made from partial results that come one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cp_ring.ops.dtypes import lse_dtype, sum_dtype
+from cp_ring.ops.merge import merge
+from cp_ring.ops.segments import Segments
+from cp_ring.ops.sums import add
+
+Shape = Sequence[int]
+
+
+class Sum:
+    """The sum of partial results, each of which has a tensor [t, b, heads, size] for each of `shapes`, [s, b, heads, size].
+
+    It keeps partial results until the next of `updates` has all of its parts; then the update runs. The result has `dtype`,
+    and the running total `sum_dtype(dtype)`. If `running` is given, the running total is in its first tokens.
+    """
+
+    def __init__(
+        self,
+        updates: Sequence[Segments],
+        shapes: Sequence[Shape],
+        like: Tensor,
+        dtype: torch.dtype,
+        running: Sequence[Tensor] = (),
+    ):
+        self._updates, self._shapes, self._like, self._dtype = updates, shapes, like, dtype
+        self._running, self._result = running, list[Tensor]()
+        self._waiting: list[tuple[Tensor, ...]] = []
+        self._done = 0
+
+    def add(self, *part: Tensor) -> None:
+        """Takes the next partial result, which must not change until its update has run."""
+        self._waiting.append(part)
+        if len(self._waiting) == self._updates[self._done].parts:
+            self._run()
+
+    def finish(self) -> Sequence[Tensor]:
+        """The total, [s, b, heads, size] for each shape, contiguous. All partial results must have been added."""
+        while self._done < len(self._updates):
+            self._run()
+        return self._result or self._allocated(self._dtype)
+
+    def _run(self) -> None:
+        segments, parts = self._updates[self._done], self._waiting
+        assert len(parts) == segments.parts, "a partial result is missing"
+        self._waiting, self._done = [], self._done + 1
+        self._update(segments, list(zip(*parts, strict=True)))
+
+    def _update(self, segments: Segments, columns: Sequence[Sequence[Tensor]]) -> None:
+        """One update, for each tensor of the total with a column of parts."""
+        if segments.whole and all(self._is_result(part) for (part,) in columns):
+            self._result = [part for (part,) in columns]
+            return
+        self._allocate(segments)
+        for index, result in enumerate(self._result):
+            add(segments, columns[index] if columns else (), self._running[index] if self._running else None, result)
+
+    def _is_result(self, part: Tensor) -> bool:
+        """Whether a part that is the whole total can be the result as it is."""
+        return part.dtype == self._dtype and part.is_contiguous()
+
+    def _allocate(self, segments: Segments) -> None:
+        """Makes the tensors that an update stores to."""
+        self._result = self._result or self._allocated(self._dtype)
+        if self._dtype == sum_dtype(self._dtype):
+            self._running = self._result
+        elif segments.stays and not self._running:
+            self._running = self._allocated(sum_dtype(self._dtype))
+
+    def _allocated(self, dtype: torch.dtype) -> list[Tensor]:
+        return [self._like.new_empty(shape, dtype=dtype) for shape in self._shapes]
+
+
+class Merge(Sum):
+    """Out [s, b, h, e] with lse [b, h, s], merged from partial results (out [t, b, h, e], lse [b, h, t]). Otherwise as `Sum`."""
+
+    def __init__(self, updates: Sequence[Segments], shape: Shape, like: Tensor, dtype: torch.dtype):
+        super().__init__(updates, [shape], like, dtype)
+        self._lse: Tensor | None = None
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Out in `dtype`, and lse in `sum_dtype(dtype)`; both contiguous."""
+        (out,) = super().finish()
+        lse = self._empty_lse() if self._lse is None else self._lse
+        return out, lse.to(sum_dtype(self._dtype)).contiguous()
+
+    def _update(self, segments: Segments, columns: Sequence[Sequence[Tensor]]) -> None:
+        outs, lses = columns or ((), ())
+        if segments.whole and self._is_result(outs[0]):
+            # A tensor of its own: callers may change the result in place, which autograd forbids for some views.
+            self._result, self._lse = [outs[0].new_empty(0).set_(outs[0])], lses[0]  # type: ignore[call-overload]
+            return
+        self._allocate(segments)
+        self._lse = self._empty_lse() if self._lse is None else self._lse
+        merge(segments, outs, lses, self._running[0] if self._running else None, self._lse, self._result[0])
+
+    def _empty_lse(self) -> Tensor:
+        s, b, h, _ = self._shapes[0]
+        return self._like.new_empty((b, h, s), dtype=lse_dtype(self._like.device, sum_dtype(self._dtype)))

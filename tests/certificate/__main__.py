@@ -1,0 +1,97 @@
+"""Runs the campaign; exit code 1 unless every fault is stopped and every right job passes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.certificate import doors
+from tests.certificate.jobs import FAULTY, SECONDS, Job, right_job
+from tests.megatron.launch import fork
+
+SCRIPT = "pretrain_gpt.py"
+
+
+def examine(job: Job, cases: list[tuple[str, int]], script: str, folder: Path) -> list[dict[str, Any]]:
+    """What the certificate of `job` found in each case, (fault or "", seed); {"error"} where the job did not get there."""
+    entry = {"name": job.name, "argv": job.argv(), "script": script if job.by_script else "", "cases": cases, "seconds": SECONDS}
+    log = folder / f"{job.name}.log"
+    code = fork(job.ranks, (entry, folder, log), timeout_s=1200, target=doors.rank)
+    result = folder / f"{job.name}.json"
+    if code or not result.exists():
+        return [{"fault": fault, "error": f"exit code {code}: {log.read_text()[-1500:]}"} for fault, _ in cases]
+    found: list[dict[str, Any]] = json.loads(result.read_text())
+    return found
+
+
+def faults(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any]]:
+    """Each fault of the jobs: {"door", "job", "fault", "stopped", "how"}."""
+    entries = []
+    for job in jobs:
+        for found in examine(job, [(fault, 1) for fault in job.faults], script, folder):
+            stopped = bool(found.get("rejections"))
+            how = found["rejections"][0] if stopped else found.get("error") or found["failure"] or "the certificate passes"
+            entries.append({"door": _door(job), "job": job.name, "fault": found["fault"], "stopped": stopped, "how": how})
+        _tell(f"{job.name}: {sum(e['stopped'] for e in entries if e['job'] == job.name)} of {len(job.faults)} faults stopped")
+    return entries
+
+
+def right(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any]]:
+    """Each right job: {"door", "job", "flags", "passed", "why", "not_covered"}."""
+    entries = []
+    for job in jobs:
+        (found,) = examine(job, [("", 1)], script, folder)
+        why = found.get("error") or "; ".join(found["rejections"]) or found["failure"]
+        entry = {"door": _door(job), "job": job.name, "flags": job.flags, "passed": not why, "why": why}
+        entries.append(entry | {"not_covered": found.get("not_covered", [])})
+        _tell(f"{job.name}: {'passes' if not why else f'does not pass: {why}'}")
+    return entries
+
+
+def _door(job: Job) -> str:
+    return "script" if job.by_script else "own"
+
+
+def _tell(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.certificate", description=__doc__)
+    parser.add_argument("--megatron-lm", default="", help=f"a checkout of Megatron-LM, whose {SCRIPT} is the second door")
+    parser.add_argument("--right", type=int, default=200, help="right jobs of random flags")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
+    parser.add_argument("--faulty", nargs="*", default=[job.name for job in FAULTY], help="jobs whose faults are planted")
+    parser.add_argument("--json", action="store_true", help="print {faults, right}, a list of entries each")
+    given = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if not given.megatron_lm:
+        _tell("the door of Megatron-LM's script is left out: give --megatron-lm")
+    jobs = [job for job in FAULTY if job.name in given.faulty and (given.megatron_lm or not job.by_script)]
+    script, numbers = str(Path(given.megatron_lm) / SCRIPT), range(given.first, given.first + given.right)
+    with tempfile.TemporaryDirectory(prefix="cp_ring-certificate-") as folder:
+        planted = faults(jobs, script, Path(folder))
+        passed = right((right_job(i, bool(given.megatron_lm)) for i in numbers), script, Path(folder))
+    missed = [entry for entry in planted if not entry["stopped"]]
+    failed = [entry for entry in passed if not entry["passed"]]
+    if given.json:
+        print(json.dumps({"faults": planted, "right": passed}))
+    else:
+        for entry in missed + failed:
+            print(entry)
+        for door in ("own", "script"):
+            mine, good = ([e for e in entries if e["door"] == door] for entries in (planted, passed))
+            stopped, passing = sum(e["stopped"] for e in mine), sum(e["passed"] for e in good)
+            print(f"{door}: {stopped} of {len(mine)} faults stopped, {passing} of {len(good)} right jobs pass")
+    return int(bool(missed or failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Planted faults for both doors: those of attention are the same, those of batch and loss are in the code that the door runs.
+
+A fault of a script's own functions is put into its namespace while it runs; its file stays as it is. It acts at context-parallel
+sizes above 1 alone: what is the same at size 1 is what the script means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.megatron import certificate_faults as known
+from tests.parity import faults as parity
+
+Parts = dict[str, Any]  # tensors of a microbatch by name, of one rank
+SHARDED = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def _rank() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_context_parallel_rank())
+
+
+def _cp() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_context_parallel_world_size())
+
+
+# Faults of the split: what a rank gets instead, from its own parts, the whole tensors, and the parts that another rank gets.
+
+
+def _chunks_swapped(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return {name: torch.cat(part.chunk(2, 1)[::-1], 1) for name, part in mine.items()}
+
+
+def _ranks_reversed(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return of_rank(_cp() - 1 - _rank())
+
+
+def _mask_not_split(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return {"loss_mask": whole["loss_mask"][:, : mine["loss_mask"].shape[1]]} if "loss_mask" in mine else {}
+
+
+def _mask_of_ones(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return {"loss_mask": torch.ones_like(mine["loss_mask"])} if "loss_mask" in mine else {}
+
+
+def _mask_of_another_rank(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return {"loss_mask": of_rank((_rank() + 1) % _cp())["loss_mask"]} if "loss_mask" in mine else {}
+
+
+def _border_label(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    """The last token of the first chunk predicts the first token of the second."""
+    if "labels" not in mine:
+        return {}
+    labels, border = mine["labels"].clone(), mine["labels"].shape[1] // 2
+    labels[:, border - 1] = mine["tokens"][:, border]
+    return {"labels": labels}
+
+
+def _labels_of_another_rank(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return {"labels": of_rank((_rank() + 1) % _cp())["labels"]} if "labels" in mine else {}
+
+
+def _labels_rolled_locally(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return {"labels": mine["tokens"].roll(-1, 1)} if "labels" in mine else {}
+
+
+def _positions_local(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    """Position ids count from 0 on each rank."""
+    if "position_ids" not in mine:
+        return {}
+    return {"position_ids": torch.arange(mine["position_ids"].shape[1]).expand_as(mine["position_ids"]).contiguous()}
+
+
+def _tokens_contiguous(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return {name: whole[name].chunk(_cp(), 1)[_rank()].contiguous() for name in mine}
+
+
+SPLITS: dict[str, Callable[[Parts, Parts, Callable[[int], Parts]], Parts]] = {
+    "chunk order swapped": _chunks_swapped,
+    "rank order reversed": _ranks_reversed,
+    "loss mask not split": _mask_not_split,
+    "loss mask of ones": _mask_of_ones,
+    "loss mask of another rank": _mask_of_another_rank,
+    "label at a chunk's border": _border_label,
+    "labels of another rank": _labels_of_another_rank,
+    "labels rolled within a rank": _labels_rolled_locally,
+    "position ids of each rank from 0": _positions_local,
+    "contiguous instead of zigzag": _tokens_contiguous,
+}
+
+
+def _own_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
+    def faulty(split: Any, batch: Parts, rank: int, cp: int) -> Parts:
+        mine = split(batch, rank, cp)
+        if cp == 1 or "labels" not in batch:  # else the certificate asks for positions, which are no part of training
+            return mine
+        return mine | fault(mine, batch, lambda other: split(batch, other, cp))
+
+    return faulty
+
+
+def _zigzag(whole: Parts, rank: int, cp: int) -> Parts:
+    chunks = {name: tensor.chunk(2 * cp, 1) for name, tensor in whole.items()}
+    return {name: torch.cat([of[rank], of[2 * cp - 1 - rank]], 1) for name, of in chunks.items()}
+
+
+def _script_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
+    def faulty(split: Any, batch: Parts, *args: Any, cp_group: Any = None, **kwargs: Any) -> Parts:
+        if cp_group.size() == 1:
+            return split(batch, *args, cp_group=cp_group, **kwargs)
+        whole = {name: batch[name] for name in SHARDED if batch.get(name) is not None}
+
+        mine, cp = split(dict(batch), *args, cp_group=cp_group, **kwargs), cp_group.size()
+        return mine | fault({name: mine[name] for name in whole}, whole, lambda other: _zigzag(whole, other, cp))
+
+    return faulty
+
+
+# Faults of the loss: (loss, number of tokens, report) to what is returned instead.
+
+
+def _divided(loss: Any, tokens: Any, report: Any) -> Any:
+    return loss / _cp(), tokens, report
+
+
+def _report_halved(loss: Any, tokens: Any, report: Any) -> Any:
+    return loss, tokens, {name: value * torch.tensor([0.5, 1.0]) for name, value in report.items()}
+
+
+def _tokens_counted_twice(loss: Any, tokens: Any, report: Any) -> Any:
+    return loss, tokens * 2, report
+
+
+def _averaged_by_rank(loss: Any, tokens: Any, report: Any) -> Any:
+    return loss / tokens.clamp(min=1), torch.ones_like(tokens), report
+
+
+def _one_rank_silent(loss: Any, tokens: Any, report: Any) -> Any:
+    return (loss * 0 if _rank() == 1 else loss), tokens, report
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "loss divided by cp twice": _divided,
+    "reported loss halved": _report_halved,
+    "tokens counted twice": _tokens_counted_twice,
+    "loss averaged by rank": _averaged_by_rank,
+    "gradient of one rank lost": _one_rank_silent,
+}
+
+
+def _faulty_loss(fault: Callable[..., Any]) -> Callable[..., Any]:
+    def faulty(loss_function: Any, *args: Any, **kwargs: Any) -> Any:
+        found = loss_function(*args, **kwargs)
+        return fault(*found) if _cp() > 1 else found
+
+    return faulty
+
+
+# More faults of attention; the first ones are those of the tests of the certificate.
+
+
+def _window_narrowed(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any, **hops: Any) -> Any:
+    left, right = window
+    return make_plan(mask, n, cp, layout, route, (left - 1 if left > 0 else left, right), **hops)
+
+
+def _group_permuted(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any, **hops: Any) -> Any:
+    """Attention takes the ranks of the group in another order than the batch."""
+    import dataclasses
+
+    from cp_ring import RingPlan
+
+    right = make_plan(mask, n, cp, layout, route, window, **hops)
+    turned = dataclasses.replace(right.layout, owner=cp - 1 - right.layout.owner)
+    return RingPlan.build(right.mask, turned, route, right.schedule)
+
+
+def _stale_at_four(stream: Any, self: Any) -> Any:
+    """From the third remote hop on the keys are those of the hop before; with fewer ranks nothing is wrong."""
+    before = None
+    for hop, k, v in stream(self):
+        wrong = hop.index >= 3 and before is not None and len(before[0]) == len(k)
+        yield hop, *(before if wrong else (k, v))
+        before = k.clone(), v.clone()
+
+
+def _heads_rolled(attention: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+    return attention(q, k.roll(1, 2), v.roll(1, 2), *args, **kwargs) if _cp() > 1 else attention(q, k, v, *args, **kwargs)
+
+
+def _one_rank_scaled(attention: Any, *args: Any, softmax_scale: float, **kwargs: Any) -> Any:
+    wrong = _cp() > 1 and _rank() == 1
+    return attention(*args, softmax_scale=softmax_scale * (1.01 if wrong else 1.0), **kwargs)
+
+
+def _last_key_lost(stream: Any, self: Any) -> Any:
+    """The last token that a hop receives is zero."""
+    for hop, k, v in stream(self):
+        if hop.index and len(k):
+            k, v = k.clone(), v.clone()
+            k[-1:], v[-1:] = 0, 0
+        yield hop, k, v
+
+
+def _gradients_twice(send: Any, self: Any, hop: Any) -> Any:
+    if hop.index == 1:
+        for part in self._now[1]:
+            part.mul_(2)
+    return send(self, hop)
+
+
+def _positions_shifted() -> list[Any]:
+    """On one rank rotary positions are one further."""
+    import sys
+
+    name = "get_pos_emb_on_this_cp_rank"
+    loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core.models") and module]
+
+    def shifted(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
+        mine = right(pos_emb, seq_dim, cp_group)
+        return mine.roll(-1, seq_dim) if cp_group.size() > 1 and cp_group.rank() == 1 else mine
+
+    return [(module, name, shifted) for module in loaded if hasattr(module, name)]
+
+
+ATTENTION: dict[str, Any] = {name: known.FAULTS[name] for name in known.FAULTS if name not in (*SPLITS, *LOSSES)} | {
+    "window too small by one": known._core("make_plan", _window_narrowed),
+    "mask widened": known._parity("mask widened"),
+    "group permuted": known._core("make_plan", _group_permuted),
+    "stale slot at four ranks": known._streams("KeyStream", "__iter__", _stale_at_four),
+    "key heads rolled": known._core("attend", _heads_rolled),
+    "softmax scale of one rank": known._core("attend", _one_rank_scaled),
+    "last key of a hop lost": known._streams("KeyStream", "__iter__", _last_key_lost),
+    "gradients of one hop twice": known._streams("GradStream", "send", _gradients_twice),
+    "rotary positions of one rank shifted": _positions_shifted,
+}
+FAULTS = (*ATTENTION, *SPLITS, *LOSSES)
+
+
+@contextlib.contextmanager
+def planted(name: str, step: Any = None) -> Iterator[None]:
+    """Plants the fault `name` (none for ""); `step` is the forward step of the job, where it is a script's own."""
+    if not name:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, faulty in _places(name, step):
+            if isinstance(owner, dict):
+                stack.enter_context(patch.dict(owner, {attribute: known._instead(owner[attribute], faulty)}))
+            else:
+                stack.enter_context(patch.object(owner, attribute, known._instead(getattr(owner, attribute), faulty)))
+        yield
+
+
+def _places(name: str, step: Any) -> list[Any]:
+    if name in ATTENTION:
+        return list(ATTENTION[name]())
+    from cp_ring.megatron import gpt
+    from cp_ring.megatron.certificate.loss_probe import is_own
+
+    if is_own(step):
+        if name in SPLITS:
+            return [(gpt, "on_this_cp_rank", _own_split(SPLITS[name]))]
+        return [(gpt, "loss_function", _faulty_loss(LOSSES[name]))]
+    script = step.__globals__
+    if name in SPLITS:
+        return [(script, "get_batch_on_this_cp_rank", _script_split(SPLITS[name]))]
+    loss = "loss_func" if "loss_func" in script else "loss_function"
+    return [(script, loss, _faulty_loss(LOSSES[name]))]
+
+
+assert not set(parity.FAULTS) & set(SPLITS), "a fault has one meaning"

@@ -1,0 +1,98 @@
+"""The jobs in which faults are planted, and right jobs of random flags."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.certificate.faults import FAULTS
+from tests.parity.models import COMMON, LATENT, UNTIED
+
+OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
+OF_SCRIPT = "--no-create-attention-mask-in-dataloader"
+SECONDS = 600.0  # for probes at the job's own length, which machines of any speed must reach
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job on `ranks` ranks, through cp_ring's own entry or, with `by_script`, through Megatron-LM's script."""
+
+    name: str
+    ranks: int
+    flags: str
+    faults: tuple[str, ...] = ()
+    by_script: bool = False
+
+    def argv(self) -> list[str]:
+        common = [*COMMON, "--num-layers", "2", "--seq-length", "64", "--cp-ring", "--context-parallel-size", str(self.ranks)]
+        return [*common, *shlex.split(self.flags), *(shlex.split(OF_SCRIPT) if self.by_script else [])]
+
+
+OF_DOCUMENTS = ("documents merged", "boundary shifted by one", "padding attended")
+OF_PREDICTION = ("roll across documents",)
+OF_LENGTH = ("window beyond 256 tokens",)
+OF_BATCH = ("second batch row like the first",)
+OF_POSITIONS = ("position ids of each rank from 0",)
+OF_FOUR = ("stale slot at four ranks",)
+OF_BF16 = ("gradients of keys summed in bf16",)
+ELSEWHERE = (*OF_DOCUMENTS, *OF_PREDICTION, *OF_LENGTH, *OF_BATCH, *OF_POSITIONS, *OF_FOUR)
+OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
+
+_LONG = f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
+FAULTY = (
+    Job("oss", 2, f"{OSS} --calculate-per-token-loss", OF_OSS),
+    Job("long", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16)),
+    Job("learned", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS),
+    Job("four", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR),
+    Job("documents", 2, f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1", (*OF_DOCUMENTS, *OF_PREDICTION)),
+    Job("oss-script", 2, f"{OSS} --calculate-per-token-loss", OF_OSS, True),
+    Job("long-script", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16), True),
+    Job("learned-script", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS, True),
+    Job("four-script", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR, True),
+    Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss --sft", OF_DOCUMENTS, True),
+    Job("prediction-script", 2, f"{UNTIED} --mtp-num-layers 1 --calculate-per-token-loss", OF_PREDICTION, True),
+)
+assert set(FAULTS) == {fault for job in FAULTY for fault in job.faults if not job.by_script}
+
+
+def right_job(number: int, with_script: bool) -> Job:
+    """The right job of this number, the same in every run; every second one through the script, where there is one."""
+    rng = np.random.default_rng([4, number])
+    by_script = with_script and number % 2 == 1
+
+    def pick(*choices: str) -> str:
+        return str(rng.choice(choices))
+
+    ranks, sizes = 2, "--context-parallel-size 2"
+    if rng.random() < 0.25:
+        ranks, sizes = 4, pick(
+            "--context-parallel-size 4", "--context-parallel-size 2",
+            "--context-parallel-size 2 --tensor-model-parallel-size 2",
+            "--context-parallel-size 2 --pipeline-model-parallel-size 2",
+        )  # fmt: skip
+    heads = pick("", "--group-query-attention --num-query-groups 2", "--group-query-attention --num-query-groups 4")
+    latent = rng.random() < 0.15
+    model = (
+        LATENT if latent else f"{heads} {pick('--position-embedding-type rope', '--position-embedding-type learned_absolute')}"
+    )
+    words = [
+        sizes, model,
+        pick("", "--untie-embeddings-and-output-weights"),
+        pick("", "", f"--window-size {rng.integers(1, 70)},0",
+             f"--window-size {rng.integers(1, 70)},0 --window-attn-skip-freq 2"),
+        pick("", "", "--softmax-type learnable", "--softmax-type off-by-one"),
+        pick("", "--bf16"), pick("", "", "--qk-layernorm") if not latent else "",
+        f"--num-layers {2 if 'pipeline' in sizes else rng.integers(1, 4)} --seq-length {64 * rng.integers(1, 5)}",
+        "--max-position-embeddings 256",
+        f"--micro-batch-size {rng.integers(1, 3)}", pick("", "--calculate-per-token-loss"),
+        f"--cp-ring-route {pick('direct', 'direct', 'ring')} --cp-ring-schedule {pick('auto', 'ring', 'gather')}",
+        f"--cp-ring-num-slots {rng.integers(2, 4)} --cp-ring-wire-dtype {pick('input', 'float32')}",
+        pick("", "", "--cp-ring-kernel reference"), pick("", "", "--use-distributed-optimizer"),
+    ]  # fmt: skip
+    if not by_script and rng.random() < 0.4:
+        words.append(f"--cp-ring-document-mask --cp-ring-layout {pick('zigzag', 'balanced')}")
+    if not latent and "pipeline" not in sizes and rng.random() < 0.15:
+        words.append("--mtp-num-layers 1")
+    return Job(f"right{number}", ranks, " ".join(word for word in words if word), by_script=by_script)

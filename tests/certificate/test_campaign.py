@@ -1,0 +1,54 @@
+"""A small part of the certificate's campaign: faults are stopped and a right job passes, through a script's own door."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.certificate import __main__ as campaign
+from tests.certificate.faults import FAULTS
+from tests.certificate.jobs import FAULTY, OSS, Job, right_job
+
+SMALL = str(Path(__file__).parents[1] / "megatron" / "small_script.py")  # a user's script, where no Megatron-LM is at hand
+SAMPLE = ("group permuted", "rotary positions of one rank shifted", "label at a chunk's border", "loss divided by cp twice")
+
+
+def test_a_script_as_users_have_it(tmp_path):
+    job = Job("sample", 2, f"{OSS} --num-layers 2 --calculate-per-token-loss", SAMPLE, by_script=True)
+    right, *faulty = campaign.examine(job, [("", 1), *((fault, 1) for fault in SAMPLE)], SMALL, tmp_path)
+    assert right["rejections"] == [] and right["failure"] == "" and right["not_covered"] == [], right
+    assert [found["fault"] for found in faulty if not found.get("rejections")] == [], faulty
+
+
+def test_a_job_that_fails_is_no_stopped_fault(tmp_path):
+    job = Job("broken", 2, "--no-such-flag", ("mask widened",))
+    (entry,) = campaign.faults([job], "", tmp_path)
+    assert not entry["stopped"] and "unrecognized arguments: --no-such-flag" in entry["how"]
+
+
+def test_there_are_at_least_40_faults_and_another_right_job_for_each_number():
+    assert len(set(FAULTS)) == len(FAULTS) >= 40
+    jobs = [right_job(number, with_script=True) for number in range(200)]
+    assert len({job.flags for job in jobs}) > 190 and sum(job.by_script for job in jobs) == 100
+    assert right_job(7, with_script=True) == jobs[7]
+
+
+@pytest.fixture
+def script(megatron_lm):
+    """The script of the first checkout that --megatron-lm names."""
+    return str(Path(megatron_lm[0]) / campaign.SCRIPT) if megatron_lm else ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", FAULTY, ids=lambda job: job.name)
+def test_every_fault_is_stopped(tmp_path, job, script):
+    if job.by_script and not script:
+        pytest.skip("--megatron-lm names no checkout")
+    assert [entry for entry in campaign.faults([job], script, tmp_path) if not entry["stopped"]] == []
+
+
+@pytest.mark.slow
+def test_200_right_jobs_of_random_flags_pass(tmp_path, script):
+    jobs = (right_job(number, bool(script)) for number in range(200))
+    assert [entry for entry in campaign.right(jobs, script, tmp_path) if not entry["passed"]] == []

@@ -1,0 +1,37 @@
+"""Different process groups, used by parallel threads of one process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from cp_ring import Layout, Mask, RingPlan
+from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
+
+CASES = [(Case.draw(64, seed=seed, dtype=torch.float64), RingPlan.build(Mask.causal(64, (window, 0)), Layout.zigzag(64, 2)))
+         for seed, window in ((1, -1), (2, 9))]  # fmt: skip
+TIMES = 10
+
+
+def attend_in_threads(group):
+    """Each thread calls attention many times in a group of its own, with a mask of its own."""
+    ranks = dist.get_process_group_ranks(group)
+    groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in CASES]
+
+    def many(which):
+        return [on_rank(groups[which], *CASES[which]) for _ in range(TIMES)]
+
+    with ThreadPoolExecutor(len(CASES)) as threads:
+        return list(threads.map(many, range(len(CASES))))
+
+
+def test_groups_of_parallel_threads_do_not_disturb_each_other(pool):
+    results = pool.run(attend_in_threads, 2)
+    for which, (case, plan) in enumerate(CASES):
+        truth = brute_force(case, plan.mask.dense())
+        for time in range(TIMES):
+            found = whole(plan.layout, [rank[which][time] for rank in results])
+            for x, wanted in zip(found, truth, strict=True):
+                assert error(x, wanted) < 1e-12

@@ -1,0 +1,20 @@
+"""The first line of the results: the machine and the software. `python -m tests.gpu.facts DEVICE`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from cp_ring.bench.machine import facts
+
+if __name__ == "__main__":
+    device = sys.argv[1]
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device; --device cpu runs the steps on small shapes")
+    found = {"device": device, **facts(), "cuda": torch.version.cuda}
+    if device == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
+        found |= {"nccl": torch.cuda.nccl.version(), "driver_memory": torch.cuda.get_device_properties(0).total_memory}
+    print(json.dumps(found))

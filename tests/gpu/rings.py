@@ -1,0 +1,171 @@
+"""Steps in which several ranks share the device: accuracy of whole rings, merges and sums, and processes over gloo and NCCL."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring.bench import accuracy as bench
+from cp_ring.kernels import REGISTRY, choose
+from cp_ring.ops.fused import FusedFunction
+from cp_ring.testing import conformance
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case, error
+from tests.gpu.job import ERRORS, Job
+
+DRY = ("full rectangles", "causal squares", "merged backward", "varlen")  # properties of the dry run
+HEADS = ((8, 8, 64, 64), (8, 1, 128, 128), (8, 2, 192, 128), (8, 2, 256, 256))
+
+
+def accuracy(job: Job) -> None:
+    """The error of rings of 2, 4 and 8 ranks against float64, over that of one call, for every kind of mask."""
+    n, seeds, sizes = (2048, 5, [2, 4, 8]) if job.cuda else (256, 1, [2, 4])
+    kernels, limits = (["auto"], (1.15, 1.10)) if job.cuda else (["cpu"], (1.5, 1.5))
+    # DESIGN's limits are of means at 2,048 tokens or more; one draw of few tokens varies.
+    dtype = "bfloat16" if job.cuda else "float32"
+    for schedule in ("auto", "gather") if job.cuda else ("auto",):
+        for result in bench.run(n, 8, 2, job.sizes.d, kernels, [dtype], sizes, seeds, job.device.type, schedule):
+            where = {"schedule": schedule, **{name: result[name] for name in ("kernel", "mask", "cp") if name in result}}
+            if "rejected" in result:
+                job.check("rejected", 1, 0, **where, why=result["rejected"])
+                continue
+            job.check("out over one call", result["out"], limits[0], **where)
+            job.check("gradients over one call", max(result[x] for x in ("dq", "dk", "dv")), limits[1], **where)
+
+
+def merging(job: Job) -> None:
+    """Merges and sums by Triton against torch operations, in rings of 4: batch 2, value heads of 192, queries without keys."""
+    n = 4096 if job.cuda else 64
+    masks = {
+        "causal": Mask.causal(n),
+        "queries without keys": Mask.documents([0, n // 8, n // 2], n=n),
+        "window": Mask.causal(n, window=(n // 5, 0)),
+    }
+    case = Case.draw(n, b=2, h=4, g=2, d=64 if job.cuda else 8, e=192 if job.cuda else 24, dtype=job.sizes.dtype)
+    moved = Case(*(x.to(job.device) for x in case))
+    for name, mask in masks.items():
+        for schedule in ("ring", "auto"):
+            plan = RingPlan.build(mask, Layout.zigzag(n, 4), schedule=schedule)
+            results, seconds = {}, {}
+            for way in ("triton", "torch"):
+                with _torch_operations() if way == "torch" else mock.patch.object(os, "sep", os.sep):
+                    LocalRing(4).run(_on_rank, moved, plan)  # compiles
+                    job.wait()
+                    start = time.perf_counter()
+                    results[way] = LocalRing(4).run(_on_rank, moved, plan)
+                    job.wait()
+                    seconds[way] = time.perf_counter() - start
+            where = {"mask": name, "schedule": schedule}
+            job.row(**where, seconds=seconds, triton_rejected=_rejected())
+            for part, ours, theirs in zip(
+                ("out", "dq", "dk", "dv"), zip(*results["triton"], strict=True), zip(*results["torch"], strict=True), strict=True
+            ):
+                x, y = torch.cat(ours).float(), torch.cat(theirs).double()
+                job.check(f"{part}: not finite", float(not x.isfinite().all()), 0, **where)
+                # Both round once to bf16, perhaps to neighbors.
+                job.check(f"{part}: Triton against torch", error(x, y), 4e-3, **where)
+
+
+def _on_rank(group: Any, case: Case, plan: RingPlan) -> list[torch.Tensor]:
+    shard = [plan.layout.shard(x, group.rank, 1) for x in case]
+    q, k, v = (x.detach().requires_grad_() for x in shard[:3])
+    out = ring_attention(q, k, v, group, plan=plan)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), shard[3])]
+
+
+@contextmanager
+def _torch_operations() -> Iterator[None]:
+    """In the block no Triton function runs."""
+    with mock.patch.object(FusedFunction, "run", lambda self, *args: False):
+        yield
+
+
+def _rejected() -> list[str]:
+    """The Triton functions that could not be compiled here."""
+    modules = [importlib.import_module(f"cp_ring.ops.{name}") for name in ("merge", "sums")]
+    functions = [x for module in modules for x in vars(module).values() if isinstance(x, FusedFunction)]
+    return [f"{x._module}.{x._name}" for x in functions if x._rejected]
+
+
+def suite(job: Job) -> None:
+    """The conformance suite for each kernel and property, on head sizes up to 256, in two dtypes."""
+    dtypes = (torch.bfloat16, torch.float16) if job.cuda else (torch.bfloat16,)
+    heads = HEADS if job.cuda else ((4, 2, 16, 16),)
+    for name, home in REGISTRY.items():
+        kernel = importlib.import_module(home).KERNEL
+        for dtype in dtypes:
+            supported = [x for x in heads if kernel.rejection(job.device, dtype, *x[2:]) is None]
+            for sizes in heads:
+                if sizes not in supported:
+                    job.row(kernel=name, dtype=dtype, heads=sizes, rejected=kernel.rejection(job.device, dtype, *sizes[2:]))
+            for prop in (conformance.PROPERTIES if job.cuda else DRY) if supported else ():
+                what = _fault(partial(conformance.check, kernel, job.device, dtype, only=prop, heads=supported))
+                job.check(prop, float(bool(what)), 0, kernel=name, dtype=dtype, fault=what)
+
+
+def _fault(work: Any) -> str:
+    try:
+        work()
+        return ""
+    except AssertionError as wrong:
+        return str(wrong)
+    except Exception as wrong:  # a launch that failed, say: the next property may still run
+        return f"{type(wrong).__name__}: {str(wrong)[:400]}"
+
+
+def processes(job: Job, nccl: str = "") -> None:
+    """Two processes on this device: over gloo through host memory with each kernel; over NCCL with the library `nccl`."""
+    names = [kernel.name for kernel in job.kernels()] if job.cuda else ["cpu"]
+    for kernel in names:
+        _ring(job, "gloo", kernel, {})
+    if not job.cuda:
+        return
+    if not nccl:
+        job.row(backend="nccl", skipped="--nccl names no library of NCCL 2.32 or later, which lets ranks share a device")
+        return
+    settings = {"LD_PRELOAD": nccl, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+    best = choose("auto", device=job.device, dtype=job.sizes.dtype, d=64, e=64).name
+    _ring(job, "nccl", best, settings)
+
+
+def _ring(job: Job, backend: str, kernel: str, settings: dict[str, str], size: int = 2, limit_s: float = 60) -> None:
+    where = {"backend": backend, "kernel": kernel}
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [Path(folder) / f"{rank}.json" for rank in range(size)]
+        rest = [str(size), f"{folder}/store", job.device.type, kernel]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu.ring", backend, str(rank), *rest, str(outs[rank])],
+                env=os.environ | settings,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        end, says = time.monotonic() + limit_s, []
+        for rank in ranks:
+            try:
+                says.append(rank.communicate(timeout=max(end - time.monotonic(), 1))[1][-1500:])
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                says.append(f"did not end in {limit_s} s: {rank.communicate()[1][-1500:]}")
+        failed = any(rank.returncode for rank in ranks)
+        job.check("a rank failed", float(failed), 0, **where, **({"says": says} if failed else {}))
+        dtype = torch.bfloat16 if job.cuda else torch.float32
+        for mask, errors in [pair for out in outs if out.exists() for pair in json.loads(out.read_text()).items()]:
+            job.check("worst of out, dq, dk, dv", max(errors), 1.5 * ERRORS[dtype], mask=mask, **where)

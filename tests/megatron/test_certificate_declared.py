@@ -1,0 +1,22 @@
+"""The rules by which the certificate judges declared masks, against cp_ring's masks pair by pair."""
+
+import numpy as np
+import pytest
+import torch
+
+from cp_ring.config import MASK_KINDS
+from cp_ring.megatron.certificate.declared import PREFIX, sample
+from cp_ring.megatron.certificate.oracle import declared_mask
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
+@pytest.mark.parametrize("kind", MASK_KINDS)
+def test_rules_and_masks_agree(kind, window):
+    for seed in range(8):
+        mask, rule = sample(PREFIX + kind, 64, seed)
+        place = torch.arange(64)
+        seen = mask & (window[0], -1) if window[0] >= 0 else mask
+        assert np.array_equal(declared_mask(place, place, rule, window).numpy(), seen.dense()), seed
+        assert rule.positions.tolist() == mask.positions.tolist()
+        assert rule.last().tolist() == mask.last.tolist()
+        assert kind == "any" or mask.name.replace("_", "-") == kind

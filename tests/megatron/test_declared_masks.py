@@ -1,0 +1,158 @@
+"""Masks that batches declare: what is read, how it travels, and the examples in which models train with them."""
+
+import importlib
+import json
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from cp_ring import ContextParallelConfig, Layout, Mask
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import settings
+from tests.megatron.launch import fork
+
+
+def import_megatron():
+    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost every worker seconds."""
+    global DeclaredMask, DocumentParams, batches, documents_of, masks
+    from cp_ring.megatron import batches, masks
+    from cp_ring.megatron.documents import DocumentParams, documents_of
+    from cp_ring.megatron.masks import DeclaredMask
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    import_megatron()
+
+
+@pytest.fixture
+def configured():
+    """Puts settings in force; afterwards those from before are."""
+    before, layers = settings.current(), settings.layer_windows()
+    yield lambda layers=None, **values: settings.configure(ContextParallelConfig(enabled=True, **values), layers=layers)
+    settings.configure(before, layers=layers)
+
+
+GROUP = Mask.shared_prefix([(6, [4, 5])], n=16)
+
+
+class Group:
+    """A process group of which only size and rank are asked."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+def microbatch(**more):
+    tokens = torch.arange(32).view(2, 16)
+    places = torch.arange(16).expand(2, -1)
+    return {"tokens": tokens, "position_ids": places, "loss_mask": torch.ones(2, 16), "step": 3} | more
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
+@pytest.mark.parametrize("given", [GROUP, GROUP.to_dict(), json.loads(json.dumps(GROUP.to_dict()))])
+def test_a_batch_is_split_with_its_mask(configured, layout, given):
+    configured(layout=layout, mask_kinds="shared-prefix,causal")
+    whole = microbatch(cp_ring_mask=[given, Mask.causal(16)])
+    parts = [batches.split_batch(whole, Group(rank, 2)) for rank in range(2)]
+    assert all(part["tokens"].shape == (2, 8) and part["step"] == 3 and "cp_ring_mask" not in part for part in parts)
+    tokens = torch.cat([part["tokens"] for part in parts], 1)
+    positions = torch.cat([part["position_ids"] for part in parts], 1)
+    order = tokens.argsort(1)
+    assert torch.equal(tokens.gather(1, order), whole["tokens"])
+    assert positions.gather(1, order)[0].tolist() == GROUP.positions.tolist()
+    assert positions.gather(1, order)[1].tolist() == list(range(16))
+    for rank, part in enumerate(parts):
+        declared = documents_of(part["packed_seq_params"], 16, 2, False)
+        assert np.array_equal(declared.mask().dense(), Mask.batch([GROUP, Mask.causal(16)]).dense())
+        assert torch.equal(declared.positions(rank).T, part["position_ids"])
+        assert torch.equal(declared.places(rank).T + torch.tensor([[0], [16]]), part["tokens"])
+
+
+def test_layers_see_the_mask_within_their_window():
+    declared = DeclaredMask.of_rows([GROUP], "zigzag", 2)
+    assert np.array_equal(declared.mask((3, 0)).dense(), (GROUP & (3, -1)).dense())
+    images = DeclaredMask.of_rows([Mask.images(16, [(2, 9)])], "zigzag", 2)
+    assert images.mask((3, 0)).allowed(2, 8) and not images.mask((3, 0), causal=False).allowed(2, 8)
+    assert declared.last().tolist() == GROUP.last.tolist()
+    rank_plan = declared.plan(0, "direct", (3, 0))
+    assert rank_plan is declared.plan(0, "direct", (3, 0)) and rank_plan.cp == 2
+
+
+def test_a_balanced_layout_weighs_the_windows_of_all_layers(configured):
+    windows = (((20, 0), 5), ((-1, -1), 1))
+    configured(layers=windows, layout="balanced", mask_kinds="shared-prefix")
+    mask = Mask.shared_prefix([(200, [40] * 10)], n=640)
+    declared = DeclaredMask.of_rows([mask], "balanced", 4)
+    expected = Layout.balanced([(mask & (20, -1), 5), (mask, 1)], 4)
+    assert np.array_equal(declared.layout.owner, expected.owner)
+
+
+def test_masks_travel_between_ranks_as_numbers():
+    several = [GROUP, Mask.images(16, [(3, 7)])]
+    for sent, came in zip(several, masks.decode(masks.encode(several)), strict=True):
+        assert sent.pieces == came.pieces and sent.describe() == came.describe()
+        assert np.array_equal(sent.positions, came.positions)
+
+
+def test_a_data_loader_makes_batches_of_samples_with_masks():
+    samples = [{"tokens": torch.arange(4), "cp_ring_mask": Mask.causal(4)} for _ in range(2)]
+    (batch,) = torch.utils.data.DataLoader(samples, batch_size=2)
+    assert [mask.n for mask in batch["cp_ring_mask"]] == [4, 4] and batch["tokens"].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "given", "message"),
+    [
+        ("", GROUP, "the batch carries cp_ring_mask, of which the job knows nothing: give --cp-ring-mask-kinds"),
+        ("images", GROUP, "a mask of the kind shared-prefix, which the certificate has not probed: add shared-prefix to"),
+        ("any", Mask.causal(8), "cp_ring_mask is for 8 tokens, but a batch row has 16"),
+        ("any", [GROUP], "cp_ring_mask holds 1 masks for 2 batch rows"),
+        ("any", "causal", "cp_ring_mask is a str, not a Mask, what Mask.to_dict returns, or a list of these"),
+        ("any", {"n": 16, "pieces": [[0, 4, 0, 4], [3, 5, 0, 1]]}, r"cp_ring_mask: pieces 0 .* and 1 .* overlap: query 3"),
+        ("any", {"n": 16, "pieces": [[0, 4, 0, 17]]}, "cp_ring_mask: piece 0 .* is outside the 16 tokens"),
+        ("any", Mask.from_pieces(16, [], positions=range(4, 20)), "cp_ring_mask has positions up to 19, past the 16 tokens"),
+    ],
+)  # fmt: skip
+def test_what_is_no_mask_of_the_batch_is_rejected_in_one_line(configured, kinds, given, message):
+    configured(mask_kinds=kinds)
+    with pytest.raises(ConfigError, match=message) as caught:
+        batches.split_batch(microbatch(cp_ring_mask=given), Group(0, 2))
+    assert "\n" not in str(caught.value)
+
+
+def test_batches_that_cannot_be_split_are_rejected_in_one_line(configured):
+    configured(mask_kinds="any")
+    with pytest.raises(ConfigError, match="batch rows of 15 tokens cannot be split over 2 context-parallel ranks, zigzag: pad"):
+        batches.split_batch({"tokens": torch.zeros(1, 15)}, Group(0, 2))
+    with pytest.raises(ConfigError, match=r"the tensors of a batch must be \[b, n\] of one size, not \(1, 8\), \(2, 8\)"):
+        batches.split_batch({"tokens": torch.zeros(1, 8), "labels": torch.zeros(2, 8)}, Group(0, 2))
+    declared = DocumentParams.carry(DeclaredMask.of_rows([GROUP], "zigzag", 2))
+    with pytest.raises(ConfigError, match="cp_ring_mask: the boundaries are for 16 tokens over 2 ranks, the tensors hold 4"):
+        documents_of(declared, 4, 2, False)
+
+
+# Training
+
+
+def run_example(rank, ranks, port, name, folder):
+    """Is a rank of an example, and writes what it returns."""
+    place = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ |= {key: str(value) for key, value in place.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    torch.distributed.init_process_group("gloo")
+    worst = importlib.import_module(f"docs.examples.{name}").main()
+    (folder / f"{name}.{rank}.json").write_text(json.dumps(worst))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["rl_shared_prefix", "multimodal_spans"])
+def test_examples_train_as_separate_sequences_and_as_stock_megatron(tmp_path, name):
+    assert fork(2, (name, tmp_path), target=run_example) == 0
+    assert all(json.loads((tmp_path / f"{name}.{rank}.json").read_text()) < 1e-5 for rank in range(2))
+
+
+if multiprocessing.parent_process():  # a rank that runs a function of this file
+    import_megatron()

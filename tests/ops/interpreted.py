@@ -1,0 +1,15 @@
+"""Runs a program whose Triton kernels are interpreted, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def interpreted(program: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", f"import torch; {program}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,100 @@
+"""Logits and losses in chunks: the same losses and gradients, and logits of few tokens at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cp_ring import ContextParallelConfig
+from cp_ring.megatron import settings
+from cp_ring.patches.loss_chunks import losses_in_chunks
+from cp_ring.testing.oracle import error
+
+TOKENS, BATCH, VOCABULARY = 24, 2, 32
+
+
+@pytest.fixture
+def chunk():
+    """Puts a size of chunks in force."""
+    before = settings.current()
+    yield lambda size: settings.configure(ContextParallelConfig.make(enabled=True, loss_chunk=size))
+    settings.configure(before)
+
+
+@pytest.fixture
+def model(one_rank):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
+    config = TransformerConfig(**sizes, attention_dropout=0.0, hidden_dropout=0.0)
+    return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=TOKENS)
+
+
+def losses_of(model, grad=True):
+    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    with torch.set_grad_enabled(grad):
+        positions = torch.arange(TOKENS).expand(BATCH, -1)
+        return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
+
+
+def gradients(model, losses):
+    model.zero_grad()
+    (losses * torch.linspace(0, 1, TOKENS)).sum().backward()  # as a loss mask, tokens weigh differently
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("size", "most"), [(10, 10), (1, 2), (1 << 20, 24), (47, 24)])
+def test_losses_and_gradients_are_those_of_all_logits(applied, chunk, model, monkeypatch, size, most):
+    """A chunk is of whole positions of all batch rows, and there are at least two."""
+    seen, whole = [], type(model).compute_language_model_loss
+    monkeypatch.setattr(type(model), "compute_language_model_loss", lambda *args: seen.append(args[1].numel()) or whole(*args))
+    wanted = losses_of(model)
+    truth = gradients(model, wanted)
+    assert seen == [BATCH * TOKENS]
+    applied("loss_chunks")
+    chunk(size)
+    seen.clear()
+    losses = losses_of(model)
+    assert losses.shape == wanted.shape
+    assert sum(seen) == BATCH * TOKENS
+    assert max(seen) <= most
+    assert error(losses, wanted) < 1e-6
+    found = gradients(model, losses)
+    assert sum(seen) == 2 * BATCH * TOKENS, "backward computes the logits of each chunk again"
+    assert max(error(found[name], truth[name]) for name in truth) < 1e-5
+    seen.clear()
+    assert torch.equal(losses_of(model, grad=False), losses)
+    assert max(seen) <= most
+
+
+def test_zero_leaves_the_model_as_it_is(applied, chunk, model, monkeypatch):
+    applied("loss_chunks")
+    chunk(0)
+    seen, whole = [], type(model).compute_language_model_loss
+    monkeypatch.setattr(type(model), "compute_language_model_loss", lambda *args: seen.append(args[1].numel()) or whole(*args))
+    losses_of(model)
+    assert seen == [BATCH * TOKENS]
+
+
+def test_sequence_parallel_tokens_get_their_own_labels(chunk):
+    """The output layer then gathers the same tokens of every tensor-parallel rank: labels are taken in that order."""
+    chunk(12)
+    tp, tokens = 3, 8
+    whole = torch.randn(tp * tokens, BATCH, VOCABULARY)
+    labels = torch.randint(VOCABULARY, (BATCH, tp * tokens))
+    mine = torch.arange(tokens).view(tokens, 1, 1).expand(-1, BATCH, 1)
+
+    def gather(hidden, weight, runtime_gather_output):
+        return torch.cat([whole[rank * tokens + hidden[:, 0, 0]] for rank in range(tp)]), None
+
+    def loss(wanted, logits):
+        return torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), wanted, reduction="none")
+
+    found = losses_in_chunks(
+        hidden_states=mine, output_layer=gather, output_weight=None, labels=labels, runtime_gather_output=None,
+        compute_language_model_loss=loss, scale_logits=lambda logits: logits, context=None,
+    )  # fmt: skip
+    assert torch.equal(found, loss(labels, whole))

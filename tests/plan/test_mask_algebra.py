@@ -1,0 +1,325 @@
+"""Masks in which a query sees several intervals of keys: as pictures, against their definitions, and what is rejected."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_ring.bench import samples
+from cp_ring.errors import PlanError
+from cp_ring.plan import OPEN, Layout, Mask, RingPlan, Tiles, lower
+from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.lower import Capabilities
+from cp_ring.plan.mask import paint
+from tests.plan.strategies import disjoint_pieces, masks
+from tests.plan.test_lower import blocks
+
+
+def picture(mask: Mask) -> list[str]:
+    """A line for each query: `x` for a key that it sees, `.` for one that it does not see."""
+    return ["".join(".x"[int(seen)] for seen in line) for line in mask.dense()]
+
+
+# What each constructor means
+
+
+def test_a_response_sees_its_prompt_and_itself() -> None:
+    mask = Mask.shared_prefix([(5, [3, 4]), (2, [6])])
+    assert picture(mask) == [
+        "x...................",  # a prompt of 5 tokens
+        "xx..................",
+        "xxx.................",
+        "xxxx................",
+        "xxxxx...............",
+        "xxxxxx..............",  # its response of 3
+        "xxxxxxx.............",
+        "xxxxxxxx............",
+        "xxxxx...x...........",  # its response of 4, which does not see that of 3
+        "xxxxx...xx..........",
+        "xxxxx...xxx.........",
+        "xxxxx...xxxx........",
+        "............x.......",  # a prompt of 2
+        "............xx......",
+        "............xxx.....",  # its response of 6
+        "............xxxx....",
+        "............xxxxx...",
+        "............xxxxxx..",
+        "............xxxxxxx.",
+        "............xxxxxxxx",
+    ]
+    assert mask.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert np.flatnonzero(mask.last).tolist() == [4, 7, 11, 13, 19]
+
+
+def test_a_window_is_counted_in_positions() -> None:
+    assert picture(Mask.shared_prefix([(4, [2, 2])], window=(2, 0))) == [
+        "x.......",
+        "xx......",
+        "xxx.....",
+        ".xxx....",
+        "..xxx...",  # first response
+        "...xxx..",
+        "..xx..x.",  # second response: as far into the prompt as the first
+        "...x..xx",
+    ]
+
+
+def test_the_tokens_of_an_image_see_one_another() -> None:
+    assert picture(Mask.images(8, [(2, 4), (5, 7)])) == [
+        "x.......",
+        "xx......",
+        "xxxx....",  # an image of 2 tokens
+        "xxxx....",
+        "xxxxx...",
+        "xxxxxxx.",  # another
+        "xxxxxxx.",
+        "xxxxxxxx",
+    ]
+    assert picture(Mask.images(6, [(4, 5), (1, 3)], cu_seqlens=[0, 4, 5])) == [
+        "x.....",
+        "xxx...",
+        "xxx...",
+        "xxxx..",
+        "....x.",  # a second document, and padding
+        "......",
+    ]
+
+
+def test_global_tokens_see_and_are_seen_beyond_the_window() -> None:
+    assert picture(Mask.with_global(8, [(0, 1), (5, 6)], window=(1, 0))) == [
+        "x.......",  # global
+        "xx......",
+        "xxx.....",
+        "x.xx....",
+        "x..xx...",
+        "xxxxxx..",  # global
+        "x....xx.",
+        "x....xxx",
+    ]
+    assert picture(Mask.with_global(6, [(2, 3)], window=(1, 1), causal=False)) == [
+        "xxx...",
+        "xxx...",
+        "xxxxxx",  # global
+        "..xxx.",
+        "..xxxx",
+        "..x.xx",
+    ]
+
+
+def test_a_branch_sees_its_ancestors() -> None:
+    mask = Mask.tree(parents=[-1, 0, 1, 0, -1], lengths=[2, 2, 1, 2, 1], n=9)
+    assert picture(mask) == [
+        "x........",  # branch 0, the trunk
+        "xx.......",
+        "xxx......",  # branch 1 of branch 0
+        "xxxx.....",
+        "xxxxx....",  # branch 2 of branch 1
+        "xx...x...",  # branch 3 of branch 0
+        "xx...xx..",
+        ".......x.",  # branch 4, another root
+        ".........",  # padding
+    ]
+    assert mask.positions.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 0]
+
+
+def test_blocks() -> None:
+    assert picture(Mask.block_causal(5, 2)) == ["xx...", "xx...", "xxxx.", "xxxx.", "xxxxx"]
+    mask = Mask.block_diffusion(8, 2)
+    assert picture(mask) == [
+        "xx......",  # the clean half
+        "xx......",
+        "xxxx....",
+        "xxxx....",
+        "....xx..",  # the noised half: a block sees itself and the clean blocks before it
+        "....xx..",
+        "xx....xx",
+        "xx....xx",
+    ]
+    assert mask.positions.tolist() == [0, 1, 2, 3] * 2
+
+
+def test_documents_and_batch_rows_begin_at_position_0() -> None:
+    assert Mask.documents([0, 2, 5], n=6).positions.tolist() == [0, 1, 0, 1, 2, 0]
+    assert Mask.causal(3).positions.tolist() == [0, 1, 2] and Mask.causal(3).segments is None
+    assert Mask.batch([Mask.causal(2), Mask.shared_prefix([(1, [1, 1])])]).positions.tolist() == [0, 1, 0, 1, 1]
+    assert Mask.documents([0, 2, 5], n=6).last.tolist() == [False, True, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (Mask.shared_prefix([(4, [2, 2]), (3, [1])], n=16),
+         "shared prefix: 2 prompts and 3 responses, 7 and 5 tokens, 4 tokens of padding"),
+        (Mask.images(9, [(1, 4)]), "images: 1 span, 3 tokens"),
+        (Mask.images(9, [(1, 4), (5, 6)], [0, 5, 9]), "images: 2 spans, 4 tokens, documents: 2, mean 4 tokens"),
+        (Mask.with_global(9, [(1, 4)], (2, 0)), "global: 1 span, 3 tokens, window 2"),
+        (Mask.tree([-1, 0], [1, 2]), "tree: 2 branches of 1 root, 3 tokens"),
+        (Mask.block_causal(8, 2), "block causal: blocks of 2 tokens"),
+        (Mask.block_diffusion(8, 2), "block diffusion: blocks of 2 tokens"),
+        (Mask.from_pieces(8, []), "mask"),
+        (Mask.union(Mask.causal(8), Mask.images(8, [(1, 3)])), "union: causal or images: 1 span, 2 tokens"),
+        (Mask.causal(8) & (2, -1), "causal, window 2 before, all after"),
+    ],
+)  # fmt: skip
+def test_masks_describe_themselves(mask: Mask, words: str) -> None:
+    assert mask.describe() == words
+
+
+# The algebra
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), n=st.integers(1, 24))
+def test_a_union_has_the_pairs_of_all(data: st.DataObject, n: int) -> None:
+    several = data.draw(st.lists(masks(n), min_size=1, max_size=4))
+    made = Mask.union(*several)
+    assert np.array_equal(made.dense(), np.any([mask.dense() for mask in several], axis=0))
+    assert paint(made.pieces, n, n).max(initial=0) <= 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), n=st.integers(1, 24), window=st.tuples(*[st.integers(-1, 9)] * 2))
+def test_a_window_hides_what_is_further_away(data: st.DataObject, n: int, window: tuple[int, int]) -> None:
+    mask = data.draw(masks(n))
+    away = mask.positions[None, :] - mask.positions[:, None]
+    near = ((window[0] < 0) | (away >= -window[0])) & ((window[1] < 0) | (away <= window[1]))
+    made = mask & window
+    assert np.array_equal(made.dense(), mask.dense() & near)
+    assert paint(made.pieces, n, n).max(initial=0) <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), n=st.integers(1, 24))
+def test_plain_numbers_make_an_equal_mask(data: st.DataObject, n: int) -> None:
+    mask = data.draw(masks(n))
+    made = Mask.from_dict(json.loads(json.dumps(mask.to_dict())))
+    assert made.pieces == mask.pieces.trimmed() and made.describe() == mask.describe()
+    assert np.array_equal(made.positions, mask.positions) and np.array_equal(made.last, mask.last)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), n=st.integers(1, 24))
+def test_overlaps_are_found_and_named(data: st.DataObject, n: int) -> None:
+    """One more piece is rejected exactly where it shares a pair with another, and the message names such a pair."""
+    pieces = data.draw(disjoint_pieces(n))
+    q0, q1, k0, k1 = (edge for _ in range(2) for edge in sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))))
+    more = (q0, q1, k0, k1, data.draw(st.sampled_from([-OPEN, -3, 0])), data.draw(st.sampled_from([OPEN, 3, 0])))
+    Mask.from_pieces(n, pieces)
+    painted = paint([*pieces, more], n, n)
+    if painted.max() < 2:
+        assert np.array_equal(Mask.from_pieces(n, [*pieces, more]).dense(), painted > 0)
+        return
+    with pytest.raises(PlanError, match="overlap: query") as caught:
+        Mask.from_pieces(n, [*pieces, more])
+    words = str(caught.value).split(" in both")[0].split()
+    assert painted[int(words[-4]), int(words[-1])] > 1
+
+
+def test_positions_that_are_given() -> None:
+    mask = Mask.from_pieces(5, [(0, 5, 0, 5)], positions=[0, 1, 1, 2, 2])
+    assert mask.positions.tolist() == [0, 1, 1, 2, 2] and mask.segments.tolist() == [[0, 2, 4], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mask.from_pieces(8, [(0, 4, 0, 4), (3, 5, 2, 6)]),
+         r"pieces 0 \(0, 4, 0, 4\) and 1 \(3, 5, 2, 6\) overlap: query 3 sees key 2 in both; Mask.union joins"),
+        (lambda: Mask.from_pieces(8, [(0, 8, 0, 8, -OPEN, 0), (6, 7, 7, 8), (1, 4, 0, 3, -1, 2)]),
+         r"pieces 0 \(.*\) and 2 \(1, 4, 0, 3, -1, 2\) overlap: query 1 sees key 0 in both"),
+        (lambda: Mask.from_pieces(8, [(0, 4, 0, 9)]), r"piece 0 \(0, 4, 0, 9\) is outside the 8 tokens of the mask"),
+        (lambda: Mask.from_pieces(8, [(0, 1, 0, 1), (4, 2, 0, 8)]), r"piece 1 \(4, 2, 0, 8\) ends before it begins"),
+        (lambda: Mask.from_pieces(8, [(4, 2, 0)]), "piece 0 has 3 numbers"),
+        (lambda: Mask.from_pieces(8, [(4, 2, 0, 1.5)]), "pieces must be whole numbers"),
+        (lambda: Mask.from_pieces(8, [], positions=[0, 1]), r"positions of shape \[2\]"),
+        (lambda: Mask.union(), "a union must have at least one mask"),
+        (lambda: Mask.union(Mask.causal(4), Mask.causal(8)), "a union of masks of 4, 8 tokens: they must be as long"),
+        (lambda: Mask.causal(4) & (-2, 0), r"window \(-2, 0\): each side must be -1"),
+        (lambda: Mask.shared_prefix([(4, [2, -1])]), "group 0 has a response of -1 tokens: it must have at least 0"),
+        (lambda: Mask.shared_prefix([(4, [2]), (-3, [])]), "group 1 has a prompt of -3 tokens"),
+        (lambda: Mask.shared_prefix([]), "shared prefixes need at least one group"),
+        (lambda: Mask.shared_prefix([(4, [2])], n=5), "the branches have 6 tokens, the stream 5"),
+        (lambda: Mask.tree([0], [4]), "branch 0 has parent 0: it must be -1 or a branch before it"),
+        (lambda: Mask.tree([-1, 0], [4]), "2 parents for 1 branches"),
+        (lambda: Mask.tree([-1, 0], [4, -2]), "branch 1 has -2 tokens"),
+        (lambda: Mask.images(8, [(2, 4), (3, 6)]), r"spans 2\.\.4 and 3\.\.6 overlap"),
+        (lambda: Mask.images(8, [(4, 9)]), r"span 4\.\.9 is empty or outside the 8 tokens"),
+        (lambda: Mask.images(8, [(2, 5)], [0, 4, 8]), r"span 2\.\.5 is not inside one document"),
+        (lambda: Mask.images(8, [2, 5]), r"spans are pairs \(start, end\)"),
+        (lambda: Mask.with_global(8, [(3, 3)], (2, 0)), r"span 3\.\.3 is empty"),
+        (lambda: Mask.block_causal(8, 0), "blocks of 0 tokens"),
+        (lambda: Mask.block_diffusion(7, 2), "a stream of 7 tokens has no two equal halves"),
+        (lambda: Mask.from_dict({"n": 8}), r"here \['pieces'\] is missing"),
+        (lambda: Mask.from_dict({"n": 8, "pieces": [], "window": 3}), r"here \['window'\] is unknown"),
+        (lambda: Mask.from_dict({"n": 8, "pieces": [], "segments": [[1], [0]]}), "segments of a mask are first tokens, from 0"),
+        (lambda: Mask.from_dict({"n": 8, "pieces": [], "segments": [[0, 8], [0, 0]]}), "must begin at ascending tokens"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(make, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+# Plans of them
+
+
+def test_the_proof_rejects_pieces_that_overlap_or_lie_outside() -> None:
+    layout = Layout.zigzag(32, 2)
+    for pieces, message in (
+        ([(0, 32, 0, 32, -OPEN, 0), (20, 24, 3, 6, -OPEN, OPEN)], "see a key that another tile computes for them too"),
+        ([(0, 40, 0, 32, -OPEN, 0)], r"for 32 tokens, but its piece \(0, 40, 0, 32, .*\) lies outside"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            RingPlan.build(Mask(32, Tiles.of(pieces)), layout).verify()
+
+
+GROUP = Mask.shared_prefix([(4096, [1024] * 8)])
+"""One prompt of 4,096 tokens and 8 responses of 1,024."""
+
+
+def test_a_shared_prefix_saves_what_the_documentation_says() -> None:
+    """Work 0.44 and wire 0.14 of 8 separate copies at cp 4, and balanced."""
+    alone = Mask.causal(4096 + 1024)
+    assert (GROUP.area(), 8 * alone.area()) == (46_143_488, 104_878_080)
+    separate = RingPlan.build(alone, Layout.zigzag(alone.n, 4)).verify()
+    shared = RingPlan.build(GROUP, Layout.balanced(GROUP, 4)).verify()
+    assert shared.balance < 1.05
+    assert (int(shared.keys_in.sum()), 8 * int(separate.keys_in.sum())) == (12_800, 92_160)
+    assert round(GROUP.area() / (8 * alone.area()), 2) == 0.44 and round(12_800 / 92_160, 2) == 0.14
+
+
+LARGE = {
+    "shared_prefix": GROUP,
+    "images": Mask.images(16384, [(600, 1700), (5000, 5512), (9000, 11000)]),
+    "global": Mask.with_global(16384, [(0, 512), (8192, 8704)], (1024, 0)),
+    "tree": Mask.tree([-1, 0, 0, 1, 1, 2, 2], [2048, 1024, 2000, 512, 1500, 777, 1024]),
+    "block_causal": Mask.block_causal(16384, 512),
+    "block_diffusion": Mask.block_diffusion(16384, 512),
+    "shared_prefix_window": Mask.shared_prefix([(4096, [1024] * 8)], window=(1024, 0)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_pieces_cost_at_most_15_percent_more_blocks(name: str) -> None:
+    for layout in ("zigzag", "balanced"):
+        tiles = RingPlan.build(LARGE[name], LAYOUTS[layout](LARGE[name], 4)).tiles
+        assert blocks(lower(tiles, Capabilities()).tiles) <= 1.15 * blocks(tiles), layout
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_balanced_layouts_balance_them(name: str) -> None:
+    report = RingPlan.build(LARGE[name], Layout.balanced(LARGE[name], 4)).verify(rank_plans=True)
+    assert report.balance < 1.06 and np.ptp(report.tokens_per_rank) <= 1
+
+
+def test_long_streams_of_many_groups_are_planned_and_proven() -> None:
+    """1M tokens: as many tiles as chunk edges and pieces make, whatever the number of tokens."""
+    lengths = np.diff(samples.exponential(1 << 20, 1000, 0)).tolist()
+    mask = Mask.shared_prefix([(lengths[i], lengths[i + 1 : i + 9]) for i in range(0, len(lengths), 9)])
+    plan = RingPlan.build(mask, Layout.balanced(mask, 64))
+    assert plan.verify().balance < 1.06 and len(plan.tiles) < 20 * len(lengths)
