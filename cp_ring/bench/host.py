@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 PASSES = ("forward", "backward")
-_CP, _RANK, _TOKENS, _HEADS, _SIZE = 8, 3, 256, 4, 16
+_CP, _RANK, _TOKENS, _HEADS, _SIZE = 8, 3, 256, 4, 8
 
 
 def run(repeats: int, against: Path | None = None) -> list[dict[str, Any]]:

@@ -17,18 +17,30 @@ from cp_ring.bench import samples
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import AttentionSizes, Cost, between_nodes, cost, crossing, kernel_calls
+from cp_ring.plan.cost import (
+    AttentionSizes,
+    Cost,
+    Rates,
+    accumulator_bytes,
+    between_nodes,
+    cost,
+    crossing,
+    efficiency,
+    kernel_calls,
+    rank_updates,
+)
 from cp_ring.plan.heads import members_of_node, plan_of, split_heads
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
+from cp_ring.plan.schedule import NAMES, NETWORK_BYTES_PER_SECOND, NVLINK_BYTES_PER_SECOND, SLOT_SHARDS, group_sizes
 from cp_ring.plan.verify import Report
 
 PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 MAX_RANKS_SHOWN = 32
+MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
 _MASK, _LAYOUT, _SIZES, _OUTPUT = "Mask", "Layout and route", "Sizes", "Output"
@@ -126,11 +138,8 @@ def plan_command(
         shapes = _bytes_between_nodes(allowed, chosen, sizes, ranks_per_node, node_size)
     plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, _of_rank(sizes, head_parallel))
     costs = cost(report, own_sizes, num_slots)
-    facts = summary(plan, report, costs, members_of_node(ranks_per_node, head_parallel)) | {
-        "build_ms": build_ms,
-        "verify_ms": verify_ms,
-    }
-    facts |= {"head_parallel": head_parallel, "bytes_between_nodes": shapes}
+    facts = summary(plan, report, costs, members_of_node(ranks_per_node, head_parallel)) | speed(plan, costs, own_sizes)
+    facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": head_parallel, "bytes_between_nodes": shapes}
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -188,6 +197,22 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
         "slots": report.slots,
         "memory": costs.memory,
     }
+
+
+def speed(plan: RingPlan, costs: Cost, sizes: AttentionSizes) -> dict[str, Any]:
+    """Bytes that merges, sums, casts and zero fills of each rank read and write, in forward and backward, and predicted speeds.
+
+    Speeds are those of the slowest rank on an H100, relative to one kernel call. None for more than `MAX_RANKS_COSTED` ranks.
+    """
+    if plan.cp > MAX_RANKS_COSTED:
+        return {"accumulator_bytes_per_rank": None, "predicted_efficiency": None}
+    updates = [rank_updates(plan.rank_plan(rank)) for rank in range(plan.cp)]
+    predicted = {}
+    for name, link in (("nvlink", NVLINK_BYTES_PER_SECOND), ("network", NETWORK_BYTES_PER_SECOND)):
+        forward, both = efficiency(plan, costs, sizes, updates, Rates(link=link))
+        predicted[name] = {"forward": forward, "both": both}
+    moved = [sum(accumulator_bytes(of_rank, sizes)) for of_rank in updates]
+    return {"accumulator_bytes_per_rank": moved, "predicted_efficiency": predicted}
 
 
 def _document_offsets(n: int | None, path: str | None, mean: float, seed: int) -> Ints | None:
@@ -290,6 +315,10 @@ def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     for name, size in facts["bytes_between_nodes"].items():
         shapes.add_row(name, f"{size / 2**20:,.1f}")
     console.print(shapes)
+    if facts["predicted_efficiency"]:
+        speeds = facts["predicted_efficiency"].items()
+        shown = [f"{x['forward']:.2f} forward, {x['both']:.2f} with backward over {name}" for name, x in speeds]
+        console.print(f"predicted speed on H100, relative to one kernel call: {'; '.join(shown)}")
     buffers = Table("buffer, on the rank that needs most of it", "MiB")
     for name, size in facts["memory"].items():
         buffers.add_row(name, f"{size / 2**20:,.1f}")

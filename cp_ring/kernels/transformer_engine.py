@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +132,13 @@ class Call(NamedTuple):
         return (-1, 0) if self.causal else (-1, -1)
 
 
+class _Bound(NamedTuple):
+    """TransformerEngine's functions with all arguments but the tensors. `backward` is None if another kernel computes it."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+
+
 class TransformerEngineKernel:
     """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has float32."""
 
@@ -141,6 +148,7 @@ class TransformerEngineKernel:
 
     def __init__(self) -> None:
         self._backends: dict[Call, Any] = {}
+        self._bound: dict[tuple[object, ...], _Bound] = {}
         self._widths: dict[tuple[torch.dtype, int, int, bool], tuple[int, int] | None] = {}
         # The lse of packed tiles is [t, h, 1], and [tiles, h, max_q, 1] before cuDNN 9.6. `forward_varlen` finds out.
         self._padded_lse = False
@@ -160,7 +168,11 @@ class TransformerEngineKernel:
         return None if self._sizes(dtype, d, e) else f"has no fused backend for head sizes {d} and {e} in {dtype} here{exact}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
-        q_, k_, v_ = (x.transpose(0, 1) for x in (q, k, v))
+        q_, k_, v_ = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        bound = self._bound.get(self._key(q_, k_, v_, hi, scale))
+        if bound is not None:
+            out, aux, *_ = bound.forward(q=q_.contiguous(), k=k_.contiguous(), v=v_.contiguous())
+            return out.transpose(0, 1), aux[0].squeeze(3)
         call = self._call(q_, k_, v_, "sbhd", hi == 0)
         if self._wants_packing(call):
             packing = _single(call.queries, call.keys, hi == 0, q.device)
@@ -170,13 +182,20 @@ class TransformerEngineKernel:
         if min(call.queries, call.keys) < 2:
             return REFERENCE.forward(q, k, v, lo=lo, hi=hi, scale=scale)
         cu_q, cu_k = _even(call.queries, len(q), q.device), _even(call.keys, len(q), q.device)
+        self._bind(call, q_, k_, v_, hi, scale, cu_q, cu_k)
         out, stats = self._attend(call, q_, k_, v_, cu_q, cu_k, scale)
         return out[..., : v.shape[-1]].transpose(0, 1), stats[..., 0]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout_, q_, k_, v_, out_ = (x.transpose(0, 1) for x in (dout, q, k, v, out))
+        dout_, q_, k_, v_, out_ = [x.transpose(0, 1) for x in (dout, q, k, v, out)]
+        bound = self._bound.get(self._key(q_, k_, v_, hi, scale))
+        if bound is not None and bound.backward is not None:
+            aux = [lse.float().unsqueeze(3).contiguous(), no_random_state((2,), q.device)]
+            tensors = {"q": q_, "k": k_, "v": v_, "o": out_, "d_o": dout_}
+            dq, dk, dv, *_ = bound.backward(aux_ctx_tensors=aux, **{name: x.contiguous() for name, x in tensors.items()})
+            return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
         call = self._call(q_, k_, v_, "sbhd", hi == 0)
         if self._wants_packing(call):
             packing = _single(call.queries, call.keys, hi == 0, q.device)
@@ -253,6 +272,27 @@ class TransformerEngineKernel:
             "window_size": call.window, "bottom_right_diagonal": False,
         }  # fmt: skip
 
+    def _key(self, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float) -> tuple[object, ...]:
+        """All that a dense call of tensors [s, b, h, d] depends on, except the values of the tensors."""
+        return q.shape, k.shape, v.shape, q.dtype, q.device, hi == 0, scale, deterministic()
+
+    def _bind(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float, cu_q: Tensor, cu_k: Tensor
+    ) -> None:  # fmt: skip
+        """Keeps the functions with all arguments but the tensors, for the next call of this key."""
+        if (call.d, call.e) != (q.shape[-1], v.shape[-1]):
+            return  # head sizes are padded
+        if len(self._bound) > 4096:
+            self._bound.clear()
+        library, values = _loaded(), self._values(call, {}, cu_q, cu_k, scale)
+        forward = values | {"is_training": True, "return_max_logit": False, "rng_gen": _generator(q.device)}
+        backward = values | {"dqkv_dtype": library.dtypes[q.dtype], "deterministic": call.deterministic}
+        self._bound[self._key(q, k, v, hi, scale)] = _Bound(
+            _partial(library.forward, forward, ("q", "k", "v")),
+            None if dense_backward_may_be_nan(call.keys, call.causal, q.device)
+            else _partial(library.backward, backward, ("q", "k", "v", "o", "d_o", "aux_ctx_tensors")),
+        )  # fmt: skip
+
     def _call(self, q: Tensor, k: Tensor, v: Tensor, layout: str, causal: bool, packing: Packing | None = None) -> Call:
         """The call for tensors [s, b, h, d], or with a packing [t, h, d]."""
         d, e = self._sizes(q.dtype, q.shape[-1], v.shape[-1]) or (q.shape[-1], v.shape[-1])
@@ -319,6 +359,12 @@ def _loaded() -> Library:
     if isinstance(library, str):
         raise KernelError(f"kernel='transformer_engine': transformer_engine {library}")
     return library
+
+
+def _partial(function: Callable[..., Any], values: dict[str, Any], tensors: tuple[str, ...]) -> Callable[..., Any]:
+    """`function` with all arguments but the named tensors, worked out once."""
+    bound = bind("transformer_engine", function, values | dict.fromkeys(tensors))
+    return partial(function, **{name: value for name, value in bound.items() if name not in tensors})
 
 
 def _ask(library: Library, call: Call) -> Any:

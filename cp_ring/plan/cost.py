@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
 from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.plan.schedule import FLOPS_PER_SECOND, NETWORK_BYTES_PER_SECOND
-from cp_ring.plan.tables import PlanTables
+from cp_ring.plan.schedule import FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND, SECONDS_PER_CALL
+from cp_ring.plan.tables import Hop, PlanTables, RankPlan
+from cp_ring.plan.updates import Part, Update, gradient_updates, query_updates
 from cp_ring.plan.verify import Report
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -128,6 +130,103 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
 def kernel_calls(plan: PlanTables) -> Ints:
     """Kernel calls of each rank in forward, for a kernel that supports FULL and CAUSAL tiles, one a call: int64 [cp]."""
     return np.array([len(lower(rank_tiles(plan, rank)[0], Capabilities()).tiles) for rank in range(plan.cp)])
+
+
+@dataclass(frozen=True)
+class RankUpdates:
+    """The updates of one rank's totals (`cp_ring.plan.updates`): of out, of dq, and of dk and dv of each hop, by its index."""
+
+    out: tuple[Update, ...]
+    dq: tuple[Update, ...]
+    keys: Mapping[int, tuple[Update, ...]]
+
+
+def rank_updates(rank_plan: RankPlan) -> RankUpdates:
+    """What the executor runs with a kernel that supports FULL and CAUSAL tiles, one a call."""
+    forward, backward = ([_calls(hop) for hop in hops] for hops in (rank_plan.hops, rank_plan.backward))
+    out, dq = (query_updates((part for calls in hops for part, _ in calls), rank_plan.num_tokens) for hops in (forward, backward))
+    keys = gradient_updates(rank_plan.backward, [[part for _, part in calls] for calls in backward], rank_plan.num_tokens)
+    return RankUpdates(out, dq, keys)
+
+
+def _calls(hop: Hop) -> list[tuple[Part, Part]]:
+    """Where the queries and the keys of a hop's kernel calls belong."""
+    lowered = lower(hop.tiles, Capabilities())
+    tiles = zip(lowered.tiles, hop.grad_shift[lowered.parent].tolist(), lowered.reverse.tolist(), strict=True)
+    return [
+        (Part.of([(t.q0, t.q1)], reverse=reverse), Part.of([(t.k0 + shift, t.k1 + shift)], reverse=reverse))
+        for t, shift, reverse in tiles
+    ]
+
+
+def accumulator_bytes(updates: RankUpdates, sizes: AttentionSizes, lse_element: int = 4) -> tuple[int, int]:
+    """Bytes that merges, sums, casts and zero fills of one rank read and write: (forward, backward).
+
+    The kernel returns partial results in the dtype of the inputs, as on CUDA. `lse_element` is that of the running lse.
+    """
+    heads, wire = sizes.batch * sizes.heads, sizes.wire_element
+    lse = sum(sum(update.read) * 4 + (update.stored[0] + sum(update.stored[1:])) * lse_element
+              for update in updates.out if not update.whole)  # fmt: skip
+    home, others = updates.keys[0], [update for index, of_hop in updates.keys.items() if index for update in of_hop]
+    backward = (
+        sum(_moved(update, sizes.element, wire, sizes.element) for update in updates.dq) * sizes.query_width
+        + sum(_moved(update, sizes.element, wire, sizes.element) for update in home) * sizes.key_width
+        + sum(_moved(update, sizes.element, wire, wire) for update in others) * sizes.key_width
+    )
+    return sum(
+        _moved(update, sizes.element, wire, sizes.element) for update in updates.out
+    ) * sizes.out_width + lse * heads, backward
+
+
+def _moved(update: Update, part: int, wire: int, result: int) -> int:
+    """Bytes of an update for each element of a token, with elements of these sizes."""
+    if update.whole and part == result:
+        return 0
+    here, arrived = update.read
+    loaded, kept, completed = update.stored
+    return here * part + arrived * wire + (loaded + kept) * 4 + completed * result
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second, by default an H100: FLOP of attention, bytes from its links, bytes of its memory.
+
+    `call` is the time that each kernel call loses beside, in seconds.
+    """
+
+    flops: float = FLOPS_PER_SECOND
+    link: float = NETWORK_BYTES_PER_SECOND
+    memory: float = MEMORY_BYTES_PER_SECOND
+    call: float = SECONDS_PER_CALL
+
+
+def efficiency(
+    plan: PlanTables, costs: Cost, sizes: AttentionSizes, updates: Sequence[RankUpdates], rates: Rates
+) -> tuple[float, float]:
+    """Predicted speed of the slowest rank, of forward and of forward with backward. `updates` has those of each rank.
+
+    1 is the speed of a single kernel call on the whole sequence, divided evenly among the ranks. In this model a hop lasts as
+    long as the longest of three things: what it computes, what arrives during it, and what leaves during it. These are the keys
+    of the next hop, and in backward also the gradients of the last one.
+    """
+    calls, slowest, nothing = kernel_calls(plan), np.zeros(2), np.zeros(1)
+    for rank in range(plan.cp):
+        live = np.flatnonzero(costs.forward_flops[rank] + costs.bytes_in[rank] + costs.gradient_bytes_in[rank])
+        keys, grads = (
+            np.maximum(come[rank], leave[rank])[live[1:]] / rates.link
+            for come, leave in ((costs.bytes_in, costs.bytes_out), (costs.gradient_bytes_in, costs.gradient_bytes_out))
+        )
+        forward, backward = (flops[rank][live] / rates.flops for flops in (costs.forward_flops, costs.backward_flops))
+        # In backward, half of hop 0 comes first and half of it last.
+        halves = np.concatenate([backward[:1] / 2, backward[1:], backward[:1] / 2])
+        both_ways = np.concatenate([keys, nothing, nothing]) + np.concatenate([nothing, nothing, grads])
+        seconds = np.maximum(forward, np.append(keys, nothing)).sum(), np.maximum(halves, both_ways).sum()
+        memory = accumulator_bytes(updates[rank], sizes)
+        times = [x + n / rates.memory + calls[rank] * rates.call for x, n in zip(seconds, memory, strict=True)]
+        slowest = np.maximum(slowest, np.cumsum(times))
+    flops = np.cumsum([costs.forward_flops.sum(), costs.backward_flops.sum()])
+    forward, both = flops / rates.flops / plan.cp / slowest
+    return float(forward), float(both)
 
 
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:

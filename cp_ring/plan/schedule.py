@@ -36,13 +36,19 @@ FLOPS_PER_SECOND = 4e14
 NETWORK_BYTES_PER_SECOND = 4e10
 """What a rank receives from other nodes, by default: a network card of 400 Gb/s."""
 
+NVLINK_BYTES_PER_SECOND = 3e11
+"""What a rank receives from other ranks of its node."""
+
 # The layer that `auto` plans for: 32 query heads and 8 key/value heads of size 128, in bf16. Tensor parallelism and the
 # batch size change all of these alike.
 _FLOPS_PER_PAIR = 4 * 32 * 128
 _BYTES_PER_KEY = 2 * 2 * 8 * 128
 _BYTES_MERGED_PER_QUERY = 32 * 128 * (2 + 4 + 4)  # the call's out is read, the running float32 out is read and written
-_MEMORY_BYTES_PER_SECOND = 3e12
-_SECONDS_PER_CALL = 2e-5
+MEMORY_BYTES_PER_SECOND = 3e12
+"""What an H100 reads and writes, by default."""
+
+SECONDS_PER_CALL = 2e-5
+"""What a kernel call loses while its first and last blocks do not fill the device."""
 
 _NAMED: dict[str, Callable[[int], Schedule]] = {
     "ring": lambda cp: tuple(range(cp)),
@@ -178,7 +184,7 @@ def auto(
         return (0,)
     compute = round(1e9 * tokens**2 / 2 * _FLOPS_PER_PAIR / flops_per_second)
     transfer = round(1e9 * tokens * _BYTES_PER_KEY / bytes_per_second)
-    call = round(1e9 * (_SECONDS_PER_CALL + tokens * _BYTES_MERGED_PER_QUERY / _MEMORY_BYTES_PER_SECOND))
+    call = round(1e9 * (SECONDS_PER_CALL + tokens * _BYTES_MERGED_PER_QUERY / MEMORY_BYTES_PER_SECOND))
     never = np.iinfo(np.int64).max // 4
     size = np.arange(1, largest + 1)
     # [a, b]: nanoseconds that a hop of b sources adds after one of a sources.
