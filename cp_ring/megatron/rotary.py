@@ -52,6 +52,9 @@ def selecting(forward: Callable[..., Any], by_place: bool = False) -> Callable[.
         mine = whole[index, which]
         return (mine, *scale) if isinstance(result, tuple) else mine
 
+    clear = getattr(forward, "cache_clear", None)  # Megatron's yarn clears its cache when it is made with parameters on the CPU
+    if clear is not None:
+        select.cache_clear = clear  # type: ignore[attr-defined]
     return select
 
 
