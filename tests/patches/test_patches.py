@@ -264,3 +264,15 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
     done.clear()
     check(argparse.Namespace(**off | layers, cp_ring=False))
     assert not done
+
+
+def test_rotary_embeddings_that_follow_the_layout_can_clear_their_cache(applied):
+    """As Megatron's yarn does when it is made."""
+    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+
+    owners = (rotary_pos_embedding.RotaryEmbedding, yarn_rotary_pos_embedding.YarnRotaryEmbedding)
+    before = [hasattr(owner.forward, "cache_clear") for owner in owners]
+    applied("rotary_layout")
+    assert [hasattr(owner.forward, "cache_clear") for owner in owners] == before
+    assert before[1]
+    owners[1].forward.cache_clear()
