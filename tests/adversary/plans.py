@@ -288,7 +288,7 @@ def corrupt(plan: RingPlan, rng: Rng) -> tuple[str, RingPlan]:
         if owner == "layout":
             return name, replace(plan, layout=changed, _rank_plans={})
         if rng.random() < 0.7:  # else the table may no longer be sorted
-            changed = changed.in_buffer_order("receiver" if owner == "transfers" else "sender", plan.cp)
+            changed = changed.in_buffer_order("receiver" if owner == "transfers" else "sender", plan.order)
         return name, replace(plan, **{owner: changed}, _rank_plans={})
     values = _changed(np.array(getattr(plan, name)), rng, plan.cp)
     return name, replace(plan, **{name: tuple(values.tolist()) if name == "schedule" else values}, _rank_plans={})

@@ -215,7 +215,7 @@ def _to_itself(table: str) -> Callable[[RingPlan, Rng], RingPlan | None]:
         sender[-1] = receiver[-1] = getattr(more, holder)[-1]
         buffer[-1] = more.hop[-1]
         spoiled = replace(more, sender=sender, receiver=receiver, buffer=buffer)
-        return replace(plan, **{table: _sorted(table, spoiled, plan.cp)}, _rank_plans={})
+        return replace(plan, **{table: _sorted(table, spoiled, plan.order)}, _rank_plans={})
 
     return mutate
 
