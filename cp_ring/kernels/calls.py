@@ -99,7 +99,7 @@ def work_of(rank_plan: RankPlan, capabilities: Capabilities, device: torch.devic
 def _make_work(rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool) -> Work:
     hops = tuple(rank_plan.backward if backward else rank_plan.hops)
     calls = {hop: kernel_calls(hop, capabilities) for hop in hops}
-    queries = query_updates((call.queries for hop in hops for call in calls[hop]), rank_plan.num_tokens)
+    queries = query_updates(([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens)
     keys: dict[int, tuple[Update, ...]] = {}
     if backward:
         keys = gradient_updates(hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens)

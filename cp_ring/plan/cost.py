@@ -146,7 +146,9 @@ class RankUpdates:
 def rank_updates(rank_plan: RankPlan) -> RankUpdates:
     """What the executor runs with a kernel that supports FULL and CAUSAL tiles, one a call."""
     forward, backward = ([_calls(hop) for hop in hops] for hops in (rank_plan.hops, rank_plan.backward))
-    out, dq = (query_updates((part for calls in hops for part, _ in calls), rank_plan.num_tokens) for hops in (forward, backward))
+    out, dq = (
+        query_updates(([part for part, _ in calls] for calls in hops), rank_plan.num_tokens) for hops in (forward, backward)
+    )
     keys = gradient_updates(rank_plan.backward, [[part for _, part in calls] for calls in backward], rank_plan.num_tokens)
     return RankUpdates(out, dq, keys)
 

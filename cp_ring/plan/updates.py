@@ -109,11 +109,18 @@ class _Total:
         self.closed = True
 
 
-def query_updates(parts: Iterable[Partial], num_tokens: int, most: int = MAX_PARTS) -> tuple[Update, ...]:
-    """Updates of out, or of dq, from the parts of all kernel calls in their order; each of at most `most` parts."""
+def query_updates(parts: Iterable[Iterable[Partial]], num_tokens: int, most: int = MAX_PARTS) -> tuple[Update, ...]:
+    """Updates of out, or of dq, from the parts of each hop's kernel calls in their order; each of at most `most` parts.
+
+    Those of the rank's own keys wait for the first remote ones; no others wait for the next hop, so that memory does not
+    depend on the number of hops.
+    """
     total = _Total(num_tokens, most)
-    for part in parts:
-        total.add(part)
+    for place, of_hop in enumerate(parts):
+        for part in of_hop:
+            total.add(part)
+        if place:
+            total.close()
     return _updates(total.groups, num_tokens)
 
 

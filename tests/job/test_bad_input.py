@@ -47,7 +47,6 @@ TRAIN = [
     ("parallel=4", ["parallel: must be a section with keys, not 4"]),
     ("cp_ring.kernel=magic", ["cp_ring.kernel", "'magic'"]),
     ("cp_ring.layout=spiral", ["cp_ring.layout", "'spiral'"]),
-    ("cp_ring.layout=balanced", ["--cp-ring-layout balanced", "--cp-ring-document-mask"]),
     ("cp_ring.route=detour", ["cp_ring.route", "'detour'"]),
     ("cp_ring.schedule=spiral", ["cp_ring.schedule", "known are auto, ring, gather"]),
     ("cp_ring.schedule=[0,2,2,2]", ["cp_ring.schedule", "it leaves out hop 1"]),

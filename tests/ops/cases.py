@@ -21,7 +21,7 @@ def parts() -> list[Partial]:
 
 def updates(most: int) -> list[Segments]:
     """The updates of the totals, of at most so many parts each."""
-    return [Segments(update.segments, update.whole) for update in query_updates(parts(), TOKENS, most)]
+    return [Segments(update.segments, update.whole) for update in query_updates([parts()], TOKENS, most)]
 
 
 def tokens_of(part: Partial) -> torch.Tensor:

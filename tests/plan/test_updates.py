@@ -49,7 +49,7 @@ def test_every_part_is_added_once_and_in_order(data: st.DataObject) -> None:
         for token in np.concatenate(tokens).tolist():
             expected[token].append(1000 * number + token)
     most = data.draw(st.integers(1, MAX_PARTS))
-    updates = query_updates(parts, n, most)
+    updates = query_updates([parts], n, most)
     assert replay(updates, sources, n) == expected
     assert all(update.whole <= (len(parts) == 1) for update in updates)
 
@@ -96,15 +96,18 @@ def _keys(tile: object, shift: int) -> Partial:
 def test_by_hand() -> None:
     """Five calls of a causal rank: four in one update, which completes the queries that the fifth does not touch."""
     spans = [(0, 8), (0, 8), (0, 8), (0, 8), (4, 8)]
-    first, second = query_updates([Partial.of([span]) for span in spans], 8)
+    first, second = query_updates([[Partial.of([span]) for span in spans]], 8)
     assert first.segments.T.tolist() == [[0, 4, 1, 1, 0, 0, 0, 0], [4, 8, 1, 0, 4, 4, 4, 4]]
     assert second.segments.T.tolist() == [[4, 8, 0, 1, 0]]
     assert (first.read, first.stored) == ((32, 0), (0, 4, 4)) and (second.read, second.stored) == ((4, 0), (4, 0, 4))
-    (only,) = query_updates([Partial.of([(0, 8)])], 8)
+    (only,) = query_updates([[Partial.of([(0, 8)])]], 8)
     assert only.whole and not first.whole
     (fill,) = query_updates([], 8)
     assert fill.segments.T.tolist() == [[0, 8, 1, 1]] and fill.parts == 0
     assert query_updates([], 0) == ()
+    whole = Partial.of([(0, 8)])
+    by_hop = query_updates([[whole, whole], [whole], [whole], []], 8)
+    assert [update.parts for update in by_hop] == [3, 1]  # the rank's own keys wait for hop 1, hop 1 not for hop 2
 
 
 @pytest.mark.parametrize("rank", range(8))
