@@ -24,19 +24,20 @@ from typing import Any
 import torch
 
 PASSES = ("forward", "backward")
+_ROUNDS = 3
 _CP, _RANK, _TOKENS, _HEADS, _SIZE = 8, 3, 256, 4, 8
 
 
 def run(repeats: int, against: Path | None = None) -> list[dict[str, Any]]:
     """Results {pass, hop_us, cp_ring}: microseconds of the host a hop, the least of `repeats` calls.
 
-    Each version is measured three times, in processes of their own and in turn. The least counts, because other work on the
+    Each version is measured `_ROUNDS` times, in processes of their own and in turn. The least counts, because other work on the
     machine only adds. `against` is a checkout of another version of cp_ring, measured too.
     """
     here = Path(__file__).parents[2]
     folders = {"this version": here} | ({str(against): against} if against else {})
     found: dict[tuple[str, str], list[float]] = {}
-    for _ in range(3):
+    for _ in range(_ROUNDS):
         for version, folder in folders.items():
             for name, times in _measured_by(folder, repeats).items():
                 found.setdefault((version, name), []).extend(times)

@@ -26,7 +26,7 @@ def examine(job: Job, cases: list[tuple[str, int]], script: str, folder: Path) -
     code = fork(job.ranks, (entry, folder, log), timeout_s=1200, target=doors.rank)
     result = folder / f"{job.name}.json"
     if code or not result.exists():
-        return [{"fault": fault, "error": f"exit code {code}: {log.read_text()[-1500:]}"} for fault, _ in cases]
+        return [{"fault": fault, "error": f"exit code {code}: {log.read_text()[-6000:]}"} for fault, _ in cases]
     found: list[dict[str, Any]] = json.loads(result.read_text())
     return found
 

@@ -78,7 +78,7 @@ def test_bytes_are_those_of_the_plan(moved, mask, schedule):
 def test_less_than_half_of_what_it_was():
     result = CliRunner().invoke(app, ["plan", "--seq-length", "65536", "--cp", "8", "--json"])
     facts = json.loads(result.stdout)
-    assert all(now <= 0.25 * before for now, before in zip(facts["accumulator_bytes_per_rank"], BEFORE, strict=True))
+    assert all(now <= 0.45 * before for now, before in zip(facts["accumulator_bytes_per_rank"], BEFORE, strict=True))
     predicted = facts["predicted_efficiency"]["nvlink"]
     assert predicted["forward"] >= 0.96 and predicted["both"] >= 0.94
 

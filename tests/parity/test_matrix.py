@@ -10,15 +10,13 @@ from tests.parity.matrix import Cell, Verdict
 from tests.parity.models import MODELS, SPLITS, Model
 
 PART = {
-    "cp2": "mla",
-    "cp4": "window_on_alternate_layers,mtp_uneven_loss_mask,packed_thd_tail,uneven_loss_mask",
+    "cp4": "mtp_uneven_loss_mask,packed_thd_tail",
     "a2a+p2p": "packed_thd",
     "relay": "window_on_alternate_layers",
-    "tp2cp2": "learnable_sinks,one_key_head,moe,moe_sequence_parallel",
+    "tp2cp2": "learnable_sinks,moe,moe_sequence_parallel",
     "pp2cp2": "hybrid_model,document_mask_balanced",
-    "dp2cp2": "moe",
 }
-PLANTED = ("mla", "learnable_sinks", "packed_thd", "uneven_loss_mask")
+PLANTED = ("packed_thd", "uneven_loss_mask")
 
 
 def named(names: str, split: str, planted: bool = False) -> list[Cell]:
