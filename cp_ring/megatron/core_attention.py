@@ -151,7 +151,7 @@ class RingDotProductAttention(MegatronModule):
                 **shape._asdict(),
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return documents.plan(rank, used.route, self.window, mask == "causal", *shape)
+        return documents.prepare(rank, used.route, self.window, mask == "causal", *shape).result()
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ _proven: set[tuple[Any, ...]] = set()
 default_collate_fn_map[Mask] = lambda masks, **_: list(masks)  # torch's data loader makes a batch of samples with masks
 
 
-class MicrobatchMask:
+class MicrobatchMask(ABC):
     """Who sees whom in a microbatch, whose batch rows are one stream, one after the other; and the plans for it.
 
     Subclasses have `layout`, the layout of the stream, in which each rank holds the same number of tokens of each batch row, and
@@ -50,17 +51,17 @@ class MicrobatchMask:
     batch: int
     _plans: dict[tuple[Any, ...], Future[RankPlan | HeadRankPlan]]
 
+    @abstractmethod
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
         """The mask of a layer with this window; a layer that is not `causal` also sees later tokens, where the mask allows it."""
-        raise NotImplementedError
 
     def positions(self, rank: int) -> torch.Tensor:
         """The positions, for rotary embeddings, of the tokens that `rank` holds: int64 [n / cp, batch]."""
         return self.places(rank)
 
+    @abstractmethod
     def last(self) -> torch.Tensor:
         """True for the last token of each sequence and for padding, which have no next token: bool [tokens of the stream]."""
-        raise NotImplementedError
 
     def kind(self) -> str:
         """A name for masks whose plans are alike."""
@@ -77,29 +78,16 @@ class MicrobatchMask:
         heads: int = 1,
         node_size: int = 1,
     ) -> Future[RankPlan | HeadRankPlan]:
-        """Starts making the plan on a worker thread, unless that has begun already. Arguments as in `plan`."""
+        """Starts making the rank plan of `rank` on a worker thread, once for all layers with this window.
+
+        `route` to `node_size` are as in `rank_plan_of`. The plan of all ranks is made and proven for the first mask of each kind,
+        and then for one in `PROVE_EVERY` masks.
+        """
         key = (rank, route, window, causal, schedule, slot_shards, heads, node_size)
         if key not in self._plans:
             mask, how = self.mask(window, causal), (route, schedule, slot_shards, heads, node_size)
             self._plans[key] = _worker().submit(_make_plan, mask, self.layout, rank, how, (self.kind(), window, causal))
         return self._plans[key]
-
-    def plan(
-        self,
-        rank: int,
-        route: str,
-        window: tuple[int, int] = (-1, -1),
-        causal: bool = True,
-        schedule: str = "auto",
-        slot_shards: int | None = None,
-        heads: int = 1,
-        node_size: int = 1,
-    ) -> RankPlan | HeadRankPlan:
-        """The rank plan of `rank`, made once for all layers with this window; `route` to `node_size` as in `rank_plan_of`.
-
-        The plan of all ranks is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
-        """
-        return self.prepare(rank, route, window, causal, schedule, slot_shards, heads, node_size).result()
 
     def places(self, rank: int) -> torch.Tensor:
         """Where the tokens that `rank` holds are in their batch rows: int64 [n / cp, batch]."""

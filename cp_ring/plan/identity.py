@@ -40,8 +40,9 @@ def identity(plan: PlanTables) -> tuple[Part, ...]:
 
 
 def digest_of_mask(mask: Mask) -> str:
-    """Equal for equal masks, whatever they are called."""
-    return _digest(f"{mask.n} {mask.pieces.data.shape} ".encode(), mask.pieces.data.tobytes())
+    """Equal for equal masks with equal positions, whatever they are called."""
+    positions = b"" if mask.segments is None else mask.segments.tobytes()
+    return _digest(f"{mask.n} {mask.pieces.data.shape} ".encode(), mask.pieces.data.tobytes(), positions)
 
 
 def digest_of_layout(layout: Layout) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from cp_ring.bench import samples
 from cp_ring.errors import PlanError
 from cp_ring.plan import OPEN, Layout, Mask, RingPlan, Tiles, lower
+from cp_ring.plan.identity import digest_of_mask
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.mask import paint
@@ -323,3 +325,10 @@ def test_long_streams_of_many_groups_are_planned_and_proven() -> None:
     mask = Mask.shared_prefix([(lengths[i], lengths[i + 1 : i + 9]) for i in range(0, len(lengths), 9)])
     plan = RingPlan.build(mask, Layout.balanced(mask, 64))
     assert plan.verify().balance < 1.06 and len(plan.tiles) < 20 * len(lengths)
+
+
+def test_ranks_with_other_positions_have_another_mask():
+    """Ranks compare digests: rotary embeddings with other positions would be wrong without a line."""
+    prefix = Mask.shared_prefix([(5, [3, 4])])
+    plain = replace(prefix, segments=None)
+    assert digest_of_mask(prefix) == digest_of_mask(Mask.from_dict(prefix.to_dict())) != digest_of_mask(plain)
