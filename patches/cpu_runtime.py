@@ -172,7 +172,7 @@ def _torch_replacements() -> Iterator[Replacement]:
 
 @contextlib.contextmanager
 def functions_uncompiled() -> Iterator[None]:
-    """`torch.compile` leaves functions as they are: they run eagerly here, and its compiler is a third of what Megatron imports."""
+    """`torch.compile` leaves functions as they are: they run eagerly here, and its compiler is a third of Megatron's import."""
     compile_with_torch = torch.compile
 
     def uncompiled(model: Any = None, **options: Any) -> Any:
