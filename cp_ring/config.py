@@ -128,6 +128,11 @@ class ContextParallelConfig(BaseModel):
         description="Compare what ranks are about to compute for one in so many new plans, after the first 32 of a group; "
         "0 compares none. Packed documents bring a new plan with every microbatch.",
     )
+    timing: int = Field(
+        0,
+        ge=0,
+        description="Every so many steps, measure what each hop computes and waits for, and name slow ranks and links; 0 never.",
+    )
     debug: bool = Field(
         False, description="Fill receive buffers with NaN and compare what ranks are about to compute at every call. Slow."
     )

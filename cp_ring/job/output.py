@@ -219,6 +219,7 @@ def _step_line(line: str, steps: int | None) -> tuple[int, str]:
     values = json.loads(line)
     step, rate, memory = values.pop("step"), values.pop("tokens per second"), values.pop("memory")
     del values["time"]
+    values.pop("timing", None)  # the rank that writes it has printed it
     losses = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
     total = "" if steps is None else f"/{steps}"
     return step, f"step {step}{total} | {losses} | {rate:,.0f} tokens/s | {memory / 2**30:.2f} GiB per rank"
