@@ -164,7 +164,7 @@ def plan_command(
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
-        draw_plan(plan, draw, report, own_sizes)
+        draw_plan(plan, draw, report, own_sizes, rates, members_of_node(ranks_per_node, shape.heads))
         typer.echo(f"wrote {draw}", err=as_json)
 
 

@@ -15,7 +15,7 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
-from cp_ring.plan.rates import FLOPS_PER_SECOND, NETWORK_BYTES_PER_SECOND
+from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan
 from cp_ring.plan.updates import MAX_PARTS, Partial, Update, gradient_updates, query_updates
@@ -276,17 +276,12 @@ class Span:
     end: float
 
 
-def timeline(
-    plan: PlanTables,
-    costs: Cost,
-    flops_per_second: float = FLOPS_PER_SECOND,
-    bytes_per_second: float = NETWORK_BYTES_PER_SECOND,
-) -> tuple[list[Span], list[Span]]:
+def timeline(plan: PlanTables, costs: Cost, rates: Rates = RATES, ranks_per_node: int = 1) -> tuple[list[Span], list[Span]]:
     """A prediction of the forward pass: (computations, transfers). The rank of a transfer is its receiver.
 
     A transfer starts when both ranks have begun the previous hop and both links, out of the sender and into the receiver,
     are free. Messages of several senders reach a rank one after the other. The computation of a hop starts when its keys
-    have arrived and the previous hop is done.
+    have arrived and the previous hop is done. A message within one of the nodes of `ranks_per_node` neighboring ranks is faster.
     """
     cp = plan.cp
     done, posted, busy_out, busy_in = (np.zeros(cp) for _ in range(4))
@@ -296,13 +291,14 @@ def timeline(
     for hop in range(cp):
         ready = done.copy()
         for sender, receiver, size in _messages(plan, costs, hop):
+            near = sender // ranks_per_node == receiver // ranks_per_node
             start = float(max(posted[sender], posted[receiver], busy_out[sender], busy_in[receiver]))
-            busy_out[sender] = busy_in[receiver] = end = start + size / bytes_per_second
+            busy_out[sender] = busy_in[receiver] = end = start + size / (rates.inside if near else rates.between)
             transfers.append(Span(receiver, hop, start, end))
             ready[receiver] = max(ready[receiver], end)
         for rank in np.flatnonzero(live[:, hop]).tolist():
             posted[rank] = ready[rank]
-            done[rank] = ready[rank] + costs.forward_flops[rank, hop] / flops_per_second
+            done[rank] = ready[rank] + costs.forward_flops[rank, hop] / rates.flops
             compute.append(Span(rank, hop, float(ready[rank]), float(done[rank])))
     return compute, transfers
 
