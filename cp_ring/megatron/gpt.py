@@ -222,6 +222,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "path_to_cache": args.data_cache_path,
         "tokenizer": compat.tokenizer(args),
         "create_attention_mask": False,
+        "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
         "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
         "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
     }
@@ -244,10 +245,18 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     return GPTDatasetConfig(**compat.known_fields(GPTDatasetConfig, wanted))
 
 
+def _kind_of_dataset(args: argparse.Namespace) -> type:
+    if getattr(args, "sft", False):
+        from cp_ring.megatron.sft import PackedConversations
+
+        return PackedConversations
+    return MockGPTDataset if args.mock_data else GPTDataset
+
+
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
-    """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data."""
+    """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data; conversations with --sft."""
     args = get_args()
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = _kind_of_dataset(args)
 
     def built_here() -> bool:
         wanted = _needed_by_every_stage() or _first_or_last_stage(vp_stage)
