@@ -86,11 +86,12 @@ class ContextParallelConfig(BaseModel):
     )
     pack: Pack = Field(
         "first-fit",
-        description="How --sft puts conversations into rows: first-fit, the longest first; in-order; or fill, in order and cut "
-        "at the ends of rows, which leaves padding in the last row only.",
+        description="How --sft puts conversations into batch rows: first-fit, the longest first; in-order; or fill, in order "
+        "and cut where a batch row ends, which leaves padding in the last one only.",
     )
     cut_long: bool = Field(
-        False, description="Cut conversations that are longer than a row (--sft), which are rejected else; fill cuts them anyway."
+        False,
+        description="Cut conversations that are longer than a batch row (--sft) instead of rejecting them; fill cuts anyway.",
     )
     route: str = Field("direct", description="How keys and values reach the ranks that need them.")
     schedule: str = Field(

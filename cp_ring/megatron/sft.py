@@ -26,7 +26,7 @@ from megatron.training import print_rank_0
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.settings import current
-from cp_ring.plan.packing import Packing, pack
+from cp_ring.plan.packing import PackedRows, pack
 from cp_ring.plan.ranges import Ints
 
 IGNORED = -100
@@ -124,7 +124,7 @@ class Tokens:
         return made
 
 
-class PackedConversations(MegatronDataset):  # type: ignore[misc]
+class PackedConversations(MegatronDataset):
     """Rows of conversations. Each sees only itself, and its positions begin at 0; see the module.
 
     A sample has tokens, labels and position_ids int64 [n], and loss_mask float32 [n]. The label of a conversation's last token,
@@ -139,7 +139,7 @@ class PackedConversations(MegatronDataset):  # type: ignore[misc]
         split, settings = index_split.name, current()
         try:
             lengths = np.diff(self._tokens.offsets)
-            self.packing: Packing = pack(lengths, config.sequence_length, settings.pack, settings.cut_long)
+            self.packing: PackedRows = pack(lengths, config.sequence_length, settings.pack, settings.cut_long)
         except PlanError as error:
             hint = " (--seq-length, --cp-ring-cut-long)" if "longer" in str(error) else ""
             raise ConfigError(f"--data-path {dataset.path}, {split}: {error}{hint}") from None
@@ -180,8 +180,23 @@ class PackedConversations(MegatronDataset):  # type: ignore[misc]
             row["loss_mask"].zero_()
         return row
 
+    def offsets(self, row: int) -> Ints:
+        """Offsets of the conversations of a row, padding at its end included: int64 [conversations + 1 or 2]."""
+        return self.packing.cu_seqlens(row % self.packing.rows)
+
     def _pieces(self, row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for document, start, length in self.packing.pieces(row):
             first = int(self._tokens.offsets[document]) + start
             here = slice(first, first + length)
             yield self._tokens.tokens[here].astype(np.int64), self._tokens.targets[here].astype(np.int64)
+
+
+class PackedWithOffsets(PackedConversations):
+    """For scripts: samples also have `cu_seqlens` int32 [n + 1], filled up by n, and `max_seqlen`, as Megatron's data set has."""
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        offsets, n = self.offsets(index or 0), self.config.sequence_length
+        filled = torch.full((n + 1,), n, dtype=torch.int32)
+        filled[: len(offsets)] = torch.from_numpy(offsets)
+        longest = torch.tensor(int(np.diff(offsets).max()), dtype=torch.int32)
+        return super().__getitem__(index) | {"cu_seqlens": filled, "max_seqlen": longest}

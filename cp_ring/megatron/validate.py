@@ -296,9 +296,11 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
         args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
     elif args.reset_attention_mask:
         raise ConfigError("--reset-attention-mask makes masks of s x s tokens: give --cp-ring-document-mask instead")
-    if inter_document and not config.document_mask and args.context_parallel_size > 1 and args.apply_rope_fusion:
+    together = inter_document or (getattr(args, "sft", False) and config.layout == "balanced")
+    if together and not config.document_mask and args.context_parallel_size > 1 and args.apply_rope_fusion:
+        flag = "--dataloader-inter-document-masking" if inter_document else "--sft with --cp-ring-layout balanced"
         raise ConfigError(
-            "--dataloader-inter-document-masking splits documents in a way that the fused rotary embedding does not support: "
+            f"{flag} splits documents in a way that the fused rotary embedding does not support: "
             "give --no-rope-fusion, or --cp-ring-document-mask instead"
         )
 

@@ -18,7 +18,7 @@ from cp_ring.plan.ranges import Ints, expand, integer, integers
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
+class PackedRows:
     """Rows of `capacity` tokens and the pieces of documents in them. A document that is not cut is one piece.
 
     first: int64 [rows + 1], the first piece of each row.
@@ -74,7 +74,7 @@ class Packing:
         return ", ".join(parts)
 
 
-def pack(lengths: Sequence[int] | np.ndarray, capacity: int, how: str = "first-fit", cut_long: bool = False) -> Packing:
+def pack(lengths: Sequence[int] | np.ndarray, capacity: int, how: str = "first-fit", cut_long: bool = False) -> PackedRows:
     """Packs documents of these `lengths` (tokens) into rows of `capacity` tokens.
 
     how: one of `WAYS`.
@@ -102,7 +102,7 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int, how: str = "first-f
     row = WAYS[how](length, capacity)
     sort = np.lexsort((start, document, row))
     first = np.searchsorted(row[sort], np.arange(int(row.max()) + 2))
-    return Packing(capacity, first, document[sort], start[sort], length[sort])
+    return PackedRows(capacity, first, document[sort], start[sort], length[sort])
 
 
 def _checked(lengths: Sequence[int] | np.ndarray) -> Ints:
@@ -115,14 +115,14 @@ def _checked(lengths: Sequence[int] | np.ndarray) -> Ints:
     return size
 
 
-def _fill(size: Ints, capacity: int) -> Packing:
+def _fill(size: Ints, capacity: int) -> PackedRows:
     ends = np.cumsum(size)
     total = int(ends[-1])
     edges = np.union1d(np.concatenate([[0], ends]), np.arange(0, total, capacity))
     starts, length = edges[:-1], np.diff(edges)
     document = np.searchsorted(ends, starts, side="right")
     first = np.append(np.searchsorted(starts, np.arange(0, total, capacity)), len(starts))
-    return Packing(capacity, first, document, starts - (ends - size)[document], length)
+    return PackedRows(capacity, first, document, starts - (ends - size)[document], length)
 
 
 def _in_order(length: Ints, capacity: int) -> Ints:

@@ -11,7 +11,7 @@ from cp_ring import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from tests.megatron import conversations
-from tests.megatron.launch import MODEL, TRAIN, trace, train
+from tests.megatron.launch import HERE, MODEL, TRAIN, attempt, trace, train
 
 N = 256
 
@@ -146,8 +146,12 @@ def sizes(tp=1, pp=1, cp=1):
     return [word for name, size in names.items() for word in (f"--{name}-parallel-size", str(size))]
 
 
+SCRIPT = str(HERE / "packing_script.py")
+
 JOBS = {
     4: {
+        "script_cp4": [SCRIPT, *SFT, *FILL, *sizes(cp=4), "--micro-batch-size", "2"],
+        "script_pp2cp2": [SCRIPT, *SFT, *FILL, *sizes(pp=2, cp=2)],
         "cp4": [*SFT, *FILL, *sizes(cp=4)],
         "dp2cp2": [*SFT, *FILL, *sizes(cp=2), "--use-distributed-optimizer"],
         "pp2cp2": [*SFT, *FILL, *sizes(pp=2, cp=2)],
@@ -191,10 +195,26 @@ def test_conversations_train_alike_at_every_split(traces, job):
     ours, alone = trace(traces, job), trace(traces, BASELINES[job])
     assert list(ours) == list(alone) == [1, 2, 3, 4]
     for step in ours:
-        assert ours[step]["rows"] == alone[step]["rows"], (job, step)
+        assert "script" in job or ours[step]["rows"] == alone[step]["rows"], (job, step)
         for name in ("loss", "grad_norm"):
             limit = 1e-5 if "mtp" in job else 1e-6
             assert ours[step][name] == pytest.approx(alone[step][name], rel=limit), (job, step, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["boundary shifted by one", "documents merged", "boundary missed", "positions of zigzag"])
+def test_the_certificate_finds_planted_boundary_faults(traces, fault):
+    flags = [*SFT, *FILL, *sizes(cp=2), "--cp-ring-certify", "on"]
+    found = attempt(2, "fault", flags, traces, common(traces), fault)
+    assert found.code == 2 and not found.losses and "certif" in found.rejected, found
+
+
+@pytest.mark.slow
+def test_the_certificate_of_a_right_job_covers_the_packed_loss(traces):
+    right = attempt(2, "certified", [*SFT, *FILL, *sizes(cp=2), "--cp-ring-certify", "on"], traces, common(traces))
+    log = (traces / "certified.log").read_text()
+    line = next(line for line in log.splitlines() if line.startswith("cp_ring: certificate"))
+    assert right.code == 0 and len(right.losses) == 4 and "not covered" not in line and "documents" in line, line
 
 
 @pytest.mark.slow
