@@ -22,6 +22,7 @@ from cp_ring.plan.schedule import SLOT_SHARDS, parse, relay_schedule, resolve, t
 WireDtype = Literal["input", "float32"]
 Recompute = Literal["keep", "replay"]
 Certify = Literal["on", "off", "strict"]
+Pack = Literal["first-fit", "in-order", "fill"]
 
 MASK_KINDS = (
     "shared-prefix", "images", "global", "tree", "block-causal", "block-diffusion", "documents", "prefix", "causal", "full",
@@ -84,6 +85,15 @@ class ContextParallelConfig(BaseModel):
         "",
         description="Kinds of the masks that batches carry as cp_ring_mask, separated by commas, which the certificate then "
         f"probes: {', '.join(MASK_KINDS)}; any is every mask.",
+    )
+    pack: Pack = Field(
+        "first-fit",
+        description="How --sft puts conversations into batch rows: first-fit, the longest first; in-order; or fill, in order "
+        "and cut where a batch row ends, which leaves padding in the last one only.",
+    )
+    cut_long: bool = Field(
+        False,
+        description="Cut conversations that are longer than a batch row (--sft) instead of rejecting them; fill cuts anyway.",
     )
     route: str = Field(
         "direct", description="How keys and values reach the ranks that need them; auto takes the fastest by predicted time."
