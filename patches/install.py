@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from cp_ring import patches
 from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import check_version
 from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, SFT, configure, current, flags
 
@@ -86,5 +87,7 @@ def log_steps() -> None:
     step_line = patches.get("step_line")
     if not step_line.rejection():
         step_line.apply()
+    elif current().trace:
+        raise ConfigError(f"--cp-ring-trace {current().trace}: {step_line.rejection()}")
     elif current().timing:
         print(f"cp_ring: warning: --cp-ring-timing records nothing here: {step_line.rejection()}", file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from cp_ring.cli.doctor import doctor_command
 from cp_ring.cli.patches import patches_command
 from cp_ring.cli.plan import plan_command
 from cp_ring.cli.slurm import preflight_command, status_command, submit_command
+from cp_ring.cli.trace import trace_command
 from cp_ring.cli.train import train_command
 from cp_ring.errors import ConfigError, KernelError, PlanError
 
@@ -29,6 +30,7 @@ app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable
 
 app.command("plan")(plan_command)
 app.command("train")(train_command)
+app.command("trace")(trace_command)
 app.command("certify")(certify_command)
 app.command("doctor")(doctor_command)
 bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from cp_ring import ring_attention
-from cp_ring.observe import clocks, timing
+from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError
+from cp_ring.observe import clocks, timing, trace
 from cp_ring.observe.findings import INSIDE, Alarms, RankTimes, combined, group_findings, messages
 from cp_ring.observe.watchdog import Place
 from cp_ring.testing.local_ring import LocalRing
@@ -195,15 +197,14 @@ def test_clocks_of_other_hosts_are_compared(pool):
         assert abs(other.seconds - 5.0 * rank) <= other.error and (other.error > 0) == (rank > 0)
 
 
-def timed_steps(group):
+def timed_steps(group, folder):
     """Three steps of one call each; the second and third are sampled."""
     from cp_ring.megatron.step_timing import StepTiming
     from cp_ring.observe.watchdog import WATCH
 
     said = []
     timing.SAMPLER = sampler = timing.Sampler(0, range(2, 4))
-    traced = []
-    steps = StepTiming(sampler, lambda: group, said.append, lambda *told: traced.append(told[0]))
+    steps = StepTiming(sampler, lambda: group, folder, said.append)
     found = []
     try:
         for step in range(1, 4):
@@ -214,12 +215,94 @@ def timed_steps(group):
             found.append([each.step for each in steps.end_of_step(step, last=step == 3)])
     finally:
         timing.SAMPLER, WATCH.place = None, Place()
-    return found, said, traced
+    return found, said
 
 
-def test_the_last_rank_gets_the_times_a_step_later(pool):
-    *others, last = pool.run(timed_steps, 4)
-    assert last[0] == [[], [], [2, 3]]
-    assert [line.partition(":")[2].split(":")[0] for line in last[1]] == [" timing of step 2", " timing of step 3"]
-    assert all(found == [[], [], []] and not said for found, said, _ in others)
-    assert others[0][2] == [2, 3] and not last[2], "a trace is written by the first rank of a group"
+def test_the_last_rank_gets_the_times_a_step_later(pool, tmp_path):
+    *others, (found, said) = pool.run(timed_steps, 4, str(tmp_path))
+    assert found == [[], [], [2, 3]]
+    assert [line.partition(":")[2].split(":")[0] for line in said] == [
+        " timing of step 2",
+        " the trace is in " + str(tmp_path / "trace-2.json"),
+        " timing of step 3",
+    ]
+    assert all(found == [[], [], []] and not said for found, said in others)
+    check(trace.read(tmp_path / "trace-2.json"), steps=2, ranks=4, calls=2)
+
+
+def check(made, steps, ranks, calls):
+    """Every message has both ends, no duration is negative, and the parts of a call lie within it."""
+    events = made["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    of = {kind: [event for event in slices if event["cat"] == kind] for kind in {event["cat"] for event in slices}}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in slices)
+    sent, received = ({event["args"]["message"]: event for event in of[f"{end} message"]} for end in ("sent", "received"))
+    assert sent.keys() == received.keys() and len(sent) == len(of["sent message"]) > 0
+    for link, start in sent.items():
+        end = received[link]
+        assert start["args"]["bytes"] == end["args"]["bytes"] and (start["pid"], start["args"]["peer"]) == (
+            end["args"]["peer"],
+            end["pid"],
+        )
+        assert start["ts"] <= end["ts"] + end["dur"]
+    arrows = {ph: sorted(event["id"] for event in events if event["ph"] == ph) for ph in "sf"}
+    assert arrows["s"] == arrows["f"] == sorted(sent)
+    assert len(of["call"]) == steps * ranks * calls
+    for inner in of["hop"] + of["wait"]:
+        assert any(within(inner, call) for call in of["call"])
+    for inner in of["kernel call"] + of["merge"]:
+        assert any(within(inner, hop) for hop in of["hop"])
+    assert made["otherData"]["steps"] == sorted({call["args"]["step"] for call in of["call"]})
+    return of
+
+
+def within(inner, outer):
+    return (
+        inner["pid"] == outer["pid"]
+        and outer["ts"] <= inner["ts"] + 2e-3
+        and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 2e-3
+    )
+
+
+def test_a_trace_has_the_hops_of_the_plan(monkeypatch, tmp_path):
+    ring = VirtualRing(4, lambda _: 1.0, lambda *_: 1.0, monkeypatch)
+    path = tmp_path / "deep" / "trace.json"
+    trace.write(path, {0: ring.sample(0, calls=2, schedule="ring", kernels=True)}, 1e-6)
+    of = check(trace.read(path), steps=1, ranks=4, calls=4)
+    forward = [event["name"] for event in of["hop"] if event["pid"] == 2 and event["args"]["direction"] == "forward"]
+    assert forward == [f"hop {hop}" for hop in range(4)] * 2
+    assert all(event["cname"] == "terrible" for event in of["wait"])
+    assert trace.read(path)["otherData"]["clock_error_us"] == 1.0
+
+
+def test_another_file_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        trace.read(tmp_path / "none.json")
+    for text in ("x", "[]", "{}"):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ConfigError, match="it is not a trace"):
+            trace.read(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(("text", "steps"), [("", []), ("7", [7]), ("7:3", [7, 8, 9])])
+def test_steps_to_trace(text, steps):
+    assert list(ContextParallelConfig.make(trace=text).traced) == steps
+
+
+@pytest.mark.parametrize("text", ["0", "x", "3:0", "3:", ":2", "-1", "1:2:3"])
+def test_steps_that_are_none(text):
+    with pytest.raises(ConfigError, match=r"--cp-ring-trace .*it is not STEP or STEP:COUNT"):
+        ContextParallelConfig.make(trace=text)
+
+
+def test_steps_that_the_job_does_not_reach():
+    from types import SimpleNamespace
+
+    from cp_ring.megatron.validate import check_trace
+
+    config = ContextParallelConfig.make(enabled=True, trace="8:3")
+    check_trace(SimpleNamespace(train_iters=10), config)
+    with pytest.raises(ConfigError, match="--cp-ring-trace 8:3: step 10 is past the last one, --train-iters 9"):
+        check_trace(SimpleNamespace(train_iters=9), config)
+    with pytest.raises(ConfigError, match="needs --cp-ring"):
+        check_trace(SimpleNamespace(train_iters=10), ContextParallelConfig.make(trace="1"))
