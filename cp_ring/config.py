@@ -256,22 +256,47 @@ class ContextParallelConfig(BaseModel):
         return "--cp-ring" if field == "enabled" else "--cp-ring-" + field.replace("_", "-")
 
     @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds every field as a flag; values are validated later, by `from_args`, for one clear message."""
+    def add_arguments(cls, parser: argparse.ArgumentParser, hidden: bool = False) -> argparse.ArgumentParser:
+        """Adds every field as a flag; values are validated later, by `from_args`, for one clear message.
+
+        With `hidden` the parser's help does not list them.
+        """
         group = parser.add_argument_group(title="cp_ring", description="ring attention for context parallelism")
         for name, field in cls.model_fields.items():
             known = f"; one of {', '.join(choices(name))}" if choices(name) else ""
             shown = f"{field.description} (default: {field.default}{known})".replace("%", "%%")
+            shown = argparse.SUPPRESS if hidden else shown
             options: dict[str, Any] = {"dest": _dest(name), "default": field.default, "help": shown}
             if field.annotation is bool:
                 switch = argparse.BooleanOptionalAction if field.default else "store_true"
                 group.add_argument(cls.flag(name), action=switch, **options)
             elif name == "certify":
                 group.add_argument(cls.flag(name), nargs="?", const="on", metavar=name.upper(), **options)
-                group.add_argument("--no-" + cls.flag(name)[2:], action="store_const", const="off", dest=_dest(name))
+                group.add_argument("--no-" + cls.flag(name)[2:], action="store_const", const="off", dest=_dest(name),
+                                   help=argparse.SUPPRESS if hidden else None)  # fmt: skip
             else:
                 group.add_argument(cls.flag(name), metavar=name.upper(), **options)
         return parser
+
+    @classmethod
+    def help(cls, width: int | None = None) -> str:
+        """The flags and what they do, as argparse prints them, without any other flag."""
+        parser = argparse.ArgumentParser(add_help=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width))
+        shown = cls.add_arguments(parser).format_help()
+        return shown[shown.index("cp_ring:") :]
+
+    @classmethod
+    def table(cls) -> list[dict[str, str]]:
+        """One entry per flag: flag, default, values, and what it does."""
+        return [
+            {
+                "flag": cls.flag(name),
+                "default": "off" if field.default is False else str(field.default) or "none",
+                "values": _values(name, field.annotation),
+                "what it does": str(field.description),
+            }
+            for name, field in cls.model_fields.items()
+        ]
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ContextParallelConfig:
@@ -300,6 +325,13 @@ class ContextParallelConfig(BaseModel):
                 switch = self.flag(name) if value is True else "--no-" + self.flag(name)[2:]
                 line += [switch] if field.annotation is bool else [self.flag(name), str(value)]
         return line
+
+
+def _values(name: str, annotation: Any) -> str:
+    known = choices(name)
+    if known:
+        return ", ".join(known)
+    return {bool: "switch", int: "whole number", float: "number"}.get(annotation, "text")
 
 
 def _dest(name: str) -> str:
