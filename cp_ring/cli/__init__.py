@@ -13,6 +13,7 @@ from cp_ring.cli.bench_attention import bench_attention
 from cp_ring.cli.bench_host import bench_host
 from cp_ring.cli.bench_overlap import bench_overlap
 from cp_ring.cli.bench_plan import bench_plan
+from cp_ring.cli.bench_rates import bench_rates
 from cp_ring.cli.bench_replay import bench_replay
 from cp_ring.cli.bench_timing_cost import bench_timing_cost
 from cp_ring.cli.certify import certify_command
@@ -41,6 +42,7 @@ bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
 bench.command("overlap")(bench_overlap)
 bench.command("host")(bench_host)
+bench.command("rates")(bench_rates)
 bench.command("timing-cost")(bench_timing_cost)
 app.add_typer(bench, name="bench")
 slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.")
