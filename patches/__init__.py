@@ -34,6 +34,7 @@ NAMES = (
     "safe_checkpoints",
     "restricted_unpickling",
     "certificate",
+    "model_checks",
     "step_line",
 )
 

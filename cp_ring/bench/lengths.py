@@ -30,7 +30,7 @@ GOAL = 1.3
 
 
 @dataclass(frozen=True)
-class Work:
+class PackedWork:
     """Documents of `lengths` on `cp` ranks; `heads` heads of `head_dim`, and a feed-forward network of 4 times their width."""
 
     lengths: tuple[int, ...]
@@ -49,7 +49,7 @@ class Work:
         return (3 + 4 + 4) * self.width / 2
 
 
-def plan(work: Work, name: str) -> RingPlan:
+def plan(work: PackedWork, name: str) -> RingPlan:
     """The plan of one of the splits that have one."""
     lengths = np.array(work.lengths, np.int64)
     if name == "per_document_zigzag":
@@ -61,7 +61,7 @@ def plan(work: Work, name: str) -> RingPlan:
     return RingPlan.build(mask, Layout.balanced(mask, work.cp) if name == "balanced" else Layout.zigzag(mask.n, work.cp))
 
 
-def greedy(work: Work) -> list[list[int]]:
+def greedy(work: PackedWork) -> list[list[int]]:
     """The lengths of the documents of each rank, by greedy balance of work."""
     load = [0.0] * work.cp
     mine: list[list[int]] = [[] for _ in range(work.cp)]
@@ -72,7 +72,7 @@ def greedy(work: Work) -> list[list[int]]:
     return mine
 
 
-def about(work: Work, name: str) -> dict[str, Any]:
+def about(work: PackedWork, name: str) -> dict[str, Any]:
     """What a split computes and moves: {layout, tokens, balance, bytes}.
 
     tokens: of all ranks, padding included. balance: maximum over mean pairs of attention. bytes: keys, values and their gradients
@@ -88,7 +88,7 @@ def about(work: Work, name: str) -> dict[str, Any]:
     return {"layout": name, "tokens": tokens, "balance": report.balance, "bytes": moved * 2 * work.width * 4}
 
 
-def _attention(work: Work, name: str, group: Any) -> tuple[int, Any]:
+def _attention(work: PackedWork, name: str, group: Any) -> tuple[int, Any]:
     """Tokens of this rank, and what attends to q, k, v of them."""
     if name == "independent":
         mine = greedy(work)[group.rank()]
@@ -102,7 +102,7 @@ def _attention(work: Work, name: str, group: Any) -> tuple[int, Any]:
 _prepared: dict[str, Any] = {}
 
 
-def prepare(group: Any, name: str, work: Work) -> None:
+def prepare(group: Any, name: str, work: PackedWork) -> None:
     """On a rank: makes a split's tensors and runs it once."""
     tokens, attend = _attention(work, name, group)
     generator = torch.Generator().manual_seed(group.rank())
@@ -131,7 +131,7 @@ def time_round(group: Any, name: str) -> tuple[float, float]:
     return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
-def run(work: Work, names: list[str], repeats: int) -> list[dict[str, Any]]:
+def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]]:
     """Results {layout, median_s, cpu_s, tokens, balance, bytes, times} of each split, by one forward and backward.
 
     median_s: seconds of the slowest rank by the clock, median of the rounds. cpu_s: seconds of the rank that computed longest,

@@ -26,14 +26,14 @@ def bench_lengths(
 ) -> None:
     """Time attention and a token-wise layer on documents of a long-tailed set: balanced, zigzag, padded, independent ranks."""
     from cp_ring.bench import samples
-    from cp_ring.bench.lengths import LAYOUTS, Work, long_tail, run
+    from cp_ring.bench.lengths import LAYOUTS, PackedWork, long_tail, run
     from cp_ring.bench.machine import facts
     from cp_ring.errors import ConfigError
 
     if seq_length < 128 * cp:
         raise ConfigError(f"--seq-length {seq_length}: {cp} ranks need at least {128 * cp} tokens")
     drawn = samples.lengths(lengths, seq_length, seed) if lengths else long_tail(seq_length, seed)
-    results = run(Work(tuple(drawn.tolist()), cp, heads, head_dim), list(LAYOUTS), repeats)
+    results = run(PackedWork(tuple(drawn.tolist()), cp, heads, head_dim), list(LAYOUTS), repeats)
     if as_json:
         typer.echo(json.dumps({**facts(), "documents": len(drawn), "longest": int(drawn.max()), "rows": results}))
         return

@@ -40,8 +40,8 @@ def compare_command(text: str, lengths: Ints, cp: int, layer: Layer, as_json: bo
     rates = layer.rates
     console.print(
         f"One layer: {layer.sizes.heads} query and {layer.sizes.kv_heads} key/value heads of {layer.sizes.head_dim}, "
-        f"feed-forward {layer.ffn:,}, {layer.sizes.dtype}. Rates: {rates.flops:.2g} FLOP/s, {rates.link:.2g} B/s between nodes "
-        f"of {layer.ranks_per_node} ranks and {layer.node_link:.2g} B/s inside, {rates.call * 1e6:.0f} us a hop; attention in "
+        f"feed-forward {layer.ffn:,}, {layer.sizes.dtype}. Rates: {rates.flops:.2g} FLOP/s, {layer.link:.2g} B/s between nodes "
+        f"of {layer.ranks_per_node} ranks and {rates.inside:.2g} B/s inside, {rates.call * 1e6:.0f} us a hop; attention in "
         f"blocks of {layer.block}. Predicted, not measured."
     )
     kind, _, name = text.partition(":")

@@ -25,11 +25,10 @@ from torch.distributed import get_process_group_ranks
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.ahead import begin, following, wait_for
-from cp_ring.megatron.batches import declare, with_positions
+from cp_ring.megatron.batches import declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.comm_types import shapes
 from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.masks import KEY, MicrobatchMask, decode, encode, read
-from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.ranges import Ints
 
@@ -40,13 +39,6 @@ _INTEGERS = ("tokens", "labels", "position_ids")
 _FLOATS = ("loss_mask",)
 _NEXT = "next_cu_seqlens"
 _NONE = np.zeros(1, np.int64)
-
-
-def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
-    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds with the current layout."""
-    if cp == 1:
-        return batch
-    return {name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1) for name, tensor in batch.items()}
 
 
 def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Microbatch:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, compat, implementations
+from cp_ring.megatron import comm_types, compat, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
@@ -105,9 +105,25 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
         config = ContextParallelConfig.from_args(args)
         if config.enabled:
             note(implementations.line(args))
+            config = settle_shape(args, config)
             note_gather(args, config)
             note_recompute(args, config)
     return args
+
+
+def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+    """Puts the fastest route and number of heads in force where the flags ask for `auto`, and says why."""
+    if "auto" not in (config.route, config.heads):
+        return config
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    group = [place * tp for place in range(cp)]  # each context-parallel group has this pattern
+    sizes = shape_choice.attention_sizes(vars(args), tp)
+    windows = windows_of(args) or (((-1, -1), 1),)
+    settled, reason = shape_choice.settle(config, vars(args), cp, sizes, group, windows=windows)
+    args.cp_ring_route, args.cp_ring_heads = settled.route, settled.heads
+    configure(settled)
+    note(reason)
+    return settled
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:

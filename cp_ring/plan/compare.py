@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import AttentionSizes, Crossing, Rates, crossing
+from cp_ring.plan.cost import AttentionSizes, Crossing, crossing
 from cp_ring.plan.heads import HeadPlan, plan_of, split_heads
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
+from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.plan.schedule import NVLINK_BYTES_PER_SECOND
 from cp_ring.plan.tables import Transfers
 from cp_ring.plan.tiles import OPEN, Tiles
 
@@ -33,16 +33,12 @@ Groups = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer and the machines: sizes of attention, width of the feed-forward network, ranks of a node, speeds.
-
-    `rates.link` is between nodes, `node_link` inside one, in bytes per second.
-    """
+    """A layer and the machines: sizes of attention, width of the feed-forward network, ranks of a node, speeds."""
 
     sizes: AttentionSizes = field(default_factory=AttentionSizes)
     ffn: int = 14336
     ranks_per_node: int = 8
-    rates: Rates = field(default_factory=Rates)
-    node_link: float = NVLINK_BYTES_PER_SECOND
+    rates: Rates = RATES
     block: int = 128
 
     @property
@@ -55,6 +51,11 @@ class Layer:
     def pair_flops(self) -> float:
         """FLOP of forward of attention for a pair of tokens."""
         return 2.0 * (self.sizes.query_width + self.sizes.out_width)
+
+    @property
+    def link(self) -> float:
+        """Bytes per second between nodes for a rank, where all ranks that share a network card send at the same time."""
+        return self.rates.between / self.rates.ranks_per_card
 
     @property
     def key_bytes(self) -> int:
@@ -165,7 +166,7 @@ class _Ring:
 
 def _ring_seconds(ring: _Ring, layer: Layer) -> tuple[float, float]:
     """Forward and backward of TransformerEngine's ring: at each hop every rank passes a whole shard to its neighbor."""
-    link = layer.rates.link if ring.ranks > layer.ranks_per_node else layer.node_link
+    link = layer.link if ring.ranks > layer.ranks_per_node else layer.rates.inside
     speed = layer.pair_flops / layer.rates.flops
     sent = ring.tokens * layer.key_bytes / link
     times = []
@@ -235,7 +236,7 @@ def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
     # A rank reads both chunks of each later rank, and the first chunk of each earlier one.
     read = np.where(rank[None] < rank[:, None], ring.tokens / 2, ring.tokens) * (rank[None] != rank[:, None]) * layer.key_bytes
     far = rank[None] // layer.ranks_per_node != rank[:, None] // layer.ranks_per_node
-    travel = read / np.where(far, layer.rates.link, layer.node_link)
+    travel = read / np.where(far, layer.link, layer.rates.inside)
     seconds = []
     for work, moves in ((1.0, 1.0), (2.5, 2.0)):
         hops = np.maximum(ring.other * speed * work, travel * moves) * (read > 0)
@@ -284,7 +285,7 @@ def _pairs(plan: RingPlan, block: int) -> Floats:
 
 def _travel(table: Transfers, cp: int, node: int, layer: Layer) -> Floats:
     """Seconds of the transfers of each rank at each hop, in or out, the longer of the two: [cp, cp]."""
-    link = np.where(table.sender // node != table.receiver // node, layer.rates.link, layer.node_link)
+    link = np.where(table.sender // node != table.receiver // node, layer.link, layer.rates.inside)
     seconds = table.tokens * layer.key_bytes / link
     come, leave = (np.bincount(side * cp + table.hop, seconds, cp * cp) for side in (table.receiver, table.sender))
     return np.maximum(come, leave).reshape(cp, cp)
@@ -294,4 +295,4 @@ def _exchange(layer: Layer, heads: int, tokens: int) -> tuple[int, float]:
     """Bytes that a rank gets when tokens are exchanged for heads in forward, and the seconds of that, inside a node."""
     width = layer.sizes.query_width + layer.sizes.out_width + layer.sizes.key_width
     moved = int(tokens * width * layer.sizes.element * (heads - 1) / heads)
-    return moved, moved / layer.node_link
+    return moved, moved / layer.rates.inside

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring.bench import lengths
-from cp_ring.bench.lengths import LAYOUTS, Work
+from cp_ring.bench.lengths import LAYOUTS, PackedWork
 from cp_ring.cli import app
 
-LONG = Work((700, 10, 20, 30, 40, 50, 60, 114), heads=2, head_dim=16)
+LONG = PackedWork((700, 10, 20, 30, 40, 50, 60, 114), heads=2, head_dim=16)
 
 
 def test_what_each_split_computes_and_moves():

@@ -1,6 +1,7 @@
 """From YAML to the command line, checked against Megatron's own parser."""
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from cp_ring.cli import main
+from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
 from cp_ring.megatron import argument_parser
@@ -206,6 +208,15 @@ def test_dry_run_prints_a_command_that_a_shell_can_run(cp_ring, tmp_path, data, 
     launcher = next(word for word in words[1:] if "=" not in word)
     assert launcher == sys.executable or Path(launcher).name == "torchrun"
     assert not (tmp_path / "a b").exists()
+
+
+def test_flags_are_a_table(cp_ring):
+    code, out, _ = cp_ring("flags", "--json")
+    entries = {entry["flag"]: entry for entry in json.loads(out)}
+    assert code == 0 and list(entries) == [ContextParallelConfig.flag(name) for name in ContextParallelConfig.model_fields]
+    assert entries["--cp-ring-recompute"]["values"] == "keep, replay" and entries["--cp-ring"]["default"] == "off"
+    code, out, _ = cp_ring("flags")
+    assert code == 0 and all(flag in out for flag in entries)
 
 
 def test_help_is_quick_and_loads_no_torch(cp_ring):

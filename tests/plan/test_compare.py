@@ -13,7 +13,7 @@ from cp_ring.cli import app, main
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan import compare as module
 from cp_ring.plan.compare import Layer, compare, padded, smallest_group
-from cp_ring.plan.cost import Rates
+from cp_ring.plan.rates import Rates
 
 LONG_TAIL = np.array([100, 9000, 40, 700, 3000, 64, 1500, 2000, 130, 850, 16, 2984])
 
@@ -36,7 +36,7 @@ def test_padding_by_hand():
 def test_a_single_document_is_the_same_for_all_that_need_no_group():
     """One document without blocks, links and calls: every split has the same ideal time."""
     lengths = np.array([4096])
-    free = {"rates": Rates(link=1e30, call=0), "node_link": 1e30, "block": 1}
+    free = {"rates": Rates(inside=1e30, between=1e30, call=1e-30), "block": 1}
     splits = by_name(lengths, 4, **free)
     layer = Layer(**free)
     ideal = (4096 * 4097 / 2 * layer.pair_flops + 4096 * layer.token_flops) / 4 / layer.rates.flops
@@ -70,7 +70,7 @@ def test_bytes_are_those_of_the_plan():
 def test_a_hybrid_schedule_is_costed_as_given():
     lengths = np.array([4096, 512, 512, 256])
     groups = [[[0], [0], [1], [2]], [[3], [3], [3], [3]]]
-    layer = Layer(ranks_per_node=4, rates=Rates(call=0), block=1)
+    layer = Layer(ranks_per_node=4, rates=Rates(call=1e-30), block=1)
     split = module._hybrid(lengths, groups, 4, layer)
     long, last = (module._ring_seconds(module._Ring.of(np.array([n]), ranks, 1), layer) for n, ranks in ((4096, 2), (256, 4)))
     assert split.forward == pytest.approx(long[0] + last[0]) and split.backward == pytest.approx(long[1] + last[1])
