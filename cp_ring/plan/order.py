@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from cp_ring.plan.ranges import Ints
 
@@ -30,19 +33,34 @@ class Order:
         """The distance of `rank` from `owner`."""
         size = self.node_size
         if size in (1, self.cp):
-            return (rank - owner) % self.cp
-        return (rank // size - owner // size) % (self.cp // size) * size + (rank - owner) % size
+            return _wrapped(rank - owner, self.cp)
+        node, place = _nodes(self.cp, size)
+        return _wrapped(node[rank] - node[owner], self.cp) + _wrapped(place[rank] - place[owner], size)
 
     def owner(self, rank: Ints | int, distance: Ints | int) -> Any:
         """The owner from which `rank` has this distance."""
         size = self.node_size
         if size in (1, self.cp):
-            return (rank - distance) % self.cp
-        return (rank // size - distance // size) % (self.cp // size) * size + (rank - distance) % size
+            return _wrapped(rank - distance, self.cp)
+        node, place = _nodes(self.cp, size)
+        return _wrapped(node[rank] - node[distance], self.cp) + _wrapped(place[rank] - place[distance], size)
 
     def reader(self, owner: Ints | int, distance: Ints | int) -> Any:
         """The rank that has this distance from `owner`."""
         size = self.node_size
         if size in (1, self.cp):
-            return (owner + distance) % self.cp
-        return (owner // size + distance // size) % (self.cp // size) * size + (owner + distance) % size
+            return _wrapped(owner + distance - self.cp, self.cp)
+        node, place = _nodes(self.cp, size)
+        return _wrapped(node[owner] + node[distance] - self.cp, self.cp) + _wrapped(place[owner] + place[distance] - size, size)
+
+
+def _wrapped(number: Any, size: int) -> Any:
+    """A number in [-size, size) modulo `size`. Divisions of many numbers take much longer."""
+    return number + size * (number < 0)
+
+
+@lru_cache(maxsize=64)
+def _nodes(cp: int, size: int) -> tuple[Ints, Ints]:
+    """Of each rank, or each distance: the first one of its node, and its place in the node."""
+    ranks = np.arange(cp)
+    return ranks - ranks % size, ranks % size
