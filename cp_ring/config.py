@@ -22,6 +22,7 @@ from cp_ring.plan.schedule import SLOT_SHARDS, parse, relay_schedule, resolve, t
 WireDtype = Literal["input", "float32"]
 Recompute = Literal["keep", "replay"]
 Certify = Literal["on", "off", "strict"]
+Pack = Literal["first-fit", "in-order", "fill"]
 
 MASK_KINDS = (
     "shared-prefix", "images", "global", "tree", "block-causal", "block-diffusion", "documents", "prefix", "causal", "full",
@@ -84,6 +85,15 @@ class ContextParallelConfig(BaseModel):
         "",
         description="Kinds of the masks that batches carry as cp_ring_mask, separated by commas, which the certificate then "
         f"probes: {', '.join(MASK_KINDS)}; any is every mask.",
+    )
+    pack: Pack = Field(
+        "first-fit",
+        description="How --sft puts conversations into batch rows: first-fit, the longest first; in-order; or fill, in order "
+        "and cut where a batch row ends, which leaves padding in the last one only.",
+    )
+    cut_long: bool = Field(
+        False,
+        description="Cut conversations that are longer than a batch row (--sft) instead of rejecting them; fill cuts anyway.",
     )
     route: str = Field(
         "direct", description="How keys and values reach the ranks that need them; auto takes the fastest by predicted time."
@@ -224,22 +234,47 @@ class ContextParallelConfig(BaseModel):
         return "--cp-ring" if field == "enabled" else "--cp-ring-" + field.replace("_", "-")
 
     @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds every field as a flag; values are validated later, by `from_args`, for one clear message."""
+    def add_arguments(cls, parser: argparse.ArgumentParser, hidden: bool = False) -> argparse.ArgumentParser:
+        """Adds every field as a flag; values are validated later, by `from_args`, for one clear message.
+
+        With `hidden` the parser's help does not list them.
+        """
         group = parser.add_argument_group(title="cp_ring", description="ring attention for context parallelism")
         for name, field in cls.model_fields.items():
             known = f"; one of {', '.join(choices(name))}" if choices(name) else ""
             shown = f"{field.description} (default: {field.default}{known})".replace("%", "%%")
+            shown = argparse.SUPPRESS if hidden else shown
             options: dict[str, Any] = {"dest": _dest(name), "default": field.default, "help": shown}
             if field.annotation is bool:
                 switch = argparse.BooleanOptionalAction if field.default else "store_true"
                 group.add_argument(cls.flag(name), action=switch, **options)
             elif name == "certify":
                 group.add_argument(cls.flag(name), nargs="?", const="on", metavar=name.upper(), **options)
-                group.add_argument("--no-" + cls.flag(name)[2:], action="store_const", const="off", dest=_dest(name))
+                group.add_argument("--no-" + cls.flag(name)[2:], action="store_const", const="off", dest=_dest(name),
+                                   help=argparse.SUPPRESS if hidden else None)  # fmt: skip
             else:
                 group.add_argument(cls.flag(name), metavar=name.upper(), **options)
         return parser
+
+    @classmethod
+    def help(cls, width: int | None = None) -> str:
+        """The flags and what they do, as argparse prints them, without any other flag."""
+        parser = argparse.ArgumentParser(add_help=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width))
+        shown = cls.add_arguments(parser).format_help()
+        return shown[shown.index("cp_ring:") :]
+
+    @classmethod
+    def table(cls) -> list[dict[str, str]]:
+        """One entry per flag: flag, default, values, and what it does."""
+        return [
+            {
+                "flag": cls.flag(name),
+                "default": "off" if field.default is False else str(field.default) or "none",
+                "values": _values(name, field.annotation),
+                "what it does": str(field.description),
+            }
+            for name, field in cls.model_fields.items()
+        ]
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ContextParallelConfig:
@@ -268,6 +303,13 @@ class ContextParallelConfig(BaseModel):
                 switch = self.flag(name) if value is True else "--no-" + self.flag(name)[2:]
                 line += [switch] if field.annotation is bool else [self.flag(name), str(value)]
         return line
+
+
+def _values(name: str, annotation: Any) -> str:
+    known = choices(name)
+    if known:
+        return ", ".join(known)
+    return {bool: "switch", int: "whole number", float: "number"}.get(annotation, "text")
 
 
 def _dest(name: str) -> str:
