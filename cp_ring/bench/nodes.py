@@ -63,7 +63,9 @@ def run(contest: Contest, repeats: int, share: float, full: bool) -> list[dict[s
         return [{"shape": "direct", "skipped": str(error)}]
     ranks = Ranks(contest.cp, [end for end in link.ends for _ in range(NODE_SIZE)])
     try:
-        results = [{"shape": name, "planned_bytes_between_nodes": planned_bytes(name, contest, full)} for name in SHAPES]
+        results: list[dict[str, Any]] = [
+            {"shape": name, "planned_bytes_between_nodes": planned_bytes(name, contest, full)} for name in SHAPES
+        ]
         for result in results:
             sent = ranks.run(prepare_shape, contest.cp, result["shape"], contest, full, timeout=600)
             result["bytes_between_nodes"] = sum(sent)

@@ -41,17 +41,15 @@ class Order:
         """The owner from which `rank` has this distance."""
         size = self.node_size
         if size in (1, self.cp):
-            return _wrapped(rank - distance, self.cp)
-        node, place = _nodes(self.cp, size)
-        return _wrapped(node[rank] - node[distance], self.cp) + _wrapped(place[rank] - place[distance], size)
+            return (rank - distance) % self.cp
+        return (rank // size - distance // size) % (self.cp // size) * size + (rank - distance) % size
 
     def reader(self, owner: Ints | int, distance: Ints | int) -> Any:
         """The rank that has this distance from `owner`."""
         size = self.node_size
         if size in (1, self.cp):
-            return _wrapped(owner + distance - self.cp, self.cp)
-        node, place = _nodes(self.cp, size)
-        return _wrapped(node[owner] + node[distance] - self.cp, self.cp) + _wrapped(place[owner] + place[distance] - size, size)
+            return (owner + distance) % self.cp
+        return (owner // size + distance // size) % (self.cp // size) * size + (owner + distance) % size
 
 
 def _wrapped(number: Any, size: int) -> Any:
@@ -61,6 +59,6 @@ def _wrapped(number: Any, size: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _nodes(cp: int, size: int) -> tuple[Ints, Ints]:
-    """Of each rank, or each distance: the first one of its node, and its place in the node."""
+    """Of each rank: the first one of its node, and its place in the node."""
     ranks = np.arange(cp)
     return ranks - ranks % size, ranks % size

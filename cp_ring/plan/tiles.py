@@ -84,7 +84,8 @@ class Tiles:
     def __getitem__(self, index: NDArray[np.generic] | slice) -> Tiles:
         if isinstance(index, slice):
             return Tiles(self.data[:, index])
-        return Tiles(self.data.take(index if index.dtype != bool else np.flatnonzero(index), axis=1))  # faster than indexing
+        places = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64, copy=False)
+        return Tiles(self.data.take(places, axis=1))  # which is faster than indexing
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tiles) and np.array_equal(self.data, other.data)
