@@ -12,6 +12,7 @@ from cp_ring.cli.bench_accuracy import bench_accuracy
 from cp_ring.cli.bench_attention import bench_attention
 from cp_ring.cli.bench_host import bench_host
 from cp_ring.cli.bench_lengths import bench_lengths
+from cp_ring.cli.bench_nodes import bench_nodes
 from cp_ring.cli.bench_overlap import bench_overlap
 from cp_ring.cli.bench_plan import bench_plan
 from cp_ring.cli.bench_replay import bench_replay
@@ -40,6 +41,7 @@ bench.command("replay")(bench_replay)
 bench.command("overlap")(bench_overlap)
 bench.command("host")(bench_host)
 bench.command("lengths")(bench_lengths)
+bench.command("nodes")(bench_nodes)
 app.add_typer(bench, name="bench")
 slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.")
 for group in (app, slurm):
