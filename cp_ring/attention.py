@@ -38,6 +38,7 @@ from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
 from cp_ring.kernels.calls import Statistics, work_of
+from cp_ring.kernels.dropout import Dropout, mixed
 from cp_ring.observe import watchdog
 from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
@@ -69,7 +70,8 @@ def ring_attention(
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", heads: int = 1, node_size: int | None = None, softmax_scale: float | None = None,
     sink: Tensor | None = None, return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto",
-    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -78,7 +80,8 @@ def ring_attention(
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", heads: int = 1, node_size: int | None = None, softmax_scale: float | None = None,
     sink: Tensor | None = None, return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto",
-    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -107,6 +110,8 @@ def ring_attention(
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
     timeout: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is sharded across the ranks of `group`; differentiable.
 
@@ -155,6 +160,10 @@ def ring_attention(
         timeout: seconds that this process may wait for other ranks. A thread watches the waits from then on, in backward and in
             other collectives too. A rank that waits for longer prints where it is and names the rank that is stuck or does not
             call; all ranks that wait end, with exit code 3. None starts no such thread. It needs a process group.
+        dropout_p: the probability with which an attention weight is dropped, from 0 to below 1. Which ones are dropped depends on
+            `dropout_seed`, head, batch row and positions alone, so they are the same on any number of ranks. The kernels `cpu`
+            and `reference` support it, and hold the scores of some queries at a time.
+        dropout_seed: a whole number of up to 64 bits, the same on all ranks, and another one in each call.
 
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64 for float64 inputs).
@@ -191,6 +200,7 @@ def ring_attention(
         q, k, v, plan, group,
         softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots, wire_dtype=wire_dtype,
         qkv_format=qkv_format, deterministic=deterministic, return_lse=return_lse,
+        dropout=_dropout(plan, group, q, qkv_format, dropout_p, dropout_seed),
     )  # fmt: skip
     if not return_lse:
         return out
@@ -216,6 +226,7 @@ def attend(
     results: Results | None = None,
     compare_every: int = EVERY,
     sub_groups: SubGroups | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`ring_attention` with a plan, for callers inside cp_ring; returns out and lse, None if it is not asked for.
 
@@ -229,18 +240,21 @@ def attend(
     if qkv_format == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     transport = transport_for(group, q.device)
-    rank_plan, batch = _rank_plan(plan, transport), q.shape[1]
+    rank_plan, batch, head_size = _rank_plan(plan, transport), q.shape[1], q.shape[-1]
+    if dropout is not None:
+        q, k = dropout.mark(q, k)
     if rank_plan.batch == batch > 1:
         q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
     _check_tokens(q, k, v, rank_plan)
     ring = rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring
     with determinism(deterministic) as exact:
-        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=ring.packed)
+        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=head_size, e=v.shape[-1], packed=ring.packed,
+                        dropout=dropout is not None)  # fmt: skip
     call = _Call(
         rank_plan=ring,
         transport=transport if rank_plan.cp > 1 else None,
-        kernel=chosen,
-        scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        kernel=chosen if dropout is None else dropout.kernel(chosen),
+        scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
         wire_dtype=q.dtype if wire_dtype == "input" else sum_dtype(q.dtype),
         exact=exact,
@@ -440,6 +454,23 @@ def _node_size(transport: Transport | None) -> int:
     return 1 if ranks is None else node_size_of(ranks, ranks_per_node())
 
 
+def _dropout(plan: AnyPlan, group: object, q: Tensor, qkv_format: str, p: float, seed: int | None) -> Dropout | None:
+    """The dropout of a call whose plan knows the positions of all tokens; None for p = 0."""
+    if not 0 <= p < 1:
+        raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
+    if not p:
+        return None
+    if not isinstance(seed, int):
+        raise ConfigError(f"dropout_seed={seed!r}: dropout needs a whole number, the same on all ranks and another in each call")
+    if not isinstance(plan, RingPlan | HeadPlan):
+        raise ConfigError(f"dropout_p={p}: give the plan of all ranks, which has the positions of tokens, not that of one rank")
+    transport = transport_for(group, q.device)  # type: ignore[arg-type]
+    positions = torch.from_numpy(plan.layout.positions(transport.rank if transport else 0))
+    if plan.layout.rows > 1:
+        positions = positions.view(plan.layout.rows, -1).T % (plan.n // plan.layout.rows)
+    return Dropout(p, mixed(seed), positions)
+
+
 def _watch(timeout: float) -> None:
     if not 0 < timeout < math.inf:
         raise ConfigError(f"timeout={timeout}: it must be a number of seconds above 0, or None")
@@ -454,13 +485,25 @@ def _agree(
     agree = getattr(call.transport, "agree", None)
     if agree is None:
         return
-    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.wire_dtype, sink is not None)
+    values = (
+        q.dtype,
+        q.shape[1],
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        v.shape[3],
+        call.scale,
+        call.wire_dtype,
+        sink is not None,
+        getattr(call.kernel, "p", 0.0),
+    )
     names = ("dtype", "batch", "query heads", "key/value heads", "head size", "head size of values", "softmax_scale",
-             "wire_dtype", "sink")  # fmt: skip
+             "wire_dtype", "sink", "dropout_p")  # fmt: skip
 
     def facts() -> list[Fact]:
         plan = [Fact(*part) for part in rank_plan.identity]
-        return [*plan, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
+        seed = Fact.of("dropout_seed", getattr(call.kernel, "key", 0))  # not in the key: another one is no new call
+        return [*plan, seed, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
 
     agree((rank_plan.digest, *values), facts, every)
 

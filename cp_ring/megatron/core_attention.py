@@ -15,10 +15,12 @@ from torch.distributed import get_process_group_ranks
 
 from cp_ring.attention import AnyPlan, attend
 from cp_ring.errors import ConfigError, KernelError
+from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat
 from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.comm_types import check_heads, ring_shape
 from cp_ring.megatron.documents import documents_of
+from cp_ring.megatron.dropout import dropout_of
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
@@ -67,8 +69,8 @@ class RingDotProductAttention(MegatronModule):
         watchdog.start(self.settings.hop_timeout)
         if self.settings.debug:
             debug.switch_on()
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _check_layer(config, layer_number, attention_type, dropout)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _check_layer(config, layer_number, attention_type)
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
         self.shape = ring_shape(cp_comm_type, self.settings, self.cp_group.size(), sizes, get_process_group_ranks(self.cp_group))
         check_heads(cp_comm_type, self.shape, config.num_attention_heads, self.tp_group.size())
@@ -115,6 +117,7 @@ class RingDotProductAttention(MegatronModule):
         if attention_mask is not None:
             self._check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
         plan = self._plan(query, mask, packed_seq_params)
+        dropout = self._dropout(query, packed_seq_params) if self.dropout and self.training else None
         results = results_for(self)
         if results is None or results.place is None:
             watchdog.enter(self.layer_number, compat.training_step())
@@ -134,6 +137,7 @@ class RingDotProductAttention(MegatronModule):
                 results=results,
                 compare_every=self.settings.compare_every,
                 sub_groups=self.sub_groups,
+                dropout=dropout,
             )
         except KernelError as error:  # name the flag, not the parameter
             kernel = self.settings.kernel
@@ -152,6 +156,16 @@ class RingDotProductAttention(MegatronModule):
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         return documents.prepare(rank, used.route, self.window, mask == "causal", *shape).result()
+
+    def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout:
+        """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in their batch rows."""
+        rank, cp, (tokens, batch, heads) = self.cp_group.rank(), self.cp_group.size(), query.shape[:3]
+        if packed_seq_params is None:
+            layout = make_layout(self.settings.layout, tokens * cp, cp)
+            places = torch.from_numpy(layout.positions(rank)) if cp > 1 else torch.arange(tokens)
+        else:
+            places = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows()).places(rank)
+        return dropout_of(self.dropout, self.layer_number, places, self.tp_group.rank() * heads)
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""
@@ -234,11 +248,9 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
     return int(window[0]), int(window[1])
 
 
-def _check_layer(config: Any, layer_number: int, attention_type: str, dropout: float) -> None:
+def _check_layer(config: Any, layer_number: int, attention_type: str) -> None:
     if attention_type != "self":
         raise ConfigError(f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention")
-    if dropout:
-        raise ConfigError(f"--cp-ring does not support attention dropout: give --attention-dropout 0, not {dropout}")
     softmax_type = getattr(config, "softmax_type", "vanilla")
     if softmax_type not in _SOFTMAX_TYPES:
         raise ConfigError(f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}")

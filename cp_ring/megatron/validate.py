@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cp_ring.config import ContextParallelConfig
+from cp_ring.config import ContextParallelConfig, choices
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, compat, implementations
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
-from cp_ring.megatron.settings import LayerWindows, configure
+from cp_ring.megatron.settings import LayerWindows, configure, current
 
 # Settings that Megatron needs without CUDA: attribute, value, and the flag that can contradict it ("" if there is none).
 _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
@@ -216,8 +216,7 @@ def _check_batch(args: argparse.Namespace, data_parallel: int) -> None:
 
 def check_attention(args: argparse.Namespace) -> None:
     """Checks that the flags ask for nothing that ring attention does not support."""
-    if args.attention_dropout:
-        raise ConfigError(f"--cp-ring does not support --attention-dropout {args.attention_dropout}: give --attention-dropout 0")
+    check_dropout(args)
     if len(comm_types.types_by_layer(args)) > 1:
         compat.check_comm_types_by_layer()
     check_windows(args)
@@ -236,6 +235,22 @@ def check_attention(args: argparse.Namespace) -> None:
         )
     if getattr(args, "position_embedding_type", None) == "relative":
         raise ConfigError("--cp-ring does not support an attention bias: --position-embedding-type relative makes one")
+
+
+def check_dropout(args: argparse.Namespace) -> None:
+    """Checks that the kernel supports attention dropout."""
+    named = getattr(args, "cp_ring_kernel", None) or current().kernel
+    if not args.attention_dropout or named not in choices("kernel"):
+        return
+    import torch  # not at the top: most early checks do without
+
+    from cp_ring.kernels import supports_dropout
+
+    if torch.cuda.is_available() if named == "auto" else not supports_dropout(named):
+        raise ConfigError(
+            f"--cp-ring-kernel {named} does not support --attention-dropout {args.attention_dropout}, which must be the same at "
+            "any context parallel size: give --attention-dropout 0, or a kernel that does (cpu, reference)"
+        )
 
 
 def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> None:

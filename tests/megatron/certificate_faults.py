@@ -188,4 +188,5 @@ FAULTS: dict[str, Any] = {
     "global tokens hidden": _parity("global tokens hidden"),
     "positions not continued": _parity("positions not continued"),
     "roll across documents": _parity("roll across documents"),
+    "dropout by places on the rank": _parity("dropout by places on the rank"),
 }

@@ -16,7 +16,8 @@ OF_DOCUMENTS = ("documents merged", "boundary shifted by one", "padding attended
 IN_BF16 = tuple(name for name in FAULTS if "in bf16" in name)
 OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")
 OF_LONGER_JOBS = ("window beyond 256 tokens", "second batch row like the first")  # in test_certificate_steps.py
-OF_OSS = tuple(name for name in FAULTS if name not in (*OF_DOCUMENTS, *OF_DECLARED, *OF_LONGER_JOBS))
+OF_DROPOUT = ("dropout by places on the rank",)
+OF_OSS = tuple(name for name in FAULTS if name not in (*OF_DOCUMENTS, *OF_DECLARED, *OF_LONGER_JOBS, *OF_DROPOUT))
 EVERY = {
     "mask", "mask of gradients", "out", "dq", "dk", "dv", "loss of each token", "loss", "gradient norm", "gradients"
 }  # fmt: skip
@@ -52,6 +53,8 @@ MORE_ON_TWO = {
     "declared_others": (f"{UNTIED} --cp-ring-mask-kinds block-causal,block-diffusion,documents,prefix,causal,full,any", ()),
     "declared_mla": (f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced", ("positions not continued",)),
     "mla": (LATENT, ("softmax scale",)),
+    "dropout": (f"{OSS} --attention-dropout 0.2 --micro-batch-size 2", OF_DROPOUT),
+    "dropout_documents": (f"{UNTIED} --attention-dropout 0.2 --cp-ring-document-mask --bf16", OF_DROPOUT),
 }
 MORE_ON_FOUR = {
     "dp2cp2": (

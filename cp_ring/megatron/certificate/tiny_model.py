@@ -32,7 +32,7 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp, "seq_length": kinds[0].tokens,
         "micro_batch_size": batch_size, "max_position_embeddings": kinds[0].tokens,
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
-        "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0,
+        "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "moe_layer_freq": 1, "num_moe_experts": None, "pipeline_dtype": None,
     }  # fmt: skip
     nothing = (
