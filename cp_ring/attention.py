@@ -38,7 +38,8 @@ from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
 from cp_ring.kernels.calls import Statistics, work_of
-from cp_ring.kernels.dropout import Dropout, mixed
+from cp_ring.kernels.dropout import COLUMNS, Dropout, mixed
+from cp_ring.kernels.logits import LogitKernel
 from cp_ring.observe import watchdog
 from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
@@ -227,13 +228,16 @@ def attend(
     compare_every: int = EVERY,
     sub_groups: SubGroups | None = None,
     dropout: Dropout | None = None,
+    largest: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`ring_attention` with a plan, for callers inside cp_ring; returns out and lse, None if it is not asked for.
 
     `results` is for the recomputation of activations. A call with empty `results` fills them. A later call with the same
     inputs on every rank takes out and lse from them instead of computing and sending; its backward is the usual one.
     `compare_every` is `every` of `Agreement.check`. `sub_groups` are groups of the ranks that exchange heads and of those of a
-    ring, where such groups exist; else the messages of both go over the connections of `group`.
+    ring, where such groups exist; else the messages of both go over the connections of `group`. To `largest` is appended the
+    largest logit of each query head, float32 [h], of the tiles of this rank, where they are computed; not with the exchange of
+    heads.
     """
     _check_values(num_slots, wire_dtype, qkv_format, softmax_scale)
     _check_tensors(q, k, v, sink)
@@ -250,10 +254,13 @@ def attend(
     with determinism(deterministic) as exact:
         chosen = choose(kernel, device=q.device, dtype=q.dtype, d=head_size, e=v.shape[-1], packed=ring.packed,
                         dropout=dropout is not None)  # fmt: skip
+    kernel_of_call = chosen if dropout is None else dropout.kernel(chosen)
+    logits = None if largest is None else LogitKernel(kernel_of_call, 0 if dropout is None else COLUMNS)
+    kernel_of_call = kernel_of_call if logits is None else logits
     call = _Call(
         rank_plan=ring,
         transport=transport if rank_plan.cp > 1 else None,
-        kernel=chosen if dropout is None else dropout.kernel(chosen),
+        kernel=kernel_of_call,
         scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
         wire_dtype=q.dtype if wire_dtype == "input" else sum_dtype(q.dtype),
@@ -261,11 +268,13 @@ def attend(
         place=results.at(WATCH.place) if results is not None else WATCH.place,
         results=results,
     )
-    _agree(call, rank_plan, q, k, v, sink, compare_every)
+    _agree(call, rank_plan, q, k, v, sink, dropout, compare_every)
     if isinstance(rank_plan, RankPlan):
         out, lse = _RingAttention.apply(q, k, v, sink, call)
     else:
         out, lse = _attend_over_heads(call, rank_plan, q, k, v, sink, sub_groups, return_lse)
+    if largest is not None and logits is not None and logits.largest is not None:
+        largest.append(logits.largest)
     if out.shape[1] != batch:
         out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
         lse = None if lse is None else lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
@@ -479,30 +488,22 @@ def _watch(timeout: float) -> None:
 
 
 def _agree(
-    call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, every: int
-) -> None:
+    call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+    dropout: Dropout | None, every: int,
+) -> None:  # fmt: skip
     """Raises `PlanError` on all ranks where the ranks of the transport make different calls; q, k, v have tokens first."""
     agree = getattr(call.transport, "agree", None)
     if agree is None:
         return
-    values = (
-        q.dtype,
-        q.shape[1],
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        call.scale,
-        call.wire_dtype,
-        sink is not None,
-        getattr(call.kernel, "p", 0.0),
-    )
+    p, key = (0.0, 0) if dropout is None else (dropout.p, dropout.key)
+    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.wire_dtype, sink is not None,
+              p)  # fmt: skip
     names = ("dtype", "batch", "query heads", "key/value heads", "head size", "head size of values", "softmax_scale",
              "wire_dtype", "sink", "dropout_p")  # fmt: skip
 
     def facts() -> list[Fact]:
         plan = [Fact(*part) for part in rank_plan.identity]
-        seed = Fact.of("dropout_seed", getattr(call.kernel, "key", 0))  # not in the key: another one is no new call
+        seed = Fact.of("dropout_seed", key)  # not in the key: another one is no new call
         return [*plan, seed, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
 
     agree((rank_plan.digest, *values), facts, every)

@@ -18,7 +18,7 @@ from cp_ring.errors import ConfigError, KernelError
 from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat
 from cp_ring.megatron.batch_mask import accept_causal
-from cp_ring.megatron.comm_types import check_heads, ring_shape
+from cp_ring.megatron.comm_types import check_heads, check_logits, ring_shape
 from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.dropout import dropout_of
 from cp_ring.megatron.plans import make_layout, make_plan
@@ -64,7 +64,7 @@ class RingDotProductAttention(MegatronModule):
         self.cp_group = compat.group_of(pg_collection, "cp")
         self.tp_group = compat.group_of(pg_collection, "tp")
         self.softmax_scale = 1.0 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
-        self.current_max_attn_logits = None
+        self.current_max_attn_logits: torch.Tensor | None = None  # [h]; Megatron's clip_qk reads it after a step, and resets it
         self.settings = current()
         watchdog.start(self.settings.hop_timeout)
         if self.settings.debug:
@@ -74,6 +74,9 @@ class RingDotProductAttention(MegatronModule):
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
         self.shape = ring_shape(cp_comm_type, self.settings, self.cp_group.size(), sizes, get_process_group_ranks(self.cp_group))
         check_heads(cp_comm_type, self.shape, config.num_attention_heads, self.tp_group.size())
+        self.logits_wanted = bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False))
+        if self.logits_wanted:
+            check_logits(self.shape.heads)
         self.sub_groups = compat.hierarchical_groups(self.cp_group, self.shape.heads)
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
         self._make_softmax_offset()
@@ -121,6 +124,7 @@ class RingDotProductAttention(MegatronModule):
         results = results_for(self)
         if results is None or results.place is None:
             watchdog.enter(self.layer_number, compat.training_step())
+        largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
         try:
             out, _ = attend(
                 query,
@@ -138,10 +142,14 @@ class RingDotProductAttention(MegatronModule):
                 compare_every=self.settings.compare_every,
                 sub_groups=self.sub_groups,
                 dropout=dropout,
+                largest=largest,
             )
         except KernelError as error:  # name the flag, not the parameter
             kernel = self.settings.kernel
             raise KernelError(str(error).replace(f"kernel={kernel!r}", f"--cp-ring-kernel {kernel}")) from None
+        for logits in largest or ():
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = logits if before is None else torch.maximum(before, logits)
         out = out.reshape(*out.shape[:2], -1)
         return out.squeeze(1) if packed else out
 
@@ -256,5 +264,3 @@ def _check_layer(config: Any, layer_number: int, attention_type: str) -> None:
         raise ConfigError(f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}")
     if getattr(config, "fp8_dot_product_attention", False) or getattr(config, "fp8_multi_head_attention", False):
         raise ConfigError("--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: switch them off")
-    if getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False):
-        raise ConfigError("--cp-ring does not record attention logits: leave out --qk-clip and --log-max-attention-logit")

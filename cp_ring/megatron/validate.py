@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,6 @@ _REJECTED: tuple[tuple[str, Any, str, str], ...] = (
     ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
     ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
     ("use_kitchen_attention", False, "--use-kitchen-attention", "other attention variants"),
-    ("qk_clip", False, "--qk-clip", "the largest attention logit"),
-    ("log_max_attention_logit", False, "--log-max-attention-logit", "the largest attention logit"),
     ("cuda_graph_impl", "none", "--cuda-graph-impl", "CUDA graphs"),
     ("enable_cuda_graph", False, "--enable-cuda-graph", "CUDA graphs"),
     ("external_cuda_graph", False, "--external-cuda-graph", "CUDA graphs"),
@@ -217,6 +216,16 @@ def _check_batch(args: argparse.Namespace, data_parallel: int) -> None:
 def check_attention(args: argparse.Namespace) -> None:
     """Checks that the flags ask for nothing that ring attention does not support."""
     check_dropout(args)
+    asked = [name for name in ("qk_clip", "log_max_attention_logit") if getattr(args, name, False)]
+    if asked and not (args.bf16 or args.fp16):
+        flag = "--" + asked[0].replace("_", "-")
+        raise ConfigError(f"{flag} needs --bf16 or --fp16: Megatron looks for the layers in the wrapper of such models")
+    tp = args.tensor_model_parallel_size
+    if "qk_clip" in asked and tp > 1 and not getattr(args, "multi_latent_attention", False):
+        raise ConfigError(
+            f"--qk-clip with --tensor-model-parallel-size {tp} needs --multi-latent-attention: Megatron clips the weights of "
+            "other layers as if a rank had all heads; leave it out, or give --tensor-model-parallel-size 1"
+        )
     if len(comm_types.types_by_layer(args)) > 1:
         compat.check_comm_types_by_layer()
     check_windows(args)
@@ -235,6 +244,23 @@ def check_attention(args: argparse.Namespace) -> None:
         )
     if getattr(args, "position_embedding_type", None) == "relative":
         raise ConfigError("--cp-ring does not support an attention bias: --position-embedding-type relative makes one")
+
+
+@contextmanager
+def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
+    """Within the block `args` ask for no attention logits: Megatron checks for TransformerEngine, which ring attention does not
+    need for them. Raises `ConfigError` for what else Megatron would check."""
+    wanted = {name: getattr(args, name, False) for name in ("qk_clip", "log_max_attention_logit")}
+    if wanted["qk_clip"] and not (0 < args.qk_clip_alpha < 1 and args.qk_clip_threshold > 0):
+        raise ConfigError(
+            f"--qk-clip-alpha {args.qk_clip_alpha} must be between 0 and 1, --qk-clip-threshold {args.qk_clip_threshold} above 0"
+        )
+    for name in wanted:
+        setattr(args, name, False)
+    try:
+        yield
+    finally:
+        vars(args).update(wanted)
 
 
 def check_dropout(args: argparse.Namespace) -> None:
