@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import typing
-from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -23,6 +22,7 @@ from cp_ring.plan.schedule import SLOT_SHARDS, parse, relay_schedule, resolve, t
 WireDtype = Literal["input", "float32"]
 Recompute = Literal["keep", "replay"]
 Certify = Literal["on", "off", "strict"]
+Pack = Literal["first-fit", "in-order", "fill"]
 
 MASK_KINDS = (
     "shared-prefix", "images", "global", "tree", "block-causal", "block-diffusion", "documents", "prefix", "causal", "full",
@@ -53,9 +53,12 @@ def choices(setting: str) -> tuple[str, ...]:
         from cp_ring.kernels import REGISTRY  # loads torch, which a command line that names no kernel does without
 
         return ("auto", *REGISTRY)
-    registries: dict[str, Mapping[str, object]] = {"layout": LAYOUTS, "route": ROUTES}
-    if setting in registries:
-        return tuple(registries[setting])
+    if setting == "layout":
+        return tuple(LAYOUTS)
+    if setting == "route":
+        return ("auto", *ROUTES)
+    if setting == "heads":
+        return ()
     return tuple(map(str, typing.get_args(ContextParallelConfig.model_fields[setting].annotation)))
 
 
@@ -83,7 +86,18 @@ class ContextParallelConfig(BaseModel):
         description="Kinds of the masks that batches carry as cp_ring_mask, separated by commas, which the certificate then "
         f"probes: {', '.join(MASK_KINDS)}; any is every mask.",
     )
-    route: str = Field("direct", description="How keys and values reach the ranks that need them.")
+    pack: Pack = Field(
+        "first-fit",
+        description="How --sft puts conversations into batch rows: first-fit, the longest first; in-order; or fill, in order "
+        "and cut where a batch row ends, which leaves padding in the last one only.",
+    )
+    cut_long: bool = Field(
+        False,
+        description="Cut conversations that are longer than a batch row (--sft) instead of rejecting them; fill cuts anyway.",
+    )
+    route: str = Field(
+        "direct", description="How keys and values reach the ranks that need them; auto takes the fastest by predicted time."
+    )
     schedule: str = Field(
         "auto",
         description="The hop at which a rank uses the keys of each other: auto; ring, one source a hop; gather, all in one hop; "
@@ -92,11 +106,10 @@ class ContextParallelConfig(BaseModel):
     slot_shards: int = Field(
         SLOT_SHARDS, ge=1, description="Sources of a hop at most, so the shards of keys and values that a receive buffer holds."
     )
-    heads: int = Field(
+    heads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         1,
-        ge=1,
         description="Neighboring context-parallel ranks that exchange tokens for heads, around a ring of as many times fewer "
-        "members; 1 is the ring alone.",
+        "members; 1 is the ring alone, auto takes the fastest number by predicted time.",
     )
     node_size: int = Field(
         0,
@@ -192,18 +205,19 @@ class ContextParallelConfig(BaseModel):
     def check_schedule(self, cp: int) -> None:
         """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than `slot_shards` sources at a hop.
 
-        With `heads` it is that of the ring's members. `relay` has a schedule of its own.
+        With `heads` it is that of the ring's members, with `auto` that of the ranks. `relay` has a schedule of its own.
         """
         if self.node_size and cp % self.node_size:
             raise ConfigError(f"{self.flag('node_size')} {self.node_size} does not divide the {cp} context-parallel ranks")
-        if cp % self.heads:
-            raise ConfigError(f"{self.flag('heads')} {self.heads} does not divide the {cp} context-parallel ranks: change either")
+        heads = 1 if self.heads == "auto" else self.heads
+        if cp % heads:
+            raise ConfigError(f"{self.flag('heads')} {heads} does not divide the {cp} context-parallel ranks: change either")
         try:
             if self.route == "relay" and cp > 1:
                 node = self.node_size or 1
-                relay_schedule(self.schedule, cp // self.heads, node // self.heads if node % self.heads == 0 else 1)
+                relay_schedule(self.schedule, cp // heads, node // heads if node % heads == 0 else 1)
             else:
-                resolve(self.schedule, cp // self.heads, 1, self.slot_shards)
+                resolve(self.schedule, cp // heads, 1, self.slot_shards)
         except PlanError as error:
             named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
             raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None

@@ -23,6 +23,7 @@ NAMES = (
     "rotary_layout",
     "rotary_documents",
     "document_mask",
+    "packed_batches",
     "mtp_roll",
     "moe_aux_loss",
     "loss_chunks",

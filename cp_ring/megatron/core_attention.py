@@ -17,6 +17,7 @@ from cp_ring.attention import AnyPlan, attend
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat
+from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.comm_types import check_heads, check_logits, ring_shape
 from cp_ring.megatron.documents import documents_of
@@ -163,7 +164,7 @@ class RingDotProductAttention(MegatronModule):
                 **shape._asdict(),
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return documents.prepare(rank, used.route, self.window, mask == "causal", *shape).result()
+        return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
 
     def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout:
         """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in their batch rows."""

@@ -113,6 +113,19 @@ def test_own_datasets_need_no_corpus(tmp_path, data, parser):
     assert args.mock_data and args.train_data_path is None and args.tokenizer_type == "NullTokenizer"
 
 
+def test_packed_data_sets_mask_documents(tmp_path, data, parser):
+    talks = tmp_path / "talks.jsonl"
+    talks.write_text("{}")
+    packed = ["megatron.sft=true", f"megatron.data_path=[{talks}]", "cp_ring.layout=balanced", "cp_ring.pack=fill"]
+    args = parser.parse_args(command_line.build_command(job_of(tmp_path, data, *packed), None).megatron)
+    assert args.sft and args.cp_ring_document_mask and args.cp_ring_pack == "fill" and args.data_path == [str(talks)]
+    with pytest.raises(ConfigError, match=r"megatron.sft needs cp_ring.enabled \(--cp-ring\), which masks documents"):
+        command_line.build_command(job_of(tmp_path, data, *packed, "cp_ring.enabled=false"), None)
+    talks.unlink()
+    with pytest.raises(ConfigError, match=r"--data-path .*talks.jsonl: does not exist"):
+        command_line.build_command(job_of(tmp_path, data, *packed), None)
+
+
 def test_several_nodes(tmp_path, data):
     several = ["launch.nnodes=2", "launch.node_rank=1", "launch.master_addr=10.0.0.1", "parallel.data_parallel_size=2"]
     built = command_line.build_command(job_of(tmp_path, data, *several), None)
