@@ -251,7 +251,6 @@ def core_attention(settings=None, **arguments):
         ({"softmax_type": "sigmoid"}, {}, "--softmax-type vanilla, off-by-one, learnable, not sigmoid"),
         ({"fp8_dot_product_attention": True}, {}, "does not support fp8_dot_product_attention"),
         ({"fp8_multi_head_attention": True}, {}, "does not support fp8_dot_product_attention and fp8_multi_head_attention"),
-        ({"log_max_attention_logit": True}, {}, "does not record attention logits"),
         ({"window_size": (3, 1)}, {}, "a causal layer sees nothing after its own position"),
     ],
 )
