@@ -178,6 +178,7 @@ def states_restored() -> Iterator[None]:
     """Afterwards restores random states, cp_ring's settings, and what Megatron and the watchdog collect while a model runs."""
     from megatron.core import tensor_parallel  # heavy, and installed with Megatron only
     from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.moe import moe_utils
 
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -188,8 +189,13 @@ def states_restored() -> Iterator[None]:
         tracker = tensor_parallel.get_cuda_rng_tracker()
         stack.callback(tracker.set_states, dict(tracker.get_states()))
         stack.callback(settings.configure, settings.current())
-        for owner, name in (("MTPLossLoggingHelper", "tracker"), ("MTPLossAutoScaler", "main_loss_backward_scale")):
-            helper = getattr(multi_token_prediction, owner, None)
+        stack.callback(_forget_expert_losses)
+        for module, owner, name in (
+            (multi_token_prediction, "MTPLossLoggingHelper", "tracker"),
+            (multi_token_prediction, "MTPLossAutoScaler", "main_loss_backward_scale"),
+            (moe_utils, "MoEAuxLossAutoScaler", "main_loss_backward_scale"),
+        ):
+            helper = getattr(module, owner, None)
             if helper is not None and hasattr(helper, name):
                 value = getattr(helper, name)
                 stack.callback(setattr, helper, name, dict(value) if isinstance(value, dict) else value)
@@ -200,3 +206,11 @@ def states_restored() -> Iterator[None]:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+
+def _forget_expert_losses() -> None:
+    """Clears what Megatron has collected about the losses of experts, which it logs and clears after a step."""
+    from megatron.core.transformer.moe import moe_utils  # heavy, and installed with Megatron only
+
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None) or moe_utils.get_moe_layer_wise_logging_tracker
+    tracker().clear()

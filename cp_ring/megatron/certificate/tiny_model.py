@@ -33,13 +33,13 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "micro_batch_size": batch_size, "max_position_embeddings": kinds[0].tokens,
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
         "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "moe_layer_freq": 1, "num_moe_experts": None, "pipeline_dtype": None,
+        "moe_layer_freq": 1, "pipeline_dtype": None,
     }  # fmt: skip
     nothing = (
         "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_virtual_stages_per_pipeline_rank",
-        "num_experts", "fp8", "fp4", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-        "embedding_init_method_std", "expert_tensor_parallel_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+        "fp8", "fp4", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+        "embedding_init_method_std", "expert_tensor_parallel_size", "moe_shared_expert_intermediate_size",
     )  # fmt: skip
     off = (
         "bf16", "fp16", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "use_megatron_fsdp",
@@ -49,7 +49,7 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "overlap_moe_expert_parallel_comm", "sft", "check_for_spiky_loss",
         "dataloader_inter_document_masking", "moe_grouped_gemm", "log_num_zeros_in_grad",
     )  # fmt: skip
-    changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False)
+    changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False) | _experts(args)
     changes["cp_comm_type"] = [kind.comm_type for kind in kinds]
     if args.window_size is not None:
         window = max(kinds, key=lambda kind: kind.probed[0]).probed
@@ -88,6 +88,34 @@ def transformer_config(args: argparse.Namespace) -> Any:
     from megatron.training.arguments import core_transformer_config_from_args  # users of megatron.core alone may lack it
 
     return core_transformer_config_from_args(args)
+
+
+def has_experts(args: argparse.Namespace) -> bool:
+    """Whether the tiny model has experts: where the job has them, and their losses do not depend on how batches are split.
+
+    That is so with --calculate-per-token-loss, one tensor-parallel rank, and the load balancing `aux_loss` or `none`.
+    """
+    kinds = getattr(args, "moe_router_load_balancing_type", "aux_loss")
+    known = set(kinds if isinstance(kinds, list) else [kinds]) <= {"aux_loss", "none"}
+    per_token = args.calculate_per_token_loss and args.tensor_model_parallel_size == 1
+    return bool(getattr(args, "num_experts", None) and known and per_token)
+
+
+def _experts(args: argparse.Namespace) -> dict[str, Any]:
+    """Four small experts, whose load-balancing loss weighs as much as the other one, or none."""
+    if not has_experts(args):
+        return {"num_experts": None, "num_moe_experts": None, "moe_ffn_hidden_size": None}
+    count = min(args.num_experts, 4)
+    given = getattr(args, "moe_aux_loss_coeff", 0.0)
+    weight = [float(each > 0) for each in given] if isinstance(given, list) else float((given or 0.0) > 0)
+    absent = ("moe_router_num_groups", "moe_router_group_topk", "moe_z_loss_coeff", "moe_expert_capacity_factor",
+              "moe_input_jitter_eps")  # fmt: skip
+    off = ("moe_pad_expert_input_to_capacity", "moe_router_fusion", "moe_permute_fusion", "moe_router_enable_expert_bias",
+           "moe_router_force_load_balancing")  # fmt: skip
+    return {
+        "num_experts": count, "num_moe_experts": count, "moe_router_topk": min(args.moe_router_topk, max(1, count - 1)),
+        "moe_ffn_hidden_size": 2 * HIDDEN, "moe_aux_loss_coeff": weight, "moe_token_dispatcher_type": "allgather",
+    } | dict.fromkeys(absent) | dict.fromkeys(off, False)  # fmt: skip
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
@@ -158,7 +186,9 @@ def one_stage(alone: Any) -> dict[str, Any]:
     ranks = ("_PIPELINE_GLOBAL_RANKS", "_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
     none = ("_MPU_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
     virtual = ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-    return dict.fromkeys(groups, alone) | dict.fromkeys(ranks, here) | dict.fromkeys((*none, *virtual))
+    experts = ("_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+               "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")  # fmt: skip
+    return dict.fromkeys((*groups, *experts), alone) | dict.fromkeys(ranks, here) | dict.fromkeys((*none, *virtual))
 
 
 def one_rank(alone: Any) -> dict[str, Any]:
