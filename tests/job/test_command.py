@@ -138,7 +138,7 @@ def test_several_nodes(tmp_path, data):
 REJECTIONS = [
     ("data.path=/nosuch/folder", ["data.path /nosuch/folder", "no such file"]),
     ("megatron.seq_length=2046", ["--seq-length 2046", "--context-parallel-size 2"]),
-    ("megatron.attention_dropout=0.1", ["--attention-dropout 0.1"]),
+    ("megatron.context_parallel_size=0", ["context_parallel_size"]),
     ("megatron.lr=fast", ["--lr", "'fast'"]),
     ("megatron.num_layerz=3", ["megatron.num_layerz", "num_layers"]),
     ("cp_ring.layout=spiral", ["cp_ring.layout", "'spiral'"]),
