@@ -38,6 +38,8 @@ from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
 from cp_ring.kernels.calls import Statistics, work_of
+from cp_ring.kernels.dropout import COLUMNS, Dropout, mixed
+from cp_ring.kernels.logits import LogitKernel
 from cp_ring.observe import watchdog
 from cp_ring.observe.spans import span, traced
 from cp_ring.observe.timing import note_rank, timed
@@ -73,6 +75,7 @@ def ring_attention(
     softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False,
     deterministic: bool | None = None, kernel: str = "auto",
     num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -83,6 +86,7 @@ def ring_attention(
     softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True],
     deterministic: bool | None = None, kernel: str = "auto",
     num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -111,6 +115,8 @@ def ring_attention(
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
     timeout: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is sharded across the ranks of `group`; differentiable.
 
@@ -161,6 +167,10 @@ def ring_attention(
         timeout: seconds that this process may wait for other ranks. A thread watches the waits from then on, in backward and in
             other collectives too. A rank that waits for longer prints where it is and names the rank that is stuck or does not
             call; all ranks that wait end, with exit code 3. None starts no such thread. It needs a process group.
+        dropout_p: the probability with which an attention weight is dropped, from 0 to below 1. Which ones are dropped depends on
+            `dropout_seed`, head, batch row and positions alone, so they are the same on any number of ranks. The kernels `cpu`
+            and `reference` support it, and hold the scores of some queries at a time.
+        dropout_seed: a whole number of up to 64 bits, the same on all ranks, and another one in each call.
 
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64 for float64 inputs).
@@ -198,6 +208,7 @@ def ring_attention(
         q, k, v, plan, group,
         softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots, wire_dtype=wire_dtype,
         qkv_format=qkv_format, deterministic=deterministic, return_lse=return_lse,
+        dropout=_dropout(plan, group, q, qkv_format, dropout_p, dropout_seed),
     )  # fmt: skip
     if not return_lse:
         return out
@@ -223,31 +234,41 @@ def attend(
     results: Results | None = None,
     compare_every: int = EVERY,
     sub_groups: SubGroups | None = None,
+    dropout: Dropout | None = None,
+    largest: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`ring_attention` with a plan, for callers inside cp_ring; returns out and lse, None if it is not asked for.
 
     `results` is for the recomputation of activations. A call with empty `results` fills them. A later call with the same
     inputs on every rank takes out and lse from them instead of computing and sending; its backward is the usual one.
     `compare_every` is `every` of `Agreement.check`. `sub_groups` are groups of the ranks that exchange heads and of those of a
-    ring, where such groups exist; else the messages of both go over the connections of `group`.
+    ring, where such groups exist; else the messages of both go over the connections of `group`. To `largest` is appended the
+    largest logit of each query head, float32 [h], of the tiles of this rank, where they are computed; not with the exchange of
+    heads.
     """
     _check_values(num_slots, wire_dtype, qkv_format, softmax_scale)
     _check_tensors(q, k, v, sink)
     if qkv_format == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     transport = transport_for(group, q.device)
-    rank_plan, batch = _rank_plan(plan, transport), q.shape[1]
+    rank_plan, batch, head_size = _rank_plan(plan, transport), q.shape[1], q.shape[-1]
+    if dropout is not None:
+        q, k = dropout.mark(q, k)
     if rank_plan.batch == batch > 1:
         q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
     _check_tokens(q, k, v, rank_plan)
     ring = rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring
     with determinism(deterministic) as exact:
-        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=ring.packed)
+        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=head_size, e=v.shape[-1], packed=ring.packed,
+                        dropout=dropout is not None)  # fmt: skip
+    kernel_of_call = chosen if dropout is None else dropout.kernel(chosen)
+    logits = None if largest is None else LogitKernel(kernel_of_call, 0 if dropout is None else COLUMNS)
+    kernel_of_call = kernel_of_call if logits is None else logits
     call = _Call(
         rank_plan=ring,
         transport=transport if rank_plan.cp > 1 else None,
-        kernel=chosen,
-        scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        kernel=kernel_of_call,
+        scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
         wire_dtype=q.dtype if wire_dtype == "input" else sum_dtype(q.dtype),
         exact=exact,
@@ -255,11 +276,13 @@ def attend(
         results=results,
         rank=_rank_in_job(transport),
     )
-    _agree(call, rank_plan, q, k, v, sink, compare_every)
+    _agree(call, rank_plan, q, k, v, sink, dropout, compare_every)
     if isinstance(rank_plan, RankPlan):
         out, lse = _RingAttention.apply(q, k, v, sink, call)
     else:
         out, lse = _attend_over_heads(call, rank_plan, q, k, v, sink, sub_groups, return_lse)
+    if largest is not None and logits is not None and logits.largest is not None:
+        largest.append(logits.largest)
     if out.shape[1] != batch:
         out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
         lse = None if lse is None else lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
@@ -458,6 +481,23 @@ def _node_size(transport: Transport | None) -> int:
     return 1 if ranks is None else node_size_of(ranks, ranks_per_node())
 
 
+def _dropout(plan: AnyPlan, group: object, q: Tensor, qkv_format: str, p: float, seed: int | None) -> Dropout | None:
+    """The dropout of a call whose plan knows the positions of all tokens; None for p = 0."""
+    if not 0 <= p < 1:
+        raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
+    if not p:
+        return None
+    if not isinstance(seed, int):
+        raise ConfigError(f"dropout_seed={seed!r}: dropout needs a whole number, the same on all ranks and another in each call")
+    if not isinstance(plan, RingPlan | HeadPlan):
+        raise ConfigError(f"dropout_p={p}: give the plan of all ranks, which has the positions of tokens, not that of one rank")
+    transport = transport_for(group, q.device)  # type: ignore[arg-type]
+    positions = torch.from_numpy(plan.layout.positions(transport.rank if transport else 0))
+    if plan.layout.rows > 1:
+        positions = positions.view(plan.layout.rows, -1).T % (plan.n // plan.layout.rows)
+    return Dropout(p, mixed(seed), positions)
+
+
 def _watch(timeout: float) -> None:
     if not 0 < timeout < math.inf:
         raise ConfigError(f"timeout={timeout}: it must be a number of seconds above 0, or None")
@@ -466,19 +506,23 @@ def _watch(timeout: float) -> None:
 
 
 def _agree(
-    call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, every: int
-) -> None:
+    call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+    dropout: Dropout | None, every: int,
+) -> None:  # fmt: skip
     """Raises `PlanError` on all ranks where the ranks of the transport make different calls; q, k, v have tokens first."""
     agree = getattr(call.transport, "agree", None)
     if agree is None:
         return
-    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.wire_dtype, sink is not None)
+    p, key = (0.0, 0) if dropout is None else (dropout.p, dropout.key)
+    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.wire_dtype, sink is not None,
+              p)  # fmt: skip
     names = ("dtype", "batch", "query heads", "key/value heads", "head size", "head size of values", "softmax_scale",
-             "wire_dtype", "sink")  # fmt: skip
+             "wire_dtype", "sink", "dropout_p")  # fmt: skip
 
     def facts() -> list[Fact]:
         plan = [Fact(*part) for part in rank_plan.identity]
-        return [*plan, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
+        seed = Fact.of("dropout_seed", key)  # not in the key: another one is no new call
+        return [*plan, seed, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
 
     agree((rank_plan.digest, *values), facts, every)
 

@@ -11,6 +11,8 @@ import typer
 from cp_ring.cli.bench_accuracy import bench_accuracy
 from cp_ring.cli.bench_attention import bench_attention
 from cp_ring.cli.bench_host import bench_host
+from cp_ring.cli.bench_lengths import bench_lengths
+from cp_ring.cli.bench_nodes import bench_nodes
 from cp_ring.cli.bench_overlap import bench_overlap
 from cp_ring.cli.bench_plan import bench_plan
 from cp_ring.cli.bench_rates import bench_rates
@@ -43,6 +45,8 @@ bench.command("replay")(bench_replay)
 bench.command("overlap")(bench_overlap)
 bench.command("host")(bench_host)
 bench.command("rates")(bench_rates)
+bench.command("lengths")(bench_lengths)
+bench.command("nodes")(bench_nodes)
 bench.command("timing-cost")(bench_timing_cost)
 app.add_typer(bench, name="bench")
 slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +18,7 @@ from cp_ring.bench import samples
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
+from cp_ring.plan.compare import Layer
 from cp_ring.plan.cost import AttentionSizes, Cost, accumulator_bytes, between_nodes, cost, crossing, kernel_calls, rank_updates
 from cp_ring.plan.heads import HeadPlan, members_of_node
 from cp_ring.plan.layout import LAYOUTS, Layout
@@ -68,6 +70,11 @@ def plan_command(
         str | None,
         typer.Option(metavar="PATH", help="File of document lengths, separated by white space.", rich_help_panel=_MASK),
     ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="SPEC", help="Documents of these lengths: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
+                     f"{', '.join(samples.PRESETS)}.", rich_help_panel=_MASK),
+    ] = None,
     documents_mean: Annotated[
         float,
         typer.Option(help="Random documents, exponential lengths of this mean; 0 for none.", rich_help_panel=_MASK,
@@ -116,6 +123,10 @@ def plan_command(
     ranks_per_card: Annotated[
         int, typer.Option(help="Neighboring ranks that share a network card.", rich_help_panel=_RATES)
     ] = RATES.ranks_per_card,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Compare splits of --lengths: padded, hybrid, zigzag, balanced.", rich_help_panel=_OUTPUT),
+    ] = False,
     draw: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Write the picture to a .png, .svg or .pdf file.", rich_help_panel=_OUTPUT),
@@ -140,8 +151,24 @@ def plan_command(
         check_panel(panel, width)
     sizes = AttentionSizes(heads, kv_heads, head_dim, dtype=dtype)
     rates = _make_rates(tflops, node_bandwidth, network_bandwidth, ranks_per_card)
+    if compare:
+        if lengths is None:
+            raise PlanError("--compare needs --lengths: a file, lognormal:MEAN,SIGMA or preset:NAME")
+        if cp < 1:
+            raise PlanError(f"context parallel size {cp} must be at least 1")
+        from cp_ring.cli.compare import compare_command
+
+        drawn = samples.lengths(lengths, seq_length, seed)
+        compare_command(lengths, drawn, cp, Layer(sizes, ranks_per_node=ranks_per_node, rates=rates), as_json)
+        return
+    if lengths is not None:
+        if documents or documents_mean:
+            raise PlanError("--lengths, --documents and --documents-mean exclude one another: give one of them")
+        drawn = samples.lengths(lengths, seq_length, seed)
+        seq_length = int(drawn.sum()) if seq_length is None else seq_length
     with _name_options_if_out_of_memory(seq_length, cp):
         offsets = _document_offsets(seq_length, documents, documents_mean, seed)
+        offsets = offsets if lengths is None else np.cumsum([0, *drawn])
         allowed = _make_mask(mask, seq_length, offsets, window, full, prefix)
         chosen = _make_layout(layout, allowed, offsets, cp, chunks_per_rank)
         node_size, reason = ranks_per_node if cp % ranks_per_node == 0 else 1, None

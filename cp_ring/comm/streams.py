@@ -58,8 +58,9 @@ class KeyStream:
     def _post_ahead(self, now: Hop) -> None:
         while len(self._pending) < len(self._hops):
             hop = self._hops[len(self._pending)]
-            # In backward, all ranks post their batches in one order: the keys of hop t after the gradients of hop t - 2.
-            early = self._backward and hop.index > now.index + 1
+            # In backward, all ranks post their batches in one order: the keys of hop t after the gradients of hop t - 2,
+            # of which hop 0 has none.
+            early = self._backward and hop.index > max(now.index, 1) + 1
             absent = any(send.buffer > now.index for send in hop.sends)
             if early or absent or (hop.receives and not self._slots.free):
                 return

@@ -36,11 +36,11 @@ OF_LENGTH = ("window beyond 256 tokens",)
 OF_BATCH = ("second batch row like the first",)
 OF_POSITIONS = ("position ids of each rank from 0",)
 OF_FOUR = ("stale slot at four ranks",)
+OF_DROPOUT, OF_EXPERTS = ("dropout by places on the rank",), ("aux loss weighed twice",)
 OF_BF16 = ("gradients of keys summed in bf16",)
-OF_EXPERTS = ("auxiliary loss of experts weighed twice",)
 OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")  # not in scripts
-ELSEWHERE = (*OF_DECLARED, *OF_DOCUMENTS, *OF_PREDICTION, *OF_LENGTH, *OF_BATCH, *OF_POSITIONS, *OF_FOUR, *OF_EXPERTS)
-OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
+ELSEWHERE = (*OF_DECLARED, *OF_DOCUMENTS, *OF_PREDICTION, *OF_LENGTH, *OF_BATCH, *OF_POSITIONS, *OF_FOUR)
+OF_OSS = tuple(name for name in FAULTS if name not in (*ELSEWHERE, *OF_DROPOUT, *OF_EXPERTS))
 
 _LONG = f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
 FAULTY = (
@@ -48,14 +48,15 @@ FAULTY = (
     Job("long", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16)),
     Job("learned", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS),
     Job("four", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR),
-    Job("experts", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS),
     Job("documents", 2, f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1", (*OF_DOCUMENTS, *OF_PREDICTION)),
     Job("declared", 2, f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
+    Job("dropout", 2, f"{UNTIED} --calculate-per-token-loss --attention-dropout 0.2", OF_DROPOUT),
+    Job("experts", 2, f"{EXPERTS} --calculate-per-token-loss --expert-model-parallel-size 2", OF_EXPERTS),
+    Job("experts-script", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS, True),
     Job("oss-script", 2, f"{OSS} --calculate-per-token-loss", OF_OSS, True),
     Job("long-script", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16), True),
     Job("learned-script", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS, True),
     Job("four-script", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR, True),
-    Job("experts-script", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS, True),
     Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss --sft", OF_DOCUMENTS, True),
     Job("prediction-script", 2, f"{UNTIED} --mtp-num-layers 1 --calculate-per-token-loss", OF_PREDICTION, True),
 )

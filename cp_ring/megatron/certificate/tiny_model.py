@@ -33,10 +33,9 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp, "seq_length": kinds[0].tokens,
         "micro_batch_size": batch_size, "max_position_embeddings": kinds[0].tokens,
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
-        "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0,
-        "moe_layer_freq": 1, "num_moe_experts": None, "pipeline_dtype": None,
+        "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "moe_layer_freq": 1, "pipeline_dtype": None,
     }  # fmt: skip
-    changes |= _experts(args)
     nothing = (
         "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_virtual_stages_per_pipeline_rank",
@@ -54,7 +53,7 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_layer_recompute", "moe_permute_fusion",
         "moe_router_fusion",
     )  # fmt: skip
-    changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False)
+    changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False) | _experts(args)
     changes["cp_comm_type"] = [kind.comm_type for kind in kinds]
     if args.window_size is not None:
         window = max(kinds, key=lambda kind: kind.probed[0]).probed
@@ -106,6 +105,7 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "num_experts": min(count, max(EXPERTS, args.moe_router_topk)), "moe_ffn_hidden_size": HIDDEN * tp,
         "moe_shared_expert_intermediate_size": HIDDEN * tp if shared else None, "expert_tensor_parallel_size": tp,
+        "expert_tensor_parallel_num_weight_shards": tp,
         "moe_token_dispatcher_type": "allgather",
         "moe_aux_loss_coeff": [float(x > 0) for x in weights] if isinstance(weights, list) else float(weights > 0),
     }  # fmt: skip
