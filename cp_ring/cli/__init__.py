@@ -15,6 +15,7 @@ from cp_ring.cli.bench_lengths import bench_lengths
 from cp_ring.cli.bench_nodes import bench_nodes
 from cp_ring.cli.bench_overlap import bench_overlap
 from cp_ring.cli.bench_plan import bench_plan
+from cp_ring.cli.bench_rates import bench_rates
 from cp_ring.cli.bench_replay import bench_replay
 from cp_ring.cli.bench_timing_cost import bench_timing_cost
 from cp_ring.cli.certify import certify_command
@@ -43,6 +44,7 @@ bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
 bench.command("overlap")(bench_overlap)
 bench.command("host")(bench_host)
+bench.command("rates")(bench_rates)
 bench.command("lengths")(bench_lengths)
 bench.command("nodes")(bench_nodes)
 bench.command("timing-cost")(bench_timing_cost)
