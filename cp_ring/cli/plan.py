@@ -131,6 +131,10 @@ def plan_command(
         str | None,
         typer.Option(metavar="PATH", help="Write the picture to a .png, .svg or .pdf file.", rich_help_panel=_OUTPUT),
     ] = None,
+    panel: Annotated[
+        str, typer.Option(help="What to draw: left (which rank computes what), right (when), or both.", rich_help_panel=_OUTPUT)
+    ] = "both",
+    width: Annotated[float, typer.Option(help="Width of the picture in inches.", rich_help_panel=_OUTPUT)] = 15.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of the table.", rich_help_panel=_OUTPUT)
     ] = False,
@@ -141,9 +145,10 @@ def plan_command(
     if route not in (AUTO, *ROUTES):
         raise PlanError(f"--route {route!r}: known are {', '.join((AUTO, *ROUTES))}")
     if draw:
-        from cp_ring.cli.drawing import check_ending
+        from cp_ring.cli.drawing import check_ending, check_panel
 
         check_ending(draw)
+        check_panel(panel, width)
     sizes = AttentionSizes(heads, kv_heads, head_dim, dtype=dtype)
     rates = _make_rates(tflops, node_bandwidth, network_bandwidth, ranks_per_card)
     if compare:
@@ -191,7 +196,7 @@ def plan_command(
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
-        draw_plan(plan, draw, report, own_sizes, rates, members_of_node(ranks_per_node, shape.heads))
+        draw_plan(plan, draw, report, own_sizes, rates, members_of_node(ranks_per_node, shape.heads), panel, width)
         typer.echo(f"wrote {draw}", err=as_json)
 
 
@@ -366,6 +371,7 @@ def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
 
 def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console = Console()
+    _print_verdict(console, plan, facts)
     title = f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks, {plan.layout.name} layout, {plan.route} route"
     table = Table(title=title)
     for name in ("rank", "tokens", "work (pairs)", "of mean", "MiB in", "MiB out", "moving hops"):
@@ -397,6 +403,19 @@ def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console.print(buffers)
 
 
+def _print_verdict(console: Console, plan: RingPlan, facts: dict[str, Any]) -> None:
+    """The first line: whether the plan is right, how long a layer takes, and how much of that is waiting."""
+    own = facts["predicted"]
+    times = "too many ranks to predict the time"
+    if own is not None:
+        times = (
+            f"a layer takes {1e3 * own['forward_s']:.3g} ms forward, {1e3 * own['both_s']:.3g} ms with backward (predicted), of "
+            f"which it waits {1e3 * own['exposed_both_s']:.3g} ms ({own['exposed_both_s'] / (own['both_s'] or 1):.1%}); "
+            f"{own['efficiency_forward']:.2f} and {own['efficiency_both']:.2f} of the speed of one kernel call"
+        )
+    console.print(f"proven for {plan.cp} ranks: {times}", style="bold")
+
+
 def _print_shapes(console: Console, facts: dict[str, Any]) -> None:
     timed = facts["predicted"] is not None
     columns = ("GiB a card", "ms", "with backward", "waits", "of one call") if timed else ()
@@ -412,10 +431,3 @@ def _print_shapes(console: Console, facts: dict[str, Any]) -> None:
             cells += [f"{shape['efficiency_both']:.2f}"]
         table.add_row(*cells)
     console.print(table)
-    if timed:
-        own = facts["predicted"]
-        console.print(
-            f"this plan: {1e3 * own['forward_s']:.3g} ms forward, {1e3 * own['both_s']:.3g} ms with backward, of which it waits "
-            f"{1e3 * own['exposed_both_s']:.3g} ms; {own['efficiency_forward']:.2f} and {own['efficiency_both']:.2f} of the "
-            "speed of one kernel call"
-        )
