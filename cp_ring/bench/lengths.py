@@ -155,7 +155,7 @@ def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]
 
 
 def long_tail(n: int, seed: int) -> Ints:
-    """Lengths of one document of a quarter to three quarters of `n` tokens, and short ones of n / 128 on average."""
+    """Lengths of one document of a quarter to three quarters of `n` tokens, and short ones of n / 256 on average."""
     from cp_ring.bench import samples
 
-    return np.diff(samples.one_long(n, max(n / 128, 1), seed))
+    return np.diff(samples.one_long(n, max(n / 256, 1), seed))
