@@ -26,7 +26,7 @@ from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
-from cp_ring.observe import debug, watchdog
+from cp_ring.observe import debug, timing, watchdog
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -120,11 +120,13 @@ class RingDotProductAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if attention_mask is not None:
             self._check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
+        step = compat.training_step()
+        timing.at_step(step)
         plan = self._plan(query, mask, packed_seq_params)
         dropout = self._dropout(query, packed_seq_params) if self.dropout and self.training else None
         results = results_for(self)
         if results is None or results.place is None:
-            watchdog.enter(self.layer_number, compat.training_step())
+            watchdog.enter(self.layer_number, step)
         largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
         try:
             out, _ = attend(
@@ -164,7 +166,8 @@ class RingDotProductAttention(MegatronModule):
                 **shape._asdict(),
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
+        with timing.waiting_for_plan():
+            return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
 
     def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout:
         """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in their batch rows."""

@@ -101,4 +101,10 @@ def right_job(number: int, with_script: bool) -> Job:
         words.append(f"--cp-ring-document-mask --cp-ring-layout {pick('zigzag', 'balanced')}")
     if not latent and "pipeline" not in sizes and rng.random() < 0.15 and "learned" not in model:  # Megatron has no such model
         words.append("--mtp-num-layers 1")
+    elif not latent and "tensor" not in sizes and rng.random() < 0.25:  # Megatron wants sequence parallel norms then
+        balance = pick("aux_loss", "seq_aux_loss", "none")
+        words.append(f"--num-experts 8 --moe-router-topk {rng.integers(2, 4)} --moe-aux-loss-coeff 1e-2")
+        words.append(f"--moe-router-load-balancing-type {balance} {pick('', '--moe-z-loss-coeff 1e-3')}")
+        words.append(pick("", "", "--moe-shared-expert-intermediate-size 64"))
+        words.append("--expert-model-parallel-size 2" if ranks == 4 and "tensor" not in sizes and rng.random() < 0.5 else "")
     return Job(f"right{number}", ranks, " ".join(word for word in words if word), by_script=by_script)
