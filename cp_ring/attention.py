@@ -30,10 +30,10 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.agreement import EVERY, Fact
+from cp_ring.comm.codecs import CODECS, Codec, Plain
 from cp_ring.comm.heads import HeadExchange, lse_of_shard, over_heads, sub_transports
 from cp_ring.comm.nodes import node_size as node_size_of
 from cp_ring.comm.nodes import ranks_per_node
-from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
@@ -69,7 +69,7 @@ def ring_attention(
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", heads: int = 1, node_size: int | None = None, softmax_scale: float | None = None,
     sink: Tensor | None = None, return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto",
-    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    num_slots: int = 2, wire: str = "plain", wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -78,7 +78,7 @@ def ring_attention(
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", heads: int = 1, node_size: int | None = None, softmax_scale: float | None = None,
     sink: Tensor | None = None, return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto",
-    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    num_slots: int = 2, wire: str = "plain", wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -104,6 +104,7 @@ def ring_attention(
     deterministic: bool | None = None,
     kernel: str = "auto",
     num_slots: int = 2,
+    wire: str = "plain",
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
     timeout: float | None = None,
@@ -150,7 +151,9 @@ def ring_attention(
             `torch.use_deterministic_algorithms`.
         kernel: `auto`, or a name in `cp_ring.kernels.REGISTRY`.
         num_slots: receive buffers for keys and values, 2 to 8. Memory grows with it, not with the number of ranks.
-        wire_dtype: the dtype in which partial gradients of keys and values travel: `input` or `float32`.
+        wire: how keys and values travel: `plain`, as they are; `int8` or `fp8`, quantized by token and head, so a quarter of the
+            bytes of float32 and half of those of bfloat16, at the cost of accuracy. A rank's own keys stay exact.
+        wire_dtype: the dtype in which partial gradients of keys and values travel: `input`, `float32` or `bfloat16`.
         qkv_format: `bshd`, or `sbhd` for tensors [s, b, heads, head size]; `out` has the same format.
         timeout: seconds that this process may wait for other ranks. A thread watches the waits from then on, in backward and in
             other collectives too. A rank that waits for longer prints where it is and names the rank that is stuck or does not
@@ -189,8 +192,8 @@ def ring_attention(
         )  # fmt: skip
     out, lse = attend(
         q, k, v, plan, group,
-        softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots, wire_dtype=wire_dtype,
-        qkv_format=qkv_format, deterministic=deterministic, return_lse=return_lse,
+        softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots, wire=wire,
+        wire_dtype=wire_dtype, qkv_format=qkv_format, deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
     if not return_lse:
         return out
@@ -209,6 +212,7 @@ def attend(
     sink: Tensor | None = None,
     kernel: str = "auto",
     num_slots: int = 2,
+    wire: str = "plain",
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
     deterministic: bool | None = None,
@@ -224,7 +228,7 @@ def attend(
     `compare_every` is `every` of `Agreement.check`. `sub_groups` are groups of the ranks that exchange heads and of those of a
     ring, where such groups exist; else the messages of both go over the connections of `group`.
     """
-    _check_values(num_slots, wire_dtype, qkv_format, softmax_scale)
+    _check_values(num_slots, wire, wire_dtype, qkv_format, softmax_scale)
     _check_tensors(q, k, v, sink)
     if qkv_format == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -242,7 +246,8 @@ def attend(
         kernel=chosen,
         scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
-        wire_dtype=q.dtype if wire_dtype == "input" else sum_dtype(q.dtype),
+        codec=CODECS[wire] if rank_plan.cp > 1 else Plain,
+        wire_dtype=_wire_dtype(wire_dtype, q.dtype),
         exact=exact,
         place=results.at(WATCH.place) if results is not None else WATCH.place,
         results=results,
@@ -272,7 +277,8 @@ def _attend_over_heads(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
         results = None if call.results is None else call.results.of_group(group)
-        found: tuple[Tensor, Tensor] = _RingAttention.apply(q, k, v, sink, replace(call, transport=ring, results=results))
+        of_ring = replace(call, transport=ring, results=results, codec=call.codec if ring else Plain)
+        found: tuple[Tensor, Tensor] = _RingAttention.apply(q, k, v, sink, of_ring)
         return found
 
     out, lses = over_heads(exchange, q, k, v, sink, attention)
@@ -317,13 +323,14 @@ class Results:
 
 @dataclass(frozen=True)
 class _Call:
-    """What forward and backward of one call share. `exact` asks for determinism."""
+    """What forward and backward of one call share. `codec` is a class of codecs; `exact` asks for determinism."""
 
     rank_plan: RankPlan
     transport: Transport | None
     kernel: AttentionKernel
     scale: float
     num_slots: int
+    codec: type[Codec]
     wire_dtype: torch.dtype
     exact: bool
     place: Place
@@ -372,7 +379,7 @@ def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtyp
     """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e] in `dtype`, lse [b, h, s]."""
     work = work_of(call.rank_plan, call.kernel.capabilities, q.device)
     total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
-    for hop, k_hop, v_hop in KeyStream(call.rank_plan, work.hops, call.transport, k, v, call.num_slots):
+    for hop, k_hop, v_hop in call.codec(k, v).keys(call.rank_plan, work.hops, call.transport, call.num_slots):
         with span("forward", hop.index):
             for kernel_call in work.calls[hop]:
                 total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale))
@@ -384,8 +391,9 @@ def _run_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The hop loop of backward: partial gradients of the last hop's keys travel home while the next hop is computed."""
     work = work_of(call.rank_plan, call.kernel.capabilities, q.device, backward=True)
-    keys = KeyStream(call.rank_plan, work.hops, call.transport, k, v, call.num_slots, backward=True)
-    grads = GradStream(call.rank_plan, work.keys, call.transport, k, v, call.wire_dtype)
+    codec = call.codec(k, v)
+    keys = codec.keys(call.rank_plan, work.hops, call.transport, call.num_slots, backward=True)
+    grads = codec.gradients(call.rank_plan, work, call.transport, call.wire_dtype)
     statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
     for hop, k_hop, v_hop in keys:
         grads.start(hop)
@@ -454,9 +462,10 @@ def _agree(
     agree = getattr(call.transport, "agree", None)
     if agree is None:
         return
-    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.wire_dtype, sink is not None)
+    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.codec.name,
+              call.wire_dtype, sink is not None)  # fmt: skip
     names = ("dtype", "batch", "query heads", "key/value heads", "head size", "head size of values", "softmax_scale",
-             "wire_dtype", "sink")  # fmt: skip
+             "wire", "wire_dtype", "sink")  # fmt: skip
 
     def facts() -> list[Fact]:
         plan = [Fact(*part) for part in rank_plan.identity]
@@ -465,11 +474,17 @@ def _agree(
     agree((rank_plan.digest, *values), facts, every)
 
 
-def _check_values(num_slots: int, wire_dtype: str, qkv_format: str, softmax_scale: float | None) -> None:
+def _wire_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    return {"input": dtype, "float32": sum_dtype(dtype), "bfloat16": torch.bfloat16}[name]
+
+
+def _check_values(num_slots: int, wire: str, wire_dtype: str, qkv_format: str, softmax_scale: float | None) -> None:
     if not isinstance(num_slots, int) or not 2 <= num_slots <= 8:
         raise ConfigError(f"num_slots={num_slots!r}: it must be a whole number from 2 to 8")
-    if wire_dtype not in ("input", "float32"):
-        raise ConfigError(f"wire_dtype={wire_dtype!r}: it must be 'input' or 'float32'")
+    if wire not in CODECS:
+        raise ConfigError(f"wire={wire!r}: known are {', '.join(CODECS)}")
+    if wire_dtype not in ("input", "float32", "bfloat16"):
+        raise ConfigError(f"wire_dtype={wire_dtype!r}: it must be 'input', 'float32' or 'bfloat16'")
     if qkv_format not in ("bshd", "sbhd"):
         raise ConfigError(f"qkv_format={qkv_format!r}: it must be 'bshd' or 'sbhd'")
     if softmax_scale is not None and not 0 < softmax_scale < math.inf:

@@ -26,6 +26,7 @@ from cp_ring.plan.cost import (
     cost,
     crossing,
     efficiency,
+    exposed_seconds,
     kernel_calls,
     rank_updates,
 )
@@ -37,9 +38,11 @@ from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, NETWORK_BYTES_PER_SECOND, NVLINK_BYTES_PER_SECOND, SLOT_SHARDS, group_sizes
 from cp_ring.plan.verify import Report
+from cp_ring.plan.wires import WIRES, Latent
 
 PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 MAX_RANKS_SHOWN = 32
+EXPOSED_BYTES_PER_SECOND = 5e10  # a network card of 400 Gb/s
 MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
@@ -103,6 +106,15 @@ def plan_command(
     kv_heads: Annotated[int, typer.Option(help="Key/value heads; only these travel.", rich_help_panel=_SIZES)] = 8,
     head_dim: Annotated[int, typer.Option(help="Size of a head.", rich_help_panel=_SIZES)] = 128,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="bf16, fp16 or fp32.", rich_help_panel=_SIZES)] = "bf16",
+    mla: Annotated[
+        str | None,
+        typer.Option(metavar="LATENT,ROPE,NOPE,VALUE", help="Multi-latent attention: sizes of the latent, the rotated key, "
+                     "a head's own part of the key, its value, as 512,64,128,128. It replaces --kv-heads, --head-dim.",
+                     rich_help_panel=_SIZES),
+    ] = None,
+    wire: Annotated[
+        str, typer.Option(metavar="NAME", help=f"How keys travel: {', '.join(WIRES)}.", rich_help_panel=_LAYOUT)
+    ] = "plain",
     ranks_per_node: Annotated[int, typer.Option(help="Neighboring ranks on one node.", rich_help_panel=_SIZES)] = 8,
     head_parallel: Annotated[
         int, typer.Option(help="Neighboring ranks that exchange tokens for heads; 1 is the ring alone.", rich_help_panel=_LAYOUT)
@@ -124,7 +136,9 @@ def plan_command(
         from cp_ring.cli.drawing import check_ending
 
         check_ending(draw)
-    sizes = AttentionSizes(heads, kv_heads, head_dim, dtype=dtype)
+    sizes = _sizes(heads, kv_heads, head_dim, dtype, mla, wire)
+    if sizes.codec.latent and head_parallel > 1:
+        raise PlanError(f"--wire {wire} does not support --head-parallel {head_parallel}: latents have no heads to exchange")
     with _name_options_if_out_of_memory(seq_length, cp):
         offsets = _document_offsets(seq_length, documents, documents_mean, seed)
         allowed = _make_mask(mask, seq_length, offsets, window, full, prefix)
@@ -139,6 +153,7 @@ def plan_command(
     plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, _of_rank(sizes, head_parallel))
     costs = cost(report, own_sizes, num_slots)
     facts = summary(plan, report, costs, members_of_node(ranks_per_node, head_parallel)) | speed(plan, costs, own_sizes)
+    facts |= {"wire": wire, "predicted_exposed_seconds": _exposed(report, own_sizes, num_slots)}
     facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": head_parallel, "bytes_between_nodes": shapes}
     if as_json:
         typer.echo(json.dumps(facts))
@@ -149,6 +164,31 @@ def plan_command(
 
         draw_plan(plan, draw, report, own_sizes)
         typer.echo(f"wrote {draw}", err=as_json)
+
+
+def _sizes(heads: int, kv_heads: int, head_dim: int, dtype: str, mla: str | None, wire: str) -> AttentionSizes:
+    """The sizes of a layer; those of `mla` are Megatron's kv_lora_rank, qk_pos_emb_head_dim, qk_head_dim and v_head_dim."""
+    if wire not in WIRES:
+        raise PlanError(f"--wire {wire!r}: known are {', '.join(WIRES)}")
+    if mla is None:
+        if WIRES[wire].latent:
+            raise PlanError(f"--wire {wire} needs --mla LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
+        return AttentionSizes(heads, kv_heads, head_dim, dtype=dtype, wire=wire)
+    numbers = [int(x) if x.isdecimal() else 0 for x in mla.split(",")]
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise PlanError(f"--mla {mla}: it must be 4 numbers of at least 1, LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
+    latent = Latent(*numbers)
+    return AttentionSizes(heads, heads, latent.nope + latent.rope, latent.value, dtype=dtype, wire=wire, latent=latent)
+
+
+def _exposed(report: Report, sizes: AttentionSizes, num_slots: int) -> dict[str, dict[str, float]]:
+    """Predicted seconds that the rank which waits longest waits at 50 GB/s: of the codec, and of keys that travel as they are."""
+    found = {}
+    for wire in dict.fromkeys(("plain", sizes.wire)):
+        costs = cost(report, replace(sizes, wire=wire), num_slots)
+        forward, both = exposed_seconds(costs, Rates(link=EXPOSED_BYTES_PER_SECOND))
+        found[wire] = {"forward": forward, "both": both}
+    return found
 
 
 def _of_rank(sizes: AttentionSizes, heads: int) -> AttentionSizes:
@@ -166,7 +206,8 @@ def _bytes_between_nodes(
             shapes[f"heads {heads}"] = ("direct", heads)
     found = {}
     for name, (route, heads) in shapes.items():
-        moved = crossing(plan_of(mask, layout, route, heads=heads, node_size=node_size), sizes, ranks_per_node)
+        used = replace(sizes, wire="plain") if heads > 1 and sizes.codec.latent else sizes
+        moved = crossing(plan_of(mask, layout, route, heads=heads, node_size=node_size), used, ranks_per_node)
         found[name] = moved.keys + moved.exchange
     return found
 
@@ -315,6 +356,10 @@ def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     for name, size in facts["bytes_between_nodes"].items():
         shapes.add_row(name, f"{size / 2**20:,.1f}")
     console.print(shapes)
+    waits = [
+        f"{wire} {1e3 * x['forward']:,.2f}, {1e3 * x['both']:,.2f}" for wire, x in facts["predicted_exposed_seconds"].items()
+    ]
+    console.print(f"predicted wait for messages at 50 GB/s, ms, forward and with backward: {'; '.join(waits)}")
     if facts["predicted_efficiency"]:
         speeds = facts["predicted_efficiency"].items()
         shown = [f"{x['forward']:.2f} forward, {x['both']:.2f} with backward over {name}" for name, x in speeds]

@@ -129,6 +129,7 @@ class RingDotProductAttention(MegatronModule):
                 sink=self.softmax_offset,
                 kernel=self.settings.kernel,
                 num_slots=self.settings.num_slots,
+                wire=self.settings.wire,
                 wire_dtype=self.settings.wire_dtype,
                 qkv_format="sbhd",
                 results=results,

@@ -17,6 +17,7 @@ from cp_ring.megatron import comm_types, compat, implementations
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
+from cp_ring.megatron.wire import note_wire
 
 # Settings that Megatron needs without CUDA: attribute, value, and the flag that can contradict it ("" if there is none).
 _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
@@ -107,6 +108,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
             note(implementations.line(args))
             note_gather(args, config)
             note_recompute(args, config)
+            note_wire(args, config)
     return args
 
 

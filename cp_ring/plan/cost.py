@@ -20,6 +20,7 @@ from cp_ring.plan.schedule import FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND, NET
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan
 from cp_ring.plan.updates import MAX_PARTS, Partial, Update, gradient_updates, query_updates
 from cp_ring.plan.verify import Report
+from cp_ring.plan.wires import WIRES, Latent, Wire
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -29,7 +30,8 @@ class AttentionSizes:
     """Sizes of one attention layer's tensors: heads, elements of a head, batch rows, and dtypes.
 
     `value_dim` is by default `head_dim`. `dtype` is that of queries, keys and values, `wire_dtype` that of gradients that
-    travel, by default the same. Raises `PlanError` for sizes that do not fit together.
+    travel, by default the same. `wire` is the codec of keys that travel, `latent` the sizes that the codec of that name needs.
+    Raises `PlanError` for sizes that do not fit together.
     """
 
     heads: int = 32
@@ -39,6 +41,8 @@ class AttentionSizes:
     dtype: str = "bf16"
     wire_dtype: str | None = None
     batch: int = 1
+    wire: str = "plain"
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -48,6 +52,26 @@ class AttentionSizes:
         for name in (self.dtype, self.wire_dtype or self.dtype):
             if name not in DTYPE_BYTES:
                 raise PlanError(f"unknown dtype {name!r}; known are {', '.join(DTYPE_BYTES)}")
+        if self.wire not in WIRES:
+            raise PlanError(f"wire {self.wire!r}: known are {', '.join(WIRES)}")
+        if self.codec.latent and self.latent is None:
+            raise PlanError(f"wire {self.wire} needs the sizes of multi-latent attention")
+
+    @property
+    def codec(self) -> Wire:
+        """The widths of the codec."""
+        return WIRES[self.wire]
+
+    @property
+    def wire_key_bytes(self) -> int:
+        """Bytes of a token's keys and values as they travel, in all batch rows."""
+        value = self.value_dim or self.head_dim
+        return self.batch * self.codec.key_bytes(self.kv_heads, self.head_dim + value, self.element, self.latent)
+
+    @property
+    def wire_gradient_width(self) -> int:
+        """Elements of a token's gradients as they travel, in all batch rows."""
+        return self.batch * self.codec.elements(self.kv_heads, self.head_dim + (self.value_dim or self.head_dim), self.latent)
 
     @property
     def element(self) -> int:
@@ -81,7 +105,8 @@ class Cost:
 
     Forward FLOPs count two matrix products over the allowed pairs, backward FLOPs five. `bytes_in` and `bytes_out` are the
     keys and values of the forward pass; the backward pass moves them again, beside the gradients. `memory` names every
-    buffer and its bytes on the rank where it is largest.
+    buffer and its bytes on the rank where it is largest. `decode_flops` are those of the codec, beside attention: (forward,
+    backward).
     """
 
     forward_flops: NDArray[np.float64]
@@ -91,12 +116,15 @@ class Cost:
     gradient_bytes_in: Ints
     gradient_bytes_out: Ints
     memory: dict[str, int]
+    decode_flops: tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
     """The cost of a proven plan for tensors of these sizes."""
     work = report.work.astype(np.float64)
-    keys, gradients = sizes.key_width * sizes.element, sizes.key_width * sizes.wire_element
+    keys, gradients = sizes.wire_key_bytes, sizes.wire_gradient_width * sizes.wire_element
+    arriving = report.keys_in.astype(np.float64) * sizes.batch
+    decode_forward, decode_backward = sizes.codec.decode_flops(sizes.kv_heads, sizes.latent)
     return Cost(
         forward_flops=work * 2 * (sizes.query_width + sizes.out_width),
         backward_flops=work * 2 * (3 * sizes.query_width + 2 * sizes.out_width),
@@ -105,6 +133,7 @@ def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
         gradient_bytes_in=report.grads_in * gradients,
         gradient_bytes_out=report.grads_out * gradients,
         memory=memory(report, sizes, num_slots),
+        decode_flops=(arriving * decode_forward, arriving * decode_backward),
     )
 
 
@@ -119,14 +148,29 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
         "kept: lse": tokens * heads * float32,
         "forward: partial results of out": MAX_PARTS * tokens * sizes.out_width * element,
         "forward: out in float32": tokens * sizes.out_width * float32,
-        "both: key and value slots": num_slots * arriving * width * element,
+        "both: key and value slots": num_slots * arriving * sizes.wire_key_bytes,
+        **({} if sizes.wire == "plain" else _codec_memory(sizes, tokens, arriving, leaving)),
         "backward: partial results of dq": MAX_PARTS * tokens * sizes.query_width * element,
         "backward: dq in float32": tokens * sizes.query_width * float32,
         "backward: dk, dv in float32": tokens * width * float32,
         "backward: a hop's dk, dv in float32": leaving * width * float32,
-        "backward: a hop's dk, dv that leave": leaving * width * wire,
-        "backward: dk, dv that arrive": returning * width * wire,
+        "backward: a hop's dk, dv that leave": leaving * sizes.wire_gradient_width * wire,
+        "backward: dk, dv that arrive": returning * sizes.wire_gradient_width * wire,
     }
+
+
+def _codec_memory(sizes: AttentionSizes, tokens: int, arriving: int, leaving: int) -> dict[str, int]:
+    """What a codec needs beside the slots."""
+    found = {
+        "both: own keys and values, encoded": tokens * sizes.wire_key_bytes,
+        "both: a hop's keys and values, decoded": arriving * sizes.key_width * sizes.element,
+    }
+    if sizes.codec.latent and sizes.latent is not None:
+        weight = sizes.kv_heads * (sizes.latent.nope + sizes.latent.value) * sizes.latent.latent
+        found["backward: a hop's dk, dv before the up-projection"] = leaving * sizes.key_width * sizes.element
+        found["backward: gradients of latents in float32"] = tokens * sizes.wire_gradient_width * 4
+        found["backward: gradient of the up-projection in float32"] = weight * 4
+    return found
 
 
 def kernel_calls(plan: PlanTables) -> Ints:
@@ -186,6 +230,12 @@ def _moved(update: Update, part: int, wire: int, result: int) -> int:
     return here * part + arrived * wire + (loaded + kept) * 4 + completed * result
 
 
+def work_of_hops(costs: Cost) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """FLOPs of forward and of backward, rank by hop, decoding included."""
+    decode_forward, decode_backward = costs.decode_flops
+    return costs.forward_flops + decode_forward, costs.backward_flops + decode_backward
+
+
 @dataclass(frozen=True)
 class Rates:
     """What a device does in a second, by default an H100: FLOP of attention, bytes from its links, bytes of its memory.
@@ -215,7 +265,7 @@ def efficiency(
             np.maximum(come[rank], leave[rank])[live[1:]] / rates.link
             for come, leave in ((costs.bytes_in, costs.bytes_out), (costs.gradient_bytes_in, costs.gradient_bytes_out))
         )
-        forward, backward = (flops[rank][live] / rates.flops for flops in (costs.forward_flops, costs.backward_flops))
+        forward, backward = (flops[rank][live] / rates.flops for flops in work_of_hops(costs))
         # In backward, half of hop 0 comes first and half of it last.
         halves = np.concatenate([backward[:1] / 2, backward[1:], backward[:1] / 2])
         both_ways = np.concatenate([keys, nothing, nothing]) + np.concatenate([nothing, nothing, grads])
@@ -226,6 +276,24 @@ def efficiency(
     flops = np.cumsum([costs.forward_flops.sum(), costs.backward_flops.sum()])
     forward, both = flops / rates.flops / plan.cp / slowest
     return float(forward), float(both)
+
+
+def exposed_seconds(costs: Cost, rates: Rates) -> tuple[float, float]:
+    """Predicted time that the rank which waits longest waits for messages: (forward, forward and backward).
+
+    The model is that of `efficiency`, without kernel calls and merges.
+    """
+    forward, backward = (flops / rates.flops for flops in work_of_hops(costs))
+    keys, grads = (
+        np.maximum(come, leave) / rates.link
+        for come, leave in ((costs.bytes_in, costs.bytes_out), (costs.gradient_bytes_in, costs.gradient_bytes_out))
+    )
+    none = np.zeros((len(forward), 1))
+    halves = np.concatenate([backward[:, :1] / 2, backward[:, 1:], backward[:, :1] / 2], 1)
+    both_ways = np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, none, grads[:, 1:]], 1)
+    waits = np.maximum(np.concatenate([keys[:, 1:], none], 1) - forward, 0).sum(1)
+    both = waits + np.maximum(both_ways - halves, 0).sum(1)
+    return float(waits.max()), float(both.max())
 
 
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
@@ -254,11 +322,13 @@ def crossing(plan: RingPlan | HeadPlan, sizes: AttentionSizes, ranks_per_node: i
     split = split_heads(sizes.heads, sizes.kv_heads, heads)
     found = [0, 0]
     for place in range(heads):
-        kv_heads = sum(len(group[place]) for group in split.repeated)
-        for which, (table, element) in enumerate(((ring.transfers, sizes.element), (ring.gradients, sizes.wire_element))):
+        # A latent has no heads. Ranks that exchange heads do not send latents.
+        share = 1.0 if sizes.codec.latent else sum(len(group[place]) for group in split.repeated) / sizes.kv_heads
+        widths = (ring.transfers, sizes.wire_key_bytes), (ring.gradients, sizes.wire_gradient_width * sizes.wire_element)
+        for which, (table, width) in enumerate(widths):
             nodes = ((side * heads + place) // ranks_per_node for side in (table.sender, table.receiver))
             tokens = int(table.tokens[np.not_equal(*nodes)].sum())
-            found[which] += tokens * kv_heads * sizes.key_width // sizes.kv_heads * element
+            found[which] += round(tokens * share * width)
     keys, gradients = found
     return Crossing(keys, gradients, _exchange_between_nodes(plan.layout, split, sizes, ranks_per_node))
 
@@ -305,6 +375,7 @@ def timeline(
     compute: list[Span] = []
     transfers: list[Span] = []
     live = (costs.forward_flops > 0) | (costs.bytes_in > 0) | (costs.bytes_out > 0)
+    flops, _ = work_of_hops(costs)
     for hop in range(cp):
         ready = done.copy()
         for sender, receiver, size in _messages(plan, costs, hop):
@@ -314,7 +385,7 @@ def timeline(
             ready[receiver] = max(ready[receiver], end)
         for rank in np.flatnonzero(live[:, hop]).tolist():
             posted[rank] = ready[rank]
-            done[rank] = ready[rank] + costs.forward_flops[rank, hop] / flops_per_second
+            done[rank] = ready[rank] + flops[rank, hop] / flops_per_second
             compute.append(Span(rank, hop, float(ready[rank]), float(done[rank])))
     return compute, transfers
 

@@ -52,6 +52,7 @@ MORE_ON_TWO = {
     "declared_others": (f"{UNTIED} --cp-ring-mask-kinds block-causal,block-diffusion,documents,prefix,causal,full,any", ()),
     "declared_mla": (f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced", ("positions not continued",)),
     "mla": (LATENT, ("softmax scale",)),
+    "int8": (f"{UNTIED} --cp-ring-wire int8 --cp-ring-wire-dtype bfloat16", ("stale slot",)),
 }
 MORE_ON_FOUR = {
     "dp2cp2": (

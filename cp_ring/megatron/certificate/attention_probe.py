@@ -22,6 +22,7 @@ from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind
 from cp_ring.megatron.certificate.oracle import attend, declared_mask
 from cp_ring.megatron.certificate.probe_batch import ProbeBatch, SplitBatch, make_probe_batch
 from cp_ring.megatron.certificate.report import Probe
+from cp_ring.plan.wires import WIRES
 
 # Largest norm of an error over the norm of the truth: three times what kernels leave that round partial results to the input's
 # precision and add them up in float32.
@@ -363,7 +364,7 @@ def _reference(subject: Subject, batch: ProbeBatch, inputs: _Inputs) -> dict[str
 def _value_probe(subject: Subject, batch: ProbeBatch, name: str, found: Tensor, truth: Tensor, sampled: Tensor) -> Probe:
     difference = found.double() - truth
     size = float(truth.norm()) or 1.0
-    bound = BOUNDS[subject.dtype] * (SINK_FACTOR if name == "dsink" else 1.0)
+    bound = (BOUNDS[subject.dtype] + WIRES[subject.layer.settings.wire].widening) * (SINK_FACTOR if name == "dsink" else 1.0)
     where = f"rank {dist.get_rank()}"
     if found.dim() == 4:
         batch_row, token = divmod(int(difference.abs().amax((2, 3)).nan_to_num(torch.inf).argmax()), found.shape[1])
