@@ -38,7 +38,7 @@ from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, NETWORK_BYTES_PER_SECOND, NVLINK_BYTES_PER_SECOND, SLOT_SHARDS, group_sizes
 from cp_ring.plan.verify import Report
-from cp_ring.plan.wires import WIRES, Latent
+from cp_ring.plan.wires import WIRES, LatentSizes
 
 PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 MAX_RANKS_SHOWN = 32
@@ -177,7 +177,7 @@ def _sizes(heads: int, kv_heads: int, head_dim: int, dtype: str, mla: str | None
     numbers = [int(x) if x.isdecimal() else 0 for x in mla.split(",")]
     if len(numbers) != 4 or min(numbers) < 1:
         raise PlanError(f"--mla {mla}: it must be 4 numbers of at least 1, LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
-    latent = Latent(*numbers)
+    latent = LatentSizes(*numbers)
     return AttentionSizes(heads, heads, latent.nope + latent.rope, latent.value, dtype=dtype, wire=wire, latent=latent)
 
 

@@ -7,7 +7,7 @@ import argparse
 from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron.rejection import note
 from cp_ring.plan.cost import AttentionSizes
-from cp_ring.plan.wires import WIRES, Latent
+from cp_ring.plan.wires import WIRES, LatentSizes
 
 _DTYPES = {2: "bf16", 4: "fp32"}
 
@@ -17,7 +17,7 @@ def sizes_of(args: argparse.Namespace, wire: str) -> AttentionSizes:
     tp, dtype = args.tensor_model_parallel_size, _DTYPES[args.params_dtype.itemsize]
     heads, batch = args.num_attention_heads // tp, args.micro_batch_size
     if getattr(args, "multi_latent_attention", False):
-        latent = Latent(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.qk_head_dim, args.v_head_dim)
+        latent = LatentSizes(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.qk_head_dim, args.v_head_dim)
         dim = latent.nope + latent.rope
         return AttentionSizes(heads, heads, dim, latent.value, dtype, batch=batch, wire=wire, latent=latent)
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

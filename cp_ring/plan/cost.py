@@ -20,7 +20,7 @@ from cp_ring.plan.schedule import FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND, NET
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan
 from cp_ring.plan.updates import MAX_PARTS, Partial, Update, gradient_updates, query_updates
 from cp_ring.plan.verify import Report
-from cp_ring.plan.wires import WIRES, Latent, Wire
+from cp_ring.plan.wires import WIRES, LatentSizes, Wire
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -42,7 +42,7 @@ class AttentionSizes:
     wire_dtype: str | None = None
     batch: int = 1
     wire: str = "plain"
-    latent: Latent | None = None
+    latent: LatentSizes | None = None
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:

@@ -12,7 +12,7 @@ SCALE_BYTES = 4
 """A scale is float32. Each token has two for each key/value head: one of its key, one of its value."""
 
 
-class Latent(NamedTuple):
+class LatentSizes(NamedTuple):
     """Sizes of multi-latent attention: the latent, the rotated shared key, and a head's own part of the key, and its value."""
 
     latent: int
@@ -41,19 +41,19 @@ class Wire:
         """By how much the bounds of the certificate widen: its probes have few tokens, and other masks and draws."""
         return 2 * self.error
 
-    def elements(self, kv_heads: int, head_sizes: int, latent: Latent | None) -> int:
+    def elements(self, kv_heads: int, head_sizes: int, latent: LatentSizes | None) -> int:
         """Elements of a token that travel, and gradients of it; `head_sizes` is d + e."""
         if self.latent:
             assert latent is not None
             return latent.latent + latent.rope
         return kv_heads * head_sizes
 
-    def key_bytes(self, kv_heads: int, head_sizes: int, element: int, latent: Latent | None = None) -> int:
+    def key_bytes(self, kv_heads: int, head_sizes: int, element: int, latent: LatentSizes | None = None) -> int:
         """Bytes of a token's keys and values, where an element of the inputs has `element` bytes."""
         width = self.elements(kv_heads, head_sizes, latent) * (self.key_element or element)
         return width + (2 * kv_heads * SCALE_BYTES if self.scales else 0)
 
-    def decode_flops(self, kv_heads: int, latent: Latent | None) -> tuple[int, int]:
+    def decode_flops(self, kv_heads: int, latent: LatentSizes | None) -> tuple[int, int]:
         """FLOPs of the reader for a token that arrives: (forward, backward). Only matrix products count.
 
         Backward decodes again, and multiplies by the weight for the latent's gradient and by the latent for the weight's.
