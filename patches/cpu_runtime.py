@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import resource
 from collections import defaultdict
@@ -169,12 +170,30 @@ def _torch_replacements() -> Iterator[Replacement]:
     yield torch.nn.Module, "cuda", _itself
 
 
+@contextlib.contextmanager
+def functions_uncompiled() -> Iterator[None]:
+    """`torch.compile` leaves functions as they are: they run eagerly here, and its compiler is a third of Megatron's import."""
+    compile_with_torch = torch.compile
+
+    def uncompiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(uncompiled, **options)
+        return model if inspect.isfunction(model) else compile_with_torch(model, **options)
+
+    torch.compile = uncompiled
+    try:
+        yield
+    finally:
+        torch.compile = compile_with_torch
+
+
 def _megatron_replacements() -> Iterator[Replacement]:
     import multiprocessing.spawn
 
-    import megatron.training.initialize as initialize
-    import megatron.training.training as training
-    from megatron.core.tensor_parallel import random
+    with functions_uncompiled():
+        import megatron.training.initialize as initialize
+        import megatron.training.training as training
+        from megatron.core.tensor_parallel import random
 
     init_process_group, barrier = torch.distributed.init_process_group, torch.distributed.barrier
     initialize_megatron, preparation_data = initialize.initialize_megatron, multiprocessing.spawn.get_preparation_data

@@ -11,6 +11,9 @@ from torch import Tensor
 from cp_ring.ops.fused import FusedFunction
 from cp_ring.ops.segments import Segment, Segments
 
+_UNSEEN = -1e30
+"""Less than the lse of any query that saw a key."""
+
 _fused = FusedFunction("cp_ring.ops.merge_triton", "merge")
 
 
@@ -41,8 +44,8 @@ def merge_segment(
     total, places = segment.begin(outs, running, target)
     if segment.first:
         lse.copy_(segment.places[0].take(lses[segment.places[0].part], 2))
-    if places:
-        _merge_(total, lse, [x.take(outs[x.part]) for x in places], [x.take(lses[x.part], 2) for x in places])
+    for place in places:
+        _merge_(total, lse, place.take(outs[place.part]), place.take(lses[place.part], 2))
     if total is not target:
         target.copy_(total)
 
@@ -53,18 +56,12 @@ def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None
     out += sigmoid(lse_tile - lse) * (out_tile - out);  lse = log(exp(lse) + exp(lse_tile)).
     A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side, out is 0 and lse -inf.
     """
-    _merge_(out.transpose(0, 1), lse, [out_tile.transpose(0, 1)], [lse_tile])
+    _merge_(out.transpose(0, 1), lse, out_tile.transpose(0, 1), lse_tile)
 
 
-def _merge_(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
-    """`merge_` of parts one by one, for tensors with tokens first. Their weights are computed together."""
-    theirs = torch.stack(list(lses)).to(lse.dtype)
-    ours = [lse]
-    for part in theirs.unbind():
-        ours.append(torch.logaddexp(ours[-1], part))
-    weights = theirs.sub(torch.stack(ours[:-1])).sigmoid_()
-    # -inf - -inf is NaN: the weight of such a query is 0.
-    weights = weights.masked_fill_(theirs == -math.inf, 0.0).to(out.dtype).permute(0, 3, 1, 2)[..., None]
-    for part, weight in zip(outs, weights.unbind(), strict=True):
-        out.lerp_(part.to(out.dtype), weight)
-    lse.copy_(ours[-1])
+def _merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
+    """`merge_` for tensors with tokens first."""
+    # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has weight 0.
+    weight = lse_part.sub(lse.clamp(min=_UNSEEN)).sigmoid_().to(out.dtype)
+    out.lerp_(out_part.to(out.dtype), weight.permute(2, 0, 1)[..., None])
+    torch.logaddexp(lse, lse_part, out=lse)

@@ -5,9 +5,11 @@ import contextlib
 import gc
 import warnings
 
+from cp_ring.patches.cpu_runtime import functions_uncompiled
+
 gc.disable()
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(), functions_uncompiled():
     warnings.simplefilter("ignore")
     import megatron.core.tokenizers.text
     import megatron.training.training  # noqa: F401

@@ -10,6 +10,7 @@ import torch
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.patches import cpu_runtime
 from cp_ring.patches.patch import Patch
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
@@ -112,6 +113,18 @@ def test_cpu_runtime_answers_for_cuda(applied):
     with torch.cuda.stream(torch.cuda.Stream()) as _:
         torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
     assert torch.cuda.memory_allocated() > 2**20
+
+
+def test_functions_are_not_compiled_while_cpu_runtime_imports_megatron(monkeypatch):
+    def double(x):
+        return 2 * x
+
+    asked = []
+    monkeypatch.setattr(torch, "compile", compile_with_torch := lambda model, **options: asked.append((model, options)))
+    with cpu_runtime.functions_uncompiled():
+        assert torch.compile(double) is double and torch.compile(dynamic=True)(double) is double and not asked
+        torch.compile(layer := torch.nn.Linear(2, 2), dynamic=True)
+    assert asked == [(layer, {"dynamic": True})] and torch.compile is compile_with_torch
 
 
 @no_cuda
