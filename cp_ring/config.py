@@ -20,7 +20,7 @@ from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, relay_schedule, resolve, text
 
-Wire = Literal["plain", "int8", "fp8"]
+Wire = Literal["auto", "plain", "int8", "fp8", "latent"]
 WireDtype = Literal["input", "float32", "bfloat16"]
 Recompute = Literal["keep", "replay"]
 Certify = Literal["on", "off", "strict"]
@@ -107,9 +107,10 @@ class ContextParallelConfig(BaseModel):
     )
     num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
     wire: Wire = Field(
-        "plain",
-        description="How keys and values travel: plain, as they are; int8 or fp8, quantized by token and head, which costs "
-        "accuracy.",
+        "auto",
+        description="How keys and values travel: plain, as they are; latent, as the latents of multi-latent attention; int8 or "
+        "fp8, quantized by token and head, which costs accuracy; auto is latent where a model of the time says that it pays, "
+        "else plain.",
     )
     wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")
     recompute: Recompute = Field(

@@ -296,6 +296,12 @@ def exposed_seconds(costs: Cost, rates: Rates) -> tuple[float, float]:
     return float(waits.max()), float(both.max())
 
 
+def attention_seconds(costs: Cost, rates: Rates) -> float:
+    """Predicted time of one layer's attention, forward and backward, on the slowest rank; the model of `exposed_seconds`."""
+    forward, backward = work_of_hops(costs)
+    return float((forward + backward).sum(1).max()) / rates.flops + exposed_seconds(costs, rates)[1]
+
+
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
     """Share of the moved keys that go from one node to another, if each `ranks_per_node` neighboring ranks share a node."""
     keys = plan.transfers

@@ -20,6 +20,7 @@ OF_OSS = tuple(name for name in FAULTS if name not in (*OF_DOCUMENTS, *OF_DECLAR
 EVERY = {
     "mask", "mask of gradients", "out", "dq", "dk", "dv", "loss of each token", "loss", "gradient norm", "gradients"
 }  # fmt: skip
+OF_LATENTS = EVERY - {"dk", "dv"} | {"dlatent", "drope", "dweight"}
 
 TWO_RANKS = {
     "oss": (OSS, OF_OSS),
@@ -51,13 +52,21 @@ SEEDED = ("oss", "balanced")
 MORE_ON_TWO = {
     "declared_others": (f"{UNTIED} --cp-ring-mask-kinds block-causal,block-diffusion,documents,prefix,causal,full,any", ()),
     "declared_mla": (f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced", ("positions not continued",)),
-    "mla": (LATENT, ("softmax scale",)),
+    "mla": (f"{LATENT} --cp-ring-wire plain", ("softmax scale",)),
+    "mla_latent": (
+        f"{LATENT} --cp-ring-wire latent --bf16",
+        ("softmax scale", "stale slot", "weight gradient twice", "rotated part not returned"),
+    ),
     "int8": (f"{UNTIED} --cp-ring-wire int8 --cp-ring-wire-dtype bfloat16", ("stale slot",)),
 }
 MORE_ON_FOUR = {
     "dp2cp2": (
         f"{LATENT} --context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
         ("loss divided by cp twice",),
+    ),
+    "mla_latent_on_tp": (
+        f"{LATENT} --cp-ring-wire latent --context-parallel-size 2 --tensor-model-parallel-size 2",
+        ("latent not summed over tp",),
     ),
     "tied": (f"{GROUPED} --context-parallel-size 2 --tensor-model-parallel-size 2 --qk-layernorm", ()),
 }
@@ -122,7 +131,8 @@ def test_no_seed_of_fifty_fails_a_right_job(tmp_path):
 def test_more_jobs(tmp_path):
     found = examine(2, MORE_ON_TWO, tmp_path, [1]) | examine(4, MORE_ON_FOUR, tmp_path, [1])
     for name, (_, faults) in (MORE_ON_TWO | MORE_ON_FOUR).items():
-        assert found[name]["", 1]["rejections"] == [] and {p["name"] for p in found[name]["", 1]["probes"]} >= EVERY
+        every = OF_LATENTS if "latent" in found[name]["", 1]["about"]["ring"]["wire"] else EVERY
+        assert found[name]["", 1]["rejections"] == [] and {p["name"] for p in found[name]["", 1]["probes"]} >= every
         assert all(found[name][fault, 1]["rejections"] for fault in faults)
 
 
