@@ -14,6 +14,7 @@ from cp_ring.cli.bench_host import bench_host
 from cp_ring.cli.bench_overlap import bench_overlap
 from cp_ring.cli.bench_plan import bench_plan
 from cp_ring.cli.bench_replay import bench_replay
+from cp_ring.cli.bench_wire import bench_wire
 from cp_ring.cli.certify import certify_command
 from cp_ring.cli.doctor import doctor_command
 from cp_ring.cli.patches import patches_command
@@ -36,6 +37,7 @@ bench.command("attention")(bench_attention)
 bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
 bench.command("overlap")(bench_overlap)
+bench.command("wire")(bench_wire)
 bench.command("host")(bench_host)
 app.add_typer(bench, name="bench")
 slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.")
