@@ -44,6 +44,7 @@ from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.totals import Merge, Sum
+from cp_ring.plan.cost import AttentionSizes
 from cp_ring.plan.heads import HeadPlan, HeadRankPlan, split_heads
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -69,10 +70,10 @@ def ring_attention(
     group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
-    schedule: str | Sequence[int] = "auto", heads: int = 1, node_size: int | None = None, softmax_scale: float | None = None,
-    sink: Tensor | None = None, return_lse: Literal[False] = False, deterministic: bool | None = None, kernel: str = "auto",
-    num_slots: int = 2, wire: str | None = None, wire_dtype: str = "input", qkv_format: str = "bshd",
-    timeout: float | None = None,
+    schedule: str | Sequence[int] = "auto", heads: int | str = 1, node_size: int | None = None,
+    softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False,
+    deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire: str | None = None,
+    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -80,10 +81,10 @@ def ring_attention(
     group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
-    schedule: str | Sequence[int] = "auto", heads: int = 1, node_size: int | None = None, softmax_scale: float | None = None,
-    sink: Tensor | None = None, return_lse: Literal[True], deterministic: bool | None = None, kernel: str = "auto",
-    num_slots: int = 2, wire: str | None = None, wire_dtype: str = "input", qkv_format: str = "bshd",
-    timeout: float | None = None,
+    schedule: str | Sequence[int] = "auto", heads: int | str = 1, node_size: int | None = None,
+    softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True],
+    deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire: str | None = None,
+    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -101,7 +102,7 @@ def ring_attention(
     layout: str | Layout = "zigzag",
     route: str = "direct",
     schedule: str | Sequence[int] = "auto",
-    heads: int = 1,
+    heads: int | str = 1,
     node_size: int | None = None,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
@@ -141,12 +142,14 @@ def ring_attention(
         layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`), another name in
             `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`, `cu_seqlens` or a `Layout`, all ranks must hold
             equally many tokens.
-        route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`.
+        route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`, or `auto`: the one of least
+            predicted time (`cp_ring.plan.shapes`).
         schedule: at which hop a rank uses the keys of which others: `auto`, chosen by a model of the time; `ring`, one source a
             hop; `gather`, all remote sources in one hop; or the hop of each ring distance, as (0, 1, 2, 2) for 4 ranks.
         heads: how many neighboring ranks of `group` exchange tokens for heads by an all-to-all. Each then computes its part of
             the query heads for the tokens of all of them, and the ring has as many times fewer members. It must divide the ranks
-            and the query heads. The number of all ranks is DeepSpeed-Ulysses, 1 the ring alone.
+            and the query heads. The number of all ranks is DeepSpeed-Ulysses, 1 the ring alone, `auto` that of least predicted
+            time.
         node_size: neighboring ranks of `group` on one node, by which the routes `direct` and `relay` go. None is what torchrun or
             Slurm told this process, and 1 for a transport.
         softmax_scale: factor of the scores; d ** -0.5 by default.
@@ -190,7 +193,7 @@ def ring_attention(
         _watch(timeout)
     latents = None
     if isinstance(k, LatentKeys):
-        latents, (k, v), wire = k.latents(), k.expand(), wire or _default_wire(plan, heads)
+        latents, (k, v) = k.latents(), k.expand()
     elif v is None:
         raise PlanError("v is missing: only LatentKeys in place of k need none")
     check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule, heads, node_size)
@@ -202,11 +205,13 @@ def ring_attention(
             tokens, batch, rank, size,
             causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, mask=mask, layout=layout, route=route,
             schedule=schedule, heads=heads, node_size=_node_size(transport) if node_size is None else node_size,
+            sizes=_sizes(q, k, v, batch),
         )  # fmt: skip
     out, lse = attend(
         q, k, v, plan, group,
-        softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots, wire=wire or "plain", latents=latents,
-        wire_dtype=wire_dtype, qkv_format=qkv_format, deterministic=deterministic, return_lse=return_lse,
+        softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots,
+        wire=wire or _default_wire(plan, latents), latents=latents, wire_dtype=wire_dtype, qkv_format=qkv_format,
+        deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
     if not return_lse:
         return out
@@ -494,9 +499,9 @@ def _agree(
     agree((rank_plan.digest, *values), facts, every)
 
 
-def _default_wire(plan: AnyPlan | None, heads: int) -> str:
-    """What `LatentKeys` travel as: latents have no heads that ranks could exchange."""
-    return "plain" if heads > 1 or isinstance(plan, HeadPlan | HeadRankPlan) else LatentCodec.name
+def _default_wire(plan: AnyPlan, latents: Latents | None) -> str:
+    """What keys travel as: latents where there are some, but these have no heads that ranks could exchange."""
+    return "plain" if latents is None or isinstance(plan, HeadPlan | HeadRankPlan) else LatentCodec.name
 
 
 def _inputs(
@@ -535,6 +540,14 @@ def _tokens_and_batch(q: Tensor, qkv_format: str) -> tuple[int, int]:
     if q.dim() != 4:
         raise PlanError(f"q must have 4 dimensions, batch, tokens, heads and head size, not the shape {tuple(q.shape)}")
     return (q.shape[0], q.shape[1]) if qkv_format == "sbhd" else (q.shape[1], q.shape[0])
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes | None:
+    """Sizes for predicted times; None for tensors that `_check_tensors` is about to reject."""
+    if k.dim() != 4 or v.dim() != 4 or 0 in (*q.shape, *k.shape, *v.shape) or q.shape[2] % k.shape[2]:
+        return None
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
+    return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import typing
-from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +23,7 @@ Wire = Literal["auto", "plain", "int8", "fp8", "latent"]
 WireDtype = Literal["input", "float32", "bfloat16"]
 Recompute = Literal["keep", "replay"]
 Certify = Literal["on", "off", "strict"]
+Pack = Literal["first-fit", "in-order", "fill"]
 
 MASK_KINDS = (
     "shared-prefix", "images", "global", "tree", "block-causal", "block-diffusion", "documents", "prefix", "causal", "full",
@@ -54,9 +54,12 @@ def choices(setting: str) -> tuple[str, ...]:
         from cp_ring.kernels import REGISTRY  # loads torch, which a command line that names no kernel does without
 
         return ("auto", *REGISTRY)
-    registries: dict[str, Mapping[str, object]] = {"layout": LAYOUTS, "route": ROUTES}
-    if setting in registries:
-        return tuple(registries[setting])
+    if setting == "layout":
+        return tuple(LAYOUTS)
+    if setting == "route":
+        return ("auto", *ROUTES)
+    if setting == "heads":
+        return ()
     return tuple(map(str, typing.get_args(ContextParallelConfig.model_fields[setting].annotation)))
 
 
@@ -84,7 +87,18 @@ class ContextParallelConfig(BaseModel):
         description="Kinds of the masks that batches carry as cp_ring_mask, separated by commas, which the certificate then "
         f"probes: {', '.join(MASK_KINDS)}; any is every mask.",
     )
-    route: str = Field("direct", description="How keys and values reach the ranks that need them.")
+    pack: Pack = Field(
+        "first-fit",
+        description="How --sft puts conversations into batch rows: first-fit, the longest first; in-order; or fill, in order "
+        "and cut where a batch row ends, which leaves padding in the last one only.",
+    )
+    cut_long: bool = Field(
+        False,
+        description="Cut conversations that are longer than a batch row (--sft) instead of rejecting them; fill cuts anyway.",
+    )
+    route: str = Field(
+        "direct", description="How keys and values reach the ranks that need them; auto takes the fastest by predicted time."
+    )
     schedule: str = Field(
         "auto",
         description="The hop at which a rank uses the keys of each other: auto; ring, one source a hop; gather, all in one hop; "
@@ -93,11 +107,10 @@ class ContextParallelConfig(BaseModel):
     slot_shards: int = Field(
         SLOT_SHARDS, ge=1, description="Sources of a hop at most, so the shards of keys and values that a receive buffer holds."
     )
-    heads: int = Field(
+    heads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         1,
-        ge=1,
         description="Neighboring context-parallel ranks that exchange tokens for heads, around a ring of as many times fewer "
-        "members; 1 is the ring alone.",
+        "members; 1 is the ring alone, auto takes the fastest number by predicted time.",
     )
     node_size: int = Field(
         0,
@@ -199,18 +212,19 @@ class ContextParallelConfig(BaseModel):
     def check_schedule(self, cp: int) -> None:
         """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than `slot_shards` sources at a hop.
 
-        With `heads` it is that of the ring's members. `relay` has a schedule of its own.
+        With `heads` it is that of the ring's members, with `auto` that of the ranks. `relay` has a schedule of its own.
         """
         if self.node_size and cp % self.node_size:
             raise ConfigError(f"{self.flag('node_size')} {self.node_size} does not divide the {cp} context-parallel ranks")
-        if cp % self.heads:
-            raise ConfigError(f"{self.flag('heads')} {self.heads} does not divide the {cp} context-parallel ranks: change either")
+        heads = 1 if self.heads == "auto" else self.heads
+        if cp % heads:
+            raise ConfigError(f"{self.flag('heads')} {heads} does not divide the {cp} context-parallel ranks: change either")
         try:
             if self.route == "relay" and cp > 1:
                 node = self.node_size or 1
-                relay_schedule(self.schedule, cp // self.heads, node // self.heads if node % self.heads == 0 else 1)
+                relay_schedule(self.schedule, cp // heads, node // heads if node % heads == 0 else 1)
             else:
-                resolve(self.schedule, cp // self.heads, 1, self.slot_shards)
+                resolve(self.schedule, cp // heads, 1, self.slot_shards)
         except PlanError as error:
             named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
             raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None
@@ -227,22 +241,47 @@ class ContextParallelConfig(BaseModel):
         return "--cp-ring" if field == "enabled" else "--cp-ring-" + field.replace("_", "-")
 
     @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds every field as a flag; values are validated later, by `from_args`, for one clear message."""
+    def add_arguments(cls, parser: argparse.ArgumentParser, hidden: bool = False) -> argparse.ArgumentParser:
+        """Adds every field as a flag; values are validated later, by `from_args`, for one clear message.
+
+        With `hidden` the parser's help does not list them.
+        """
         group = parser.add_argument_group(title="cp_ring", description="ring attention for context parallelism")
         for name, field in cls.model_fields.items():
             known = f"; one of {', '.join(choices(name))}" if choices(name) else ""
             shown = f"{field.description} (default: {field.default}{known})".replace("%", "%%")
+            shown = argparse.SUPPRESS if hidden else shown
             options: dict[str, Any] = {"dest": _dest(name), "default": field.default, "help": shown}
             if field.annotation is bool:
                 switch = argparse.BooleanOptionalAction if field.default else "store_true"
                 group.add_argument(cls.flag(name), action=switch, **options)
             elif name == "certify":
                 group.add_argument(cls.flag(name), nargs="?", const="on", metavar=name.upper(), **options)
-                group.add_argument("--no-" + cls.flag(name)[2:], action="store_const", const="off", dest=_dest(name))
+                group.add_argument("--no-" + cls.flag(name)[2:], action="store_const", const="off", dest=_dest(name),
+                                   help=argparse.SUPPRESS if hidden else None)  # fmt: skip
             else:
                 group.add_argument(cls.flag(name), metavar=name.upper(), **options)
         return parser
+
+    @classmethod
+    def help(cls, width: int | None = None) -> str:
+        """The flags and what they do, as argparse prints them, without any other flag."""
+        parser = argparse.ArgumentParser(add_help=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width))
+        shown = cls.add_arguments(parser).format_help()
+        return shown[shown.index("cp_ring:") :]
+
+    @classmethod
+    def table(cls) -> list[dict[str, str]]:
+        """One entry per flag: flag, default, values, and what it does."""
+        return [
+            {
+                "flag": cls.flag(name),
+                "default": "off" if field.default is False else str(field.default) or "none",
+                "values": _values(name, field.annotation),
+                "what it does": str(field.description),
+            }
+            for name, field in cls.model_fields.items()
+        ]
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ContextParallelConfig:
@@ -271,6 +310,13 @@ class ContextParallelConfig(BaseModel):
                 switch = self.flag(name) if value is True else "--no-" + self.flag(name)[2:]
                 line += [switch] if field.annotation is bool else [self.flag(name), str(value)]
         return line
+
+
+def _values(name: str, annotation: Any) -> str:
+    known = choices(name)
+    if known:
+        return ", ".join(known)
+    return {bool: "switch", int: "whole number", float: "number"}.get(annotation, "text")
 
 
 def _dest(name: str) -> str:

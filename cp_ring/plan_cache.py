@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.cost import AttentionSizes
 from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.identity import digest_of_layout, digest_of_mask
 from cp_ring.plan.layout import LAYOUTS, Layout
@@ -18,6 +19,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import text
+from cp_ring.plan.shapes import AUTO, choose
 
 MAX_PLANS = 64
 _OF_PLANS = "mask, layout, route, schedule and heads"
@@ -26,6 +28,7 @@ _OF_PLANS = "mask, layout, route, schedule and heads"
 Offsets = Sequence[int] | np.ndarray | Tensor
 
 _plans: OrderedDict[tuple[object, ...], RingPlan | HeadPlan] = OrderedDict()
+_choices: dict[tuple[object, ...], tuple[str, int]] = {}
 _lock = Lock()
 
 
@@ -71,10 +74,11 @@ def plan_of_call(
     layout: str | Layout,
     route: str,
     schedule: str | Sequence[int] = "auto",
-    heads: int = 1,
+    heads: int | str = 1,
     node_size: int = 1,
+    sizes: AttentionSizes | None = None,
 ) -> RingPlan | HeadPlan:
-    """The plan of a call in which rank `rank` of `cp` passes `batch` rows of `tokens` tokens.
+    """The plan of a call in which rank `rank` of `cp` passes `batch` rows of `tokens` tokens, for tensors of these sizes.
 
     Raises `ConfigError` or `PlanError` with a line that names the argument.
     """
@@ -86,7 +90,9 @@ def plan_of_call(
         else:
             offsets = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor | np.ndarray) else cu_seqlens)
         mask = _mask(offsets, causal, tuple(window_size))
-    plan = plan_for(mask, layout, cp, route, schedule, heads, node_size)
+    if AUTO in (route, heads):
+        route, heads = _fastest(mask, layout, cp, route, schedule, heads, node_size, sizes or AttentionSizes())
+    plan = plan_for(mask, layout, cp, route, schedule, int(heads), node_size)
     held = int(plan.layout.tokens_per_rank[rank])
     if plan.layout.rows == 1 and held != tokens:
         name = "cu_seqlens ends at" if cu_seqlens is not None else "the sequence has"
@@ -96,6 +102,21 @@ def plan_of_call(
     if plan.layout.rows not in (1, batch):
         raise ConfigError(f"layout is for {plan.layout.rows} batch rows, but q has {batch}")
     return plan
+
+
+def _fastest(
+    mask: Mask, layout: Layout | str, cp: int, route: str, schedule: str | Sequence[int], heads: int | str, node_size: int,
+    sizes: AttentionSizes,
+) -> tuple[str, int]:  # fmt: skip
+    """The route and the number of heads of least predicted time, in place of `auto`; found once for equal arguments."""
+    split = layout if isinstance(layout, str) else digest_of_layout(layout)
+    key = digest_of_mask(mask), split, cp, route, text(schedule), heads, node_size, sizes
+    with _lock:
+        if key not in _choices:
+            made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
+            choice = choose([(mask, 1)], cp, sizes, node_size, route=route, heads=heads, schedule=text(schedule), layout=made)
+            _choices[key] = choice.shape.route, choice.shape.heads
+        return _choices[key]
 
 
 def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
@@ -141,8 +162,8 @@ def check_mask_arguments(
         if not isinstance(mask, Mask):
             hint = "; mask_mod functions are not supported, see the constructors of cp_ring.Mask" if callable(mask) else ""
             raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
-    if not isinstance(heads, int) or heads < 1:
-        raise ConfigError(f"heads={heads!r}: it must be a whole number above 0")
+    if heads != AUTO and (not isinstance(heads, int) or heads < 1):
+        raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
     if not isinstance(schedule, str | Sequence):
         raise ConfigError(f"schedule is a {type(schedule).__name__}, not auto, ring, gather or a tuple of hops")
     if not isinstance(layout, str | Layout):

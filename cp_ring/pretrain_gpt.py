@@ -13,10 +13,11 @@ from cp_ring import signals
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import argument_parser
 from cp_ring.megatron.rejection import rejecting
-from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS
+from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, SFT
 from cp_ring.observe import standard_streams
 from cp_ring.patches.install import install, log_steps
 
+DOCUMENT_MASK = "--cp-ring-document-mask"
 _FLAGS = (PER_TOKEN_LOSS, "--no-create-attention-mask-in-dataloader")
 
 
@@ -30,9 +31,8 @@ def main() -> None:
     sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
     gc.disable()  # while millions of objects that stay are made: a seventh of the time that imports take
     with rejecting():
+        _mask_documents(sys.argv)
         config = install(sys.argv[1:])
-        if config.enabled:
-            _reject_flags_of_scripts(sys.argv)
         standard_streams.tolerate()
         from cp_ring.megatron import compat, gpt, gpt_model, training_log  # these load Megatron: only after `install`
         from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
@@ -45,14 +45,17 @@ def main() -> None:
         training_log.finish(config.run_dir)
 
 
-def _reject_flags_of_scripts(argv: list[str]) -> None:
-    """Raises `ConfigError` for flags that need the batches of Megatron's own `pretrain_gpt.py`."""
-    if INTER_DOCUMENT in argv:
-        raise ConfigError(
-            f"cp_ring.pretrain_gpt has no {INTER_DOCUMENT}: give --cp-ring-document-mask, or run the script by cp_ring.run"
-        )
-    if "--sft" in argv:
-        raise ConfigError("cp_ring.pretrain_gpt has no --sft: run Megatron's pretrain_gpt.py by cp_ring.run")
+def _mask_documents(argv: list[str]) -> None:
+    """Adds --cp-ring-document-mask where the data set that `argv` asks for packs documents.
+
+    Raises `ConfigError` for such a data set without ring attention, which would let tokens see other documents.
+    """
+    asked = next((flag for flag in (SFT, INTER_DOCUMENT) if flag in argv), None)
+    if asked is None or DOCUMENT_MASK in argv:
+        return
+    if "--cp-ring" not in argv:
+        raise ConfigError(f"cp_ring.pretrain_gpt supports {asked} with --cp-ring only, which masks documents: give it too")
+    argv.append(DOCUMENT_MASK)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from pathlib import Path
 from cp_ring import patches, signals
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import argument_parser
 from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.observe import standard_streams
-from cp_ring.patches.install import install, log_steps
+from cp_ring.patches.install import install, log_steps, splits_packed_batches
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
 _HELP = {"-h", "--help"}
@@ -44,8 +45,8 @@ def main() -> None:
 
 
 def _show_help(script: Path) -> None:
-    """Prints the usage of this module, then runs the script for its own help, which lists cp_ring's flags too."""
-    print(f"{_USAGE}\n\n{script}:", flush=True)
+    """Prints the usage of this module and cp_ring's flags, then runs the script for its own help, which may fail."""
+    print(f"{_USAGE}\n\n{argument_parser.list_own_flags()}\n{script}:", flush=True)
     arguments = patches.get("arguments")
     if not arguments.rejection():  # else there is no Megatron that cp_ring knows: the script's help is shown as it is
         arguments.apply()
@@ -79,9 +80,10 @@ def _check_batches(script: Path, config: ContextParallelConfig) -> None:
             f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "
             "--dataloader-inter-document-masking does"
         )
-    if config.enabled and config.layout != "zigzag" and not config.kinds:
+    if config.enabled and config.layout != "zigzag" and not config.kinds and not splits_packed_batches(config, sys.argv[1:]):
         raise ConfigError(
-            f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag"
+            f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag; "
+            "balanced can split packed batches (--sft, --dataloader-inter-document-masking)"
         )
 
 

@@ -23,6 +23,7 @@ NAMES = (
     "rotary_layout",
     "rotary_documents",
     "document_mask",
+    "packed_batches",
     "mtp_roll",
     "moe_aux_loss",
     "loss_chunks",
@@ -33,6 +34,7 @@ NAMES = (
     "safe_checkpoints",
     "restricted_unpickling",
     "certificate",
+    "model_checks",
     "step_line",
 )
 

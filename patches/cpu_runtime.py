@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from cp_ring.megatron.compat import has_training_loop
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 CPU = torch.device("cpu")
@@ -191,21 +192,16 @@ def _megatron_replacements() -> Iterator[Replacement]:
     import multiprocessing.spawn
 
     with functions_uncompiled():
-        import megatron.training.initialize as initialize
-        import megatron.training.training as training
         from megatron.core.tensor_parallel import random
 
     init_process_group, barrier = torch.distributed.init_process_group, torch.distributed.barrier
-    initialize_megatron, preparation_data = initialize.initialize_megatron, multiprocessing.spawn.get_preparation_data
+    preparation_data = multiprocessing.spawn.get_preparation_data
 
     def init_without_device(*args: Any, **kwargs: Any) -> Any:
         return init_process_group(*args, **{name: value for name, value in kwargs.items() if name != "device_id"})
 
     def barrier_without_devices(*args: Any, **kwargs: Any) -> Any:
         return barrier(*args, **{name: value for name, value in kwargs.items() if name != "device_ids"})
-
-    def initialize_without_cuda(*args: Any, **kwargs: Any) -> Any:
-        return initialize_megatron(*args, **(kwargs | {"allow_no_cuda": True}))
 
     def preparation_data_with_patch(name: str) -> dict[str, Any]:
         return {"cp_ring": ApplyWhenUnpickled(), **preparation_data(name)}
@@ -214,6 +210,20 @@ def _megatron_replacements() -> Iterator[Replacement]:
     yield torch.distributed, "barrier", barrier_without_devices
     yield multiprocessing.spawn, "get_preparation_data", preparation_data_with_patch
     yield random, "_set_cuda_rng_state", _set_rng_state
+    if has_training_loop():  # users of megatron.core alone may lack it
+        yield from _training_replacements()
+
+
+def _training_replacements() -> Iterator[Replacement]:
+    with functions_uncompiled():
+        import megatron.training.initialize as initialize
+        import megatron.training.training as training
+
+    initialize_megatron = initialize.initialize_megatron
+
+    def initialize_without_cuda(*args: Any, **kwargs: Any) -> Any:
+        return initialize_megatron(*args, **(kwargs | {"allow_no_cuda": True}))
+
     modules = [initialize, training, __import__("megatron.training", fromlist=["x"])]
     yield from replace_everywhere(modules, "initialize_megatron", initialize_without_cuda)
     yield from replace_everywhere(modules, "set_jit_fusion_options", _nothing)  # it warms up CUDA kernels

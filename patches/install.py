@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from cp_ring import patches
 from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron.compat import check_version
-from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, configure, flags
+from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, SFT, configure, flags
 
 
 def install(argv: Sequence[str]) -> ContextParallelConfig:
@@ -34,7 +34,7 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
         names += ["certificate"] if config.certify != "off" else []
     for name in names:
         patches.get(name).apply()
-    configure(config, whole_rows=INTER_DOCUMENT in argv)
+    configure(config, whole_rows=INTER_DOCUMENT in argv or splits_packed_batches(config, argv))
     return config
 
 
@@ -45,7 +45,8 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "core_attention": True,
         "recompute": config.recompute == "keep",
         "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
-        "rotary_documents": INTER_DOCUMENT in argv,
+        "rotary_documents": INTER_DOCUMENT in argv or splits_packed_batches(config, argv),
+        "packed_batches": splits_packed_batches(config, argv),
         "document_mask": config.document_mask or bool(config.kinds),
         "loss_bias": PER_TOKEN_LOSS not in argv,
         "loss_chunks": config.loss_chunk > 0,
@@ -53,6 +54,12 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "moe_aux_loss": "--num-experts" in given,
     }
     return [name for name, needed in wanted.items() if needed]
+
+
+def splits_packed_batches(config: ContextParallelConfig, argv: Sequence[str]) -> bool:
+    """Whether packed batches of a script are split by the balanced layout."""
+    packed = SFT in argv or INTER_DOCUMENT in argv
+    return packed and config.layout == "balanced" and not config.document_mask
 
 
 def install_for_model(args: argparse.Namespace) -> None:

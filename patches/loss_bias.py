@@ -63,6 +63,8 @@ class Meter:
 
 def metered(calc_loss: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps Megatron's `forward_step_calc_loss`, whose third argument is the microbatch's loss function."""
+    from megatron.core import parallel_state
+
     meters: list[Meter] = []
 
     @functools.wraps(calc_loss)
@@ -75,7 +77,8 @@ def metered(calc_loss: Callable[..., Any]) -> Callable[..., Any]:
                 meters[0].read(outputs)
             return outputs
 
-        unsure = loss_func is not None and config.context_parallel_size > 1 and not config.calculate_per_token_loss
+        split = config.context_parallel_size > 1 and parallel_state.model_parallel_is_initialized()
+        unsure = loss_func is not None and split and not config.calculate_per_token_loss
         return calc_loss(model, output_tensor, tell if unsure else loss_func, config, *rest, **named)
 
     return call

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.settings import current
 from cp_ring.patches.patch import Patch, Replacement
 
@@ -53,7 +54,12 @@ def _in_chunks(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(postprocess)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        if current().loss_chunk and given.get("labels") is not None and given.get("output_processor") is None:
+        if current().loss_chunk and given.get("labels") is not None:
+            if given.get("output_processor") is not None:
+                raise ConfigError(
+                    "--cp-ring-loss-chunk: the script gives the model an output processor of its own, which needs all logits at "
+                    "once: leave out either"
+                )
             kwargs["output_processor"] = losses_in_chunks
         return postprocess(*args, **kwargs)
 

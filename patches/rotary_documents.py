@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from cp_ring.patches.patch import Patch, Replacement
-from cp_ring.plan.layout import Layout
 
 
 def _positions(cu_seqlens: torch.Tensor, rank: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of this rank's tokens under the zigzag split of the whole sequence: in it, and in their documents."""
+    """The positions of this rank's tokens, where the whole sequence is split as one: in it, and in their documents."""
+    from cp_ring.megatron.documents import packed_layout
+
     edges = cu_seqlens.detach().cpu().numpy().astype(np.int64)
-    positions = Layout.zigzag(int(edges[-1]), cp).positions(rank)
+    positions = packed_layout(edges, cp).positions(rank)
     document = np.searchsorted(edges, positions, "right") - 1
     return torch.from_numpy(positions), torch.from_numpy(positions - edges[document])
 
@@ -37,7 +38,7 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="rotary_documents",
-    what="rotary embeddings of packed documents for --dataloader-inter-document-masking, which splits them as one sequence",
+    what="rotary embeddings of packed documents that are split as one sequence, as --dataloader-inter-document-masking does",
     why="Megatron assumes that each document is split separately: the positions are wrong without a warning, or it crashes",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6156",

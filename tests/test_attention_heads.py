@@ -181,6 +181,18 @@ def test_without_a_plan_and_lse(pool):
         assert max(found) < 1e-6
 
 
+def test_the_fastest_shape():
+    """`auto` chooses a plan by predicted time: here, of tiny tensors, one with fewer calls; results are the same."""
+
+    def both(group: Any, case: Case) -> list[float]:
+        q, k, v = (Layout.zigzag(64, 4).shard(x, group.rank, 1) for x in case[:3])
+        alone = ring_attention(q, k, v, group, causal=True)
+        choices = ({"heads": "auto"}, {"route": "auto"}, {"route": "auto", "heads": "auto", "node_size": 2})
+        return [error(ring_attention(q, k, v, group, causal=True, **choice), alone.double()) for choice in choices]
+
+    assert max(max(found) for found in LocalRing(4).run(both, Case.draw(64, b=2, h=4, g=2))) < 1e-6
+
+
 def _repeat(group, case, plan):
     return [attend_to_shard(group, case, plan, deterministic=True) for _ in range(3)]
 

@@ -88,7 +88,7 @@ def test_plugins_are_loaded_when_a_name_is_unknown(registries, monkeypatch):
             "--cp-ring-kernel 'magic': input should be 'auto', 'transformer_engine', 'cudnn', 'flash',",
         ),
         ({"layout": "diagonal"}, "--cp-ring-layout 'diagonal': input should be 'zigzag', 'contiguous' or 'balanced'"),
-        ({"route": "pigeon"}, "--cp-ring-route 'pigeon': input should be 'direct', 'ring' or 'relay'"),
+        ({"route": "pigeon"}, "--cp-ring-route 'pigeon': input should be 'auto', 'direct', 'ring' or 'relay'"),
         ({"wire_dtype": "int8"}, "--cp-ring-wire-dtype 'int8': input should be 'input', 'float32' or 'bfloat16'"),
     ],
 )

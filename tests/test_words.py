@@ -24,7 +24,11 @@ BATCH_ROWS = {
     "cp_ring/plan/identity.py": r"layout\.rows",
     "cp_ring/plan/rank_plan.py": r"layout\.rows",
     "cp_ring/plan/ring_plan.py": r"layout\.rows",
+    "cp_ring/plan/shapes.py": r"layout\.rows",
     "cp_ring/plan_cache.py": r"layout\.rows|`batch` rows",
+    # Packing makes batch rows.
+    "cp_ring/plan/packing.py": "",
+    "cp_ring/megatron/sft.py": "",
     # The key of the results in the JSON output, which scripts read.
     "cp_ring/cli/bench_accuracy.py": r'"rows": results',
     "cp_ring/cli/bench_attention.py": r'"rows": results',

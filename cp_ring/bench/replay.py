@@ -128,7 +128,7 @@ def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5, names: Sequen
     `names` are the kernels to try; by default all but the reference. Raises `KernelError` where no installed kernel can.
     """
     plan = RingPlan.build(mask, Layout.contiguous(mask.n, 1))
-    device, hop = torch.device(sizes.device), plan.rank_plan(0).hops[0]
+    device, rank_plan = torch.device(sizes.device), plan.rank_plan(0)
     q, k, v, dout = sizes.draw(mask.n)
     found = []
     for name in names or [name for name in REGISTRY if name != "reference"]:
@@ -136,7 +136,7 @@ def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5, names: Sequen
             kernel = choose(name, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e)
         except KernelError:
             continue
-        calls = kernel_calls(hop, kernel.capabilities)
+        calls = kernel_calls(rank_plan.hops[0], kernel.capabilities, rank_plan)
         if len(calls) == 1:
             times = _time_kernel_call(calls[0], kernel, (q, k, v, dout), sizes.d**-0.5, repeats)
             found.append({"kernel": name, **times})

@@ -1,8 +1,8 @@
 """`cp-ring bench wire`: what codecs save where the wire is slow, on a link of a set speed.
 
-Two ranks, each in a network namespace of its own, are joined by a throttled wire. Its speed is such that the messages of forward
-and backward with plain keys take a given multiple of the time that both take on the free wire. Two cases run over it: multi-latent
-attention with the proportions of DeepSeek-V3, scaled down, and plain attention in float32.
+Two ranks, each in a network namespace of its own, are joined by a throttled wire. Its speed is such that the messages of one
+forward and backward with plain keys take a given multiple of the time that both take on the free wire. Two cases run over it:
+multi-latent attention with the proportions of DeepSeek-V3, scaled down, and plain attention in float32.
 """
 
 from __future__ import annotations
@@ -72,8 +72,12 @@ def prepare(group: Any, case: WireCase) -> None:
         leaves = [q, normal(1, size, case.heads, case.key), normal(1, size, case.heads, case.value)]
 
     def one_round(wire: str) -> None:
-        keys = (LatentKeys(leaves[1], leaves[2], leaves[3], case.heads, case.key), None) if case.latent else tuple(leaves[1:])
-        torch.autograd.grad(ring_attention(q, *keys, group, plan=plan, wire=wire), leaves, dout)
+        if case.latent:
+            k, v = LatentKeys(leaves[1], leaves[2], leaves[3], case.heads, case.key), None
+            out = ring_attention(q, k, v, group, plan=plan, wire=wire)
+        else:
+            out = ring_attention(q, leaves[1], leaves[2], group, plan=plan, wire=wire)
+        torch.autograd.grad(out, leaves, dout)
 
     for wire in case.wires:
         _prepared[wire] = lambda wire=wire: one_round(wire)  # type: ignore[misc]

@@ -17,6 +17,7 @@ from cp_ring.cli.bench_replay import bench_replay
 from cp_ring.cli.bench_wire import bench_wire
 from cp_ring.cli.certify import certify_command
 from cp_ring.cli.doctor import doctor_command
+from cp_ring.cli.flags import flags_command
 from cp_ring.cli.patches import patches_command
 from cp_ring.cli.plan import plan_command
 from cp_ring.cli.slurm import preflight_command, status_command, submit_command
@@ -47,6 +48,7 @@ for group in (app, slurm):
     group.command("preflight")(preflight_command)
 app.add_typer(slurm, name="slurm")
 app.command("patches")(patches_command)
+app.command("flags")(flags_command)
 
 
 def _print_versions(wanted: bool) -> None:

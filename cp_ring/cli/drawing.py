@@ -9,6 +9,7 @@ import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.cost import AttentionSizes, Span, cost, timeline
+from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.tiles import Tile
 from cp_ring.plan.verify import Report, tiles_in_stream
 
@@ -32,11 +33,18 @@ MAX_LEGEND = 16
 INK, FAINT = "#22272e", "#8b949e"
 
 
-def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: AttentionSizes | None = None) -> None:
+def draw(
+    plan: RingPlan,
+    path: str,
+    report: Report | None = None,
+    sizes: AttentionSizes | None = None,
+    rates: Rates = RATES,
+    ranks_per_node: int = 1,
+) -> None:
     """Writes the picture to `path`, as PNG, SVG or PDF by its ending.
 
-    `report` is by default the result of `plan.verify`. `sizes` determine the bytes and FLOPs of the predicted timeline. Raises
-    `PlanError` where the ending is another one, or the file cannot be written.
+    `report` is by default the result of `plan.verify`. `sizes`, `rates` and `ranks_per_node` are those of the predicted timeline.
+    Raises `PlanError` where the ending is another one, or the file cannot be written.
     """
     check_ending(path)
     report = report or plan.verify(num_slots=plan.cp)
@@ -44,7 +52,8 @@ def draw(plan: RingPlan, path: str, report: Report | None = None, sizes: Attenti
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _draw_scores(left, plan)
-    _draw_timeline(right, plan, report, sizes or AttentionSizes())
+    spans = timeline(plan, cost(report, sizes or AttentionSizes()), rates, ranks_per_node)
+    _draw_timeline(right, plan, *spans)
     figure.suptitle(
         f"{plan.mask.describe()}; {plan.layout.name} layout, {plan.route} route: {plan.n:,} tokens on {plan.cp} ranks, "
         f"{plan.schedule[-1]} remote hops\n"
@@ -112,9 +121,8 @@ def _outline(tile: Tile) -> list[tuple[int, int]]:
     return left + right[::-1]
 
 
-def _draw_timeline(axes: Axes, plan: RingPlan, report: Report, sizes: AttentionSizes) -> None:
+def _draw_timeline(axes: Axes, plan: RingPlan, compute: list[Span], transfers: list[Span]) -> None:
     """One lane per rank: above, the computation of its hops; below, the keys and values that it receives."""
-    compute, transfers = timeline(plan, cost(report, sizes))
     for spans, offset, height in ((compute, -0.38, 0.5), (transfers, 0.16, 0.2)):
         shapes, colors = [], []
         for span in spans:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,26 +18,17 @@ from cp_ring.bench import samples
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import (
-    AttentionSizes,
-    Cost,
-    Rates,
-    accumulator_bytes,
-    between_nodes,
-    cost,
-    crossing,
-    efficiency,
-    exposed_seconds,
-    kernel_calls,
-    rank_updates,
-)
-from cp_ring.plan.heads import members_of_node, plan_of, split_heads
+from cp_ring.plan.cost import AttentionSizes, Cost, accumulator_bytes, between_nodes, cost, crossing, kernel_calls, rank_updates
+from cp_ring.plan.heads import HeadPlan, members_of_node
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.predict import Prediction, predict
 from cp_ring.plan.ranges import Ints
+from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import NAMES, NETWORK_BYTES_PER_SECOND, NVLINK_BYTES_PER_SECOND, SLOT_SHARDS, group_sizes
+from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
+from cp_ring.plan.shapes import AUTO, Shape, choose, costed, planned, shapes_of
 from cp_ring.plan.verify import Report
 from cp_ring.plan.wires import WIRES, LatentSizes
 
@@ -44,9 +36,10 @@ PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layout
 MAX_RANKS_SHOWN = 32
 EXPOSED_BYTES_PER_SECOND = 5e10  # a network card of 400 Gb/s
 MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
+MAX_RANKS_PREDICTED = 256  # the times of all shapes take about a second for 64 ranks
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
-_MASK, _LAYOUT, _SIZES, _OUTPUT = "Mask", "Layout and route", "Sizes", "Output"
+_MASK, _LAYOUT, _SIZES, _RATES, _OUTPUT = "Mask", "Layout and route", "Sizes", "Rates", "Output"
 _TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS"}
 _MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS"}
 
@@ -91,7 +84,9 @@ def plan_command(
         int | None, typer.Option(help="Chunks per rank of the balanced layout.", rich_help_panel=_LAYOUT)
     ] = None,
     route: Annotated[
-        str, typer.Option(metavar="NAME", help=f"{' or '.join(ROUTES)}.", rich_help_panel=_LAYOUT)
+        str,
+        typer.Option(metavar="NAME", help=f"{', '.join(ROUTES)}, or auto: the fastest one that --slot-shards allows.",
+                     rich_help_panel=_LAYOUT),
     ] = "direct",
     schedule: Annotated[
         str,
@@ -117,8 +112,22 @@ def plan_command(
     ] = "plain",
     ranks_per_node: Annotated[int, typer.Option(help="Neighboring ranks on one node.", rich_help_panel=_SIZES)] = 8,
     head_parallel: Annotated[
-        int, typer.Option(help="Neighboring ranks that exchange tokens for heads; 1 is the ring alone.", rich_help_panel=_LAYOUT)
-    ] = 1,
+        str,
+        typer.Option(metavar="RANKS", help="Neighboring ranks that exchange tokens for heads; 1 is the ring alone, auto the "
+                     "fastest.", rich_help_panel=_LAYOUT),
+    ] = "1",
+    tflops: Annotated[
+        float, typer.Option(help="TFLOP per second of an attention kernel.", rich_help_panel=_RATES)
+    ] = RATES.flops / 1e12,
+    node_bandwidth: Annotated[
+        float, typer.Option(help="GB per second that a rank receives from ranks of its node.", rich_help_panel=_RATES)
+    ] = RATES.inside / 1e9,
+    network_bandwidth: Annotated[
+        float, typer.Option(help="GB per second that a network card receives from other nodes.", rich_help_panel=_RATES)
+    ] = RATES.between / 1e9,
+    ranks_per_card: Annotated[
+        int, typer.Option(help="Neighboring ranks that share a network card.", rich_help_panel=_RATES)
+    ] = RATES.ranks_per_card,
     draw: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Write the picture to a .png, .svg or .pdf file.", rich_help_panel=_OUTPUT),
@@ -130,31 +139,39 @@ def plan_command(
     """Plan the attention of one layer, prove the plan, show its cost, and draw it. Needs no GPU and no process group."""
     if ranks_per_node < 1:
         raise PlanError(f"--ranks-per-node {ranks_per_node}: it must be at least 1")
-    if route not in ROUTES:
-        raise PlanError(f"--route {route!r}: known are {', '.join(ROUTES)}")
+    if route not in (AUTO, *ROUTES):
+        raise PlanError(f"--route {route!r}: known are {', '.join((AUTO, *ROUTES))}")
     if draw:
         from cp_ring.cli.drawing import check_ending
 
         check_ending(draw)
     sizes = _sizes(heads, kv_heads, head_dim, dtype, mla, wire)
-    if sizes.codec.latent and head_parallel > 1:
-        raise PlanError(f"--wire {wire} does not support --head-parallel {head_parallel}: latents have no heads to exchange")
+    rates = _make_rates(tflops, node_bandwidth, network_bandwidth, ranks_per_card)
     with _name_options_if_out_of_memory(seq_length, cp):
         offsets = _document_offsets(seq_length, documents, documents_mean, seed)
         allowed = _make_mask(mask, seq_length, offsets, window, full, prefix)
         chosen = _make_layout(layout, allowed, offsets, cp, chunks_per_rank)
+        node_size, reason = ranks_per_node if cp % ranks_per_node == 0 else 1, None
         with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
-            if route == "relay":
-                slot_shards = max(slot_shards, ranks_per_node)
-            node_size = ranks_per_node if cp % ranks_per_node == 0 else 1
-            whole, build_ms = _timed(lambda: plan_of(allowed, chosen, route, schedule, slot_shards, head_parallel, node_size))
+            count = _parse_heads(head_parallel)
+            if sizes.codec.latent and count != 1:
+                raise PlanError(f"--wire {wire} does not support --head-parallel {count}: latents have no heads to exchange")
+            if isinstance(count, int) and route != AUTO:
+                shape = Shape(route, count, schedule)
+            else:
+                shape, reason = choose([(allowed, 1)], cp, sizes, node_size, route=route, heads=count, schedule=schedule,
+                                       slot_shards=slot_shards, layout=chosen, rates=rates)  # fmt: skip
+            limit = max(slot_shards, ranks_per_node) if shape.route == "relay" else slot_shards
+            whole, build_ms = _timed(lambda: planned(allowed, chosen, shape, limit, node_size, rates))
         report, verify_ms = _timed(lambda: whole.verify(num_slots))
-        shapes = _bytes_between_nodes(allowed, chosen, sizes, ranks_per_node, node_size)
-    plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, _of_rank(sizes, head_parallel))
+        shapes = _shapes(allowed, chosen, sizes, ranks_per_node, node_size, rates, slot_shards)
+    plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, sizes.of_rank(whole.heads))
     costs = cost(report, own_sizes, num_slots)
-    facts = summary(plan, report, costs, members_of_node(ranks_per_node, head_parallel)) | speed(plan, costs, own_sizes)
-    facts |= {"wire": wire, "predicted_exposed_seconds": _exposed(report, own_sizes, num_slots)}
-    facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": head_parallel, "bytes_between_nodes": shapes}
+    facts = summary(plan, report, costs, members_of_node(ranks_per_node, shape.heads)) | speed(whole, report, sizes, rates)
+    facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": shape.heads, "chosen": reason}
+    facts |= {"bytes_between_nodes": {found["name"]: found["bytes_between_nodes"] for found in shapes}}
+    facts |= {"predicted": _predicted(whole, report, sizes, rates, ranks_per_node), "shapes": shapes}
+    facts |= {"wire": wire, "predicted_exposed_seconds": _exposed(whole, report, sizes, ranks_per_node)}
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -162,7 +179,7 @@ def plan_command(
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
-        draw_plan(plan, draw, report, own_sizes)
+        draw_plan(plan, draw, report, own_sizes, rates, members_of_node(ranks_per_node, shape.heads))
         typer.echo(f"wrote {draw}", err=as_json)
 
 
@@ -181,35 +198,68 @@ def _sizes(heads: int, kv_heads: int, head_dim: int, dtype: str, mla: str | None
     return AttentionSizes(heads, heads, latent.nope + latent.rope, latent.value, dtype=dtype, wire=wire, latent=latent)
 
 
-def _exposed(report: Report, sizes: AttentionSizes, num_slots: int) -> dict[str, dict[str, float]]:
-    """Predicted seconds that the rank which waits longest waits at 50 GB/s: of the codec, and of keys that travel as they are."""
-    found = {}
+def _exposed(
+    plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, ranks_per_node: int
+) -> dict[str, dict[str, float]] | None:
+    """Predicted seconds that the slowest rank waits at 50 GB/s: of the codec, and of keys that travel as they are."""
+    if plan.cp > MAX_RANKS_PREDICTED:
+        return None
+    rates, found = Rates(inside=EXPOSED_BYTES_PER_SECOND, between=EXPOSED_BYTES_PER_SECOND), {}
     for wire in dict.fromkeys(("plain", sizes.wire)):
-        costs = cost(report, replace(sizes, wire=wire), num_slots)
-        forward, both = exposed_seconds(costs, Rates(link=EXPOSED_BYTES_PER_SECOND))
-        found[wire] = {"forward": forward, "both": both}
+        made = predict(plan, report, replace(sizes, wire=wire), rates, ranks_per_node)
+        found[wire] = {"forward": made.exposed_forward, "both": made.exposed_both}
     return found
 
 
-def _of_rank(sizes: AttentionSizes, heads: int) -> AttentionSizes:
-    """The sizes of a rank that computes one in `heads` of the query heads."""
-    return replace(sizes, heads=sizes.heads // heads, kv_heads=split_heads(sizes.heads, sizes.kv_heads, heads).kv_heads_of_rank)
+def _make_rates(tflops: float, node_bandwidth: float, network_bandwidth: float, ranks_per_card: int) -> Rates:
+    given = {"--tflops": tflops, "--node-bandwidth": node_bandwidth, "--network-bandwidth": network_bandwidth,
+             "--ranks-per-card": ranks_per_card}  # fmt: skip
+    for option, value in given.items():
+        if not 0 < value < math.inf:
+            raise PlanError(f"{option} {value:g}: it must be a number above 0")
+    return Rates(1e12 * tflops, 1e9 * node_bandwidth, 1e9 * network_bandwidth, ranks_per_card)
 
 
-def _bytes_between_nodes(
-    mask: Mask, layout: Layout, sizes: AttentionSizes, ranks_per_node: int, node_size: int
-) -> dict[str, int]:  # fmt: skip
-    """Bytes of one forward pass from nodes to other nodes, by route, and by ranks that exchange heads on the route direct."""
-    shapes = {route: (route, 1) for route in ROUTES}
-    for heads in range(2, min(layout.cp, sizes.heads, ranks_per_node) + 1):
-        if layout.cp % heads == 0 and sizes.heads % heads == 0:
-            shapes[f"heads {heads}"] = ("direct", heads)
-    found = {}
-    for name, (route, heads) in shapes.items():
-        used = replace(sizes, wire="plain") if heads > 1 and sizes.codec.latent else sizes
-        moved = crossing(plan_of(mask, layout, route, heads=heads, node_size=node_size), used, ranks_per_node)
-        found[name] = moved.keys + moved.exchange
+def _parse_heads(text: str) -> int | str:
+    if text != AUTO and not (text.isdecimal() and int(text)):
+        raise PlanError(f"--head-parallel {text!r}: it must be a whole number above 0, or auto")
+    return text if text == AUTO else int(text)
+
+
+def _shapes(
+    mask: Mask, layout: Layout, sizes: AttentionSizes, ranks_per_node: int, node_size: int, rates: Rates, slot_shards: int
+) -> list[dict[str, Any]]:
+    """What each shape costs in one layer. Times are None for more than `MAX_RANKS_PREDICTED` ranks."""
+    found = []
+    several = layout.cp > 1 and layout.cp <= MAX_RANKS_PREDICTED
+    schedules = [Shape("direct", 1, name) for name in NAMES if name != AUTO] if several else []
+    for shape in [*shapes_of(layout.cp, sizes, node_size), *schedules]:
+        limit = slot_shards if shape.schedule == AUTO and shape.route != "relay" else None
+        plan = planned(mask, layout, shape, limit, node_size, rates)
+        if layout.cp > MAX_RANKS_PREDICTED:
+            moved = crossing(plan, sizes, ranks_per_node)
+            found.append({"name": shape.name, **shape._asdict(), "bytes_between_nodes": moved.keys + moved.exchange})
+            continue
+        made = costed(plan, plan.verify(layout.cp), shape, sizes, ranks_per_node, rates)
+        of_plan = {"schedule": shape.schedule, "hops": list(made.schedule), "bytes_between_nodes": made.bytes_between_nodes}
+        of_plan |= {"buffer_bytes": made.buffer_bytes, "slot_shards": made.slot_shards}
+        found.append({"name": shape.name, **shape._asdict()} | of_plan | _seconds(made.prediction))
     return found
+
+
+def _seconds(prediction: Prediction) -> dict[str, Any]:
+    """The times of a prediction, in seconds, as JSON has them."""
+    times = {name: value for name, value in prediction._asdict().items() if not name.startswith("bytes")}
+    named = {name if name.startswith("efficiency") else f"{name}_s": value for name, value in times.items()}
+    return named | {"bytes_per_card": prediction.bytes_per_card}
+
+
+def _predicted(
+    plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, rates: Rates, ranks_per_node: int
+) -> dict[str, Any] | None:
+    if plan.cp > MAX_RANKS_PREDICTED:
+        return None
+    return _seconds(predict(plan, report, sizes, rates, ranks_per_node))
 
 
 def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) -> dict[str, Any]:
@@ -240,19 +290,21 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
     }
 
 
-def speed(plan: RingPlan, costs: Cost, sizes: AttentionSizes) -> dict[str, Any]:
+def speed(plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, rates: Rates) -> dict[str, Any]:
     """Bytes that merges, sums, casts and zero fills of each rank read and write, in forward and backward, and predicted speeds.
 
-    Speeds are those of the slowest rank on an H100, relative to one kernel call. None for more than `MAX_RANKS_COSTED` ranks.
+    Speeds are those of the slowest rank, relative to one kernel call, where all ranks share a node and where each has a node
+    of its own. None for more than `MAX_RANKS_COSTED` ranks.
     """
     if plan.cp > MAX_RANKS_COSTED:
         return {"accumulator_bytes_per_rank": None, "predicted_efficiency": None}
-    updates = [rank_updates(plan.rank_plan(rank)) for rank in range(plan.cp)]
+    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
+    updates = {rank: rank_updates(ring.rank_plan(rank)) for rank in range(ring.cp)}
     predicted = {}
-    for name, link in (("nvlink", NVLINK_BYTES_PER_SECOND), ("network", NETWORK_BYTES_PER_SECOND)):
-        forward, both = efficiency(plan, costs, sizes, updates, Rates(link=link))
-        predicted[name] = {"forward": forward, "both": both}
-    moved = [sum(accumulator_bytes(of_rank, sizes)) for of_rank in updates]
+    for name, ranks_per_node in (("nvlink", plan.cp), ("network", 1)):
+        found = predict(plan, report, sizes, rates, ranks_per_node, updates)
+        predicted[name] = {"forward": found.efficiency_forward, "both": found.efficiency_both}
+    moved = [sum(accumulator_bytes(of_rank, sizes.of_rank(heads))) for of_rank in updates.values()]
     return {"accumulator_bytes_per_rank": moved, "predicted_efficiency": predicted}
 
 
@@ -352,19 +404,38 @@ def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console.print(
         f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward"
     )
-    shapes = Table("route, or ranks that exchange heads", "MiB between nodes, forward")
-    for name, size in facts["bytes_between_nodes"].items():
-        shapes.add_row(name, f"{size / 2**20:,.1f}")
-    console.print(shapes)
-    waits = [
-        f"{wire} {1e3 * x['forward']:,.2f}, {1e3 * x['both']:,.2f}" for wire, x in facts["predicted_exposed_seconds"].items()
-    ]
-    console.print(f"predicted wait for messages at 50 GB/s, ms, forward and with backward: {'; '.join(waits)}")
-    if facts["predicted_efficiency"]:
-        speeds = facts["predicted_efficiency"].items()
-        shown = [f"{x['forward']:.2f} forward, {x['both']:.2f} with backward over {name}" for name, x in speeds]
-        console.print(f"predicted speed on H100, relative to one kernel call: {'; '.join(shown)}")
+    if facts["chosen"]:
+        console.print(f"chosen: {facts['chosen']}")
+    _print_shapes(console, facts)
+    if facts["predicted_exposed_seconds"]:
+        waits = facts["predicted_exposed_seconds"].items()
+        shown = [f"{wire} {1e3 * x['forward']:,.2f}, {1e3 * x['both']:,.2f}" for wire, x in waits]
+        console.print(f"predicted wait for messages at 50 GB/s, ms, forward and with backward: {'; '.join(shown)}")
     buffers = Table("buffer, on the rank that needs most of it", "MiB")
     for name, size in facts["memory"].items():
         buffers.add_row(name, f"{size / 2**20:,.1f}")
     console.print(buffers)
+
+
+def _print_shapes(console: Console, facts: dict[str, Any]) -> None:
+    timed = facts["predicted"] is not None
+    columns = ("GiB a card", "ms", "with backward", "waits", "of one call") if timed else ()
+    table = Table(title="one layer; bytes of forward, predicted times")
+    table.add_column("shape", no_wrap=True)
+    for name in ("GiB between nodes", *columns):
+        table.add_column(name, justify="right")
+    for shape in facts["shapes"]:
+        cells = [shape["name"], f"{shape['bytes_between_nodes'] / 2**30:,.2f}"]
+        if timed:
+            cells += [f"{shape['bytes_per_card'] / 2**30:,.2f}"]
+            cells += [f"{1e3 * shape[name]:,.2f}" for name in ("forward_s", "both_s", "exposed_both_s")]
+            cells += [f"{shape['efficiency_both']:.2f}"]
+        table.add_row(*cells)
+    console.print(table)
+    if timed:
+        own = facts["predicted"]
+        console.print(
+            f"this plan: {1e3 * own['forward_s']:.3g} ms forward, {1e3 * own['both_s']:.3g} ms with backward, of which it waits "
+            f"{1e3 * own['exposed_both_s']:.3g} ms; {own['efficiency_forward']:.2f} and {own['efficiency_both']:.2f} of the "
+            "speed of one kernel call"
+        )

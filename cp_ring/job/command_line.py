@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.job.config import JobConfig
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from cp_ring.job.corpus import Corpus
 
 ENTRY = "cp_ring.pretrain_gpt"
+PACKED_DATA = ("sft", "dataloader_inter_document_masking")  # which ask for data sets of packed documents
 OWN_DATA = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
 
 
@@ -80,13 +82,17 @@ def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> tuple[
     """
     from cp_ring.megatron import argument_parser
 
-    config = job.cp_ring.model_copy(update={"cpu": device == "cpu", "run_dir": str(run_dir(job).absolute())})
+    packed = [key for key in PACKED_DATA if job.megatron.get(key)]
+    if packed and not job.cp_ring.enabled:
+        raise ConfigError(f"megatron.{packed[0]} needs cp_ring.enabled (--cp-ring), which masks documents")
+    changes = {"cpu": device == "cpu", "run_dir": str(run_dir(job).absolute())}
+    config = job.cp_ring.model_copy(update=changes | ({"document_mask": True} if packed else {}))
     parser = argument_parser.build_parser()
     megatron = argument_parser.to_flags(parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel")
     megatron += argument_parser.to_flags(parser, _defaults(job, corpus) | job.megatron, "megatron")
     megatron += config.to_args()
     args = argument_parser.check(parser, megatron)
-    _run_rank_checks(args, job, megatron)
+    _run_rank_checks(args, job, config, megatron)
     return megatron, args
 
 
@@ -107,7 +113,7 @@ def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: s
         print(f"cp_ring: warning: {error}", file=sys.stderr)
 
 
-def _run_rank_checks(args: argparse.Namespace, job: JobConfig, line: list[str]) -> None:
+def _run_rank_checks(args: argparse.Namespace, job: JobConfig, config: ContextParallelConfig, line: list[str]) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
     from cp_ring.megatron import comm_types, validate
 
@@ -120,7 +126,7 @@ def _run_rank_checks(args: argparse.Namespace, job: JobConfig, line: list[str]) 
     validate.check_norms(args)
     if job.cp_ring.enabled:
         validate.check_attention(args)
-        validate.check_documents(args, job.cp_ring)
+        validate.check_documents(args, config)
         job.cp_ring.check_schedule(job.parallel.context_parallel_size)
         comm_types.check(args, job.cp_ring)
     elif job.cp_ring.document_mask:

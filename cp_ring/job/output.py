@@ -218,7 +218,9 @@ def _step_line(line: str, steps: int | None) -> tuple[int, str]:
     """The step number and the text for the console, from a line of steps.jsonl."""
     values = json.loads(line)
     step, rate, memory = values.pop("step"), values.pop("tokens per second"), values.pop("memory")
+    waited = values.pop(progress.WAITED, 0)
     del values["time"]
     losses = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
     total = "" if steps is None else f"/{steps}"
-    return step, f"step {step}{total} | {losses} | {rate:,.0f} tokens/s | {memory / 2**30:.2f} GiB per rank"
+    tail = f" | waited {waited * 1e3:.1f} ms for plans" if waited else ""
+    return step, f"step {step}{total} | {losses} | {rate:,.0f} tokens/s | {memory / 2**30:.2f} GiB per rank{tail}"

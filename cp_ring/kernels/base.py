@@ -100,6 +100,9 @@ class AttentionKernel(Protocol):
 class Packing:
     """Many tiles in one call: tile i has queries cu_q[i] to cu_q[i + 1] and keys cu_k[i] to cu_k[i + 1]; no tile is empty.
 
+    With `capabilities.block`, the last tiles may be empty, and tensors may have tokens after those of the last tile. Their
+    results are not read. max_q and max_k may then exceed the largest tile.
+
     cu_q, cu_k: int32 [tiles + 1] on the tensors' device. max_q, max_k: queries and keys of the largest tile.
     left, right: the window, aligned bottom right, the same for all tiles: in a tile of q queries and k keys, query i sees key j
     where -left <= (j - k) - (i - q) <= right; -1 leaves a side unbounded. Without `capabilities.bands` it is (-1, -1), or

@@ -17,8 +17,10 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cp_ring.kernels import sizes
 from cp_ring.kernels.base import OPEN, AttentionKernel, Capabilities, Packing, VarlenKernel
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.lower import REVERSED, Lowered, lower
@@ -107,7 +109,7 @@ def work_of(rank_plan: RankPlan, capabilities: Capabilities, device: torch.devic
 
 def _make_work(rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool) -> Work:
     hops = tuple(rank_plan.backward if backward else rank_plan.hops)
-    calls = {hop: kernel_calls(hop, capabilities) for hop in hops}
+    calls = {hop: kernel_calls(hop, capabilities, rank_plan) for hop in hops}
     queries = query_updates(([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens)
     keys: dict[int, tuple[Update, ...]] = {}
     if backward:
@@ -126,23 +128,26 @@ def _segments(updates: Sequence[Update]) -> tuple[Segments, ...]:
     return tuple(Segments(update.segments, update.whole) for update in updates)
 
 
-def kernel_calls(hop: Hop, capabilities: Capabilities) -> tuple[KernelCall, ...]:
-    """A hop's kernel calls."""
-    return tuple(_make_calls(lower(hop.tiles, capabilities), hop.grad_shift, capabilities.varlen))
+def kernel_calls(hop: Hop, capabilities: Capabilities, rank_plan: RankPlan | None = None) -> tuple[KernelCall, ...]:
+    """A hop's kernel calls. `rank_plan`, the plan of the hop, is needed for kernels with `capabilities.block`."""
+    lowered = lower(hop.tiles, capabilities)
+    shard, packed = (rank_plan.num_tokens, rank_plan.packed) if rank_plan and capabilities.block else (0, False)
+    filled = lowered.tiles.uneven(capabilities.block) | packed if shard else np.zeros(len(lowered.tiles), bool)
+    return tuple(_make_calls(lowered, hop.grad_shift, capabilities.varlen, filled.tolist(), shard))
 
 
-def _make_calls(lowered: Lowered, grad_shift: Ints, varlen: bool) -> Iterator[KernelCall]:
-    """A group of one tile is a single call, a group of several tiles a packed call.
+def _make_calls(lowered: Lowered, grad_shift: Ints, varlen: bool, filled: list[bool], shard: int) -> Iterator[KernelCall]:
+    """A group of one tile is a single call, a group of several tiles a packed call. So is a tile that is to be `filled`.
 
-    Only kernels with `capabilities.varlen` get packed calls.
+    Only kernels with `capabilities.varlen` get packed calls. With `shard`, the number of the rank's tokens, they have few sizes.
     """
     tiles, reverse, shift = list(lowered.tiles), lowered.reverse.tolist(), grad_shift[lowered.parent].tolist()
     groups = _groups(tiles, lowered) if varlen else [[i] for i in range(len(tiles))]
     for group in groups:
-        if len(group) == 1:
+        if len(group) == 1 and not filled[group[0]]:
             yield _single(tiles[group[0]], shift[group[0]], reverse[group[0]])
         else:
-            yield _packed([tiles[i] for i in group], [shift[i] for i in group], reverse[group[0]])
+            yield _packed([tiles[i] for i in group], [shift[i] for i in group], reverse[group[0]], shard)
 
 
 def _groups(tiles: list[Tile], lowered: Lowered) -> list[list[int]]:
@@ -224,16 +229,41 @@ class _Single:
         return x.flip(1) if self.reverse else x
 
 
-def _packed(tiles: list[Tile], shift: list[int], reverse: bool) -> _Packed:
+def _packed(tiles: list[Tile], shift: list[int], reverse: bool, shard: int) -> _Packed:
     q, k = [(t.q0, t.q1) for t in tiles], [(t.k0, t.k1) for t in tiles]
     grads = [(t.k0 + s, t.k1 + s) for t, s in zip(tiles, shift, strict=True)]
     left, right = (-1, 0) if reverse else _window(tiles[0])
     queries, keys = Partial.of(q, reverse=reverse), Partial.of(grads, reverse=reverse)
-    return _Packed(_Tokens.of(q, reverse), _Tokens.of(k, reverse), left, right, _ends(q), _ends(k), queries, keys)
+    of_q, of_k = sizes.sizes_of(_count(q), _count(k), shard) if shard else (0, 0)
+    return _Packed(_Side.of(q, reverse, of_q), _Side.of(k, reverse, of_k), left, right, queries, keys)
 
 
-def _ends(spans: list[tuple[int, int]]) -> Ints:
-    return np.cumsum([0, *(end - start for start, end in spans)])
+def _count(spans: list[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in spans)
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """The queries of a packed call, or its keys.
+
+    tokens: those of the buffer, in the order of the call. ends: where each tile ends, int32 [tiles + 1]. longest: tokens of the
+    longest tile, or more. count: tokens of all tiles, after which the call may have tokens of no tile.
+    """
+
+    tokens: _Tokens
+    ends: NDArray[np.int32]
+    longest: int
+    count: int
+
+    @classmethod
+    def of(cls, spans: list[tuple[int, int]], reverse: bool, size: int) -> _Side:
+        """The tokens of `spans`. With a size, they are filled up to its class (`cp_ring.kernels.sizes`)."""
+        lengths = [end - start for start, end in spans]
+        ends = np.cumsum([0, *lengths], dtype=np.int32)
+        if not size:
+            return cls(_Tokens.of(spans, reverse), ends, max(lengths), int(ends[-1]))
+        ends = np.pad(ends, (0, sizes.tiles_of(len(spans)) - len(spans)), mode="edge")
+        return cls(_Tokens.of(spans, reverse, sizes.tokens_of(size)), ends, size, int(ends[-1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,11 +275,13 @@ class _Tokens:
     _tensors: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, spans: list[tuple[int, int]], reverse: bool) -> _Tokens:
-        if not reverse and all(a[1] == b[0] for a, b in pairwise(spans)):
+    def of(cls, spans: list[tuple[int, int]], reverse: bool, filled: int = 0) -> _Tokens:
+        """The tokens of `spans`; token 0 is repeated after them until there are at least `filled`."""
+        missing = filled - _count(spans)
+        if not reverse and missing <= 0 and all(a[1] == b[0] for a, b in pairwise(spans)):
             return cls(slice(spans[0][0], spans[-1][1]), None)
         parts = [np.arange(start, end)[:: -1 if reverse else 1] for start, end in spans]
-        return cls(slice(0, 0), np.concatenate(parts))
+        return cls(slice(0, 0), np.concatenate([*parts, np.zeros(max(missing, 0), np.int64)]))
 
     def prepare(self, device: torch.device) -> None:
         if self.index is not None and device not in self._tensors:
@@ -270,40 +302,38 @@ class _Tokens:
 class _Packed:
     """Many tiles with one window in one call. Batch rows become heads: [t, b, h, d] is one stream of b * h heads."""
 
-    q: _Tokens
-    k: _Tokens
+    q: _Side
+    k: _Side
     left: int
     right: int
-    ends_q: Ints
-    ends_k: Ints
     queries: Partial
     keys: Partial
     _packings: dict[torch.device, Packing] = field(default_factory=dict, repr=False)
 
     def prepare(self, device: torch.device) -> None:
-        for tokens in (self.q, self.k):
-            tokens.prepare(device)
+        for side in (self.q, self.k):
+            side.tokens.prepare(device)
         if device not in self._packings:
-            cu_q, cu_k = (_copied(ends.astype(np.int32), device) for ends in (self.ends_q, self.ends_k))
-            max_q, max_k = (int(np.diff(ends).max()) for ends in (self.ends_q, self.ends_k))
-            self._packings[device] = Packing(cu_q, cu_k, max_q, max_k, self.left, self.right)
+            cu_q, cu_k = (_copied(side.ends, device) for side in (self.q, self.k))
+            self._packings[device] = Packing(cu_q, cu_k, self.q.longest, self.k.longest, self.left, self.right)
 
     def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        heads = q.shape[1:3]
-        q, k, v = (part.take(x).flatten(1, 2) for part, x in ((self.q, q), (self.k, k), (self.k, v)))
+        heads, count = q.shape[1:3], self.q.count
+        q, k, v = (side.tokens.take(x).flatten(1, 2) for side, x in ((self.q, q), (self.k, k), (self.k, v)))
         out, lse = cast(VarlenKernel, kernel).forward_varlen(q, k, v, self._packing(q.device), scale)
-        return out.unflatten(1, heads), lse.unflatten(0, heads)
+        return out[:count].unflatten(1, heads), lse[:, :count].unflatten(0, heads)
 
     def gradients(
         self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        b = q.shape[1]
-        dout, q, out = (self.q.take(x).flatten(1, 2) for x in (dout, q, out))
-        k, v = (self.k.take(x).flatten(1, 2) for x in (k, v))
-        lse_part = lse.of(self.q.span) if self.q.index is None else self.q.take(lse.whole, 2)
+        b, mine = q.shape[1], self.q.tokens
+        dout, q, out = (mine.take(x).flatten(1, 2) for x in (dout, q, out))
+        k, v = (self.k.tokens.take(x).flatten(1, 2) for x in (k, v))
+        lse_part = lse.of(mine.span) if mine.index is None else mine.take(lse.whole, 2)
         packing = self._packing(q.device)
         grads = cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse_part.flatten(0, 1), packing, scale)
-        dq, dk, dv = (x.unflatten(1, (b, -1)) for x in grads)
+        counts = self.q.count, self.k.count, self.k.count
+        dq, dk, dv = (x[:count].unflatten(1, (b, -1)) for x, count in zip(grads, counts, strict=True))
         return dq, dk, dv
 
     def _packing(self, device: torch.device) -> Packing:

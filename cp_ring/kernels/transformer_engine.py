@@ -26,7 +26,7 @@ from cp_ring.plan.lower import Capabilities
 
 _BLOCK = 128
 """Tiles whose sizes are not multiples of this go to the function for packed tiles, as a packing of one tile. cuDNN builds a
-plan for every size of a dense call, which takes long. This is independent of kernels/calls.py, which packs several tiles."""
+plan for every size of a dense call, which takes long. kernels/calls.py packs such tiles already, in calls of few sizes."""
 
 _CUDNN_THD = 91800
 """On Hopper, gradients of packed tiles can be NaN in older versions of cuDNN
@@ -143,7 +143,7 @@ class TransformerEngineKernel:
     """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has float32."""
 
     name = "transformer_engine"
-    capabilities = Capabilities(varlen=True, deterministic=True)
+    capabilities = Capabilities(varlen=True, block=_BLOCK, deterministic=True)
     devices: tuple[str, ...] = ("cuda",)
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class TransformerEngineKernel:
         if self._padded_lse:
             tile, position = packing.places
             padded = stats.new_zeros((call.batch, stats.shape[1], call.queries, 1))
-            padded[tile, :, position] = stats
+            padded[tile, :, position] = stats[: len(tile)]
             stats = padded
         return self._gradients(call, dout, q, k, v, out, stats, packing.cu_q, packing.cu_k, scale)
 

@@ -20,6 +20,16 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+_listed = False
+
+
+def list_own_flags() -> str:
+    """The help of cp_ring's own flags, which the help of parsers made from now on leaves out."""
+    global _listed
+    _listed = True
+    return ContextParallelConfig.help()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the installed Megatron with cp_ring's flags. Importing Megatron takes several seconds.
 
@@ -39,8 +49,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds cp_ring's flags to a parser that has Megatron's, as the first group of its help, and repairs that help."""
-    ContextParallelConfig.add_arguments(parser)
+    """Adds cp_ring's flags to a parser that has Megatron's, as the first group of its help, and repairs that help.
+
+    The help does not list them again after `list_own_flags`.
+    """
+    ContextParallelConfig.add_arguments(parser, hidden=_listed)
     parser._action_groups.insert(0, parser._action_groups.pop())
     for action in parser._actions:
         if action.help:  # some of Megatron's have a bare %, which argparse reads as the start of a format

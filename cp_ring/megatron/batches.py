@@ -1,4 +1,4 @@
-"""Splits a microbatch that carries a mask over the context-parallel ranks: for scripts that build their own batches."""
+"""Splits a microbatch over the context-parallel ranks, its mask too: for programs that build their own batches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.documents import DocumentParams
-from cp_ring.megatron.masks import KEY, DeclaredMask, read
+from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
+from cp_ring.megatron.masks import KEY, DeclaredMask, MicrobatchMask, read
+from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current
 
 
@@ -19,11 +20,13 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
 
     Args:
         batch: tensors [b, n] of whole batch rows by name, and under `cp_ring_mask` a `Mask` of n tokens, what `Mask.to_dict`
-            returns, or a list of b of these; without it the mask is causal. What is not a tensor [b, n] is left as it is.
+            returns, or a list of b of these; without it the mask is causal, or that of the documents with
+            --cp-ring-document-mask, which begin where `position_ids` are 0. What is not a tensor [b, n] is left as it is.
         cp_group: the context-parallel process group, by default Megatron's.
 
     Returns:
-        The tensors [b, n / cp], and `packed_seq_params`: hand it to the model, which gives it to every layer. `position_ids` are
+        The tensors [b, n / cp], and `packed_seq_params`: hand it to the model, which gives it to every layer; it is None for
+        causal batch rows without documents. `position_ids` are
         those of the mask where it has positions of its own, so that a response continues from its prompt.
 
     Raises:
@@ -37,23 +40,49 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
             f"the tensors of a batch must be [b, n] of one size, not {', '.join(map(str, sorted(sizes))) or 'none'}"
         )
     ((count, n),) = sizes
-    declared = declare(batch.get(KEY), count, n, group.size())
     rest = {name: value for name, value in batch.items() if name not in whole and name != KEY}
-    whole = with_positions(whole, declared)
-    parts = {name: declared.shard(value, group.rank()) for name, value in whole.items()}
-    return rest | parts | {"packed_seq_params": DocumentParams.carry(declared)}
+    if KEY not in batch and not current().kinds and not current().document_mask:
+        _check_length(n, group.size())
+        return rest | on_this_cp_rank(whole, group.rank(), group.size()) | {"packed_seq_params": None}
+    if current().document_mask:
+        carried: MicrobatchMask = _documents(whole, n, group.size())
+    else:
+        carried = declared = declare(batch.get(KEY), count, n, group.size())
+        whole = with_positions(whole, declared)
+    parts = {name: carried.shard(value, group.rank()) for name, value in whole.items()}
+    return rest | parts | {"packed_seq_params": DocumentParams.carry(carried)}
+
+
+def _documents(whole: dict[str, torch.Tensor], n: int, cp: int) -> Documents:
+    """The documents of batch rows of `n` tokens, which begin where position ids do."""
+    if "position_ids" not in whole:
+        raise ConfigError("--cp-ring-document-mask: the batch has no position_ids, which begin at 0 in each document")
+    _check_length(n, cp)
+    ids = whole["position_ids"]
+    return Documents.in_rows(boundaries(ids.cpu()), len(ids), current().layout, cp)
+
+
+def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
+    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds with the current layout."""
+    if cp == 1:
+        return batch
+    return {name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1) for name, tensor in batch.items()}
 
 
 def declare(given: Any, batch: int, n: int, cp: int) -> DeclaredMask:
     """The mask of a microbatch from its entry `cp_ring_mask`, split by the layout in force."""
+    _check_length(n, cp)
+    if given is not None and not current().kinds:
+        raise ConfigError(f"the batch carries {KEY}, of which the job knows nothing: give --cp-ring-mask-kinds")
+    return DeclaredMask.of_rows(read(given, batch, n, current().kinds), current().layout, cp)
+
+
+def _check_length(n: int, cp: int) -> None:
     if n % (2 * cp if current().layout == "zigzag" else cp) and cp > 1:
         raise ConfigError(
             f"batch rows of {n} tokens cannot be split over {cp} context-parallel ranks, {current().layout}: pad them, and give "
             "the constructor of the mask n="
         )
-    if given is not None and not current().kinds:
-        raise ConfigError(f"the batch carries {KEY}, of which the job knows nothing: give --cp-ring-mask-kinds")
-    return DeclaredMask.of_rows(read(given, batch, n, current().kinds), current().layout, cp)
 
 
 def with_positions(whole: dict[str, torch.Tensor], declared: DeclaredMask) -> dict[str, torch.Tensor]:

@@ -48,19 +48,21 @@ def ring_shape(
     Raises `ConfigError` with a line that names the flag.
     """
     kind = _known(kind)
+    if "auto" in (settings.route, settings.heads):
+        raise ConfigError("--cp-ring-route auto and --cp-ring-heads auto need the flags of a job: give a route and a number")
     if cp == 1:
         return RingShape("auto", None, 1, 1)
     node = settings.node_size or node_size(group or (), ranks_per_node() if group else None)
     if kind == "all_gather" and settings.route == "relay":
         raise ConfigError("--cp-comm-type all_gather and --cp-ring-route relay exclude one another: drop one")
-    if kind != "p2p" and settings.heads > 1:
+    if kind != "p2p" and settings.heads != 1:
         both = f"--cp-comm-type {kind} and --cp-ring-heads {settings.heads}"
         raise ConfigError(f"{both} both say which ranks exchange heads: drop one")
     if kind == "all_gather":
         if settings.schedule not in ("auto", "gather"):
             raise ConfigError(f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {settings.schedule}: drop one")
         return RingShape("gather", None, 1, node)
-    heads = {"p2p": settings.heads, "a2a": cp}[kind] if kind != "a2a+p2p" else _first_level(cp, sizes)
+    heads = {"p2p": int(settings.heads), "a2a": cp}[kind] if kind != "a2a+p2p" else _first_level(cp, sizes)
     if cp % heads:
         raise ConfigError(f"--cp-ring-heads {heads} does not divide --context-parallel-size {cp}: change either")
     return RingShape(settings.schedule if heads < cp else "auto", settings.slot_shards, heads, node)
@@ -93,12 +95,22 @@ def check(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     if sizes and prod(sizes) != cp:
         shown = " ".join(map(str, sizes))
         raise ConfigError(f"{SIZES} {shown} multiply to {prod(sizes)}, not to --context-parallel-size {cp}: change either")
+    config = _without_auto(config, types_by_layer(args))
     kinds, layers = types_by_layer(args), getattr(args, "num_layers", None)
     if len(kinds) > 1 and layers is not None and len(kinds) != layers and cp > 1:
         raise ConfigError(f"--cp-comm-type has {len(kinds)} entries for --num-layers {layers}: give one, or one for each layer")
     for kind, shape in shapes(args, config):
         check_heads(kind, shape, getattr(args, "num_attention_heads", None), args.tensor_model_parallel_size)
         _check_schedule(config, shape, cp)
+
+
+def _without_auto(config: ContextParallelConfig, kinds: Sequence[str]) -> ContextParallelConfig:
+    """The settings as they are checked before a shape is chosen: any choice of its own passes where these do."""
+    if config.heads == "auto" and any(kind != "p2p" for kind in kinds):
+        kind = next(kind for kind in kinds if kind != "p2p")
+        raise ConfigError(f"--cp-comm-type {kind} and --cp-ring-heads auto both say which ranks exchange heads: drop one")
+    simple = {"route": "direct"} if config.route == "auto" else {}
+    return config.model_copy(update=simple | ({"heads": 1} if config.heads == "auto" else {}))
 
 
 def check_heads(kind: str | None, shape: RingShape, heads: int | None, tp: int) -> None:

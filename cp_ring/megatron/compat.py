@@ -25,20 +25,28 @@ SUPPORTED = ">=0.16.1,<0.20"
 """The supported versions of megatron-core, as a PEP 440 specifier."""
 
 
-def check_version() -> str:
-    """The installed megatron-core version; raises `ConfigError` if it is outside `SUPPORTED`."""
+def check_version(core_alone: bool = False) -> str:
+    """The installed megatron-core version; raises `ConfigError` if it is outside `SUPPORTED`.
+
+    With `core_alone` it need not have megatron.training of the same version.
+    """
     version = megatron_version()
     install = f"pip install 'megatron-core[training]{SUPPORTED}'"
     if version is None:
         raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, which is not installed: {install}")
     if not _within(version, SUPPORTED):
         raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: {install}")
-    if _home("megatron.training") != _home("megatron.core"):  # a namespace package: its parts can be in two places
+    if not core_alone and not has_training_loop():  # a namespace package: its parts can be in two places
         raise ConfigError(
             f"megatron-core {version} is installed without its megatron.training: use 0.17 or later, or put a checkout of "
             "Megatron-LM of this version first on PYTHONPATH"
         )
     return version
+
+
+def has_training_loop() -> bool:
+    """Whether there is a megatron.training beside megatron.core; that of another installation does not count."""
+    return _home("megatron.training") == _home("megatron.core")
 
 
 def megatron_version() -> str | None:
@@ -57,7 +65,10 @@ def _read_version(path: str) -> str:
 
 
 def _home(package: str) -> Path | None:
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # there is no megatron at all
+        return None
     return Path(spec.origin).parent.parent if spec and spec.origin else None
 
 

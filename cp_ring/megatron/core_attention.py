@@ -16,6 +16,7 @@ from torch.distributed import get_process_group_ranks
 from cp_ring.attention import AnyPlan, attend
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.megatron import compat
+from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.comm_types import check_heads, ring_shape
 from cp_ring.megatron.documents import documents_of
@@ -168,7 +169,7 @@ class RingDotProductAttention(MegatronModule):
                 **shape._asdict(),
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return documents.prepare(rank, used.route, self.window, mask == "causal", *shape).result()
+        return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""

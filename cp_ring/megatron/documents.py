@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
-from cp_ring.megatron.settings import layer_windows
+from cp_ring.megatron.settings import LayerWindows, current, layer_windows
 from cp_ring.plan.heads import HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -67,7 +67,8 @@ class Documents(MicrobatchMask):
         """The documents of Megatron's `PackedSeqParams` with qkv_format thd. Each of `cp` ranks holds `tokens` tokens.
 
         Each document is split over the ranks separately (per-document zigzag). With `whole_row`, all documents together are split
-        as one sequence. Raises `ConfigError` if the parameters contradict each other or the tensors, and for cross attention.
+        as one sequence, by zigzag or the balanced layout. Raises `ConfigError` if the parameters contradict each other or the
+        tensors, and for cross attention.
         """
         if packed.qkv_format != "thd":
             raise ConfigError(f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring supports thd")
@@ -90,7 +91,7 @@ class Documents(MicrobatchMask):
                 f"{tokens} tokens each, {tokens * cp} together"
             )
         _check_longest(packed, room)
-        return _of_offsets(real.tobytes(), padded.tobytes(), cp, whole_row)
+        return _of_offsets(real.tobytes(), padded.tobytes(), cp, whole_row, current().layout, layer_windows())
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
         """Tokens see only their own document, within `window` as in `Mask.documents`; padding sees nothing."""
@@ -179,14 +180,32 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_offsets(real: bytes, padded: bytes, cp: int, whole_row: bool) -> Documents:
+def _of_offsets(real: bytes, padded: bytes, cp: int, whole_row: bool, name: str, windows: LayerWindows) -> Documents:
     """The documents of checked int64 offsets. Microbatches in flight are far fewer than what is kept."""
     starts, offsets = (np.frombuffer(x, np.int64) for x in (padded, real))
-    length, n = np.diff(offsets), int(starts[-1])
-    whole = Layout.zigzag if cp > 1 else Layout.contiguous
-    layout = whole(n, cp) if whole_row or cp == 1 else Layout.per_document_zigzag(starts, cp)
+    length = np.diff(offsets)
+    together = whole_row or cp == 1
+    layout = _whole_row_layout(padded, cp, name, windows) if together else Layout.per_document_zigzag(starts, cp)
     keep = length > 0
     return Documents(starts[:-1][keep], (starts[:-1] + length)[keep], layout)
+
+
+def packed_layout(offsets: Ints, cp: int) -> Layout:
+    """The layout of packed documents that are split all together, by zigzag or the balanced layout.
+
+    offsets: int64 [documents + 1].
+    """
+    return _whole_row_layout(np.ascontiguousarray(offsets, np.int64).tobytes(), cp, current().layout, layer_windows())
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows) -> Layout:
+    edges = np.unique(np.frombuffer(offsets, np.int64))
+    if cp == 1:
+        return Layout.contiguous(int(edges[-1]), 1)
+    if name == "balanced":
+        return Layout.balanced([(Mask.documents(edges, window=window), count) for window, count in windows], cp)
+    return Layout.zigzag(int(edges[-1]), cp)
 
 
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

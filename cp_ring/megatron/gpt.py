@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -22,32 +24,29 @@ from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.batches import declare, with_positions
+from cp_ring.megatron.ahead import begin, following, wait_for
+from cp_ring.megatron.batches import declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.comm_types import shapes
 from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.masks import KEY, MicrobatchMask, decode, encode, read
-from cp_ring.megatron.plans import make_layout
-from cp_ring.megatron.settings import current
+from cp_ring.megatron.settings import current, layer_windows
+from cp_ring.plan.ranges import Ints
 
 Microbatch = dict[str, Any]
 """Tensors of a microbatch by name, and `packed_seq_params`."""
 
 _INTEGERS = ("tokens", "labels", "position_ids")
 _FLOATS = ("loss_mask",)
-
-
-def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
-    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds with the current layout."""
-    if cp == 1:
-        return batch
-    return {name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1) for name, tensor in batch.items()}
+_NEXT = "next_cu_seqlens"
+_NONE = np.zeros(1, np.int64)
 
 
 def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Microbatch:
     """The next microbatch, tensors [b, n] on this rank's device. Tensor-parallel rank 0 reads it and sends it to the others.
 
     With --cp-ring-document-mask it also holds `cu_seqlens`, int64 [documents + 1] on the CPU: the offsets of the documents in the
-    stream of all its batch rows. With --cp-ring-mask-kinds it holds `cp_ring_mask`, the `Mask` of each batch row.
+    stream of all its batch rows; and `next_cu_seqlens`, those of the next microbatch, [0] if they are not known. With
+    --cp-ring-mask-kinds it holds `cp_ring_mask`, the `Mask` of each batch row.
     """
     return _read_and_broadcast(data_iterator, _INTEGERS, _FLOATS)
 
@@ -59,12 +58,15 @@ def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: t
         flags = {"cu_seqlens": ("--cp-ring-document-mask", "document boundaries"), KEY: ("--cp-ring-mask-kinds", "masks")}
         raise ConfigError(f"{flags[extra][0]}: this pipeline stage has no data set, from which {flags[extra][1]} come")
     here: Any = None
+    after: torch.Tensor | None = None
     alone = parallel_state.get_tensor_model_parallel_world_size() == 1
     if data_iterator is not None:
         given = next(data_iterator)
         data = {name: given[name].to(torch.int64) for name in integers} | {name: given[name].to(torch.float32) for name in floats}
         if extra == "cu_seqlens":
             here = data[extra] = torch.from_numpy(boundaries(given["position_ids"]))
+            coming = following(data_iterator)
+            after = data[_NEXT] = torch.from_numpy(_NONE if coming is None else boundaries(coming["position_ids"]))
         elif extra:
             batch, n = given["tokens"].shape
             here = read(given.get(KEY), batch, n, current().kinds)
@@ -75,12 +77,14 @@ def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: t
     if alone:
         moved: Microbatch = {name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)}
     else:
-        moved = tensor_parallel.broadcast_data([*integers, *([extra] if extra else [])], data, torch.int64)
+        more = {"": [], "cu_seqlens": ["cu_seqlens", _NEXT], KEY: [KEY]}[extra]
+        moved = tensor_parallel.broadcast_data([*integers, *more], data, torch.int64)
         if floats:
             moved |= tensor_parallel.broadcast_data(list(floats), data, torch.float32)
     if extra and here is None:  # other tensor-parallel ranks than 0 copy it from their device
         here = moved[extra].cpu() if extra == "cu_seqlens" else decode(moved[extra])
-    return moved | ({extra: here} if extra else {})
+        after = moved[_NEXT].cpu() if extra == "cu_seqlens" else None
+    return moved | ({extra: here} if extra else {}) | ({_NEXT: after} if after is not None else {})
 
 
 def _needed_by_every_stage() -> str:
@@ -109,11 +113,14 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
     given = batch.pop(extra)
     if extra == "cu_seqlens":
-        carried: MicrobatchMask = _make_documents(given, rank, cp)
+        coming = batch.pop(_NEXT).numpy()
+        carried: MicrobatchMask = wait_for(_begin_documents(given.numpy(), rank, cp))
+        if len(coming) > 1:
+            _begin_documents(coming, rank, cp)
     else:
         declared = declare(given, len(given), given[0].n, cp)
         batch, carried = with_positions(batch, declared), declared
-        _begin_plan(carried, rank)
+        _plan_maker(rank)(carried)
     parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()} | _mrope_positions(batch)
     return nothing | parts | {"packed_seq_params": DocumentParams.carry(carried)}
 
@@ -128,20 +135,29 @@ def _mrope_positions(batch: Microbatch) -> Microbatch:
     return {"position_ids": batch["position_ids"].expand(3, -1, -1)}
 
 
-def _make_documents(cu_seqlens: torch.Tensor, rank: int, cp: int) -> Documents:
-    """The documents of the microbatch. Starts to make the plan for layers without a window, on another thread."""
-    edges = cu_seqlens.numpy()
-    documents = Documents.in_rows(edges, int(edges[-1]) // get_args().seq_length, current().layout, cp)
-    _begin_plan(documents, rank)
-    return documents
+def _begin_documents(cu_seqlens: Ints, rank: int, cp: int) -> Future[Documents]:
+    """Starts to make the documents of a microbatch, their layout and their plan on another thread, once for equal offsets."""
+    layout, batch, prepare = current().layout, int(cu_seqlens[-1]) // get_args().seq_length, _plan_maker(rank)
+
+    def make() -> Documents:
+        documents = Documents.in_rows(cu_seqlens, batch, layout, cp)
+        prepare(documents)
+        return documents
+
+    return begin((cu_seqlens.tobytes(), batch, layout, layer_windows(), rank, cp), make)
 
 
-def _begin_plan(carried: MicrobatchMask, rank: int) -> None:
-    """Starts to make the plan for layers without a window, on another thread."""
-    if getattr(get_args(), "window_size", None) is None:
-        settings = current()
-        group = get_process_group_ranks(parallel_state.get_context_parallel_group())
-        carried.prepare(rank, settings.route, (-1, -1), True, *shapes(get_args(), settings, group)[0][1])
+def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
+    """A function that starts to make the plans of a mask, for the windows of all layers, on another thread."""
+    settings = current()
+    group = get_process_group_ranks(parallel_state.get_context_parallel_group())
+    shape, windows = shapes(get_args(), settings, group)[0][1], layer_windows()
+
+    def prepare(carried: MicrobatchMask) -> None:
+        for window, _ in windows:
+            carried.prepare(rank, settings.route, window, True, *shape)
+
+    return prepare
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -198,6 +214,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "path_to_cache": args.data_cache_path,
         "tokenizer": compat.tokenizer(args),
         "create_attention_mask": False,
+        "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
         "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
         "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
     }
@@ -220,10 +237,18 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     return GPTDatasetConfig(**compat.known_fields(GPTDatasetConfig, wanted))
 
 
+def _kind_of_dataset(args: argparse.Namespace) -> type:
+    if getattr(args, "sft", False):
+        from cp_ring.megatron.sft import PackedConversations
+
+        return PackedConversations
+    return MockGPTDataset if args.mock_data else GPTDataset
+
+
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
-    """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data."""
+    """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data; conversations with --sft."""
     args = get_args()
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = _kind_of_dataset(args)
 
     def built_here() -> bool:
         wanted = _needed_by_every_stage() or _first_or_last_stage(vp_stage)

@@ -11,7 +11,7 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.ahead import worker
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import layer_windows
 from cp_ring.plan.heads import HeadRankPlan, plan_of, rank_plan_of
@@ -86,7 +87,7 @@ class MicrobatchMask(ABC):
         key = (rank, route, window, causal, schedule, slot_shards, heads, node_size)
         if key not in self._plans:
             mask, how = self.mask(window, causal), (route, schedule, slot_shards, heads, node_size)
-            self._plans[key] = _worker().submit(_make_plan, mask, self.layout, rank, how, (self.kind(), window, causal))
+            self._plans[key] = worker().submit(_make_plan, mask, self.layout, rank, how, (self.kind(), window, causal))
         return self._plans[key]
 
     def places(self, rank: int) -> torch.Tensor:
@@ -204,11 +205,6 @@ def _mask(given: Any) -> Mask:
 def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
     left, right = window[0], -1 if causal else window[1]
     return mask if left < 0 and right < 0 else mask & (left, right)
-
-
-@functools.cache
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
 
 
 def _make_plan(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from cp_ring.config import ContextParallelConfig
 
 INTER_DOCUMENT = "--dataloader-inter-document-masking"  # flags of Megatron on which patches and entries depend
+SFT = "--sft"
 PER_TOKEN_LOSS = "--calculate-per-token-loss"
 
 LayerWindows = tuple[tuple[tuple[int, int], int], ...]

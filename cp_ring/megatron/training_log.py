@@ -15,7 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cp_ring.megatron.ahead import take_waited
 from cp_ring.observe import progress
+
+LONG_WAIT_S = 1e-3
+"""A step that waits longer for the plans of its microbatches says so, in seconds."""
 
 
 class TolerantWriter:
@@ -77,11 +81,14 @@ class StepLine:
         done = self.samples if self.samples is not None else args.consumed_train_samples - args.global_batch_size
         seconds = self.get_timers()("interval-time").active_time()
         rate = (args.consumed_train_samples - done) * args.seq_length / max(seconds - self.seconds, 1e-9)
+        steps = max(1, (args.consumed_train_samples - done) // args.global_batch_size)
+        memory, waited = worst_of_ranks(peak_memory(), take_waited() * 1e6 / steps)
         self.samples, self.seconds = args.consumed_train_samples, seconds
-        self._report(step, loss_dict, rate, peak_memory())
+        self._report(step, loss_dict, rate, memory, waited / 1e6)
         return result
 
-    def _report(self, step: int, losses: dict[str, torch.Tensor], rate: float, memory: int) -> None:
+    def _report(self, step: int, losses: dict[str, torch.Tensor], rate: float, memory: int, waited: float) -> None:
+        extra = {progress.WAITED: round(waited, 6)} if waited > LONG_WAIT_S else {}
         writer = self.get_writer()
         if writer:
             with progress.warning_once("TensorBoard's log"):  # also where the patch `tensorboard` is not in force
@@ -90,18 +97,23 @@ class StepLine:
         if dist.get_rank() == dist.get_world_size() - 1:  # the last pipeline stage is where the loss is
             folder = getattr(self.get_args(), "cp_ring_run_dir", "")
             if folder:
-                values = {name: float(value) for name, value in losses.items()}
+                values = {name: float(value) for name, value in losses.items()} | extra
                 with progress.warning_once(progress.STEPS):
                     progress.append(folder, step, {**values, "tokens per second": round(rate, 1), "memory": memory})
 
 
 def peak_memory() -> int:
-    """The largest memory of any rank, in bytes: what CUDA's allocator reserved or, without CUDA, what was resident."""
-    cuda = torch.cuda.is_available()
-    held = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    largest = torch.tensor(held, dtype=torch.int64, device="cuda" if cuda else "cpu")
+    """The memory of this rank, in bytes: what CUDA's allocator reserved or, without CUDA, what was resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def worst_of_ranks(*values: float) -> list[int]:
+    """The largest of each value over all ranks, in whole numbers. A collective of all ranks."""
+    largest = torch.tensor([int(x) for x in values], dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)
+    return [int(x) for x in largest.tolist()]
 
 
 def finish(folder: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, compat, implementations
+from cp_ring.megatron import comm_types, compat, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure, current
@@ -106,11 +106,27 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
         config = ContextParallelConfig.from_args(args)
         if config.enabled:
             note(implementations.line(args))
+            config = settle_shape(args, config)
             note_gather(args, config)
             note_recompute(args, config)
             args.cp_ring_wire = choose_wire(args, config)
             configure(current().model_copy(update={"wire": args.cp_ring_wire}))
     return args
+
+
+def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+    """Puts the fastest route and number of heads in force where the flags ask for `auto`, and says why."""
+    if "auto" not in (config.route, config.heads):
+        return config
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    group = [place * tp for place in range(cp)]  # each context-parallel group has this pattern
+    sizes = shape_choice.attention_sizes(vars(args), tp)
+    windows = windows_of(args) or (((-1, -1), 1),)
+    settled, reason = shape_choice.settle(config, vars(args), cp, sizes, group, windows=windows)
+    args.cp_ring_route, args.cp_ring_heads = settled.route, settled.heads
+    configure(settled)
+    note(reason)
+    return settled
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -289,21 +305,23 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
         raise ConfigError(
             "--cp-ring-mask-kinds and --dataloader-inter-document-masking both say which tokens see which: give only one"
         )
-    if config.document_mask:
+    inter_document = getattr(args, "dataloader_inter_document_masking", False)
+    if inter_document and getattr(args, "sft", False):
+        raise ConfigError("--sft and --dataloader-inter-document-masking name two kinds of data sets: give only one")
+    if config.document_mask and getattr(args, "sft", False) and getattr(args, "mock_data", False):
+        raise ConfigError("--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data")
+    if config.document_mask and not inter_document and not getattr(args, "sft", False):
         # Megatron's data set then starts position ids at 0 after each end-of-document token, and masks that token's loss.
         args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
     elif args.reset_attention_mask:
         raise ConfigError("--reset-attention-mask makes masks of s x s tokens: give --cp-ring-document-mask instead")
-    if getattr(args, "dataloader_inter_document_masking", False):
-        if config.document_mask:
-            raise ConfigError(
-                "--dataloader-inter-document-masking and --cp-ring-document-mask both mask documents: give only the latter"
-            )
-        if args.context_parallel_size > 1 and args.apply_rope_fusion:
-            raise ConfigError(
-                "--dataloader-inter-document-masking splits documents in a way that the fused rotary embedding does not support: "
-                "give --no-rope-fusion, or --cp-ring-document-mask instead"
-            )
+    together = inter_document or (getattr(args, "sft", False) and config.layout == "balanced")
+    if together and not config.document_mask and args.context_parallel_size > 1 and args.apply_rope_fusion:
+        flag = "--dataloader-inter-document-masking" if inter_document else "--sft with --cp-ring-layout balanced"
+        raise ConfigError(
+            f"{flag} splits documents in a way that the fused rotary embedding does not support: "
+            "give --no-rope-fusion, or --cp-ring-document-mask instead"
+        )
 
 
 def check_loss_chunk(args: argparse.Namespace, config: ContextParallelConfig) -> None:
@@ -403,9 +421,10 @@ def check_norms(args: argparse.Namespace) -> None:
 def check_data(args: argparse.Namespace) -> None:
     """Checks that every data set that --data-path and similar flags name exists and is not empty."""
     flags = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    check = _check_conversations if getattr(args, "sft", False) else _check_prefix
     for name in flags:
         for prefix in _prefixes(getattr(args, name, None) or []):
-            _check_prefix(prefix, "--" + name.replace("_", "-"))
+            check(prefix, "--" + name.replace("_", "-"))
 
 
 def _prefixes(words: Sequence[str]) -> list[str]:
@@ -420,6 +439,15 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _check_conversations(path: str, flag: str) -> None:
+    if "://" in path or Path(path).is_dir():
+        return  # what Megatron's own data set may read
+    if not Path(path).is_file():
+        raise ConfigError(f"{flag} {path}: does not exist")
+    if not Path(path).stat().st_size:
+        raise ConfigError(f"{flag} {path}: is empty")
 
 
 def _check_prefix(prefix: str, flag: str) -> None:

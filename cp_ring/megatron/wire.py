@@ -11,8 +11,9 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
-from cp_ring.plan.cost import AttentionSizes, Rates, attention_seconds, cost
-from cp_ring.plan.schedule import NETWORK_BYTES_PER_SECOND, NVLINK_BYTES_PER_SECOND
+from cp_ring.plan.cost import AttentionSizes
+from cp_ring.plan.predict import predict
+from cp_ring.plan.rates import RATES
 from cp_ring.plan.wires import WIRES, LatentSizes
 
 _DTYPES = {2: "bf16", 4: "fp32"}
@@ -80,10 +81,10 @@ def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
 
 
 def _latent_pays(args: argparse.Namespace, config: ContextParallelConfig) -> bool:
-    """Whether attention of one causal sequence takes less time with latents, in the model of `cp_ring.plan.cost`."""
+    """Whether attention of one causal sequence takes less time with latents, in the model of `cp_ring.plan.predict`."""
     cp = args.context_parallel_size
-    here = config.node_size >= cp or (not config.node_size and (ranks_per_node() or 0) >= cp * args.tensor_model_parallel_size)
-    report = make_plan("causal", args.seq_length, cp, "zigzag", "direct").verify()
-    rates = Rates(link=NVLINK_BYTES_PER_SECOND if here else NETWORK_BYTES_PER_SECOND)
-    latent, plain = (attention_seconds(cost(report, sizes_of(args, wire)), rates) for wire in ("latent", "plain"))
+    node = config.node_size or max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
+    plan = make_plan("causal", args.seq_length, cp, "zigzag", "direct")
+    report = plan.verify()
+    latent, plain = (predict(plan, report, sizes_of(args, wire), RATES, node).both for wire in ("latent", "plain"))
     return latent < plain

@@ -15,6 +15,8 @@ from typing import Any
 
 STEPS = "steps.jsonl"
 DONE = "DONE"
+WAITED = "waited for plans"
+"""Entry of a step: seconds that the slowest rank waited for the plans of its microbatches, where that is above 1 ms."""
 
 _warned: set[str] = set()
 

@@ -25,8 +25,12 @@ GOOD_BALANCE = 1.05
 
 CHUNKS_PER_RANK = (2, 4, 8, 16, 32)
 
-PAIRS, ROUNDS, MAX_CHUNKS = 1 << 13, 64, 1024
-"""Search limits of the swaps that reduce traffic: pairs per round (roughly), rounds, and chunks of a layout."""
+PAIRS, ROUNDS, MAX_CHUNKS, WORTH_A_ROUND = 1 << 11, 64, 1024, 1e-5
+"""Search limits of the swaps that reduce traffic: pairs per round (roughly), rounds, chunks of a layout, and, for each chunk, the
+share of the traffic between ranks that a round must save for another one to follow: rounds cost more with more chunks."""
+
+FINE = 8
+"""Chunks per rank for which work is measured at once. Coarser chunks are unions of them, so their work is a sum."""
 
 
 Layers = Sequence[tuple[Mask, int]]
@@ -52,36 +56,66 @@ class Split(NamedTuple):
     cp: int
 
 
-def balanced_split(layers: Layers, cp: int, chunks_per_rank: int | None, others: Sequence[Chunks], first_limit: float) -> Chunks:
+def balanced_split(layers: Layers, cp: int, chunks_per_rank: int | None, others: Sequence[Chunks]) -> Chunks:
     """The split of `Layout.balanced`, or one of `others` if that is as balanced and moves fewer keys.
 
-    The search for balance stops at a maximum over mean work of `first_limit` or `GOOD_BALANCE`, the smaller of the two.
-    Raises `PlanError` if there are fewer tokens than chunks.
+    `others` are even splits into chunks for the same ranks. The search for balance stops at a maximum over mean work of
+    `GOOD_BALANCE` or what the first of `others` reaches, the smaller of the two. Raises `PlanError` if there are fewer tokens
+    than chunks.
     """
     if chunks_per_rank is not None and chunks_per_rank < 1:
         raise PlanError(f"chunks_per_rank {chunks_per_rank} must be at least 1")
     n, chunks = _tokens(layers), cp * (chunks_per_rank or 1)
     if n < chunks:
         raise PlanError(f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {n} tokens")
+    work = _EvenWork(layers, cp)
     if chunks_per_rank is not None:
-        return _reduce_traffic(layers, _equalize_work(layers, cp, chunks_per_rank, GOOD_BALANCE), GOOD_BALANCE)
-    limit = min(GOOD_BALANCE, first_limit)
-    measured: list[tuple[float, Chunks]] = [(balance(layers, other), other) for other in others]
+        return _reduce_traffic(layers, _equalize_work(work, chunks_per_rank, GOOD_BALANCE), work, GOOD_BALANCE)
+    measured: list[tuple[float, Chunks]] = [(work.balance(other), other) for other in others]
+    limit = min([GOOD_BALANCE, *(reached for reached, _ in measured[:1])])
     for count in [count for count in CHUNKS_PER_RANK if count * cp <= n] or [1]:
-        split = _equalize_work(layers, cp, count, limit)
-        measured.append((balance(layers, split), split))
+        split = _equalize_work(work, count, limit)
+        measured.append((work.balance(split), split))
         if measured[-1][0] <= limit:
             break
     limit = max(limit, min(reached for reached, _ in measured))
     good = [split for reached, split in measured if reached <= limit]
-    good = [_reduce_traffic(layers, split, limit) if isinstance(split, Split) else split for split in good]
-    return min(good, key=lambda split: tokens_moved(layers, split))
+    good = [_reduce_traffic(layers, split, work, limit) if isinstance(split, Split) else split for split in good]
+    return good[0] if len(good) == 1 else min(good, key=lambda split: tokens_moved(layers, split))
+
+
+class _EvenWork:
+    """The work of each chunk of even splits into a multiple of `cp` chunks, measured once for many of them."""
+
+    def __init__(self, layers: Layers, cp: int):
+        self.cp, self.n, self._layers = cp, _tokens(layers), layers
+        self._known: dict[int, Ints] = {}
+
+    def edges(self, per_rank: int) -> Ints:
+        return np.arange(self.cp * per_rank + 1) * self.n // (self.cp * per_rank)
+
+    def of(self, per_rank: int) -> Ints:
+        """Allowed pairs of the queries of each chunk, int64 [cp * per_rank]."""
+        if per_rank not in self._known:
+            fine = FINE if FINE % per_rank == 0 and self.cp * FINE <= self.n else per_rank
+            if fine not in self._known:
+                self._known[fine] = chunk_work(self._layers, self.edges(fine))
+            self._known[per_rank] = self._known[fine].reshape(-1, fine // per_rank).sum(1)
+        return self._known[per_rank]
+
+    def balance(self, split: Chunks) -> float:
+        """Maximum work of a rank over the mean."""
+        return _balance(self.of(len(split.owner) // self.cp), split)
 
 
 def balance(layers: Layers, layout: Chunks) -> float:
     """Maximum work of a rank over the mean."""
-    work = np.bincount(layout.owner, chunk_work(layers, layout.edges), layout.cp)
-    return float(work.max() / work.mean()) if work.any() else 1.0
+    return _balance(chunk_work(layers, layout.edges), layout)
+
+
+def _balance(work: Ints, layout: Chunks) -> float:
+    load = np.bincount(layout.owner, work, layout.cp)
+    return float(load.max() / load.mean()) if load.any() else 1.0
 
 
 def tokens_moved(layers: Layers, layout: Chunks) -> int:
@@ -129,10 +163,10 @@ def _by_size(size: Ints) -> tuple[Ints, Ints]:
     return np.flatnonzero(size > size.min()), np.flatnonzero(size == size.min())
 
 
-def _equalize_work(layers: Layers, cp: int, per_rank: int, limit: float) -> Split:
+def _equalize_work(even: _EvenWork, per_rank: int, limit: float) -> Split:
     """Longest first, then swaps of equally large chunks between the busiest rank and others, until `limit` is reached."""
-    edges = np.arange(cp * per_rank + 1) * _tokens(layers) // (cp * per_rank)
-    size, work = np.diff(edges), chunk_work(layers, edges)
+    edges, work, cp = even.edges(per_rank), even.of(per_rank), even.cp
+    size = np.diff(edges)
     owner = _longest_first(work, size, cp)
     load = np.bincount(owner, work, cp).astype(np.int64)
     for _ in range(2 * len(work)):
@@ -152,85 +186,111 @@ def _equalize_work(layers: Layers, cp: int, per_rank: int, limit: float) -> Spli
     return Split(edges, owner, cp)
 
 
-def _reduce_traffic(layers: Layers, split: Split, limit: float) -> Split:
+def _reduce_traffic(layers: Layers, split: Split, even: _EvenWork, limit: float) -> Split:
     """The split after swaps of equally large chunks that reduce traffic. No rank exceeds `limit` or the present maximum."""
+    per_rank = len(split.owner) // split.cp
     if split.cp == 1 or len(split.owner) > MAX_CHUNKS:
         return split
-    size, work = np.diff(split.edges), chunk_work(layers, split.edges)
-    swaps = _Swaps(split, work, _traffic(layers, split.edges))
-    ceiling = max(limit * swaps.load.mean(), swaps.load.max())
+    swaps = _Swaps(split, even.of(per_rank), *_traffic(layers, split.edges), limit)
     for _ in range(ROUNDS):
         a, b, gain = swaps.candidates()
-        more = work[b] - work[a]
-        light = (swaps.load[swaps.owner[a]] + more <= ceiling) & (swaps.load[swaps.owner[b]] - more <= ceiling)
-        good = np.flatnonzero(light & (size[a] == size[b]) & (gain > 0))
-        if not len(good):
-            break
         # Swaps between different pairs of ranks do not change each other's gain, so a round makes the best of them together.
+        best = np.argsort(-gain, kind="stable")[: 8 * split.cp]
         used: set[int] = set()
-        for pair in good[np.argsort(-gain[good], kind="stable")[: 8 * split.cp]].tolist():
-            ranks = {int(swaps.owner[a[pair]]), int(swaps.owner[b[pair]])}
-            if not used & ranks:
-                used |= ranks
-                swaps.make(int(a[pair]), int(b[pair]), int(more[pair]))
+        chosen = []
+        for pair, one, other in zip(best.tolist(), swaps.owner[a[best]].tolist(), swaps.owner[b[best]].tolist(), strict=True):
+            if one not in used and other not in used:
+                used |= {one, other}
+                chosen.append(pair)
+        if not chosen:
+            break
+        swaps.make(a[chosen], b[chosen])
+        saved = int(gain[chosen].sum())
+        swaps.between -= saved
+        if saved < WORTH_A_ROUND * len(swaps.owner) * swaps.between:
+            break
     return Split(split.edges, swaps.owner, split.cp)
 
 
 class _Swaps:
     """Owners of chunks while chunks are swapped, and the traffic between chunks and ranks.
 
-    traffic: int64 [chunks, chunks], see `_traffic`. `_with_rank` int64 [chunks, cp] is the traffic of each chunk with all
-    chunks of each rank.
+    `pairs` and `amount` are the traffic, see `_traffic`. `_of_rank` int64 [cp, chunks] is the traffic of each chunk with all
+    chunks of each rank, `between` the traffic between chunks of different ranks, each counted once. No rank gets more work than
+    `limit` times the mean, or than the present maximum.
     """
 
-    def __init__(self, split: Split, work: Ints, traffic: Ints):
-        self.owner = split.owner.copy()
-        self.load = np.bincount(split.owner, work, split.cp).astype(np.int64)
-        self._traffic = traffic
-        self._with_rank = np.stack([self._traffic[:, self.owner == rank].sum(1) for rank in range(split.cp)], axis=1)
-        self._per_rank = len(self.owner) // split.cp
-        self._ranks = int(np.clip(PAIRS // (len(self.owner) * self._per_rank), 1, split.cp - 1)) if split.cp > 1 else 0
+    def __init__(self, split: Split, work: Ints, pairs: tuple[Ints, Ints], amount: Ints, limit: float):
+        self.owner, self._work, self._size = split.owner.copy(), work, np.diff(split.edges)
+        chunks, cp = len(work), split.cp
+        self._load = np.bincount(split.owner, work, cp).astype(np.int64)
+        self._ceiling = max(limit * self._load.mean(), self._load.max())
+        (a, b), same = pairs, split.owner[pairs[0]] == split.owner[pairs[1]]
+        self.between = int(amount[~same].sum()) // 2
+        self._traffic = np.zeros((chunks, chunks), np.int64)
+        self._traffic[a, b] = amount
+        self._of_rank = np.bincount(split.owner[a] * chunks + b, amount, cp * chunks).astype(np.int64).reshape(cp, chunks)
+        self._per_rank = chunks // cp
+        self._uneven = bool(np.ptp(self._size))
 
     def candidates(self) -> tuple[Ints, Ints, Ints]:
-        """Possible swaps (chunk, other chunk, gain): of each chunk with all chunks of the ranks with most traffic to it.
+        """Swaps (chunk, other chunk, gain) that save traffic: of each chunk with one of each rank with more traffic to it.
 
-        The gain is the traffic between ranks that the swap saves.
+        The gain is the traffic between ranks that the swap saves. Of two chunks that gain together, one gains by itself.
         """
-        chunks, owner = np.arange(len(self.owner)), self.owner
-        gain = self._with_rank - self._with_rank[chunks, owner][:, None]
-        gain[chunks, owner] = -1 << 60
-        targets = np.argpartition(-gain, self._ranks - 1, axis=1)[:, : self._ranks]
-        members = np.argsort(owner, kind="stable").reshape(-1, self._per_rank)
-        b = members[targets].reshape(-1)
-        a = np.repeat(chunks, self._ranks * self._per_rank)
-        return a, b, gain[a, owner[b]] + gain[b, owner[a]] - 2 * self._traffic[a, b]
+        owner, chunks = self.owner, len(self.owner)
+        gain = self._of_rank - self._of_rank[owner, np.arange(chunks)]
+        found = np.flatnonzero(gain > 0)
+        most = PAIRS // self._per_rank
+        if len(found) > most:
+            found = np.sort(found[np.argpartition(-gain.reshape(-1)[found], most)[:most]])
+        rank, a = np.divmod(found, chunks)
+        b = np.argsort(owner, kind="stable").reshape(-1, self._per_rank)[rank]
+        one, a_ = owner[a][:, None], a[:, None]
+        saved = gain[rank, a][:, None] + gain[one, b] - 2 * self._traffic[a_, b]
+        more = self._work[b] - self._work[a_]
+        fits = (self._load[one] + more <= self._ceiling) & (self._load[rank][:, None] - more <= self._ceiling)
+        if self._uneven:
+            fits &= self._size[b] == self._size[a_]
+        saved *= fits
+        best = np.arange(len(a)), saved.argmax(1)
+        saved, b = saved[best], b[best]
+        good = np.flatnonzero(saved > 0)
+        return a[good], b[good], saved[good]
 
-    def make(self, a: int, b: int, more: int) -> None:
-        """Swaps chunks `a` and `b`, after which the rank of `a` has `more` work than before."""
+    def make(self, a: Ints, b: Ints) -> None:
+        """Swaps each chunk of `a` with that of `b`. Their owners are all different."""
         one, other = self.owner[a], self.owner[b]
-        change = self._traffic[:, b] - self._traffic[:, a]
-        self._with_rank[:, one] += change
-        self._with_rank[:, other] -= change
-        self.load[one] += more
-        self.load[other] -= more
+        change, more = self._traffic[b] - self._traffic[a], self._work[b] - self._work[a]
+        self._of_rank[one] += change
+        self._of_rank[other] -= change
+        self._load[one] += more
+        self._load[other] -= more
         self.owner[a], self.owner[b] = other, one
 
 
-def _traffic(layers: Layers, edges: Ints) -> Ints:
-    """Keys that two chunks read of each other, symmetric int64 [chunks, chunks], in 1/64 tokens.
+def _traffic(layers: Layers, edges: Ints) -> tuple[tuple[Ints, Ints], Ints]:
+    """Keys that two chunks read of each other, in 1/64 tokens: (the chunks of each pair, twice, in both orders; their traffic).
 
     A rank fetches a chunk once, however many of its chunks read it. So the tokens of a chunk count for less the more
     chunks read it.
     """
     chunks = len(edges) - 1
-    total = np.zeros((chunks, chunks), np.int64)
+    found, amounts = [], []
     for mask, count in layers:
         tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, edges)
-        group, start, end = union(query_chunk * chunks + key_chunk, tiles.k0, tiles.k1)
-        reads = np.bincount(group, end - start, chunks * chunks).astype(np.int64).reshape(chunks, chunks)
-        np.fill_diagonal(reads, 0)
-        total += count * (reads * 64 // np.maximum((reads > 0).sum(0), 1))
-    return total + total.T
+        away = np.flatnonzero(query_chunk != key_chunk)
+        group, start, end = union(query_chunk[away] * chunks + key_chunk[away], tiles.k0[away], tiles.k1[away])
+        group, which = np.unique(group, return_inverse=True)
+        reads = np.bincount(which, end - start, len(group)).astype(np.int64)
+        reader, read = np.divmod(group, chunks)
+        amount = count * (reads * 64 // np.bincount(read, minlength=chunks)[read])
+        found += [group, read * chunks + reader]
+        amounts += [amount, amount]
+    pairs, which = np.unique(np.concatenate(found), return_inverse=True)
+    total = np.bincount(which, np.concatenate(amounts), len(pairs)).astype(np.int64)
+    a, b = np.divmod(pairs, chunks)
+    return (a, b), total
 
 
 def _tokens(layers: Layers) -> int:

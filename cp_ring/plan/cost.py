@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +15,8 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
+from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.plan.schedule import FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND, SECONDS_PER_CALL
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan
 from cp_ring.plan.updates import MAX_PARTS, Partial, Update, gradient_updates, query_updates
 from cp_ring.plan.verify import Report
@@ -65,13 +65,12 @@ class AttentionSizes:
     @property
     def wire_key_bytes(self) -> int:
         """Bytes of a token's keys and values as they travel, in all batch rows."""
-        value = self.value_dim or self.head_dim
-        return self.batch * self.codec.key_bytes(self.kv_heads, self.head_dim + value, self.element, self.latent)
+        return self.on_wire()[0]
 
     @property
     def wire_gradient_width(self) -> int:
         """Elements of a token's gradients as they travel, in all batch rows."""
-        return self.batch * self.codec.elements(self.kv_heads, self.head_dim + (self.value_dim or self.head_dim), self.latent)
+        return self.on_wire()[1] // self.wire_element
 
     @property
     def element(self) -> int:
@@ -98,6 +97,21 @@ class AttentionSizes:
         """Elements of a token's keys and values, in all batch rows."""
         return self.batch * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
+    def on_wire(self, kv_heads: int | None = None) -> tuple[int, int]:
+        """Bytes of a token in the ring, of all key/value heads or of so many: (keys and values, their gradients)."""
+        heads, size = self.kv_heads if kv_heads is None else kv_heads, self.head_dim + (self.value_dim or self.head_dim)
+        keys = self.codec.key_bytes(heads, size, self.element, self.latent)
+        return self.batch * keys, self.batch * self.codec.elements(heads, size, self.latent) * self.wire_element
+
+    def exchanging(self, heads: int) -> AttentionSizes:
+        """The sizes where ranks exchange heads: latents have none, so that keys travel as they are."""
+        return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
+
+    def of_rank(self, heads: int) -> AttentionSizes:
+        """The sizes of a rank that exchanges tokens for heads with `heads` ranks, itself included; see `split_heads`."""
+        split = split_heads(self.heads, self.kv_heads, heads)
+        return replace(self.exchanging(heads), heads=self.heads // heads, kv_heads=split.kv_heads_of_rank)
+
 
 @dataclass(frozen=True, eq=False)
 class Cost:
@@ -122,7 +136,7 @@ class Cost:
 def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
     """The cost of a proven plan for tensors of these sizes."""
     work = report.work.astype(np.float64)
-    keys, gradients = sizes.wire_key_bytes, sizes.wire_gradient_width * sizes.wire_element
+    keys, gradients = sizes.on_wire()
     arriving = report.keys_in.astype(np.float64) * sizes.batch
     decode_forward, decode_backward = sizes.codec.decode_flops(sizes.kv_heads, sizes.latent)
     return Cost(
@@ -236,72 +250,6 @@ def work_of_hops(costs: Cost) -> tuple[NDArray[np.float64], NDArray[np.float64]]
     return costs.forward_flops + decode_forward, costs.backward_flops + decode_backward
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a device does in a second, by default an H100: FLOP of attention, bytes from its links, bytes of its memory.
-
-    `call` is the time that each kernel call loses beside, in seconds.
-    """
-
-    flops: float = FLOPS_PER_SECOND
-    link: float = NETWORK_BYTES_PER_SECOND
-    memory: float = MEMORY_BYTES_PER_SECOND
-    call: float = SECONDS_PER_CALL
-
-
-def efficiency(
-    plan: PlanTables, costs: Cost, sizes: AttentionSizes, updates: Sequence[RankUpdates], rates: Rates
-) -> tuple[float, float]:
-    """Predicted speed of the slowest rank, of forward and of forward with backward. `updates` has those of each rank.
-
-    1 is the speed of a single kernel call on the whole sequence, divided evenly among the ranks. In this model a hop lasts as
-    long as the longest of three things: what it computes, what arrives during it, and what leaves during it. These are the keys
-    of the next hop, and in backward also the gradients of the last one.
-    """
-    calls, slowest, nothing = kernel_calls(plan), np.zeros(2), np.zeros(1)
-    for rank in range(plan.cp):
-        live = np.flatnonzero(costs.forward_flops[rank] + costs.bytes_in[rank] + costs.gradient_bytes_in[rank])
-        keys, grads = (
-            np.maximum(come[rank], leave[rank])[live[1:]] / rates.link
-            for come, leave in ((costs.bytes_in, costs.bytes_out), (costs.gradient_bytes_in, costs.gradient_bytes_out))
-        )
-        forward, backward = (flops[rank][live] / rates.flops for flops in work_of_hops(costs))
-        # In backward, half of hop 0 comes first and half of it last.
-        halves = np.concatenate([backward[:1] / 2, backward[1:], backward[:1] / 2])
-        both_ways = np.concatenate([keys, nothing, nothing]) + np.concatenate([nothing, nothing, grads])
-        seconds = np.maximum(forward, np.append(keys, nothing)).sum(), np.maximum(halves, both_ways).sum()
-        memory = accumulator_bytes(updates[rank], sizes)
-        times = [x + n / rates.memory + calls[rank] * rates.call for x, n in zip(seconds, memory, strict=True)]
-        slowest = np.maximum(slowest, np.cumsum(times))
-    flops = np.cumsum([costs.forward_flops.sum(), costs.backward_flops.sum()])
-    forward, both = flops / rates.flops / plan.cp / slowest
-    return float(forward), float(both)
-
-
-def exposed_seconds(costs: Cost, rates: Rates) -> tuple[float, float]:
-    """Predicted time that the rank which waits longest waits for messages: (forward, forward and backward).
-
-    The model is that of `efficiency`, without kernel calls and merges.
-    """
-    forward, backward = (flops / rates.flops for flops in work_of_hops(costs))
-    keys, grads = (
-        np.maximum(come, leave) / rates.link
-        for come, leave in ((costs.bytes_in, costs.bytes_out), (costs.gradient_bytes_in, costs.gradient_bytes_out))
-    )
-    none = np.zeros((len(forward), 1))
-    halves = np.concatenate([backward[:, :1] / 2, backward[:, 1:], backward[:, :1] / 2], 1)
-    both_ways = np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, none, grads[:, 1:]], 1)
-    waits = np.maximum(np.concatenate([keys[:, 1:], none], 1) - forward, 0).sum(1)
-    both = waits + np.maximum(both_ways - halves, 0).sum(1)
-    return float(waits.max()), float(both.max())
-
-
-def attention_seconds(costs: Cost, rates: Rates) -> float:
-    """Predicted time of one layer's attention, forward and backward, on the slowest rank; the model of `exposed_seconds`."""
-    forward, backward = work_of_hops(costs)
-    return float((forward + backward).sum(1).max()) / rates.flops + exposed_seconds(costs, rates)[1]
-
-
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
     """Share of the moved keys that go from one node to another, if each `ranks_per_node` neighboring ranks share a node."""
     keys = plan.transfers
@@ -325,33 +273,51 @@ class Crossing(NamedTuple):
 def crossing(plan: RingPlan | HeadPlan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing:
     """The bytes of a plan that cross nodes, where each `ranks_per_node` neighboring ranks share one."""
     ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
-    split = split_heads(sizes.heads, sizes.kv_heads, heads)
+    split, sizes = split_heads(sizes.heads, sizes.kv_heads, heads), sizes.exchanging(heads)
     found = [0, 0]
     for place in range(heads):
-        # A latent has no heads. Ranks that exchange heads do not send latents.
-        share = 1.0 if sizes.codec.latent else sum(len(group[place]) for group in split.repeated) / sizes.kv_heads
-        widths = (ring.transfers, sizes.wire_key_bytes), (ring.gradients, sizes.wire_gradient_width * sizes.wire_element)
-        for which, (table, width) in enumerate(widths):
+        kv_heads = sum(len(group[place]) for group in split.repeated)
+        for which, (table, bytes_per_token) in enumerate(
+            zip((ring.transfers, ring.gradients), sizes.on_wire(kv_heads), strict=True)
+        ):
             nodes = ((side * heads + place) // ranks_per_node for side in (table.sender, table.receiver))
-            tokens = int(table.tokens[np.not_equal(*nodes)].sum())
-            found[which] += round(tokens * share * width)
+            found[which] += int(table.tokens[np.not_equal(*nodes)].sum()) * bytes_per_token
     keys, gradients = found
     return Crossing(keys, gradients, _exchange_between_nodes(plan.layout, split, sizes, ranks_per_node))
+
+
+class Exchanged(NamedTuple):
+    """What one rank sends to another in the exchange of heads: so many tokens of so many heads, in all groups together."""
+
+    sender: int
+    receiver: int
+    tokens: int
+    queries: int
+    keys: int
+
+
+def exchanged(layout: Layout, split: HeadSplit) -> Iterator[Exchanged]:
+    """The messages before attention. Those of the outputs, after it, go the other way, with as many heads as `queries`."""
+    heads = [
+        tuple(sum(end - start for start, end in (group[place] for group in spans)) for spans in (split.queries, split.keys))
+        for place in range(split.size)
+    ]
+    for rank in range(layout.cp):
+        first = rank - rank % split.size
+        for place, other in enumerate(range(first, first + split.size)):
+            if other != rank:
+                yield Exchanged(rank, other, int(layout.tokens_per_rank[rank]), *heads[place])
 
 
 def _exchange_between_nodes(layout: Layout, split: HeadSplit, sizes: AttentionSizes, ranks_per_node: int) -> int:
     """Bytes of the exchange of heads of one forward pass that cross nodes."""
     of_query = (sizes.query_width + sizes.out_width) // sizes.heads * sizes.element
-    of_key, total = sizes.key_width // sizes.kv_heads * sizes.element, 0
-    for rank in range(layout.cp):
-        first = rank - rank % split.size
-        for place, other in enumerate(range(first, first + split.size)):
-            if other // ranks_per_node != rank // ranks_per_node:
-                queries = sum(end - start for start, end in (group[place] for group in split.queries))
-                keys = sum(end - start for start, end in (group[place] for group in split.keys))
-                # To the other rank: its heads of these tokens. From it: the outputs of these heads and tokens.
-                total += int(layout.tokens_per_rank[rank]) * (queries * of_query + keys * of_key)
-    return total
+    of_key = sizes.key_width // sizes.kv_heads * sizes.element
+    return sum(
+        message.tokens * (message.queries * of_query + message.keys * of_key)
+        for message in exchanged(layout, split)
+        if message.sender // ranks_per_node != message.receiver // ranks_per_node
+    )
 
 
 @dataclass(frozen=True)
@@ -364,17 +330,12 @@ class Span:
     end: float
 
 
-def timeline(
-    plan: PlanTables,
-    costs: Cost,
-    flops_per_second: float = FLOPS_PER_SECOND,
-    bytes_per_second: float = NETWORK_BYTES_PER_SECOND,
-) -> tuple[list[Span], list[Span]]:
+def timeline(plan: PlanTables, costs: Cost, rates: Rates = RATES, ranks_per_node: int = 1) -> tuple[list[Span], list[Span]]:
     """A prediction of the forward pass: (computations, transfers). The rank of a transfer is its receiver.
 
     A transfer starts when both ranks have begun the previous hop and both links, out of the sender and into the receiver,
     are free. Messages of several senders reach a rank one after the other. The computation of a hop starts when its keys
-    have arrived and the previous hop is done.
+    have arrived and the previous hop is done. A message within one of the nodes of `ranks_per_node` neighboring ranks is faster.
     """
     cp = plan.cp
     done, posted, busy_out, busy_in = (np.zeros(cp) for _ in range(4))
@@ -385,13 +346,14 @@ def timeline(
     for hop in range(cp):
         ready = done.copy()
         for sender, receiver, size in _messages(plan, costs, hop):
+            near = sender // ranks_per_node == receiver // ranks_per_node
             start = float(max(posted[sender], posted[receiver], busy_out[sender], busy_in[receiver]))
-            busy_out[sender] = busy_in[receiver] = end = start + size / bytes_per_second
+            busy_out[sender] = busy_in[receiver] = end = start + size / (rates.inside if near else rates.between)
             transfers.append(Span(receiver, hop, start, end))
             ready[receiver] = max(ready[receiver], end)
         for rank in np.flatnonzero(live[:, hop]).tolist():
             posted[rank] = ready[rank]
-            done[rank] = ready[rank] + flops[rank, hop] / flops_per_second
+            done[rank] = ready[rank] + flops[rank, hop] / rates.flops
             compute.append(Span(rank, hop, float(ready[rank]), float(done[rank])))
     return compute, transfers
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.balance import Layers, balance, balanced_split
+from cp_ring.plan.balance import Layers, balanced_split
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, integer, integers
 
@@ -129,8 +129,7 @@ class Layout:
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
         even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
-        first_limit = min((balance(layers, layout) for layout in zigzag), default=np.inf)
-        found = balanced_split(layers, cp, chunks_per_rank, even, first_limit)
+        found = balanced_split(layers, cp, chunks_per_rank, even)
         return found if isinstance(found, Layout) else cls(n, cp, found.edges, found.owner, "balanced")
 
     @classmethod

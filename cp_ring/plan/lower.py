@@ -28,12 +28,15 @@ class Capabilities:
     bands: any band on any rectangle of which every query sees a key, as with flash-attn's bottom-right aligned windows.
     narrow_bands: bands of up to this many diagonals on a rectangle small enough for a dense mask; 0 for none.
     varlen: many tiles of one kind in one call, as long as no two of them share a query.
+    block: tiles whose sides are not multiples of this are packed, as are all tiles of packed documents. Packed calls of a new
+        size are slow at first, so they are filled up to few sizes. 0: any size is as good as another.
     deterministic: the same bits in every run, if the caller asks for it. It changes no tile.
     """
 
     bands: bool = False
     narrow_bands: int = 0
     varlen: bool = False
+    block: int = 0
     deterministic: bool = False
 
 

@@ -81,7 +81,8 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
             grad_receives=grad_receives.at(index),
         )
 
-    return RankPlan(rank, cp, num_tokens, Hops(make, np.flatnonzero(live).tolist()), plan.layout.rows, identity(plan))
+    hops, pieces = Hops(make, np.flatnonzero(live).tolist()), len(plan.mask.pieces)
+    return RankPlan(rank, cp, num_tokens, hops, plan.layout.rows, identity(plan), pieces)
 
 
 def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:

@@ -135,7 +135,7 @@ def _check(
     if route == "relay":
         return relay_schedule(schedule, layout.cp, size), size
     tokens = int(layout.tokens_per_rank.max()) // layout.rows
-    return resolve(schedule, layout.cp, tokens, slot_shards, one_source=route in ONE_SOURCE), size
+    return resolve(schedule, layout.cp, tokens, slot_shards, one_source=route in ONE_SOURCE, node_size=size), size
 
 
 def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule, order: Order) -> Need:

@@ -11,7 +11,7 @@ as many shards as its hop has sources.
 |----------|-----------------------|-------------------------------------------------------------------|
 | `ring`   | `(0, 1, 2, 3, 4, 5)`  | One source a hop.                                                 |
 | `gather` | `(0, 1, 1, 1, 1, 1)`  | All remote sources in one hop, as after an all-gather.            |
-| `auto`   | `(0, 1, 2, 2, 2, 2)`  | Chosen by a model of the time; see `auto`. This is the default.   |
+| `auto`   | `(0, 1, 1, 2, 2, 2)`  | Chosen by a model of the time; see `auto`. This is the default.   |
 """
 
 from __future__ import annotations
@@ -23,32 +23,26 @@ from itertools import pairwise
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import integer
+from cp_ring.plan.ranges import Ints, integer
+from cp_ring.plan.rates import RATES, Rates
 
 Schedule = tuple[int, ...]
 
 SLOT_SHARDS = 4
-"""Sources of the largest hop of `auto`, by default."""
-
-FLOPS_PER_SECOND = 4e14
-"""What an attention kernel reaches on an H100, by default."""
-
-NETWORK_BYTES_PER_SECOND = 4e10
-"""What a rank receives from other nodes, by default: a network card of 400 Gb/s."""
-
-NVLINK_BYTES_PER_SECOND = 3e11
-"""What a rank receives from other ranks of its node."""
+"""The most sources of a hop of `auto`, by default."""
 
 # The layer that `auto` plans for: 32 query heads and 8 key/value heads of size 128, in bf16. Tensor parallelism and the
 # batch size change all of these alike.
 _FLOPS_PER_PAIR = 4 * 32 * 128
 _BYTES_PER_KEY = 2 * 2 * 8 * 128
 _BYTES_MERGED_PER_QUERY = 32 * 128 * (2 + 4 + 4)  # the call's out is read, the running float32 out is read and written
-MEMORY_BYTES_PER_SECOND = 3e12
-"""What an H100 reads and writes, by default."""
+_BACKWARD = 2.5  # products of matrices in backward, relative to forward
 
-SECONDS_PER_CALL = 2e-5
-"""What a kernel call loses while its first and last blocks do not fill the device."""
+FEW_RANKS = 8
+"""Ranks for which the largest hop of `auto` is chosen, where there are so many."""
+
+MOST_SOURCES = 16
+"""Sources of a hop that `auto` tries at most, whatever `slot_shards` is: more would save less than a hundredth of the time."""
 
 _NAMED: dict[str, Callable[[int], Schedule]] = {
     "ring": lambda cp: tuple(range(cp)),
@@ -60,7 +54,13 @@ NAMES = ("auto", *_NAMED)
 
 
 def resolve(
-    schedule: str | Sequence[int], cp: int, tokens: int, slot_shards: int | None = None, *, one_source: bool = False
+    schedule: str | Sequence[int],
+    cp: int,
+    tokens: int,
+    slot_shards: int | None = None,
+    *,
+    one_source: bool = False,
+    node_size: int = 1,
 ) -> Schedule:
     """The schedule of a plan, checked.
 
@@ -70,6 +70,7 @@ def resolve(
         tokens: tokens of the largest shard (of one batch row, where shards hold several), which `auto` needs.
         slot_shards: the most sources of a hop. None is no limit, but `SLOT_SHARDS` for `auto`.
         one_source: `auto` means `ring`, for routes that pass keys from neighbor to neighbor.
+        node_size: neighboring ranks on one node, whose keys `auto` expects first, over faster links; 1 if that is not known.
 
     Raises `PlanError` for an unknown name, and for a schedule that does not start with hop 0 alone, decreases, leaves out a
     hop, has another length than `cp`, or has a hop of more than `slot_shards` sources.
@@ -78,7 +79,7 @@ def resolve(
         raise PlanError(f"slot_shards {slot_shards}: it must be at least 1")
     schedule = parse(schedule) if isinstance(schedule, str) else schedule
     if schedule == "auto":
-        return _NAMED["ring"](cp) if one_source else auto(cp, tokens, slot_shards or SLOT_SHARDS)
+        return _NAMED["ring"](cp) if one_source else auto(cp, tokens, slot_shards or SLOT_SHARDS, node_size)
     hops = _NAMED[schedule](cp) if isinstance(schedule, str) else tuple(integer(hop, "a hop of schedule") for hop in schedule)
     check(hops, cp)
     largest = max(group_sizes(hops), default=0)
@@ -151,59 +152,76 @@ def group_sizes(hops: Schedule) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def auto(
-    cp: int,
-    tokens: int,
-    slot_shards: int = SLOT_SHARDS,
-    flops_per_second: float = FLOPS_PER_SECOND,
-    bytes_per_second: float = NETWORK_BYTES_PER_SECOND,
-) -> Schedule:
+def auto(cp: int, tokens: int, slot_shards: int = SLOT_SHARDS, node_size: int = 1, rates: Rates = RATES) -> Schedule:
     """The schedule of least time by a model, with at most `slot_shards` sources a hop.
 
-    `bytes_per_second` is what a rank receives. By default it is that of a network card, also for few ranks: with tensor
-    parallelism inside the nodes, context parallelism crosses them.
+    The model is a rank of a causal zigzag plan, in forward and backward: each source costs as much compute as the rank's own
+    keys, and all of its shard travels. A hop lasts as long as the longer of two things: what it computes, and what arrives in
+    the meantime, which are the keys of the next hop and, in backward, the gradients of the last one. Backward begins and
+    ends with half of the rank's own keys. Each hop costs a kernel call and a merge besides. The first `node_size` distances
+    are those of the rank's own node, whose links are faster; with `node_size` 1 all keys come over the network, as where
+    tensor parallelism fills the nodes.
 
-    The model is the rank of a causal zigzag plan to which most is sent: each source costs as much compute as the rank's
-    own keys, and all of its shard travels. A hop's keys travel while the hop before it is computed. So a hop of b sources
-    after one of a sources makes the rank wait for `b * transfer - a * compute`, if that is positive; each hop costs a
-    kernel call and a merge besides. Schedules are compared under three rules:
-
-    - The transfer of the first remote hop hides behind the rank's own keys, if that of one shard can.
-    - Hops do not get smaller from one to the next.
-    - The last hop has `slot_shards` sources if there are more remote ones than that, so that memory does not grow with cp.
-
-    The one of least time is found by dynamic programming; of equal ones that with the smaller first hops.
+    The largest hop is that of the best schedule for 8 ranks, or for twice `slot_shards` if that is more. With more ranks no
+    hop is larger, and one at least is as large. So memory does not grow with cp.
 
     Masks that need less than whole shards (windows, documents) send what they need under any schedule, and their buffers
     are smaller. So the schedule depends on nothing but the arguments, and all ranks choose the same one without a message.
     Times are whole nanoseconds, so that every machine computes the same.
     """
-    remote = cp - 1
-    largest = min(slot_shards, remote)
-    if not remote:
-        return (0,)
-    compute = round(1e9 * tokens**2 / 2 * _FLOPS_PER_PAIR / flops_per_second)
-    transfer = round(1e9 * tokens * _BYTES_PER_KEY / bytes_per_second)
-    call = round(1e9 * (SECONDS_PER_CALL + tokens * _BYTES_MERGED_PER_QUERY / MEMORY_BYTES_PER_SECOND))
+    most = min(slot_shards, MOST_SOURCES)
+    few = min(cp, max(2 * most, FEW_RANKS))
+    sizes = _fastest(few, tokens, most, node_size, rates, forced=False)
+    if cp > few:
+        sizes = _fastest(cp, tokens, max(sizes), node_size, rates, forced=True)
+    return (0, *(hop for hop, size in enumerate(sizes, 1) for _ in range(size)))
+
+
+def _fastest(cp: int, tokens: int, most: int, node_size: int, rates: Rates, *, forced: bool) -> list[int]:
+    """Sources of each hop, at most `most`, such that the time is least; with `forced`, a hop has `most` if so many are remote.
+
+    Found by dynamic programming: what comes after a hop depends on its own size and that of the hop before it.
+    """
+    most = max(min(most, cp - 1), 1)
+    compute = round(1e9 * tokens**2 / 2 * _FLOPS_PER_PAIR / rates.flops)
+    inside, between = (
+        round(1e9 * tokens * _BYTES_PER_KEY / rate) for rate in (rates.inside, rates.between / rates.ranks_per_card)
+    )
+    call = 2 * round(1e9 * (rates.call + tokens * _BYTES_MERGED_PER_QUERY / rates.memory))
+    near = max(node_size, 1)
+
+    def wire(*hops: tuple[Ints | int, Ints | int]) -> Ints:
+        """Nanoseconds to receive the shards of hops, each from a distance on, together; 0 before the first remote one."""
+        fast = sum(np.clip(near, first, first + size) - first for first, size in hops)
+        return np.maximum(fast * inside, (sum(size for _, size in hops) - fast) * between)
+
+    # Axes: sources of the hop before (0: it is hop 0, or there is none), of the hop itself (0: it is hop 0), of the next one.
+    before, size, after = np.ix_(range(most + 1), range(most + 1), range(1, most + 1))
+    forward = np.maximum(size, 1) * compute
+    backward = np.where(size > 0, size * _BACKWARD * compute, _BACKWARD * compute / 2).astype(np.int64)
     never = np.iinfo(np.int64).max // 4
-    size = np.arange(1, largest + 1)
-    # [a, b]: nanoseconds that a hop of b sources adds after one of a sources.
-    added = call + np.maximum(size * transfer - size[:, None] * compute, 0)
-    added[size < size[:, None]] = never
-    # [left, a]: least time of all later hops, after a hop of a sources and with `left` sources to come.
-    after = np.full((remote + 1, largest), never)
-    after[0] = 0 if remote <= slot_shards else np.where(size == largest, 0, never)
-    chosen = np.zeros((remote + 1, largest), np.int64)
-    for left in range(1, remote + 1):
-        fits = min(left, largest)
-        times = added[:, :fits] + after[left - size[:fits], size[:fits] - 1]
-        chosen[left] = times.argmin(1)
-        after[left] = np.minimum(times.min(1), never)
-    first = times[0, : max(compute // max(transfer, 1), 1)] if compute >= transfer else times[0]
-    chosen[remote, 0] = first.argmin()
-    hops, left, last = [0], remote, 0
-    while left:
-        last = int(chosen[left, last])
-        hops += [hops[-1] + 1] * (last + 1)
-        left -= last + 1
-    return tuple(hops)
+    # [distance, whether a hop has `most` sources, before, size]: least time from that hop on, which ends before the distance.
+    least = np.full((cp + 1, 2, most + 1, most + 1), never)
+    chosen = np.zeros(least.shape, np.int64)
+    end = np.full((2, most + 1, most + 1), never if forced else 0)
+    end[1] = 0
+    gradients = wire((cp - size - before, before)), wire((cp - size, size))
+    last = forward + np.maximum(backward, gradients[0]) + np.maximum(round(_BACKWARD * compute / 2), gradients[1])
+    least[cp] = np.minimum(end + last[..., 0], never)
+    for distance in range(cp - 1, 0, -1):
+        fits = slice(min(most, cp - distance))
+        arriving = wire((distance, after)), wire((distance, after), (distance - size - before, before))
+        times = (call + np.maximum(forward, arriving[0]) + np.maximum(backward, arriving[1]))[..., fits]
+        for full in (0, 1):
+            then = np.stack(
+                [least[distance + b, full or int(b == most)][:, b] for b in range(1, times.shape[-1] + 1)], axis=-1
+            )  # [size, next]
+            total = times + then
+            chosen[distance, full] = total.argmin(-1) + 1
+            least[distance, full] = np.minimum(total.min(-1), never)
+    sizes: list[int] = []
+    distance, full, place = 1, 0, (0, 0)
+    while distance < cp:
+        b = int(chosen[distance, full][place])
+        sizes, distance, full, place = [*sizes, b], distance + b, int(full or b == most), (place[1], b)
+    return sizes

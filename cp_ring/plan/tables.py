@@ -215,8 +215,9 @@ class Hops(Sequence[Hop]):
 class RankPlan:
     """One rank's hops; hops at which the rank neither computes nor moves anything are left out.
 
-    `num_tokens` is the size of the rank's shard, `batch` the number of batch rows that the shard holds. `identity` is that
-    of the whole plan (`cp_ring.plan.identity`), by which ranks find out whether they run the same plan; () is not compared.
+    `num_tokens` is the size of the rank's shard, `batch` the number of batch rows that the shard holds, `pieces` the number of
+    pieces of the mask. `identity` is that of the whole plan (`cp_ring.plan.identity`), by which ranks find out whether they run
+    the same plan; () is not compared.
     """
 
     rank: int
@@ -225,6 +226,7 @@ class RankPlan:
     hops: Sequence[Hop]
     batch: int = 1
     identity: tuple[tuple[str, str, str], ...] = ()
+    pieces: int = 1
 
     @cached_property
     def backward(self) -> Sequence[Hop]:
@@ -245,8 +247,8 @@ class RankPlan:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether the rank's own keys have many tiles, as with packed documents."""
-        return any(len(hop.tiles) > 4 for hop in self.hops[:1])
+        """Whether the mask has many pieces, as with packed documents."""
+        return self.pieces > 4
 
     @cached_property
     def max_keys(self) -> int:

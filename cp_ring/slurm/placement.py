@@ -60,6 +60,12 @@ def context_groups(tp: int, cp: int, world: int) -> Ints:
     return ranks.transpose(0, 2, 1).reshape(-1, cp)
 
 
+def members_of(groups: Ints, heads: int) -> Ints:
+    """The rings of context-parallel groups in which each `heads` neighboring ranks exchange heads: int64 [rings, members]."""
+    cp = groups.shape[1]
+    return groups.reshape(-1, cp // heads, heads).transpose(0, 2, 1).reshape(-1, cp // heads)
+
+
 @dataclass(frozen=True)
 class HopTraffic:
     """Keys and values that all groups together move at a hop of one layer's forward pass, in bytes.
@@ -117,7 +123,7 @@ def describe(placement: Placement, groups: Ints, hops: Sequence[HopTraffic]) -> 
 
 def token_bytes(sizes: AttentionSizes) -> int:
     """Bytes of a token's keys and values."""
-    return sizes.key_width * sizes.element
+    return sizes.on_wire()[0]
 
 
 def _range(numbers: Sequence[int]) -> str:

@@ -21,9 +21,10 @@ from typing import Any
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line as commands
 from cp_ring.job import config as configs
+from cp_ring.plan.rates import Rates
 from cp_ring.slurm import attention_plan
 from cp_ring.slurm.placement import Placement, context_groups
-from cp_ring.slurm.preflight_checks import Facts, LinkSpeed, Problem, from_json, judge, slowest_rate, summary
+from cp_ring.slurm.preflight_checks import Facts, LinkSpeed, Problem, from_json, judge, slowest_rates, summary
 
 TIMEOUT_S = 25
 MEASURED_HOPS = 16
@@ -128,10 +129,12 @@ def report(job: configs.JobConfig, ranks: list[Facts], problems: list[Problem]) 
     if fits and len(ranks) > 1:
         lines += attention_plan.describe_job(job, Placement(tuple(hosts), len(ranks) // len(hosts)))
     lines += summary(ranks)
-    rate = slowest_rate(ranks)
-    if fits and rate and job.parallel.context_parallel_size > 1:
-        made = attention_plan.predict(job, min(facts.flops for facts in ranks), rate)
-        lines.append(f"predicted at these speeds: {made.share:.0%} of the forward attention of a layer is spent waiting for keys")
+    measured = slowest_rates(ranks)
+    if fits and measured and job.parallel.context_parallel_size > 1:
+        rates = Rates(min(facts.flops for facts in ranks), *measured)
+        made = attention_plan.predict(job, rates, len(ranks) // len(hosts))
+        share = made.exposed_forward / made.forward
+        lines.append(f"predicted at these speeds: {share:.0%} of the forward attention of a layer is spent waiting for transfers")
     alone = "; to measure links, run this on all ranks: srun cp-ring preflight ..." if len(ranks) == 1 else ""
     lines.append(f"{len(ranks)} ranks on {len(hosts)} hosts: {'may train' if fits else 'must not train'}{alone}")
     return lines

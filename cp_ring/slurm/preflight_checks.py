@@ -203,9 +203,19 @@ def summary(ranks: Sequence[Facts]) -> Iterator[str]:
         )
 
 
-def slowest_rate(ranks: Sequence[Facts]) -> float | None:
-    """Bytes per second of the slowest link; None if none was measured."""
-    return min((link.rate for facts in ranks for link in facts.links), default=None)
+def slowest_rates(ranks: Sequence[Facts]) -> tuple[float, float] | None:
+    """Bytes per second of the slowest link inside a node and of the slowest one between nodes; None if none was measured.
+
+    Where there are links of one class only, its rate stands for both.
+    """
+    hosts = [facts.host for facts in ranks]
+    rates: dict[bool, float] = {}
+    for link in (link for facts in ranks for link in facts.links):
+        away = hosts[link.sender] != hosts[link.receiver]
+        rates[away] = min(rates.get(away, link.rate), link.rate)
+    if not rates:
+        return None
+    return rates.get(False, rates.get(True, 0.0)), rates.get(True, rates.get(False, 0.0))
 
 
 def from_json(data: Mapping[str, Any]) -> Facts:

@@ -17,8 +17,8 @@ from cp_ring.errors import PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
 from cp_ring.plan.cost import AttentionSizes, between_nodes, cost, timeline
 from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.rates import NETWORK_BYTES_PER_SECOND
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import NETWORK_BYTES_PER_SECOND
 
 
 def run(*args: str):
@@ -99,17 +99,19 @@ def test_schedule_and_kernel_calls() -> None:
         return json.loads(result.stdout)
 
     auto = facts()
-    assert auto["schedule"] == [0, 1, 2, 2, 3, 3, 3, 3] and max(auto["kernel_calls_per_rank"]) == 5
+    assert auto["schedule"] == [0, 1, 1, 1, 2, 2, 2, 2] and max(auto["kernel_calls_per_rank"]) <= 5
+    network = facts("--ranks-per-node", "1")
+    assert network["schedule"] == [0, 1, 1, 2, 2, 2, 3, 3] and max(network["kernel_calls_per_rank"]) <= 5
     assert facts("--schedule", "ring")["kernel_calls_per_rank"] == [8] * 8
     assert facts("--schedule", "gather", "--slot-shards", "7")["schedule"] == [0, *[1] * 7]
     assert facts("--schedule", "0,1,2,2,3,3,4,4")["schedule"] == [0, 1, 2, 2, 3, 3, 4, 4]
     assert facts("--slot-shards", "1")["schedule"] == list(range(8))
     assert facts("--route", "ring")["schedule"] == list(range(8))
-    plan = RingPlan.build(Mask.causal(65536), Layout.zigzag(65536, 8))
+    plan = RingPlan.build(Mask.causal(65536), Layout.zigzag(65536, 8), node_size=8)
     counted = [sum(len(lower(hop.tiles, Capabilities()).tiles) for hop in plan.rank_plan(rank).hops) for rank in range(8)]
     assert auto["kernel_calls_per_rank"] == counted
     shown = " ".join(CliRunner().invoke(app, ["plan", "--seq-length", "64K", "--cp", "8"]).stdout.split())
-    assert "remote sources of each hop: 1, 2, 4; at most 5 kernel calls of a rank in forward" in shown
+    assert "remote sources of each hop: 3, 4; at most 4 kernel calls of a rank in forward" in shown
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
@@ -262,7 +264,7 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
     ("options", "message"),
     [
         (["--layout", "spiral"], "--layout 'spiral': known are zigzag"),
-        (["--route", "scenic"], "--route 'scenic': known are direct, ring"),
+        (["--route", "scenic"], "--route 'scenic': known are auto, direct, ring"),
         (["--schedule", "spiral"], "--schedule 'spiral': known are auto, ring, gather, or the hop of each ring distance"),
         (["--schedule", "0,1,2"], "--schedule 0,1,2: 3 hops for 4 ranks"),
         (["--schedule", "0,1,2,1"], "--schedule 0,1,2,1: it decreases from hop 2 to hop 1"),

@@ -1,6 +1,7 @@
 """From YAML to the command line, checked against Megatron's own parser."""
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from cp_ring.cli import main
+from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
 from cp_ring.megatron import argument_parser
@@ -111,6 +113,19 @@ def test_own_datasets_need_no_corpus(tmp_path, data, parser):
     assert args.mock_data and args.train_data_path is None and args.tokenizer_type == "NullTokenizer"
 
 
+def test_packed_data_sets_mask_documents(tmp_path, data, parser):
+    talks = tmp_path / "talks.jsonl"
+    talks.write_text("{}")
+    packed = ["megatron.sft=true", f"megatron.data_path=[{talks}]", "cp_ring.layout=balanced", "cp_ring.pack=fill"]
+    args = parser.parse_args(command_line.build_command(job_of(tmp_path, data, *packed), None).megatron)
+    assert args.sft and args.cp_ring_document_mask and args.cp_ring_pack == "fill" and args.data_path == [str(talks)]
+    with pytest.raises(ConfigError, match=r"megatron.sft needs cp_ring.enabled \(--cp-ring\), which masks documents"):
+        command_line.build_command(job_of(tmp_path, data, *packed, "cp_ring.enabled=false"), None)
+    talks.unlink()
+    with pytest.raises(ConfigError, match=r"--data-path .*talks.jsonl: does not exist"):
+        command_line.build_command(job_of(tmp_path, data, *packed), None)
+
+
 def test_several_nodes(tmp_path, data):
     several = ["launch.nnodes=2", "launch.node_rank=1", "launch.master_addr=10.0.0.1", "parallel.data_parallel_size=2"]
     built = command_line.build_command(job_of(tmp_path, data, *several), None)
@@ -193,6 +208,15 @@ def test_dry_run_prints_a_command_that_a_shell_can_run(cp_ring, tmp_path, data, 
     launcher = next(word for word in words[1:] if "=" not in word)
     assert launcher == sys.executable or Path(launcher).name == "torchrun"
     assert not (tmp_path / "a b").exists()
+
+
+def test_flags_are_a_table(cp_ring):
+    code, out, _ = cp_ring("flags", "--json")
+    entries = {entry["flag"]: entry for entry in json.loads(out)}
+    assert code == 0 and list(entries) == [ContextParallelConfig.flag(name) for name in ContextParallelConfig.model_fields]
+    assert entries["--cp-ring-recompute"]["values"] == "keep, replay" and entries["--cp-ring"]["default"] == "off"
+    code, out, _ = cp_ring("flags")
+    assert code == 0 and all(flag in out for flag in entries)
 
 
 def test_help_is_quick_and_loads_no_torch(cp_ring):

@@ -28,7 +28,7 @@ def run(tmp_path, **settings):
         write(output, 1, 0, " validation loss at iteration 8 on validation set | lm loss value: 1.5 | \n")
         with (tmp_path / "steps.jsonl").open("a") as torn:
             torn.write('{"step": 8, "lm\n')
-        progress.append(str(tmp_path), 8, STEP)
+        progress.append(str(tmp_path), 8, {**STEP, progress.WAITED: 0.0125})
     return output
 
 
@@ -36,7 +36,7 @@ QUIET = [
     "cp_ring: certificate: passed",
     "cp_ring: the ranks are started again",
     "validation loss at iteration 8 on validation set | lm loss value: 1.5",
-    "step 8/10 | lm loss 2.5000 | 1,234 tokens/s | 1.00 GiB per rank",
+    "step 8/10 | lm loss 2.5000 | 1,234 tokens/s | 1.00 GiB per rank | waited 12.5 ms for plans",
 ]
 
 

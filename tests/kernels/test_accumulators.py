@@ -81,6 +81,10 @@ def test_less_than_half_of_what_it_was():
     assert all(now <= 0.45 * before for now, before in zip(facts["accumulator_bytes_per_rank"], BEFORE, strict=True))
     predicted = facts["predicted_efficiency"]["nvlink"]
     assert predicted["forward"] >= 0.96 and predicted["both"] >= 0.94
+    line = ["plan", "--seq-length", "65536", "--cp", "8", "--ranks-per-node", "1", "--json"]
+    predicted = json.loads(CliRunner().invoke(app, line).stdout)["predicted_efficiency"]
+    assert predicted["network"]["forward"] >= 0.94 and predicted["network"]["both"] >= 0.96
+    assert predicted["nvlink"]["forward"] >= 0.96 and predicted["nvlink"]["both"] >= 0.94
 
 
 def test_many_ranks_are_not_costed():

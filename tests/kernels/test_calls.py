@@ -112,7 +112,7 @@ def test_calls_do_not_grow_with_documents(window):
         hop = RingPlan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1)).rank_plan(0).hops[0]
         (call,) = kernel_calls(hop, Capabilities(bands=True, varlen=True))
         assert isinstance(call, _Packed)
-        assert call.q.index is call.k.index is None
+        assert call.q.tokens.index is call.k.tokens.index is None
         assert (call.left, call.right) == window
         assert len(kernel_calls(hop, Capabilities(bands=True))) == count
 

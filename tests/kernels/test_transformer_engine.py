@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.errors import KernelError
-from cp_ring.kernels import choose, determinism, versions
+from cp_ring.kernels import choose, determinism, sizes, versions
 from cp_ring.kernels.base import OPEN
 from cp_ring.kernels.signatures import bind
 from cp_ring.testing import conformance
@@ -50,7 +51,8 @@ def test_padded_statistics():
 
 
 def _through_adapter(group, version, case, plan, **options):
-    with installed(version) as calls:
+    # Shards of a few tokens have the sizes that a real one has.
+    with installed(version) as calls, mock.patch.object(sizes, "_SMALLEST", 16):
         result = on_rank(group, case, plan, kernel="transformer_engine", **options)
         return result, [len(call["cu_seqlens_q"]) - 1 if "thd" in call["qkv_layout"] else 0 for call in calls]
 
@@ -72,7 +74,7 @@ def test_whole_ring(pool, cp, version, mask):
     got = whole(plan.layout, [part for part, _ in parts])
     assert all(sequences for _, sequences in parts), "every rank went through the adapter"
     if version == "2.20.2":
-        assert max(max(sequences) for _, sequences in parts) > 1, "documents go together"
+        assert {16} <= {count for _, counts in parts for count in counts} <= {0, 16}, "documents go together, with empty tiles"
     for x, y in zip(got, brute_force(case, plan.mask.dense()), strict=True):
         assert error(x, y) < 1.2e-2
 

@@ -1,7 +1,7 @@
 """A training script as users have them, for packed documents: Megatron alone, nothing of cp_ring.
 
-With --reset-attention-mask the batches hold dense masks; with --dataloader-inter-document-masking they are packed (thd), and
-split over context-parallel ranks as Megatron's own pretrain_gpt.py does it.
+With --reset-attention-mask the batches hold dense masks; with --dataloader-inter-document-masking or --sft they are packed (thd),
+and split over context-parallel ranks as Megatron's own pretrain_gpt.py does it.
 """
 
 from functools import partial
@@ -17,6 +17,7 @@ from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
@@ -38,7 +39,7 @@ def datasets(num_samples):
         mid_level_dataset_surplus=0.005,
         inter_document_masking=args.dataloader_inter_document_masking,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
+    return BlendedMegatronDatasetBuilder(SFTDataset if args.sft else GPTDataset, num_samples, lambda: True, config).build()
 
 
 datasets.is_distributed = True
@@ -53,9 +54,9 @@ def loss_function(loss_mask, output):
 
 def forward_step(data_iterator, model):
     batch = flatten_batch_for_packed_sequences({name: value.cuda() for name, value in next(data_iterator).items()})
-    packed = batch.get("cu_seqlens") is not None
+    packed, sft = batch.get("cu_seqlens") is not None, get_args().sft
     group = parallel_state.get_context_parallel_group()
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, use_per_sequence_balancing=packed)
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, use_per_sequence_balancing=packed and not sft)
     params = None
     if packed:
         offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())

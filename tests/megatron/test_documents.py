@@ -358,6 +358,9 @@ SLOW = {
     "pp2cp2_balanced": DOCUMENTS + sizes(pp=2, cp=2) + BALANCED + RECOMPUTE,
     "dp2cp2": [*DOCUMENTS, *sizes(cp=2), "--use-distributed-optimizer"],
     "tp2cp2_balanced_recomputed": DOCUMENTS + sizes(tp=2, cp=2) + BALANCED + RECOMPUTE,
+    "inter_document_cp4_balanced": [SCRIPT, *INTER, *sizes(cp=4), *BALANCED, *TWO_ROWS],
+    "inter_document_pp2cp2_balanced": [SCRIPT, *INTER, *sizes(pp=2, cp=2), *BALANCED],
+    "inter_document_entry_cp4": [*INTER, *sizes(cp=4), *BALANCED, *TWO_ROWS],
     "inter_document_dp2cp2": [SCRIPT, *INTER, *sizes(cp=2)],
 }
 BIASED = {"biased": [SCRIPT, *INTER, *sizes(cp=4)]}
@@ -428,8 +431,9 @@ def test_planted_faults_show(start):
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        ("pretrain_gpt", ["--cp-ring", "--dataloader-inter-document-masking"], "give --cp-ring-document-mask, or run the script"),
-        ("pretrain_gpt", ["--cp-ring", "--sft"], "cp_ring.pretrain_gpt has no --sft"),
+        ("pretrain_gpt", ["--dataloader-inter-document-masking"], "inter-document-masking with --cp-ring only, which masks"),
+        ("pretrain_gpt", ["--sft"], "cp_ring.pretrain_gpt supports --sft with --cp-ring only"),
+        ("run", [SCRIPT, "--cp-ring", "--cp-ring-layout", "balanced"], "balanced can split packed batches (--sft, --dataloader-"),
         ("run", [SCRIPT, "--cp-ring", "--cp-ring-document-mask"], "--cp-ring-document-mask needs cp_ring.pretrain_gpt"),
     ],
 )

@@ -165,7 +165,9 @@ def parse(monkeypatch):
             ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-"],
             "--cp-ring-document-mask does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),
-        (["--cp-ring-document-mask", "--dataloader-inter-document-masking"], "give only the latter"),
+        (["--sft", "--dataloader-inter-document-masking"], "name two kinds of data sets: give only one"),
+        (["--cp-ring-document-mask", "--sft"], "--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data"),
+        (["--cp-ring-pack", "loosely"], "--cp-ring-pack 'loosely': input should be 'first-fit', 'in-order' or 'fill'"),
         (["--sequence-parallel"], "--sequence-parallel needs TransformerEngine's or Apex's norms"),
         (["--data-path", "/nowhere/corpus"], "--data-path /nowhere/corpus: /nowhere/corpus.idx does not exist"),
         (["--train-data-path", "0.5", "/nowhere/a", "0.5", "/nowhere/b"], "--train-data-path /nowhere/a"),
@@ -320,6 +322,48 @@ def test_what_is_said_of_recomputation(applied, parse, capsys, monkeypatch, flag
     validate_args(parse(*BASE, *flags))
     spoken = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cp_ring: ") and "recompu" in line]
     assert len(spoken) == bool(said) and all(said in line for line in spoken)
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "said"),
+    [
+        (["--cp-ring-route", "auto", "--cp-ring-heads", "auto"], None, "nodes of 2 context-parallel ranks: route "),
+        (["--cp-ring-route", "relay", "--cp-ring-heads", "auto"], ("relay", 4), "route relay, heads 4: "),
+        (["--cp-ring-route", "auto", "--cp-comm-type", "a2a"], ("direct", 1), "route direct, heads 4: "),
+        (["--cp-ring-route", "auto", "--cp-comm-type", "all_gather"], ("direct", 1), "route direct, heads 1: "),
+        (["--cp-ring-heads", "2", "--cp-ring-route", "auto"], ("direct", 2), "route direct, heads 2: "),
+    ],
+)
+def test_the_fastest_shape_is_chosen_and_said(applied, parse, capsys, monkeypatch, flags, chosen, said):
+    applied("cpu_runtime")
+    from megatron.training.arguments import validate_args
+
+    monkeypatch.setattr(rejection, "_noted", set())
+    validate_args(args := parse(*BASE, *CP4, "--cp-ring-node-size", "2", *flags))
+    found = settings.current()
+    assert "auto" not in (found.route, found.heads) and chosen in (None, (found.route, found.heads))
+    assert ContextParallelConfig.from_args(args) == found
+    spoken = [line for line in capsys.readouterr().out.splitlines() if "chosen by predicted time" in line]
+    assert len(spoken) == 1 and said in spoken[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--cp-ring-heads", "auto", "--cp-comm-type", "a2a"], "--cp-comm-type a2a and --cp-ring-heads auto both say which"),
+        (["--cp-ring-heads", "most"], "--cp-ring-heads 'most': "),
+        (["--cp-ring-heads", "0"], "--cp-ring-heads '0': "),
+        (["--cp-ring-route", "auto", "--cp-ring-heads", "3"], "--cp-ring-heads 3 does not divide the 4 context-parallel ranks"),
+    ],
+)
+def test_a_choice_that_is_not_possible(applied, parse, capsys, flags, named):
+    applied("cpu_runtime")
+    from megatron.training.arguments import validate_args
+
+    with pytest.raises(SystemExit) as stop:
+        validate_args(parse(*BASE, *CP4, "--cp-ring-node-size", "2", *flags))
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and named in lines[-1] and lines[-1].startswith("cp_ring: error: ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present")

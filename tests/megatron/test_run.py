@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from cp_ring.config import ContextParallelConfig
 from cp_ring.observe import progress
 from tests.megatron.launch import HERE, TINY, environment, launch, trace, train
 
@@ -17,6 +18,7 @@ import os, sys
 before = set(sys.modules)
 import megatron.training.arguments as arguments
 import torch
+from cp_ring.config import ContextParallelConfig
 from cp_ring import patches
 print("applied:", patches.applied())
 print("argv:", sys.argv[1:], "name:", __name__, "path:", sys.path[0] == os.path.dirname(os.path.abspath(__file__)))
@@ -110,6 +112,15 @@ def test_help_of_a_script_follows_the_usage_of_cp_ring_run():
     assert done.stdout.startswith("usage: python -m cp_ring.run SCRIPT.py")
     shown = done.stdout[done.stdout.index("\ncp_ring:") :]
     assert 0 < shown.index("--cp-ring-kernel KERNEL") < shown.index("--num-layers")
+    assert shown.count("--cp-ring-kernel KERNEL") == 1  # the script's own help does not repeat them
+
+
+def test_help_of_a_script_that_fails_lists_the_flags(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit('no help here')")
+    done = launch_alone("cp_ring.run", str(script), "--help")
+    assert done.returncode == 1 and "no help here" in done.stderr
+    assert all(ContextParallelConfig.flag(name) in done.stdout for name in ContextParallelConfig.model_fields)
 
 
 def test_help_of_a_script_without_megatron(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cp_ring.megatron import training_log
 from cp_ring.megatron.training_log import StepLine, finish
 from cp_ring.observe import progress
 
@@ -64,6 +65,16 @@ def test_each_step_has_its_own_rate(one_rank, tmp_path, capsys):
     assert megatron.scalars["peak memory of a rank (bytes)"][2] > 10 << 20
     assert megatron.logged == [("x", "y")] * 2
     assert not capsys.readouterr().out, "Megatron has printed the step"
+
+
+def test_a_step_that_waited_for_plans_says_so(one_rank, tmp_path, monkeypatch):
+    waited = iter([2e-3, 0.9e-3])
+    monkeypatch.setattr(training_log, "take_waited", lambda: next(waited))
+    megatron = Megatron(tmp_path)
+    line = megatron.line()
+    megatron.step(line, 1.0, 3.0)
+    megatron.step(line, 1.0, 3.0)
+    assert [step.get(progress.WAITED) for step in progress.read(tmp_path)] == [0.002, None]
 
 
 def test_log_interval_and_resumption(one_rank, tmp_path):

@@ -35,6 +35,25 @@ def test_pretrain_gpt_of_megatron_lm(megatron_lm):
             assert losses(flags, ranks, checkout) == pytest.approx(stock, rel=1e-5), (checkout, flags)
 
 
+SHAPES = [
+    ["--cp-comm-type", "a2a"],
+    ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"],
+    ["--cp-comm-type", "all_gather"],
+    ["--cp-comm-type", "p2p", "a2a"],  # by layer
+]
+
+
+@pytest.mark.slow
+def test_shapes_of_pretrain_gpt_of_megatron_lm(megatron_lm):
+    """Megatron's own flags for the shape of context parallelism, on 4 ranks: the losses of one rank of stock Megatron."""
+    if not megatron_lm:
+        pytest.skip("--megatron-lm names no checkout")
+    for checkout in megatron_lm:
+        stock = losses([], 1, checkout)
+        for flags in SHAPES:
+            assert losses(["--cp-ring", CP, "4", *flags], 4, checkout) == pytest.approx(stock, rel=1e-6), (checkout, flags)
+
+
 @no_cuda
 def test_a_specification_made_by_hand(one_rank):
     from megatron.core.models.gpt import GPTModel

@@ -97,7 +97,8 @@ def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict
     from cp_ring.megatron import gpt
 
     batch = gpt._next_batch(data_iterator)  # with --cp-ring-document-mask every pipeline stage reads its microbatch
-    batch.pop("cu_seqlens")
+    for documents in ("cu_seqlens", gpt._NEXT):
+        batch.pop(documents)
     real, padded = cut(batch["tokens"].shape[1], int(batch["tokens"].sum()))
     if tail:
         real[-1] = real[-2] + 3

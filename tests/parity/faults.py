@@ -100,6 +100,18 @@ def _positions_of_zigzag(positions: Any, documents: Any, rank: int) -> Any:
     return zigzag[:, None].expand(-1, documents.batch)
 
 
+def _gpt() -> Any:
+    from cp_ring.megatron import gpt
+
+    return gpt
+
+
+def _boundary_missed(boundaries: Any, position_ids: Any) -> Any:
+    """The second document of a microbatch is taken for a part of the first."""
+    edges = boundaries(position_ids)
+    return edges if len(edges) < 3 else edges[[0, *range(2, len(edges))]]
+
+
 def _declared() -> Any:
     from cp_ring.megatron.masks import DeclaredMask
 
@@ -201,6 +213,7 @@ FAULTS = {
     "loss averaged by rank": lambda: (*_loss(), _averaged_by_rank),
     "tokens counted by rank": lambda: (*_masks(), _counted_by_rank),
     "boundary shifted by one": lambda: (_documents(), "mask", _shifted),
+    "boundary missed": lambda: (_gpt(), "boundaries", _boundary_missed),
     "documents merged": lambda: (_documents(), "mask", _merged),
     "positions of zigzag": lambda: (_documents(), "positions", _positions_of_zigzag),
     "siblings seen": lambda: (_declared(), "mask", _siblings_seen),

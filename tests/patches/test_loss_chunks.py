@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cp_ring import ContextParallelConfig
+from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.patches.loss_chunks import losses_in_chunks
 from cp_ring.testing.oracle import error
@@ -77,6 +78,24 @@ def test_zero_leaves_the_model_as_it_is(applied, chunk, model, monkeypatch):
     monkeypatch.setattr(type(model), "compute_language_model_loss", lambda *args: seen.append(args[1].numel()) or whole(*args))
     losses_of(model)
     assert seen == [BATCH * TOKENS]
+
+
+def test_a_script_with_an_output_processor_of_its_own_is_rejected(applied, chunk, model):
+    applied("loss_chunks")
+
+    def own(*, labels, **_):
+        return labels.float()
+
+    def run():
+        tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+        mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
+        return model(tokens, torch.arange(TOKENS).expand(BATCH, -1), mask, labels=tokens + 1, output_processor=own)
+
+    chunk(0)
+    assert run().sum() == BATCH * TOKENS
+    chunk(10)
+    with pytest.raises(ConfigError, match="--cp-ring-loss-chunk: the script gives the model an output processor of its own"):
+        run()
 
 
 def test_sequence_parallel_tokens_get_their_own_labels(chunk):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
+from cp_ring.plan.rates import Rates
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, check, group_sizes, parse, resolve
 
 
@@ -24,31 +27,64 @@ def test_named_schedules(cp: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 8192, 16384, 1 << 20])
 @pytest.mark.parametrize("slot_shards", [1, 2, 4, 7, 64])
-def test_auto_is_a_schedule_of_growing_hops(tokens: int, slot_shards: int) -> None:
+@pytest.mark.parametrize("node_size", [1, 8])
+def test_auto_is_a_schedule_of_bounded_hops(tokens: int, slot_shards: int, node_size: int) -> None:
+    most = set()
     for cp in (1, 2, 3, 5, 8, 9, 16, 64, 200):
-        hops = auto(cp, tokens, slot_shards)
+        hops = auto(cp, tokens, slot_shards, min(node_size, cp))
         check(hops, cp)
-        sizes = group_sizes(hops)
-        assert sizes == sorted(sizes) and max(sizes, default=0) <= slot_shards
-        # The last hop is as large as any, so that memory is the same for all these cp.
-        assert cp - 1 <= slot_shards or sizes[-1] == slot_shards
+        largest = max(group_sizes(hops), default=0)
+        assert largest <= slot_shards
+        if cp >= max(8, 2 * min(slot_shards, 16)):
+            most.add(largest)
+    assert len(most) == 1  # so memory is the same for all these cp
     assert auto(8, tokens, 1) == tuple(range(8))
 
 
-def test_auto_hides_the_first_transfer_behind_the_own_keys() -> None:
+def modeled(sizes: tuple[int, ...], compute: float, shard: float, call: float) -> float:
+    """Time of forward and backward with hops of so many sources, one shard of keys or gradients on the wire in `shard`."""
+    hops = [1, *sizes]
+    forward = sum(max(now * compute, then * shard) for now, then in zip(hops, [*sizes, 0], strict=True))
+    halves = [0.5, *sizes, 0.5]
+    keys, grads = [*sizes, 0, 0], [0, 0, *sizes]
+    backward = sum(max(2.5 * x * compute, (k + g) * shard) for x, k, g in zip(halves, keys, grads, strict=True))
+    return forward + backward + 2 * call * len(sizes)
+
+
+def compositions(total: int, most: int) -> Iterator[tuple[int, ...]]:
+    if total == 0:
+        yield ()
+    for first in range(1, min(total, most) + 1):
+        yield from ((first, *rest) for rest in compositions(total - first, most))
+
+
+@pytest.mark.parametrize("tokens", [512, 4096, 8192, 12000, 32768])
+@pytest.mark.parametrize("link", [1e10, 4e10, 3e11])
+def test_auto_is_the_fastest_of_all_schedules(tokens: int, link: float) -> None:
+    compute, shard = tokens**2 / 2 * 4 * 32 * 128 / 4e14, tokens * 4096 / link
+    call = 2e-5 + tokens * 40960 / 3e12
+    chosen = group_sizes(auto(8, tokens, 4, 1, Rates(between=link)))
+    times = [modeled(sizes, compute, shard, call) for sizes in compositions(7, 4)]
+    assert modeled(tuple(chosen), compute, shard, call) == pytest.approx(min(times), rel=1e-5)
+
+
+def test_auto_goes_by_the_links() -> None:
     """40 GB/s: 8,192 keys and values of 4 KiB take 0.84 ms, and 8,192 ** 2 / 2 pairs at 4e14 FLOP/s take 1.37 ms."""
-    assert group_sizes(auto(64, 8192))[:2] == [1, 1]
+    assert group_sizes(auto(8, 8192)) == [2, 3, 2]  # the last gradients travel during half of hop 0
+    assert group_sizes(auto(8, 8192, node_size=8)) == group_sizes(auto(8, 8192, rates=Rates(between=3e11))) == [3, 4]
+    assert group_sizes(auto(64, 8192, node_size=8))[:2] == [1, 4]  # 3 more of the node, and 1 from another node
     assert group_sizes(auto(64, 16384))[0] == 3
-    assert group_sizes(auto(8, 8192)) == [1, 2, 4]
-    assert group_sizes(auto(8, 8192, bytes_per_second=3e11)) == [3, 4]  # NVLink
-    assert group_sizes(auto(8, 8192, flops_per_second=4e15, bytes_per_second=3e11))[0] == 1
+    slow = Rates(ranks_per_card=8)
+    assert auto(64, 8192, rates=slow) == auto(64, 8192, rates=Rates(between=5e9))
 
 
 def test_auto_of_a_plan() -> None:
     def schedule(n: int, cp: int, route: str = "direct", **options: int) -> tuple[int, ...]:
         return RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp), route, **options).schedule
 
-    assert schedule(65536, 8) == auto(8, 8192, SLOT_SHARDS) == (0, 1, 2, 2, 3, 3, 3, 3)
+    assert schedule(65536, 8) == auto(8, 8192, SLOT_SHARDS) == (0, 1, 1, 2, 2, 2, 3, 3)
+    assert schedule(65536, 8, node_size=4) == auto(8, 8192, node_size=4)
+    assert schedule(65536, 8, "ring", node_size=4) == tuple(range(8))
     assert schedule(65536, 8, slot_shards=2) == auto(8, 8192, 2)
     assert schedule(65536, 8, "ring") == tuple(range(8))  # more sources would send past the next neighbor
     batch = RingPlan.build(Mask.batch([Mask.causal(64)] * 3), Layout.batch([Layout.zigzag(64, 4)] * 3))

@@ -11,7 +11,8 @@ from cp_ring.plan.cost import AttentionSizes, between_nodes
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.slurm.attention_plan import sizes_of
+from cp_ring.plan.schedule import relay_schedule
+from cp_ring.slurm.attention_plan import describe_job, plan_of, sizes_of
 from cp_ring.slurm.placement import Placement, context_groups, describe, order_from_file, token_bytes, traffic
 
 
@@ -119,6 +120,24 @@ LATENT = {"multi_latent_attention": True}
 def test_token_bytes_of_a_job_are_those_of_its_keys_and_values(megatron, tp, elements):
     job = config.validate({"megatron": HEADS | megatron, "parallel": {"tensor_model_parallel_size": tp}}, "job")
     assert token_bytes(sizes_of(job)) == elements * 2
+
+
+def test_plan_of_a_job_goes_by_its_flags_and_nodes():
+    def plan(per_node, tp=1, megatron=None, **cp_ring):
+        parallel = {"context_parallel_size": 8, "tensor_model_parallel_size": tp}
+        given = {"megatron": HEADS | {"seq_length": 1024} | (megatron or {}), "parallel": parallel, "cp_ring": cp_ring}
+        return plan_of(config.validate(given, "job"), per_node)
+
+    assert plan(4).node_size == 4 and plan(4, tp=2).node_size == 2 and plan(4, node_size=8).node_size == 8
+    assert plan(4, route="relay").schedule == relay_schedule("auto", 8, 4)
+    assert plan(4, heads=2).heads == 2 and plan(4, heads=2).ring.node_size == 2
+    assert plan(4, megatron={"cp_comm_type": "a2a"}).ring.cp == 1
+    assert plan(4, megatron={"cp_comm_type": ["a2a+p2p", "p2p"], "hierarchical_context_parallel_sizes": [4, 2]}).heads == 4
+    assert plan(4, route="auto", heads="auto").cp == 8
+    given = {"megatron": HEADS | {"seq_length": 1024}, "parallel": {"context_parallel_size": 8}, "cp_ring": {"heads": 4}}
+    lines = describe_job(config.validate(given, "job"), Placement(("a", "b"), 4))
+    assert lines[0] == "4 neighboring ranks exchange heads, inside a node; the ring has 2 members"
+    assert any("hop 1:" in line and "pass between nodes" in line for line in lines)
 
 
 def test_widths_of_multi_latent_attention_default_to_megatrons():

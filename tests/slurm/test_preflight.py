@@ -14,6 +14,7 @@ import yaml
 
 from cp_ring.errors import ConfigError
 from cp_ring.job import config
+from cp_ring.plan.rates import Rates
 from cp_ring.slurm import attention_plan, preflight
 from cp_ring.slurm.preflight import World
 from cp_ring.slurm.preflight_checks import Facts, LinkSpeed, from_json, judge, summary
@@ -111,9 +112,14 @@ def test_facts_survive_json():
 
 
 def test_prediction_follows_the_slower_of_link_and_arithmetic(job):
-    idle, busy = attention_plan.predict(job, 1e9, 1e15), attention_plan.predict(job, 1e15, 1e6)
-    assert idle.share < 0.01 and busy.share > 0.99
-    assert attention_plan.predict(job, 1e9, 1e9).compute == pytest.approx(idle.compute)
+    def waits(flops, inside, between, per_node):
+        made = attention_plan.predict(job, Rates(flops, inside, between), per_node)
+        return made.exposed_forward / made.forward
+
+    assert waits(1e9, 1e15, 1e15, 2) < 0.01 and waits(1e15, 1e4, 1e4, 2) > 0.99
+    # Links between nodes only matter where the ring crosses nodes, those inside where ranks share one.
+    assert waits(1e9, 1e15, 1, 4) < 0.01 < 0.99 < waits(1e9, 1e15, 1, 2)
+    assert waits(1e9, 1, 1e15, 1) < 0.01 < 0.99 < waits(1e9, 1, 1e15, 2)
 
 
 @pytest.fixture

@@ -35,19 +35,27 @@ def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certif
         certificate = run_probes(args, step=step)
     except ConfigError as error:
         rejection.reject(str(error))
-    failures = certificate.failures
-    if failures:
-        more = f" (and {len(failures) - 1} more probes failed)" if len(failures) > 1 else ""
-        rejection.reject(failures[0].rejection() + more)
-    if settings.current().certify == "strict" and certificate.not_covered:
-        missing = ", ".join(certificate.not_covered)
-        rejection.reject(f"--cp-ring-certify strict: not covered: {missing}; --cp-ring-certify on trains without it")
-    if certificate.failure:
-        rejection.note(f"warning: --cp-ring-certify: the loss could not be probed: {certificate.failure}")
-    rejection.note(summary(certificate))
+    problem = verdict(certificate)
+    if problem:
+        rejection.reject(problem)
     if dist.get_rank() == 0:
         record.save(args, certificate)
     return certificate
+
+
+def verdict(certificate: Certificate) -> str:
+    """Why the job must not train, in one line, or "": then rank 0 prints what was probed."""
+    failures = certificate.failures
+    if failures:
+        more = f" (and {len(failures) - 1} more probes failed)" if len(failures) > 1 else ""
+        return failures[0].rejection() + more
+    if settings.current().certify == "strict" and certificate.not_covered:
+        missing = ", ".join(certificate.not_covered)
+        return f"--cp-ring-certify strict: not covered: {missing}; --cp-ring-certify on trains without it"
+    if certificate.failure:
+        rejection.note(f"warning: --cp-ring-certify: the loss could not be probed: {certificate.failure}")
+    rejection.note(summary(certificate))
+    return ""
 
 
 def summary(certificate: Certificate) -> str:
@@ -128,14 +136,13 @@ def _probe_on_this_rank(
 def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seconds: float) -> None:
     """Probes every kind of layer of the job, over the context-parallel group in force."""
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.arguments import core_transformer_config_from_args
 
-    config = core_transformer_config_from_args(args)
+    config = tiny_model.transformer_config(args)
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
     kinds = find_layer_kinds(args, config, masks_of(args))
     for kind in kinds:
         layer = _make_layer(config, kind, groups)
-        subject = Subject(kind, layer, groups.cp, args.params_dtype, tiny_model.own_device(), _split)
+        subject = Subject(kind, layer, groups.cp, args.params_dtype, tiny_model.own_device(), loss_probe.split_of(args))
         layer.window = kind.probed
         found.attention += attention_probe.probe_short(subject, seed)
         layer.window = kind.window
@@ -181,8 +188,6 @@ def least_reach(of_ranks: list[dict[str, tuple[int, int]]], args: argparse.Names
 
 def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: ForwardStep | None) -> None:
     """Probes the loss and the gradients of a tiny model, with the forward step of the job."""
-    from megatron.training.arguments import core_transformer_config_from_args
-
     reason = tiny_model.uncovered(args)
     if reason:
         found.not_covered.append(f"the loss of {reason}")
@@ -191,7 +196,7 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     found.not_covered += ["experts, in the loss"] if getattr(args, "num_experts", None) else []
     if "packed" in masks_of(args) and "causal" in masks:
         found.not_covered.append("the loss of packed sequences")
-    config = core_transformer_config_from_args(args)
+    config = tiny_model.transformer_config(args)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     before = settings.current()
     try:
@@ -230,9 +235,3 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
         sizes = {"softmax_scale": config.softmax_scale}
     return RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", cp_comm_type=kind.comm_type,
                                    pg_collection=groups, **sizes)  # fmt: skip
-
-
-def _split(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
-    from cp_ring.megatron import gpt  # imports Megatron
-
-    return gpt.on_this_cp_rank(batch, rank, cp)

@@ -29,6 +29,7 @@ from cp_ring.megatron.certificate.isolation import replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_scale, declared_window
 from cp_ring.megatron.certificate.oracle import DenseAttention, Rule, Spans
 from cp_ring.megatron.certificate.probe_batch import (
+    SplitBatch,
     declared_of_rows,
     documents_of_rows,
     random_offsets,
@@ -44,6 +45,7 @@ from cp_ring.megatron.certificate.tiny_model import (
     one_stage,
     own_device,
     tiny_args,
+    with_changes,
 )
 from cp_ring.megatron.masks import KEY
 from cp_ring.megatron.rotary import positions_in_force
@@ -142,26 +144,30 @@ def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, ste
     `alone` is a process group of this rank only, `step` the job's forward step: that of `cp_ring.pretrain_gpt`, also for None,
     or a script's own, which then runs at context parallel size 1 too, because it may have a loss of its own.
     """
-    from cp_ring.megatron.gpt import forward_step  # imports Megatron
-
-    own = is_own(step)
-    step = forward_step if own or step is None else step
+    own = not hasattr(args, "transformer_config") and is_own(step)
+    step = _own_step() if own or step is None else step
     batch = Microbatch.draw(kinds[0], seed)
     tiny = tiny_args(args, kinds, len(batch.spans))
     with arguments_in_force(tiny, one_stage(alone)):
         model = build(tiny)
-        (ours,) = _train(model, batch, step)
+        (ours,) = _train(tiny, model, batch, step)
         cp, rank = args.context_parallel_size, _rank()
-        positions = [_positions(batch, kinds[0], of_rank, cp) for of_rank in range(cp)]
+        positions = [_positions(batch, kinds[0], of_rank, cp, split_of(args)) for of_rank in range(cp)]
         counts = None if own else _counts_of_ranks(ours)
     weights = [] if args.calculate_per_token_loss else [_weights(batch, positions, counts)]
-    whole = argparse.Namespace(**(vars(tiny) | {"context_parallel_size": 1}))
+    whole = with_changes(tiny, {"context_parallel_size": 1})
     with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own):
         twin = build(whole)
         twin.load_state_dict(model.state_dict())
         _attend_densely(twin, batch.spans)
-        plain, *weighted = _train(twin, batch, _whole_rows if own else step, None, *weights)
+        plain, *weighted = _train(whole, twin, batch, _whole_rows if own else step, None, *weights)
     return _compare(ours, plain, weighted[0] if weighted else plain, own, positions[rank].to(own_device()), kinds)
+
+
+def _own_step() -> ForwardStep:
+    from cp_ring.megatron.gpt import forward_step  # imports Megatron
+
+    return forward_step
 
 
 def _rank() -> int:
@@ -234,29 +240,37 @@ def _number(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _positions(batch: Microbatch, kind: LayerKind, rank: int, cp: int) -> Tensor:
-    """Where the tokens of a rank are in their batch rows, int64 [b, s], as the job's own split has them."""
-    from cp_ring.megatron.gpt import on_this_cp_rank  # imports Megatron
+def split_of(args: argparse.Namespace) -> SplitBatch:
+    """How the job splits batch rows without documents over the context-parallel ranks."""
+    if hasattr(args, "transformer_config"):
+        from cp_ring.megatron import batches  # imports Megatron
 
+        return batches.on_this_cp_rank
+    from cp_ring.megatron import gpt  # imports Megatron, and its training loop, which users of megatron.core alone may lack
+
+    return gpt.on_this_cp_rank
+
+
+def _positions(batch: Microbatch, kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> Tensor:
+    """Where the tokens of a rank are in their batch rows, int64 [b, s], as the job's own split has them."""
     whole = torch.arange(kind.tokens).expand(len(batch.spans), -1)
     if kind.mask == "documents":
         spans = [spans for spans in batch.spans if not isinstance(spans, Rule)]
         return torch.as_tensor(documents_of_rows(spans, kind.tokens, cp).shard(whole, rank))
     if kind.mask.startswith(PREFIX):
         return torch.as_tensor(declared_of_rows(batch.data[KEY], cp).shard(whole, rank))
-    return on_this_cp_rank({"tokens": whole}, rank, cp)["tokens"]
+    return split({"tokens": whole}, rank, cp)["tokens"]
 
 
-def _train(model: Any, batch: Microbatch, step: ForwardStep, *weights: Tensor | None) -> list[Outcome]:
+def _train(args: argparse.Namespace, model: Any, batch: Microbatch, step: ForwardStep, *weights: Tensor | None) -> list[Outcome]:
     """Forward, backward and reduction of gradients of one microbatch, as Megatron's training loop runs them.
 
     Once for each of `weights`, the factors [b, n] of the losses of tokens; None is 1.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.enums import ModelType
-    from megatron.training import get_args
 
-    known = {"grad_reduce_in_fp32": True, "average_in_collective": getattr(get_args(), "ddp_average_in_collective", False)}
+    known = {"grad_reduce_in_fp32": True, "average_in_collective": getattr(args, "ddp_average_in_collective", False)}
     config = DistributedDataParallelConfig(**compat.known_fields(DistributedDataParallelConfig, known))
     wrapped = DistributedDataParallel(model.config, config, model)
     model.config.finalize_model_grads_func = finalize_model_grads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import lcm
@@ -54,7 +55,39 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         window = max(kinds, key=lambda kind: kind.probed[0]).probed
         changes |= {"window_size": window, "window_attn_skip_freq": [int(kind.window[0] >= 0) for kind in kinds]}
     kept = {name: value for name, value in changes.items() if hasattr(args, name)}
-    return argparse.Namespace(**(vars(args) | kept))
+    return with_changes(args, kept)
+
+
+def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.Namespace:
+    """A copy of the arguments with `changes`, which the configuration of a program without a command line follows."""
+    made = argparse.Namespace(**(vars(args) | changes))
+    if hasattr(args, "transformer_config"):
+        made.transformer_config = _resized(args.transformer_config, made)
+    return made
+
+
+def _resized(config: Any, values: argparse.Namespace) -> Any:
+    """A copy of a `TransformerConfig` with those of its fields that `values` has."""
+    from megatron.core.utils import init_method_normal  # heavy, and installed with Megatron only
+
+    made = copy.copy(config)
+    for name in vars(config):
+        if hasattr(values, name):
+            setattr(made, name, getattr(values, name))
+    kinds = made.cp_comm_type if isinstance(made.cp_comm_type, list) else [made.cp_comm_type]
+    if len(set(kinds)) == 1:
+        made.cp_comm_type = kinds[0]  # Megatron 0.16 takes a list to be that of the next layers
+    made.init_method = made.output_layer_init_method = init_method_normal(made.init_method_std)
+    return made
+
+
+def transformer_config(args: argparse.Namespace) -> Any:
+    """Megatron's configuration of the model: that which the program made, else that of the arguments."""
+    if hasattr(args, "transformer_config"):
+        return args.transformer_config
+    from megatron.training.arguments import core_transformer_config_from_args  # users of megatron.core alone may lack it
+
+    return core_transformer_config_from_args(args)
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
@@ -67,6 +100,8 @@ def _key_heads(args: argparse.Namespace, sharing: int) -> int:
 
 def uncovered(args: argparse.Namespace) -> str:
     """Why no tiny model can be made from these flags, or ""."""
+    if hasattr(args, "transformer_config") and args.build is None:
+        return "a program that does not call cp_ring.megatron.certify"
     if getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None):
         return "hybrid models"
     if getattr(args, "heterogeneous_layers_config_path", None):
@@ -83,6 +118,8 @@ def build(args: argparse.Namespace) -> Any:
     """The model of `args` with all its layers, on this rank's device."""
     from megatron.core import tensor_parallel
 
+    if hasattr(args, "transformer_config"):
+        return args.build(args.transformer_config).to(own_device())
     try:
         from megatron.training.argument_utils import gpt_config_from_args
     except ImportError:
@@ -104,10 +141,13 @@ def build(args: argparse.Namespace) -> Any:
 def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iterator[None]:
     """Replaces Megatron's global arguments, timers and process groups, and afterwards restores them."""
     from megatron.core import Timers, parallel_state
-    from megatron.training import global_vars
 
     changes = [(parallel_state, name, value) for name, value in groups.items() if hasattr(parallel_state, name)]
-    with replaced((global_vars, "_GLOBAL_ARGS", args), (global_vars, "_GLOBAL_TIMERS", Timers(0, "minmax")), *changes):
+    if not hasattr(args, "transformer_config"):
+        from megatron.training import global_vars  # users of megatron.core alone may lack it
+
+        changes += [(global_vars, "_GLOBAL_ARGS", args), (global_vars, "_GLOBAL_TIMERS", Timers(0, "minmax"))]
+    with replaced(*changes):
         yield
 
 

@@ -76,7 +76,7 @@ def agree_on_iteration(args: argparse.Namespace) -> None:
     problem = ""
     for number in numbers:
         folder = folders.folder_of(load, number)
-        defects = _defects(folder)
+        defects = defects_of(folder)
         if not defects:
             inspection.load_iteration(args, load, number, latest, problem)
             if not (folder / manifest.NAME).is_file():
@@ -100,7 +100,7 @@ def _candidates(args: argparse.Namespace, load: Path) -> tuple[list[int], int | 
     return numbers, latest
 
 
-def _defects(folder: Path) -> list[str]:
+def defects_of(folder: Path) -> list[str]:
     """The defects of the checkpoint that the ranks have found; each rank reads a part of its files."""
     problem = manifest.defect(folder, (dist.get_rank(), dist.get_world_size()))
     if not problem and dist.get_rank() == 0:

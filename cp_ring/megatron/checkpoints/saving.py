@@ -265,6 +265,23 @@ def publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
     _state.unsaved, _state.last = None, final
 
 
+def track(folder: Path, iteration: int) -> None:
+    """Lets the tracker file of `folder` name the published checkpoint of `iteration`, and removes those that are not kept.
+
+    All ranks call it. Raises `SaveFailed` on all of them where rank 0 cannot.
+    """
+    why = [""]
+    if dist.get_rank() == 0:
+        try:
+            files.replace_text(folder / folders.TRACKER, str(iteration))
+            folders.prune(folder, iteration, current().keep_checkpoints, lock.acquire(folder).owner.token)
+        except (OSError, ConfigError) as error:
+            why = [reason(error)]
+    dist.broadcast_object_list(why, src=0)
+    if why[0]:
+        raise SaveFailed(iteration, why[0])
+
+
 def _drop(folder: Path) -> None:
     _state.writing.discard(folder)
     if dist.get_rank() == 0:

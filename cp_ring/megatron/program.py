@@ -1,0 +1,141 @@
+"""Programs that build their models themselves, on megatron.core without its command line.
+
+They have a `TransformerConfig` in place of Megatron's arguments. The checks and the probes read their values by the same names,
+so they get a namespace with the fields of that configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import comm_types, settings, validate
+from cp_ring.megatron.rejection import note
+
+ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
+
+
+@dataclass
+class Program:
+    """What `cp_ring.megatron.enable` was told about the program, and whether its certificate is made.
+
+    seq_length: tokens of a batch row, 0 if unknown.
+    micro_batch_size: batch rows of a microbatch.
+    packed: whether microbatches hold packed documents (thd).
+    build: makes a model of a `TransformerConfig`; known once `certify` was called.
+    """
+
+    seq_length: int = 0
+    micro_batch_size: int = 1
+    packed: bool = False
+    certified: bool = False
+    build: Callable[[Any], Any] | None = None
+
+
+_program: Program | None = None
+
+
+def begin(program: Program | None) -> None:
+    """Makes `program` the program of this process; None forgets it."""
+    global _program
+    _program = program
+
+
+def arguments_of(config: Any) -> argparse.Namespace:
+    """The fields of a `TransformerConfig` under the names of Megatron's arguments, and what `enable` was told."""
+    program = _program or Program()
+    absent = dict.fromkeys(("window_size", "window_attn_skip_freq", "mtp_num_layers", "load", "save"))
+    given = {
+        "transformer_config": config,
+        "build": program.build,
+        "seq_length": program.seq_length,
+        "micro_batch_size": program.micro_batch_size,
+        "sft": program.packed,
+        "num_experts": config.num_moe_experts,
+        "group_query_attention": True,  # the configuration has completed its number of key/value heads
+        "position_embedding_type": "rope",
+        "reset_attention_mask": False,
+        "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+    }
+    return argparse.Namespace(**(absent | vars(config) | given))
+
+
+def accept_model(config: Any) -> argparse.Namespace:
+    """Checks the configuration of a model that is about to be built, and puts the settings that depend on it in force.
+
+    Raises `ConfigError` for what ring attention does not support. A flag `--x-y` in it is the field `x_y` of the configuration.
+    """
+    args, used = arguments_of(config), settings.current()
+    validate.check_attention(args)
+    validate.check_documents(args, used)
+    validate.check_loss_chunk(args, used)
+    cp = config.context_parallel_size
+    if cp > 1 and args.seq_length % (2 * cp):
+        raise ConfigError(
+            f"enable(seq_length={args.seq_length}): it is not divisible by 2 x {cp} context-parallel ranks = {2 * cp}"
+        )
+    used.check_schedule(cp)
+    comm_types.check(args, used)
+    settings.configure(used, layers=validate.windows_of(args))
+    return args
+
+
+def certify_model(args: argparse.Namespace) -> None:
+    """Makes the certificate before the first model is built, if `certify` has not done so. All ranks call it together."""
+    if _program is None or _program.certified or settings.current().certify == "off":
+        return
+    from megatron.core import parallel_state  # heavy, and installed with Megatron only
+
+    if not parallel_state.model_parallel_is_initialized():
+        _program.certified = True
+        note("warning: no certificate: Megatron's parallel_state is not initialized; give --no-cp-ring-certify (certify='off')")
+        return
+    _examine(args, None)
+
+
+def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep) -> Any:
+    """Probes attention, and the loss and gradients of a tiny model that the program itself builds; all ranks call it together.
+
+    Call it after `cp_ring.megatron.enable` and after Megatron has made its parallel groups. Without this call the certificate is
+    made when the first model is built, and does not cover the loss.
+
+    Args:
+        config: the `TransformerConfig` of the model.
+        build: makes a whole model of such a configuration. It is called with small copies of `config`, of context parallel size
+            1 too.
+        forward_step: `forward_step(data_iterator, model)` as Megatron's schedules take it, which returns the losses of tokens and
+            a loss function. An item of the iterator is a dictionary of tokens, labels, position_ids and loss_mask, each [b, n] of
+            whole batch rows, which it splits itself.
+
+    Returns:
+        The certificate (`cp_ring.megatron.certificate.Certificate`), or None with `certify="off"`.
+
+    Raises:
+        ConfigError: on all ranks, where a probe fails.
+    """
+    if _program is None:
+        raise ConfigError("cp_ring.megatron.certify: call cp_ring.megatron.enable first")
+    if settings.current().certify == "off":
+        return None
+    _program.build = build
+    return _examine(accept_model(config), forward_step)
+
+
+def _examine(args: argparse.Namespace, step: ForwardStep | None) -> Any:
+    from cp_ring.megatron.certificate import certify as probes  # imports Megatron
+    from cp_ring.megatron.certificate.tiny_model import own_device
+
+    assert _program is not None, "there is no program to examine"
+    _program.certified = True  # the probes build models too
+    # A program may build its model on the meta device, or without gradients.
+    with torch.device(own_device()), torch.enable_grad():
+        certificate = probes.run_probes(args, step=step)
+    problem = probes.verdict(certificate)
+    if problem:
+        raise ConfigError(problem)
+    return certificate

@@ -1,0 +1,82 @@
+"""`--cp-ring-route auto` and `--cp-ring-heads auto`: the fastest shape that memory allows, from a job's flags.
+
+Nothing heavy is imported here: a job is also described before torch and Megatron are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cp_ring.comm.nodes import node_size, ranks_per_node
+from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.comm_types import ring_shape
+from cp_ring.megatron.settings import LayerWindows
+from cp_ring.plan.cost import AttentionSizes
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.shapes import AUTO, CHOSEN_BY, choose
+
+_LATENT_WIDTHS = (("qk_head_dim", 128), ("qk_pos_emb_head_dim", 64), ("v_head_dim", 128))  # Megatron's defaults
+
+
+def attention_sizes(given: Mapping[str, Any], tp: int) -> AttentionSizes:
+    """Heads of one tensor-parallel rank, and the dtype, from Megatron's settings by name."""
+    heads = int(given.get("num_attention_heads") or 1)
+    groups = int(given.get("num_query_groups") or heads) if given.get("group_query_attention") else heads
+    width = value_width = int(given.get("kv_channels") or int(given.get("hidden_size") or heads) // heads)
+    if given.get("multi_latent_attention"):  # the ring moves the keys and values of every head, not the latents
+        nope, rotary, value_width = (int(given.get(name) or default) for name, default in _LATENT_WIDTHS)
+        groups, width = heads, nope + rotary
+    dtype = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
+    batch = int(given.get("micro_batch_size") or 1)
+    return AttentionSizes(max(1, heads // tp), max(1, groups // tp), max(1, width), max(1, value_width), dtype=dtype, batch=batch)
+
+
+def settle(
+    config: ContextParallelConfig,
+    given: Mapping[str, Any],
+    cp: int,
+    sizes: AttentionSizes,
+    ranks: Sequence[int],
+    per_node: int | None = None,
+    windows: LayerWindows = (((-1, -1), 1),),
+) -> tuple[ContextParallelConfig, str]:
+    """The settings with a route and a number of heads in place of `auto`, and why, in one line; "" where none is `auto`.
+
+    given: Megatron's settings by name. ranks: those of the context-parallel group in the whole job. per_node: consecutive ranks
+    of the job on each node, by default what the launcher says. windows: those of the layers.
+
+    The model knows neither documents nor masks that batches carry: it takes a causal mask. With more ranks than 64 it chooses
+    for 64, with as many tokens each. Raises `ConfigError` with the flag where no shape fits into memory.
+    """
+    if AUTO not in (config.route, config.heads):
+        return config, ""
+    if cp == 1:
+        return config.model_copy(update={"route": "direct", "heads": 1}), ""
+    node = config.node_size or node_size(ranks, per_node or ranks_per_node())
+    kinds = given.get("cp_comm_type") or ["p2p"]
+    asked = config.model_copy(update={"route": "direct", "node_size": node, **({"heads": 1} if config.heads == AUTO else {})})
+    levels = given.get("hierarchical_context_parallel_sizes")
+    shapes = [ring_shape(kind, asked, cp, levels) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+    gather = any(shape.schedule == "gather" for shape in shapes)
+    heads: int | str = AUTO if config.heads == AUTO else shapes[0].heads
+    few, near = min(cp, max(CHOSEN_BY - CHOSEN_BY % node, node)), node
+    n = int(given.get("seq_length") or 1) // cp * few
+    if config.heads != AUTO and few % shapes[0].heads:
+        few, n = cp, int(given.get("seq_length") or 1)
+    layers = [(Mask.causal(n, window), count) for window, count in windows]
+    try:
+        choice = choose(
+            layers, few, sizes, near, route=config.route, heads=heads, schedule="gather" if gather else config.schedule,
+            slot_shards=few if gather else config.slot_shards,
+        )  # fmt: skip
+    except PlanError as error:
+        flags = {"slot_shards": config.flag("slot_shards"), "heads=": config.flag("heads") + " "}
+        said = str(error)
+        for name, flag in flags.items():
+            said = said.replace(name, flag)
+        raise ConfigError(f"{config.flag('route')} {config.route}, {config.flag('heads')} {config.heads}: {said}") from None
+    found = {"route": choice.shape.route} | ({"heads": choice.shape.heads} if config.heads == AUTO else {})
+    reason = choice.reason.replace("slot_shards", config.flag("slot_shards"))
+    return config.model_copy(update=found), f"chosen by predicted time, nodes of {node} context-parallel ranks: {reason}"

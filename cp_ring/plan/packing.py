@@ -1,0 +1,177 @@
+"""Packing: documents of any length into rows of equal length, for training without padding.
+
+Three ways: `first-fit` puts the longest documents first, each into the first row with room for it (first-fit decreasing, which
+needs at most 11/9 of the fewest rows plus 6/9: Dosa, "The Tight Bound of First Fit Decreasing Bin-Packing Algorithm", 2007);
+`in-order` keeps the order of the documents and begins a new row where the next one does not fit; `fill` keeps the order too and
+cuts documents at the ends of rows, so that only the last row has padding. The result depends on the lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.ranges import Ints, expand, integer, integers
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of `capacity` tokens and the pieces of documents in them. A document that is not cut is one piece.
+
+    first: int64 [rows + 1], the first piece of each row.
+    document, start, length: int64 [pieces], each piece's document, its first token in it, and its tokens; row after row.
+    """
+
+    capacity: int
+    first: Ints
+    document: Ints
+    start: Ints
+    length: Ints
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.first) - 1
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens of documents in each row, int64 [rows]."""
+        return np.add.reduceat(self.length, self.first[:-1])
+
+    @property
+    def padding(self) -> int:
+        """Tokens of all rows that no document fills."""
+        return self.rows * self.capacity - int(self.length.sum())
+
+    @property
+    def fill(self) -> float:
+        """Share of the tokens of all rows that documents fill."""
+        return 1 - self.padding / (self.rows * self.capacity)
+
+    def pieces(self, row: int) -> list[tuple[int, int, int]]:
+        """(document, first token, tokens) of the pieces of a row, in their order."""
+        here = slice(int(self.first[row]), int(self.first[row + 1]))
+        return list(zip(self.document[here].tolist(), self.start[here].tolist(), self.length[here].tolist(), strict=True))
+
+    def cu_seqlens(self, row: int) -> Ints:
+        """Offsets of the pieces of a row, and its end where padding follows them: int64 [pieces + 1 or 2]."""
+        here = slice(int(self.first[row]), int(self.first[row + 1]))
+        offsets = np.concatenate([[0], np.cumsum(self.length[here])])
+        return offsets if offsets[-1] == self.capacity else np.append(offsets, self.capacity)
+
+    def describe(self) -> str:
+        """As in `1,000 documents in 40 rows of 4,096 tokens: 99.9 % filled, 120 padding tokens in 1 row, 3 documents cut`."""
+        short = int((self.tokens < self.capacity).sum())
+        documents = len(np.unique(self.document))
+        cut = int((np.bincount(self.document) > 1).sum())
+        parts = [f"{_many(documents, 'document')} in {_many(self.rows, 'row')} of {self.capacity:,} tokens"]
+        parts[0] += f": {100 * self.fill:.2f} % filled"
+        parts += [f"{self.padding:,} padding tokens in {_many(short, 'row')}"] if self.padding else ["no padding"]
+        parts += [f"{_many(cut, 'document')} cut"] if cut else []
+        return ", ".join(parts)
+
+
+def pack(lengths: Sequence[int] | np.ndarray, capacity: int, how: str = "first-fit", cut_long: bool = False) -> PackedRows:
+    """Packs documents of these `lengths` (tokens) into rows of `capacity` tokens.
+
+    how: one of `WAYS`.
+    cut_long: cut a document that is longer than a row into pieces of a row and a rest; else it is rejected. `fill` cuts anyway.
+
+    Raises `PlanError` where there is no document or an empty one, for lengths that are not whole numbers, and for a document that
+    is longer than a row and may not be cut.
+    """
+    if how not in WAYS:
+        raise PlanError(f"pack {how!r}: known are {', '.join(WAYS)}")
+    size = _checked(lengths)
+    if integer(capacity, "tokens of a row") < 1:
+        raise PlanError(f"rows of {capacity} tokens: a row must have at least 1")
+    if how == "fill":
+        return _fill(size, capacity)
+    long = np.flatnonzero(size > capacity)
+    if len(long) and not cut_long:
+        raise PlanError(
+            f"document {long[0]} has {size[long[0]]:,} tokens, more than the {capacity:,} of a row: make rows longer, or let "
+            "long documents be cut"
+        )
+    document, part = expand(np.zeros_like(size), -(-size // capacity))
+    start = part * capacity
+    length = np.minimum(size[document] - start, capacity)
+    row = WAYS[how](length, capacity)
+    sort = np.lexsort((start, document, row))
+    first = np.searchsorted(row[sort], np.arange(int(row.max()) + 2))
+    return PackedRows(capacity, first, document[sort], start[sort], length[sort])
+
+
+def _checked(lengths: Sequence[int] | np.ndarray) -> Ints:
+    size = integers(lengths, "lengths of documents")
+    if size.ndim != 1 or not len(size):
+        raise PlanError("there is no document to pack")
+    bad = np.flatnonzero(size < 1)
+    if len(bad):
+        raise PlanError(f"document {bad[0]} has {size[bad[0]]} tokens: leave empty documents out")
+    return size
+
+
+def _fill(size: Ints, capacity: int) -> PackedRows:
+    ends = np.cumsum(size)
+    total = int(ends[-1])
+    edges = np.union1d(np.concatenate([[0], ends]), np.arange(0, total, capacity))
+    starts, length = edges[:-1], np.diff(edges)
+    document = np.searchsorted(ends, starts, side="right")
+    first = np.append(np.searchsorted(starts, np.arange(0, total, capacity)), len(starts))
+    return PackedRows(capacity, first, document, starts - (ends - size)[document], length)
+
+
+def _in_order(length: Ints, capacity: int) -> Ints:
+    """The row of each piece."""
+    ends = np.cumsum(length)
+    row, number, first = np.zeros(len(length), np.int64), 0, 0
+    while first < len(length):
+        last = int(np.searchsorted(ends, ends[first] - length[first] + capacity, side="right"))
+        row[first:last] = number
+        number, first = number + 1, last
+    return row
+
+
+def _first_fit(length: Ints, capacity: int) -> Ints:
+    """The row of each piece. Rows are numbered by their first document, so that a file's order is kept roughly.
+
+    A tree holds the room of each row, in every inner node the most of those below it: a row is found in as many steps as the
+    tree has levels.
+    """
+    leaves = 1 << (len(length) - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    row = np.zeros(len(length), np.int64)
+    order = np.argsort(-length, kind="stable")
+    for piece, size in zip(order.tolist(), length[order].tolist(), strict=True):
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += room[node] < size
+        row[piece] = node - leaves
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+    used, first = np.unique(row, return_index=True)
+    rank = np.empty(len(used), np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(used))
+    return rank[np.searchsorted(used, row)]
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}" + "s" * (count != 1)
+
+
+WAYS: dict[str, Callable[[Ints, int], Ints]] = {
+    "first-fit": _first_fit,
+    "in-order": _in_order,
+    "fill": _in_order,  # of pieces that fit exactly
+}
+"""The ways of packing, by name. Each gives the row of each piece, from the pieces' tokens and those of a row."""

@@ -1,0 +1,53 @@
+"""What devices and links do in a second, for predicted times. The defaults are assumptions, not measurements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from cp_ring.errors import PlanError
+
+FLOPS_PER_SECOND = 4e14
+"""What an attention kernel reaches on an H100, by default."""
+
+NETWORK_BYTES_PER_SECOND = 4e10
+"""What a network card of 400 Gb/s receives from other nodes, and sends at the same time, by default."""
+
+NVLINK_BYTES_PER_SECOND = 3e11
+"""What a rank receives from other ranks of its node, and sends at the same time, by default."""
+
+MEMORY_BYTES_PER_SECOND = 3e12
+"""What an H100 reads and writes, by default."""
+
+SECONDS_PER_CALL = 2e-5
+"""What a kernel call loses while its first and last blocks do not fill the device."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device and its links do in a second, by default an H100 with NVLink and a network card of 400 Gb/s for each rank.
+
+    flops: FLOP of attention, forward and backward alike.
+    inside: bytes that a rank receives from ranks of its own node, and sends to them at the same time.
+    between: bytes that a network card receives from other nodes, and sends to them at the same time.
+    ranks_per_card: neighboring ranks of a node that share a network card.
+    memory: bytes that a device reads and writes.
+    call: seconds that a kernel call loses.
+
+    Raises `PlanError` unless all are above 0.
+    """
+
+    flops: float = FLOPS_PER_SECOND
+    inside: float = NVLINK_BYTES_PER_SECOND
+    between: float = NETWORK_BYTES_PER_SECOND
+    ranks_per_card: int = 1
+    memory: float = MEMORY_BYTES_PER_SECOND
+    call: float = SECONDS_PER_CALL
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 < getattr(self, field.name) < float("inf"):
+                raise PlanError(f"{field.name}={getattr(self, field.name)}: a rate must be a number above 0")
+
+
+RATES = Rates()
+"""The rates that all predictions assume where none are given."""

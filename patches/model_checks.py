@@ -1,0 +1,39 @@
+"""Checks the configuration of a model before it is built, and makes the certificate before the first one is.
+
+For programs without a command line: `cp_ring.megatron.enable` applies it. The constructor of `LanguageModule` runs before any
+layer of a `GPTModel` or a `HybridModel` is built.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from cp_ring.patches.patch import Patch, Replacement
+
+
+def _replacements() -> Iterator[Replacement]:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    constructor = LanguageModule.__init__
+
+    @functools.wraps(constructor)
+    def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        from cp_ring.megatron.program import accept_model, certify_model
+        from cp_ring.patches.install import install_for_model
+
+        accepted = accept_model(config)
+        install_for_model(accepted)
+        certify_model(accepted)
+        constructor(self, config, *args, **kwargs)
+
+    yield LanguageModule, "__init__", construct
+
+
+PATCH = Patch(
+    name="model_checks",
+    what="cp_ring.megatron.enable: checks the configuration of each model before it is built, and probes attention once",
+    why="programs that build models themselves have no command line to check, and no other place that all of them pass",
+    replacements=_replacements,
+)

@@ -1,0 +1,58 @@
+"""Splits packed batches of a script (--sft, --dataloader-inter-document-masking) by --cp-ring-layout balanced.
+
+Megatron splits them by zigzag: each document by itself, which must then be padded to a multiple of 2 * cp, or all together, which
+leaves ranks with unequal work. With --sft batch rows come from cp_ring's packer, because Megatron pads each conversation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cp_ring.errors import ConfigError
+from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+
+_TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def split_packed(split: Any, batch: dict[str, Any], *args: Any, cp_group: Any = None, **named: Any) -> dict[str, Any]:
+    """As Megatron's `get_batch_on_this_cp_rank`: of tensors [1, tokens], the tokens of this rank of `cp_group`."""
+    from megatron.core import parallel_state
+
+    from cp_ring.megatron.documents import packed_layout
+
+    offsets = batch.get("cu_seqlens")
+    if offsets is None:
+        return dict(split(batch, *args, cp_group=cp_group, **named))
+    if batch.get("cu_seqlens_padded") is not None:
+        raise ConfigError("--cp-ring-layout balanced needs no padding between documents, but the batch has cu_seqlens_padded")
+    group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+    layout = packed_layout(offsets.detach().cpu().reshape(-1).to(torch.int64).numpy(), group.size())
+    held = {name: batch[name] for name in _TENSORS if batch.get(name) is not None}
+    return batch | {name: layout.shard(tensor, group.rank(), 1) for name, tensor in held.items()}
+
+
+def _replacements() -> Iterator[Replacement]:
+    import sys
+
+    import megatron.core.utils as utils
+    import megatron.training.datasets.sft_dataset as sft_dataset
+
+    from cp_ring.megatron.sft import PackedWithOffsets
+
+    found = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.") and module]
+    name = "get_batch_on_this_cp_rank"
+    yield from replace_everywhere(found, name, functools.partial(split_packed, getattr(utils, name)))
+    yield sft_dataset, "SFTDataset", PackedWithOffsets
+
+
+PATCH = Patch(
+    name="packed_batches",
+    what="packed batches of a script are split by --cp-ring-layout balanced; --sft packs conversations without padding",
+    why="Megatron's splits pad each document or leave ranks with unequal work, and its batches have no hook for another one",
+    versions=">=0.19,<0.20",
+    replacements=_replacements,
+)

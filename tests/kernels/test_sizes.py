@@ -1,0 +1,67 @@
+"""Packed calls of a training run with packed documents have few sizes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_ring import Layout, Mask, RingPlan
+from cp_ring.kernels import sizes
+from cp_ring.kernels.calls import _Packed, kernel_calls
+from cp_ring.kernels.transformer_engine import KERNEL
+
+TOKENS = st.integers(1, 1 << 20)
+
+
+def class_of(tokens: int) -> int:
+    """The number of tokens for which TransformerEngine builds a graph that serves so many."""
+    power = 1 << math.ceil(math.log2(tokens))
+    return max(power, 1024) if power <= 32768 else math.ceil(tokens / 32768) * 32768
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_a_call_that_is_filled_up_has_the_class_of_its_size(queries, keys, shard):
+    for tokens, size in zip((queries := min(queries, shard), keys), sizes.sizes_of(queries, keys, shard), strict=True):
+        filled = max(tokens, sizes.tokens_of(size))
+        assert tokens <= filled <= size == class_of(filled)
+
+
+@given(st.integers(1, 5000))
+def test_tiles(count):
+    assert count <= sizes.tiles_of(count) <= max(4 * count, 16)
+
+
+def lengths(generator: np.random.Generator, n: int) -> list[int]:
+    """Documents of a long-tailed distribution that fill a row of n tokens."""
+    ends = [0]
+    while ends[-1] < n:
+        ends.append(min(n, ends[-1] + 1 + int(generator.lognormal(6.5, 1.5))))
+    return ends
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_a_hundred_microbatches_have_at_most_eight_graphs(layout):
+    n, cp, rank, generator = 32768, 4, 1, np.random.default_rng(0)
+    graphs, unfilled = set(), set()
+    for _ in range(100):
+        mask = Mask.documents(lengths(generator, n))
+        plan = RingPlan.build_rank_plan(mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(n, cp), rank)
+        for call in (call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, plan)):
+            if isinstance(call, _Packed):
+                counts = [max(side.count, sizes.tokens_of(side.longest)) for side in (call.q, call.k)]
+                graphs.add((len(call.q.ends), *map(class_of, counts), call.right))
+                unfilled.add((len(set(call.q.ends)), class_of(call.q.count), class_of(call.k.count), call.right))
+            else:
+                graphs.add((call.q.stop - call.q.start, call.k.stop - call.k.start, call.hi))
+    assert len(graphs) <= 8 < len(unfilled), sorted(graphs)
+
+
+@pytest.mark.parametrize(("n", "packed"), [(4096, False), (4000, True)])
+def test_uneven_tiles_are_packed_and_even_ones_are_not(n, packed):
+    plan = RingPlan.build_rank_plan(Mask.causal(n), Layout.zigzag(n, 2), 1)
+    calls = [call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, plan)]
+    assert len(calls) >= 2 and all(isinstance(call, _Packed) == packed for call in calls)

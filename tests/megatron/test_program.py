@@ -1,0 +1,91 @@
+"""Programs without Megatron's command line: `cp_ring.megatron.enable` and what belongs to it, on megatron.core alone.
+
+`bash launch/test.sh --compat` runs this with each supported version of megatron-core.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import cp_ring.megatron
+from cp_ring import ContextParallelConfig, patches
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import compat, program, settings
+from tests.megatron.launch import HERE, launch
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+
+
+@no_cuda
+@pytest.mark.compat
+@pytest.mark.slow
+def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_path):
+    """docs/examples/megatron_core.py at cp 2 x dp 2 and at dp 4; a wrong split; checkpoints."""
+    done = launch(4, [str(HERE / "program_worker.py"), str(tmp_path)])
+    assert done.returncode == 0, done.stdout[-6000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["version"] == compat.megatron_version()
+    assert found["cp 2"] == pytest.approx(found["cp 1"], rel=1e-5) and found["cp 1"][0] - found["cp 1"][2] > 0.1
+    assert "tiny model of 1 layer under causal" in found["printed"] and "not covered" not in found["printed"]
+    assert found["wrong split"].startswith("--cp-ring-certify: tiny model of 1 layer, causal: loss")
+    assert "a causal layer sees nothing after its own position" in found["wrong settings"]
+    assert found["attention"] == "RingDotProductAttention"
+    assert found["loaded"] and found["damaged"].endswith("is not what was written: its checksum is another")
+    assert "latest_checkpointed_iteration.txt" in found["files"] and not any(".saving" in name for name in found["files"])
+
+
+@pytest.fixture
+def enabled():
+    """Calls `enable`; afterwards settings and patches are as they were."""
+    before, applied = settings.current(), set(patches.applied())
+    yield cp_ring.megatron.enable
+    for name in reversed(patches.NAMES):
+        if name not in applied:
+            patches.get(name).revert()
+    settings.configure(before, whole_rows=False)
+    program.begin(None)
+
+
+@no_cuda
+def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, capfd):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    def build(**more):
+        sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+        return GPTModel(TransformerConfig(**sizes | more), get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
+
+    used = enabled(ContextParallelConfig.make(route="ring"), seq_length=64, packed=True)
+    assert used.enabled and settings.current() == used
+    with pytest.raises(ConfigError, match="a causal layer sees nothing after its own position"):
+        build(window_size=(5, 3))
+    assert "certificate" not in capfd.readouterr().out
+    state = torch.get_rng_state()
+    with torch.device("meta"), torch.no_grad():  # as frameworks do that shard parameters before they exist
+        model = build(window_size=(7, 0), window_attn_skip_freq=2)
+    assert model.decoder.layers[0].self_attention.core_attention.window == (7, 0)
+    assert settings.layer_windows() == (((7, 0), 1), ((-1, -1), 1))
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "certificate: " in line]
+    assert "layer 1 (window 7) under packed" in line and "layer 2 (no window) under causal" in line
+    assert line.endswith("not covered: the loss of a program that does not call cp_ring.megatron.certify")
+    assert torch.equal(torch.get_rng_state(), state)
+    build()
+    assert "certificate" not in capfd.readouterr().out  # once a process
+
+
+def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
+    with pytest.raises(ConfigError, match="takes a ContextParallelConfig or settings by name, not both"):
+        enabled(ContextParallelConfig.make(), route="ring")
+    with pytest.raises(ConfigError, match="cp_ring has no setting 'rout'"):
+        enabled(rout="ring")
+    with pytest.raises(ConfigError, match=r"--cp-ring-run-dir \(run_dir=\) needs a job of flags"):
+        enabled(run_dir="x")
+    with pytest.raises(ConfigError, match=r"call cp_ring\.megatron\.enable first"):
+        cp_ring.megatron.certify(None, None, None)
+    with pytest.raises(AttributeError, match="has no attribute 'enabel'"):
+        cp_ring.megatron.enabel  # noqa: B018
+    assert not patches.applied()

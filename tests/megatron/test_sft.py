@@ -1,0 +1,224 @@
+"""--sft: conversations packed into rows, and training on them: the same at any split, and without padding."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+import torch
+
+from cp_ring import ContextParallelConfig
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import settings
+from tests.megatron import conversations
+from tests.megatron.launch import HERE, MODEL, TRAIN, attempt, trace, train
+
+N = 256
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    return folder, *conversations.write(folder, most=60, each=2)
+
+
+@pytest.fixture
+def settings_of(monkeypatch):
+    def configure(**values):
+        monkeypatch.setattr(settings, "_current", ContextParallelConfig.make(enabled=True, **values))
+
+    return configure
+
+
+def make(files, n=N, lines=None, num_samples=None):
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    from cp_ring.megatron.sft import ConversationFile, PackedConversations
+
+    folder, file, tokenizer = files
+    tokenizer = MegatronTokenizer.from_pretrained(
+        tokenizer_path=str(tokenizer), metadata_path={"library": "sft"}, prompt_format="nemotron-h-aligned"
+    )
+    config = GPTDatasetConfig(
+        random_seed=1, sequence_length=n, blend=([str(file)], None), split="1,0,0", path_to_cache=str(folder / "cache"),
+        tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=False,
+    )  # fmt: skip
+    low = ConversationFile(str(file))
+    indices = np.arange(len(low)) if lines is None else np.array(lines, np.int64)
+    return PackedConversations(low, str(file), indices, num_samples, Split.train, config)
+
+
+@pytest.mark.parametrize("how", ["first-fit", "in-order", "fill"])
+def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(files, settings_of, how, capsys):
+    settings_of(pack=how, cut_long=True)
+    rows = make(files, n=512)
+    assert f"train: {how} packed 60 documents in " in capsys.readouterr().out
+    tokenizer, found, counted = rows.config.tokenizer, {}, 0
+    for index in range(rows.packing.rows):
+        row, at = rows[index], 0
+        for document, start, length in rows.packing.pieces(index):
+            here = slice(at, at + length)
+            found.setdefault(document, []).append((start, row["tokens"][here]))
+            assert torch.equal(row["position_ids"][here], torch.arange(length))
+            assert row["loss_mask"][at + length - 1] == 0, "the last token of a document predicts nothing"
+            inside = slice(at, at + length - 1)
+            counts = row["loss_mask"][inside] > 0
+            assert torch.equal(row["labels"][inside][counts], row["tokens"][at + 1 : at + length][counts])
+            counted += int(counts.sum())
+            at += length
+        assert not row["loss_mask"][at:].any() and (row["position_ids"][at:] == torch.arange(512 - at)).all()
+        assert how != "fill" or at == 512 or index == rows.packing.rows - 1
+    lines = [json.loads(line)["messages"] for line in files[1].read_text().splitlines()]
+    every = [talk for line in lines for talk in (line[:3], line[3:])]
+    assert len(found) == len(every) == 60
+    possible = 0
+    for document, talk in enumerate(every):
+        tokens, targets = tokenizer.tokenize_conversation(talk, return_target=True, add_generation_prompt=False)
+        pieces = [piece for _, piece in sorted(found[document], key=lambda piece: piece[0])]
+        assert torch.cat(pieces).tolist() == tokens.tolist()
+        possible += int((targets[1:] != -100).sum())
+    assert counted == possible if how == "first-fit" and (np.diff(rows._tokens.offsets) <= 512).all() else counted <= possible
+    assert 0 < counted < int(rows.packing.length.sum()), "prompts do not count in the loss"
+
+
+def test_boundaries_of_a_packed_row_are_those_of_its_documents(files, settings_of):
+    from cp_ring.megatron.documents import boundaries
+
+    settings_of(pack="in-order", cut_long=True)
+    rows = make(files)
+    for index in range(rows.packing.rows):
+        assert boundaries(rows[index]["position_ids"][None]).tolist() == rows.packing.cu_seqlens(index).tolist()
+
+
+def test_tokens_are_kept_and_samples_repeat(files, settings_of, monkeypatch):
+    settings_of(cut_long=True)
+    rows = make(files, num_samples=1000)
+    monkeypatch.setattr("cp_ring.megatron.sft.Tokens.make", None)  # what is kept is read
+    again = make(files, num_samples=1000)
+    assert len(again) == 1000 and isinstance(again._tokens.tokens, np.memmap)
+    for index in (0, 3):
+        assert all(
+            torch.equal(a, b) for a, b in zip(rows[index].values(), again[index + rows.packing.rows].values(), strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not a JSON object with \"messages\""),
+        ('{"messages": 3}', "line 2 is not a JSON object with"),
+        ('{"messages": [{"role": "user"}]}', "line 2 is not a JSON object with"),
+        ('{"messages": []}', "line 2 has no message"),
+        (json.dumps({"messages": [{"role": "system", "content": "a"}, {"role": "wizard", "content": "b"}]}),
+         "line 2: the tokenizer does not take this conversation"),
+        (json.dumps({"messages": [{"role": "assistant", "content": "hello"}, {"role": "assistant", "content": ""}]}),
+         "line 2: the tokenizer does not take this conversation"),
+    ],
+)  # fmt: skip
+def test_bad_conversations_are_one_line(files, tmp_path, settings_of, line, message):
+    settings_of()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(files[1].read_text().partition("\n")[0] + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=message) as rejection:
+        make((tmp_path, bad, files[2]))
+    assert "\n" not in str(rejection.value)
+
+
+def test_long_conversations_are_rejected_unless_cut(files, settings_of):
+    settings_of()
+    with pytest.raises(ConfigError, match=r"document \d+ has [\d,]+ tokens, more than the 64 of a row.*--cp-ring-cut-long"):
+        make(files, n=64)
+    with pytest.raises(ConfigError, match="there is no document to pack"):
+        make(files, lines=[])
+
+
+# Training: context parallel sizes, data and pipeline parallel, and stock Megatron's own attention at cp 1.
+
+SFT = shlex.split("--cp-ring-cpu --cp-ring --cp-ring-layout balanced --cp-ring-cut-long")
+FILL = ["--cp-ring-pack", "fill"]
+
+
+def sizes(tp=1, pp=1, cp=1):
+    names = {"tensor-model": tp, "pipeline-model": pp, "context": cp}
+    return [word for name, size in names.items() for word in (f"--{name}-parallel-size", str(size))]
+
+
+SCRIPT = str(HERE / "packing_script.py")
+
+JOBS = {
+    4: {
+        "script_cp4": [SCRIPT, *SFT, *FILL, *sizes(cp=4), "--micro-batch-size", "2"],
+        "script_pp2cp2": [SCRIPT, *SFT, *FILL, *sizes(pp=2, cp=2)],
+        "cp4": [*SFT, *FILL, *sizes(cp=4)],
+        "dp2cp2": [*SFT, *FILL, *sizes(cp=2), "--use-distributed-optimizer"],
+        "pp2cp2": [*SFT, *FILL, *sizes(pp=2, cp=2)],
+        "tp2cp2": [*SFT, *FILL, *sizes(tp=2, cp=2)],
+        "cp4_two_rows": [*SFT, *FILL, *sizes(cp=4), "--micro-batch-size", "2"],
+        "cp4_zigzag": [*SFT, *FILL, *sizes(cp=4), "--cp-ring-layout", "zigzag"],
+        "cp4_first_fit": [*SFT, *sizes(cp=4)],
+        "cp4_mtp": [*SFT, *FILL, *sizes(cp=4), "--mtp-num-layers", "1"],
+    },
+    2: {"cp2": [*SFT, *FILL, *sizes(cp=2)]},
+    1: {"cp1": [*SFT, *FILL], "cp1_first_fit": SFT, "cp1_mtp": [*SFT, *FILL, "--mtp-num-layers", "1"]},
+}
+BASELINES = {name: "cp1" + "".join(f"_{tail}" for tail in ("first_fit", "mtp") if name.endswith(tail)) for jobs in JOBS.values()
+             for name in jobs}  # fmt: skip
+
+
+def common(folder):
+    model = [*MODEL, "--seq-length", str(N), "--max-position-embeddings", str(N)]
+    run = shlex.split("--train-iters 4 --dataloader-type single --num-workers 0 --calculate-per-token-loss --init-method-std 0.1")
+    return [*model, *conversations.data(folder), *TRAIN, *run]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    flags = common(folder)
+    load = shlex.split(f"--load {folder}/seed --finetune --no-load-optim --no-load-rng")
+    mtp = shlex.split(f"--load {folder}/seed_mtp --finetune --no-load-optim --no-load-rng")
+    seed = [*SFT, *FILL, "--train-iters", "1", "--save-interval", "1", "--save"]
+    train(
+        1, {"seed": [*seed, f"{folder}/seed"], "seed_mtp": [*seed, f"{folder}/seed_mtp", "--mtp-num-layers", "1"]}, folder, flags
+    )
+    for ranks, jobs in JOBS.items():
+        train(ranks, {name: job + (mtp if "mtp" in name else load) for name, job in jobs.items()}, folder, flags)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [name for name, baseline in BASELINES.items() if name != baseline])
+def test_conversations_train_alike_at_every_split(traces, job):
+    ours, alone = trace(traces, job), trace(traces, BASELINES[job])
+    assert list(ours) == list(alone) == [1, 2, 3, 4]
+    for step in ours:
+        assert "script" in job or ours[step]["rows"] == alone[step]["rows"], (job, step)
+        for name in ("loss", "grad_norm"):
+            limit = 1e-5 if "mtp" in job else 1e-6
+            assert ours[step][name] == pytest.approx(alone[step][name], rel=limit), (job, step, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["boundary shifted by one", "documents merged", "boundary missed", "positions of zigzag"])
+def test_the_certificate_finds_planted_boundary_faults(traces, fault):
+    flags = [*SFT, *FILL, *sizes(cp=2), "--cp-ring-certify", "on"]
+    found = attempt(2, "fault", flags, traces, common(traces), fault)
+    assert found.code == 2 and not found.losses and "certif" in found.rejected, found
+
+
+@pytest.mark.slow
+def test_the_certificate_of_a_right_job_covers_the_packed_loss(traces):
+    right = attempt(2, "certified", [*SFT, *FILL, *sizes(cp=2), "--cp-ring-certify", "on"], traces, common(traces))
+    log = (traces / "certified.log").read_text()
+    line = next(line for line in log.splitlines() if line.startswith("cp_ring: certificate"))
+    assert right.code == 0 and len(right.losses) == 4 and "not covered" not in line and "documents" in line, line
+
+
+@pytest.mark.slow
+def test_no_token_of_padding_but_in_the_last_row(traces):
+    log = (traces / "cp4.log").read_text()
+    line = next(line for line in log.splitlines() if "train: fill packed" in line)
+    assert "padding tokens in 1 row" in line or "no padding" in line
