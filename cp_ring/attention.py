@@ -40,7 +40,8 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
 from cp_ring.kernels.calls import Statistics, work_of
 from cp_ring.observe import watchdog
-from cp_ring.observe.spans import span
+from cp_ring.observe.spans import span, traced
+from cp_ring.observe.timing import note_rank, timed
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.totals import Merge, Sum
@@ -272,6 +273,7 @@ def attend(
         exact=exact,
         place=results.at(WATCH.place) if results is not None else WATCH.place,
         results=results,
+        rank=_rank_in_job(transport),
     )
     _agree(call, rank_plan, q, k, v, sink, inputs, compare_every)
     if isinstance(rank_plan, RankPlan):
@@ -290,6 +292,7 @@ def _attend_over_heads(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the ring for this rank's heads, one group of them after another, with the exchange of heads around it."""
     assert call.transport is not None, "heads are exchanged by one rank"
+    note_rank(call.rank, q.device)
     neighbors, ring = sub_transports(call.transport, rank_plan.heads)
     if groups is not None:
         neighbors, ring = transport_for(groups[0], q.device) or neighbors, transport_for(groups[1], q.device)
@@ -344,7 +347,10 @@ class Results:
 
 @dataclass(frozen=True)
 class _Call:
-    """What forward and backward of one call share. `codec` is a class of codecs; `exact` asks for determinism."""
+    """What forward and backward of one call share.
+
+    `codec` is a class of codecs; `exact` asks for determinism; `rank` is that in the whole job.
+    """
 
     rank_plan: RankPlan
     transport: Transport | None
@@ -356,6 +362,7 @@ class _Call:
     exact: bool
     place: Place
     results: Results | None
+    rank: int
 
 
 class _RingAttention(torch.autograd.Function):
@@ -370,7 +377,7 @@ class _RingAttention(torch.autograd.Function):
         if kept is not None:
             out, lse = kept
         else:
-            with determinism(call.exact), torch.cuda.device_of(q):
+            with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "forward", q.device):
                 # A sink changes out once more: it is not rounded before.
                 dtype = q.dtype if sink is None else sum_dtype(q.dtype)
                 out, lse = _run_forward(call, q, k, v, inputs, dtype)
@@ -390,9 +397,10 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, sink, out, lse, *inputs = ctx.saved_tensors
         # Other ranks wait for this rank's messages, also where nothing depends on its out.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        WATCH.place, WATCH.backward = ctx.call.place, True
-        with determinism(ctx.call.exact), torch.cuda.device_of(q):
-            dq, dk, dv, *others = _run_backward(ctx.call, dout, q, k, v, inputs, out, lse)
+        call = ctx.call
+        WATCH.place, WATCH.backward = call.place, True
+        with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "backward", q.device):
+            dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
         return dq, dk, dv, dsink, None, *others
 
@@ -404,8 +412,8 @@ def _run_forward(
     work = work_of(call.rank_plan, call.kernel.capabilities, q.device)
     total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
     for hop, k_hop, v_hop in call.codec(k, v, *inputs).keys(call.rank_plan, work.hops, call.transport, call.num_slots):
-        with span("forward", hop.index):
-            for kernel_call in work.calls[hop]:
+        with span("forward", hop):
+            for kernel_call in traced(work.calls[hop]):
                 total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale))
     return total.finish()
 
@@ -421,8 +429,8 @@ def _run_backward(
     statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
     for hop, k_hop, v_hop in keys:
         grads.start(hop)
-        with span("backward", hop.index):
-            for kernel_call in work.calls[hop]:
+        with span("backward", hop):
+            for kernel_call in traced(work.calls[hop]):
                 dq, dk, dv = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, call.scale)
                 total.add(dq)
                 grads.add(dk, dv)
@@ -465,6 +473,13 @@ def _rank_plan(plan: AnyPlan, transport: Transport | None) -> RankPlan | HeadRan
     if rank_plan.rank != rank:
         raise PlanError(f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group")
     return rank_plan
+
+
+def _rank_in_job(transport: Transport | None) -> int:
+    if transport is None:
+        return dist.get_rank() if dist.is_initialized() else 0
+    ranks = getattr(transport, "ranks", None)
+    return int(transport.rank if ranks is None else ranks[transport.rank])
 
 
 def _node_size(transport: Transport | None) -> int:

@@ -119,28 +119,34 @@ def test_relays(cp, size, heads):
         check(case, plan, sink, LocalRing(cp).run(attend_to_shard, case, plan, sink))
 
 
-def _bytes_between_nodes(group, case, plan):
+def _bytes_by_link(group, case, plan):
+    """Bytes that a rank sends: (to the other node, inside its own)."""
     with record() as counters:
         attend_to_shard(group, case, plan)
-    return sum(size for peer, size in counters.bytes_by_peer.items() if peer // 2 != group.rank() // 2)
+    between = sum(size for peer, size in counters.bytes_by_peer.items() if peer // 2 != group.rank() // 2)
+    return between, counters.bytes_sent - between
+
+
+def _check_bytes_by_link(pool, plan, sizes, exchanges_only=False):
+    """All ranks on 2 nodes of 2: keys in forward and again in backward, gradients once, exchanged heads both ways."""
+    case = Case.draw(64, h=sizes.heads, g=sizes.kv_heads, d=sizes.head_dim)
+    counted = [sum(column) for column in zip(*pool.run(_bytes_by_link, 4, case, plan), strict=True)]
+    between, everywhere = (crossing(plan, sizes, ranks_per_node) for ranks_per_node in (2, 1))
+    assert not (exchanges_only and (everywhere.keys or everywhere.gradients))
+    by_plan = [2 * moved.keys + moved.gradients + 2 * moved.exchange for moved in (between, everywhere)]
+    assert counted == [by_plan[0], by_plan[1] - by_plan[0]]
 
 
 @pytest.mark.parametrize(("route", "heads"), [("direct", 1), ("relay", 1), ("direct", 2)])
-def test_bytes_between_nodes_are_those_of_the_plan(pool, route, heads):
-    """On 2 nodes of 2 ranks: keys in forward and again in backward, gradients once."""
+def test_bytes_by_link_are_those_of_the_plan(pool, route, heads):
     plan = plan_of(Mask.full(64), Layout.zigzag(64, 4), route, heads=heads, node_size=2)
-    sizes = AttentionSizes(4, 2, 16, dtype="fp32")
-    keys, gradients, exchange = crossing(plan, sizes, 2)
-    assert not exchange
-    assert sum(pool.run(_bytes_between_nodes, 4, Case.draw(64, h=4, g=2, d=16), plan)) == 2 * keys + gradients
+    _check_bytes_by_link(pool, plan, AttentionSizes(4, 2, 16, dtype="fp32"))
 
 
 def test_bytes_of_an_exchange_between_nodes(pool):
     """Heads exchanged among all 4 ranks of 2 nodes: in backward, gradients the other way."""
     plan = HeadPlan.build(Mask.full(64), Layout.zigzag(64, 4), 4)
-    keys, gradients, exchange = crossing(plan, AttentionSizes(4, 4, 16, dtype="fp32"), 2)
-    assert keys == gradients == 0
-    assert sum(pool.run(_bytes_between_nodes, 4, Case.draw(64, h=4, g=4, d=16), plan)) == 2 * exchange
+    _check_bytes_by_link(pool, plan, AttentionSizes(4, 4, 16, dtype="fp32"), exchanges_only=True)
 
 
 def test_batch_rows_with_masks_of_their_own():

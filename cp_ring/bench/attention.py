@@ -142,13 +142,14 @@ CONTESTANTS = {
     "torch_context_parallel": Contestant(cuda_peers.torch_context_parallel, devices=("cuda",)),
 }
 
-_prepared: dict[str, Round] = {}
+PREPARED: dict[str, Round] = {}
+"""Rounds that this process has made, by the name of what they time."""
 
 
 def prepare_contestant(group: Any, name: str, contest: Contest) -> tuple[Tensor, Layout]:
     """On a rank: makes a contestant and runs one round; returns this rank's part of out, and the layout of the parts."""
     one_round, layout = CONTESTANTS[name].make(contest, group)
-    _prepared[name] = one_round
+    PREPARED[name] = one_round
     return one_round().cpu(), layout
 
 
@@ -157,7 +158,7 @@ def time_round(group: Any, name: str) -> float:
     if group is not None:
         dist.barrier(group)
     start = time.perf_counter()
-    if _prepared[name]().is_cuda:
+    if PREPARED[name]().is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start
 

@@ -26,7 +26,7 @@ from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
 from cp_ring.megatron.wire import rejection
-from cp_ring.observe import debug, watchdog
+from cp_ring.observe import debug, timing, watchdog
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -122,10 +122,12 @@ class RingDotProductAttention(MegatronModule):
             latents = None if latents is None else latents._replace(latent=latents.latent.unsqueeze(1))
         if attention_mask is not None:
             self._check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
+        step = compat.training_step()
+        timing.at_step(step)
         plan = self._plan(query, mask, packed_seq_params)
         results = results_for(self)
         if results is None or results.place is None:
-            watchdog.enter(self.layer_number, compat.training_step())
+            watchdog.enter(self.layer_number, step)
         try:
             out, _ = attend(
                 query,
@@ -169,7 +171,8 @@ class RingDotProductAttention(MegatronModule):
                 **shape._asdict(),
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
+        with timing.waiting_for_plan():
+            return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""

@@ -71,6 +71,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         elif config.document_mask or config.kinds:
             raise ConfigError(f"{config.flag('document_mask' if config.document_mask else 'mask_kinds')} needs --cp-ring")
         check_loss_chunk(args, config)
+        check_trace(args, config)
         check_sizes(args)
         if config.enabled:
             config.check_schedule(args.context_parallel_size)
@@ -322,6 +323,15 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
             f"{flag} splits documents in a way that the fused rotary embedding does not support: "
             "give --no-rope-fusion, or --cp-ring-document-mask instead"
         )
+
+
+def check_trace(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Raises `ConfigError` for steps to trace that the job does not reach, or that have no ring attention."""
+    last, steps = config.traced[-1:], getattr(args, "train_iters", None)
+    if last and not config.enabled:
+        raise ConfigError(f"--cp-ring-trace {config.trace}: it needs --cp-ring")
+    if last and steps is not None and last[0] > steps:
+        raise ConfigError(f"--cp-ring-trace {config.trace}: step {last[0]} is past the last one, --train-iters {steps}")
 
 
 def check_loss_chunk(args: argparse.Namespace, config: ContextParallelConfig) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from cp_ring.plan.ranges import Ints
 
@@ -30,8 +33,9 @@ class Order:
         """The distance of `rank` from `owner`."""
         size = self.node_size
         if size in (1, self.cp):
-            return (rank - owner) % self.cp
-        return (rank // size - owner // size) % (self.cp // size) * size + (rank - owner) % size
+            return _wrapped(rank - owner, self.cp)
+        node, place = _nodes(self.cp, size)
+        return _wrapped(node[rank] - node[owner], self.cp) + _wrapped(place[rank] - place[owner], size)
 
     def owner(self, rank: Ints | int, distance: Ints | int) -> Any:
         """The owner from which `rank` has this distance."""
@@ -46,3 +50,15 @@ class Order:
         if size in (1, self.cp):
             return (owner + distance) % self.cp
         return (owner // size + distance // size) % (self.cp // size) * size + (owner + distance) % size
+
+
+def _wrapped(number: Any, size: int) -> Any:
+    """A number in [-size, size) modulo `size`. Divisions of many numbers take much longer."""
+    return number + size * (number < 0)
+
+
+@lru_cache(maxsize=64)
+def _nodes(cp: int, size: int) -> tuple[Ints, Ints]:
+    """Of each rank: the first one of its node, and its place in the node."""
+    ranks = np.arange(cp)
+    return ranks - ranks % size, ranks % size

@@ -53,7 +53,8 @@ class RingPlan(PlanTables):
             schedule: `auto`, `ring` (one source a hop), `gather` (all remote sources in one hop), or the hop of each ring
                 distance, as in (0, 1, 2, 2); see `cp_ring.plan.schedule`.
             slot_shards: the most sources of a hop, so that a receive buffer holds at most so many shards. None is 4 for
-                `auto`, and no limit for another schedule. The route `relay` has a schedule of its own, of up to `node_size`.
+                `auto`, and no limit for another schedule. The route `relay` has a schedule of its own, of fewer than
+                `node_size`, but up to 2.
             node_size: neighboring ranks on one node, for routes in `NODE_AWARE`; 1 if nodes do not matter.
 
         Raises `PlanError` if mask and layout differ in length, or if the route or the schedule is not right.

@@ -96,14 +96,15 @@ def relay_schedule(schedule: str | Sequence[int], cp: int, node_size: int) -> Sc
 
     Counted by `Order`, where rank r of a node comes first to the keys of rank r of another node, at hop t, then to those of
     the others, at hop t + 1, and last to those of rank r + 1, at hop t + 2, which is hop t of the next node. On nodes of two
-    ranks t + 1 is the last. The keys of the rank's own node come at hop 1, with the first ones from another node.
+    ranks t + 1 is the last. The keys of the rank's own node come first, at hop 1: while the rank computes with them, the first
+    ones from another node, of hop 2, are on the way.
 
     `schedule` must be `auto` or this one. Raises `PlanError` if it is not.
     """
     node, place = np.divmod(np.arange(cp), node_size)
     if node_size in (1, cp):
         return resolve(schedule, cp, 1) if schedule != "auto" else _NAMED["ring"](cp)
-    hop = node + (place == 1) if node_size == 2 else 2 * node - 1 + (place > 0) + (place == node_size - 1)
+    hop = 1 + node + (place == 1) if node_size == 2 else 2 * node + (place > 0) + (place == node_size - 1)
     hop[:node_size] = np.arange(node_size) > 0
     hops = tuple(hop.tolist())
     given = parse(schedule) if isinstance(schedule, str) else tuple(schedule)

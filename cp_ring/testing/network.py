@@ -45,6 +45,7 @@ class ThrottledLink:
             for number, end in enumerate(self.ends, 1):
                 _run_inside(end, f"ip address add 10.0.0.{number}/24 dev {end.interface}")
                 _run_inside(end, f"ip link set {end.interface} up")
+                _run_inside(end, "ip link set lo up")  # by which ranks of one namespace talk
         except (OSError, ConfigError) as error:
             self.close()
             raise ConfigError(f"a throttled link needs network namespaces: {' '.join(str(error).split())}") from None

@@ -218,6 +218,16 @@ def _gradients_twice(send: Any, self: Any, hop: Any) -> Any:
     return send(self, hop)
 
 
+def _auxiliary_loss_twice() -> list[Any]:
+    """The load-balancing loss of experts has twice its weight."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def twice(attach: Any, self: Any, activation: Any, weight: float, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        return attach(self, activation, weight, loss * (2 if _cp() > 1 else 1), *args, **kwargs)
+
+    return [(TopKRouter, "attach_and_log_load_balancing_loss", twice)]
+
+
 def _positions_shifted() -> list[Any]:
     """On one rank rotary positions are one further."""
     import sys
@@ -242,6 +252,7 @@ ATTENTION: dict[str, Any] = {name: known.FAULTS[name] for name in known.FAULTS i
     "last key of a hop lost": known._streams("KeyStream", "__iter__", _last_key_lost),
     "gradients of one hop twice": known._streams("GradStream", "send", _gradients_twice),
     "rotary positions of one rank shifted": _positions_shifted,
+    "auxiliary loss of experts weighed twice": _auxiliary_loss_twice,
 }
 FAULTS = (*ATTENTION, *SPLITS, *LOSSES)
 

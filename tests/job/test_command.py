@@ -122,7 +122,7 @@ def test_packed_data_sets_mask_documents(tmp_path, data, parser):
     with pytest.raises(ConfigError, match=r"megatron.sft needs cp_ring.enabled \(--cp-ring\), which masks documents"):
         command_line.build_command(job_of(tmp_path, data, *packed, "cp_ring.enabled=false"), None)
     talks.unlink()
-    with pytest.raises(ConfigError, match=r"--data-path .*talks.jsonl: does not exist"):
+    with pytest.raises(ConfigError, match=r"--data-path .*talks\.jsonl: does not exist"):
         command_line.build_command(job_of(tmp_path, data, *packed), None)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 
 import pytest
 
+from cp_ring.megatron.certificate import tiny_model
 from tests.megatron.certificate_faults import FAULTS
 from tests.megatron.launch import fork, trace, train
 from tests.parity.models import COMMON, GROUPED, LATENT, UNTIED
@@ -115,8 +117,9 @@ def test_a_wrong_mask_names_layer_positions_and_rank(found):
 
 
 def test_what_is_not_covered_is_said(found):
-    assert found["moe"]["", 1]["about"]["not_covered"] == ["experts, in the loss"]
-    assert found["oss"]["", 1]["about"]["not_covered"] == []
+    assert found["moe"]["", 1]["about"]["not_covered"] == found["oss"]["", 1]["about"]["not_covered"] == []
+    sinkhorn = Namespace(moe_router_load_balancing_type=["aux_loss", "sinkhorn"])
+    assert tiny_model.uncovered_experts(sinkhorn) == "experts with Sinkhorn routing"
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ SPLITS = (
     Split("tp2cp2", cp=2, tp=2),
     Split("pp2cp2", cp=2, pp=2),
     Split("dp2cp2", cp=2, dp=2),
+    Split("ring", cp=4, flags="--cp-ring-schedule ring", like="cp4"),
     Split("a2a", cp=4, flags="--cp-comm-type a2a", like="cp4"),
     Split("a2a+p2p", cp=4, flags="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", like="cp4"),
     Split("gather", cp=4, flags="--cp-comm-type all_gather", like="cp4"),

@@ -193,7 +193,8 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
         found.not_covered.append(f"the loss of {reason}")
         return
     masks = [mask for mask in masks_of(args) if mask != "packed"]
-    found.not_covered += ["experts, in the loss"] if getattr(args, "num_experts", None) else []
+    without = tiny_model.uncovered_experts(args) if getattr(args, "num_experts", None) else ""
+    found.not_covered += [f"{without}, in the loss"] if without else []
     if "packed" in masks_of(args) and "causal" in masks:
         found.not_covered.append("the loss of packed sequences")
     config = tiny_model.transformer_config(args)
