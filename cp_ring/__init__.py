@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cp_ring.attention import ring_attention
+    from cp_ring.comm.latent import LatentKeys
     from cp_ring.config import ContextParallelConfig
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.plan import Layout, Mask, RingPlan
@@ -20,6 +21,7 @@ __all__ = [
     "ConfigError",
     "ContextParallelConfig",
     "KernelError",
+    "LatentKeys",
     "Layout",
     "Mask",
     "PlanError",
@@ -36,6 +38,7 @@ _MODULES = {
     "ConfigError": "cp_ring.errors",
     "ContextParallelConfig": "cp_ring.config",
     "KernelError": "cp_ring.errors",
+    "LatentKeys": "cp_ring.comm.latent",
     "Layout": "cp_ring.plan",
     "Mask": "cp_ring.plan",
     "PlanError": "cp_ring.errors",

@@ -30,10 +30,11 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.agreement import EVERY, Fact
+from cp_ring.comm.codecs import CODECS, Codec, Plain
 from cp_ring.comm.heads import HeadExchange, lse_of_shard, over_heads, sub_transports
+from cp_ring.comm.latent import LatentCodec, LatentKeys, Latents
 from cp_ring.comm.nodes import node_size as node_size_of
 from cp_ring.comm.nodes import ranks_per_node
-from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
@@ -68,32 +69,34 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # fmt: off
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
+    q: Tensor, k: Tensor | LatentKeys, v: Tensor | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", heads: int | str = 1, node_size: int | None = None,
     softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False,
-    deterministic: bool | None = None, kernel: str = "auto",
-    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire: str | None = None,
+    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
     dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
+    q: Tensor, k: Tensor | LatentKeys, v: Tensor | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None, *,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     mask: Mask | None = None, plan: AnyPlan | None = None, layout: str | Layout = "zigzag", route: str = "direct",
     schedule: str | Sequence[int] = "auto", heads: int | str = 1, node_size: int | None = None,
     softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True],
-    deterministic: bool | None = None, kernel: str = "auto",
-    num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire: str | None = None,
+    wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
     dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
 def ring_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | LatentKeys,
+    v: Tensor | None = None,
     group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
     *,
     causal: bool = False,
@@ -112,6 +115,7 @@ def ring_attention(
     deterministic: bool | None = None,
     kernel: str = "auto",
     num_slots: int = 2,
+    wire: str | None = None,
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
     timeout: float | None = None,
@@ -126,8 +130,9 @@ def ring_attention(
 
     Args:
         q: queries [b, s, h, d] of this rank; s is the number of its tokens. float16, bfloat16, float32 or float64.
-        k: keys [b, s, g, d], where g divides h (grouped-query attention). Only the g heads travel.
-        v: values [b, s, g, e]; e may differ from d.
+        k: keys [b, s, g, d], where g divides h (grouped-query attention). Only the g heads travel. Or `LatentKeys`, the latents
+            of multi-latent attention, from which keys and values are made.
+        v: values [b, s, g, e]; e may differ from d. None with `LatentKeys`.
         group: the context-parallel ranks: a ProcessGroup, a one-dimensional DeviceMesh, a transport (such as a rank of
             `cp_ring.testing.local_ring.LocalRing`), or None for a single rank.
         causal: each query sees only keys at its own position and before it.
@@ -162,7 +167,11 @@ def ring_attention(
             `torch.use_deterministic_algorithms`.
         kernel: `auto`, or a name in `cp_ring.kernels.REGISTRY`.
         num_slots: receive buffers for keys and values, 2 to 8. Memory grows with it, not with the number of ranks.
-        wire_dtype: the dtype in which partial gradients of keys and values travel: `input` or `float32`.
+        wire: how keys and values travel: `plain`, as they are; `int8` or `fp8`, quantized by token and head, so a quarter of the
+            bytes of float32 and half of those of bfloat16, at the cost of accuracy; `latent`, as latents, which the reader
+            multiplies by the up-projection. A rank's own keys stay exact. None is `latent` for `LatentKeys`, else `plain`. The
+            gradient of the up-projection is this rank's share; sum it over `group`, as for any replicated parameter.
+        wire_dtype: the dtype in which partial gradients of keys and values travel: `input`, `float32` or `bfloat16`.
         qkv_format: `bshd`, or `sbhd` for tensors [s, b, heads, head size]; `out` has the same format.
         timeout: seconds that this process may wait for other ranks. A thread watches the waits from then on, in backward and in
             other collectives too. A rank that waits for longer prints where it is and names the rank that is stuck or does not
@@ -193,6 +202,11 @@ def ring_attention(
     """
     if timeout is not None:
         _watch(timeout)
+    latents = None
+    if isinstance(k, LatentKeys):
+        latents, (k, v) = k.latents(), k.expand()
+    elif v is None:
+        raise PlanError("v is missing: only LatentKeys in place of k need none")
     check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule, heads, node_size)
     if plan is None:
         transport = transport_for(group, q.device)
@@ -206,8 +220,9 @@ def ring_attention(
         )  # fmt: skip
     out, lse = attend(
         q, k, v, plan, group,
-        softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots, wire_dtype=wire_dtype,
-        qkv_format=qkv_format, deterministic=deterministic, return_lse=return_lse,
+        softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots,
+        wire=wire or _default_wire(plan, latents, dropout_p), latents=latents, wire_dtype=wire_dtype, qkv_format=qkv_format,
+        deterministic=deterministic, return_lse=return_lse,
         dropout=_dropout(plan, group, q, qkv_format, dropout_p, dropout_seed),
     )  # fmt: skip
     if not return_lse:
@@ -227,6 +242,8 @@ def attend(
     sink: Tensor | None = None,
     kernel: str = "auto",
     num_slots: int = 2,
+    wire: str = "plain",
+    latents: Latents | None = None,
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
     deterministic: bool | None = None,
@@ -242,20 +259,23 @@ def attend(
     `results` is for the recomputation of activations. A call with empty `results` fills them. A later call with the same
     inputs on every rank takes out and lse from them instead of computing and sending; its backward is the usual one.
     `compare_every` is `every` of `Agreement.check`. `sub_groups` are groups of the ranks that exchange heads and of those of a
-    ring, where such groups exist; else the messages of both go over the connections of `group`. To `largest` is appended the
-    largest logit of each query head, float32 [h], of the tiles of this rank, where they are computed; not with the exchange of
-    heads.
+    ring, where such groups exist; else the messages of both go over the connections of `group`. `latents` are what k and v were
+    made from, and what travels with `wire="latent"`. To `largest` is appended the largest logit of each query head, float32 [h],
+    of the tiles of this rank, where they are computed; not with the exchange of heads.
     """
-    _check_values(num_slots, wire_dtype, qkv_format, softmax_scale)
+    _check_values(num_slots, wire, wire_dtype, qkv_format, softmax_scale)
     _check_tensors(q, k, v, sink)
     if qkv_format == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     transport = transport_for(group, q.device)
     rank_plan, batch, head_size = _rank_plan(plan, transport), q.shape[1], q.shape[-1]
+    inputs = _inputs(wire, latents, rank_plan, qkv_format)
     if dropout is not None:
+        if wire != Plain.name:
+            raise ConfigError(f"wire={wire!r} does not support dropout_p={dropout.p:g}, for which positions travel with the keys")
         q, k = dropout.mark(q, k)
     if rank_plan.batch == batch > 1:
-        q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
+        q, k, v, *inputs[:1] = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v, *inputs[:1]))
     _check_tokens(q, k, v, rank_plan)
     ring = rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring
     with determinism(deterministic) as exact:
@@ -270,15 +290,16 @@ def attend(
         kernel=kernel_of_call,
         scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
-        wire_dtype=q.dtype if wire_dtype == "input" else sum_dtype(q.dtype),
+        codec=CODECS[wire] if rank_plan.cp > 1 else Plain,
+        wire_dtype=_wire_dtype(wire_dtype, q.dtype),
         exact=exact,
         place=results.at(WATCH.place) if results is not None else WATCH.place,
         results=results,
         rank=_rank_in_job(transport),
     )
-    _agree(call, rank_plan, q, k, v, sink, dropout, compare_every)
+    _agree(call, rank_plan, q, k, v, sink, inputs, dropout, compare_every)
     if isinstance(rank_plan, RankPlan):
-        out, lse = _RingAttention.apply(q, k, v, sink, call)
+        out, lse = _RingAttention.apply(q, k, v, sink, call, *inputs)
     else:
         out, lse = _attend_over_heads(call, rank_plan, q, k, v, sink, sub_groups, return_lse)
     if largest is not None and logits is not None and logits.largest is not None:
@@ -304,7 +325,8 @@ def _attend_over_heads(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
         results = None if call.results is None else call.results.of_group(group)
-        found: tuple[Tensor, Tensor] = _RingAttention.apply(q, k, v, sink, replace(call, transport=ring, results=results))
+        of_ring = replace(call, transport=ring, results=results, codec=call.codec if ring else Plain)
+        found: tuple[Tensor, Tensor] = _RingAttention.apply(q, k, v, sink, of_ring)
         return found
 
     out, lses = over_heads(exchange, q, k, v, sink, attention)
@@ -349,13 +371,17 @@ class Results:
 
 @dataclass(frozen=True)
 class _Call:
-    """What forward and backward of one call share. `exact` asks for determinism, `rank` is that in the whole job."""
+    """What forward and backward of one call share.
+
+    `codec` is a class of codecs; `exact` asks for determinism; `rank` is that in the whole job.
+    """
 
     rank_plan: RankPlan
     transport: Transport | None
     kernel: AttentionKernel
     scale: float
     num_slots: int
+    codec: type[Codec]
     wire_dtype: torch.dtype
     exact: bool
     place: Place
@@ -366,7 +392,7 @@ class _Call:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call
+        ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         WATCH.place, WATCH.backward = call.place, False
         # Once a call: some kernels copy a strided q, which every hop would repeat.
@@ -377,12 +403,13 @@ class _RingAttention(torch.autograd.Function):
         else:
             with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "forward", q.device):
                 # A sink changes out once more: it is not rounded before.
-                out, lse = _run_forward(call, q, k, v, q.dtype if sink is None else sum_dtype(q.dtype))
+                dtype = q.dtype if sink is None else sum_dtype(q.dtype)
+                out, lse = _run_forward(call, q, k, v, inputs, dtype)
             if sink is not None:
                 lse, out = _add_sink(out, lse, sink), out.to(q.dtype)
             if call.results is not None:
                 call.results.fill(out, lse)
-        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.save_for_backward(q, k, v, sink, out, lse, *inputs)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -391,22 +418,24 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse, *inputs = ctx.saved_tensors
         # Other ranks wait for this rank's messages, also where nothing depends on its out.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         call = ctx.call
         WATCH.place, WATCH.backward = call.place, True
         with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "backward", q.device):
-            dq, dk, dv = _run_backward(call, dout, q, k, v, out, lse)
+            dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
-        return dq, dk, dv, dsink, None
+        return dq, dk, dv, dsink, None, *others
 
 
-def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _run_forward(
+    call: _Call, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e] in `dtype`, lse [b, h, s]."""
     work = work_of(call.rank_plan, call.kernel.capabilities, q.device)
     total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
-    for hop, k_hop, v_hop in KeyStream(call.rank_plan, work.hops, call.transport, k, v, call.num_slots):
+    for hop, k_hop, v_hop in call.codec(k, v, *inputs).keys(call.rank_plan, work.hops, call.transport, call.num_slots):
         with span("forward", hop):
             for kernel_call in traced(work.calls[hop]):
                 total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale))
@@ -414,12 +443,13 @@ def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtyp
 
 
 def _run_backward(
-    call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The hop loop of backward: partial gradients of the last hop's keys travel home while the next hop is computed."""
     work = work_of(call.rank_plan, call.kernel.capabilities, q.device, backward=True)
-    keys = KeyStream(call.rank_plan, work.hops, call.transport, k, v, call.num_slots, backward=True)
-    grads = GradStream(call.rank_plan, work.keys, call.transport, k, v, call.wire_dtype)
+    codec = call.codec(k, v, *inputs)
+    keys = codec.keys(call.rank_plan, work.hops, call.transport, call.num_slots, backward=True)
+    grads = codec.gradients(call.rank_plan, work, call.transport, call.wire_dtype)
     statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
     for hop, k_hop, v_hop in keys:
         grads.start(hop)
@@ -507,17 +537,17 @@ def _watch(timeout: float) -> None:
 
 def _agree(
     call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-    dropout: Dropout | None, every: int,
+    inputs: Sequence[Tensor], dropout: Dropout | None, every: int,
 ) -> None:  # fmt: skip
     """Raises `PlanError` on all ranks where the ranks of the transport make different calls; q, k, v have tokens first."""
     agree = getattr(call.transport, "agree", None)
     if agree is None:
         return
     p, key = (0.0, 0) if dropout is None else (dropout.p, dropout.key)
-    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.wire_dtype, sink is not None,
-              p)  # fmt: skip
+    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.codec.name,
+              call.wire_dtype, sink is not None, Latents(*inputs).sizes if inputs else (), p)  # fmt: skip
     names = ("dtype", "batch", "query heads", "key/value heads", "head size", "head size of values", "softmax_scale",
-             "wire_dtype", "sink", "dropout_p")  # fmt: skip
+             "wire", "wire_dtype", "sink", "sizes of latents", "dropout_p")  # fmt: skip
 
     def facts() -> list[Fact]:
         plan = [Fact(*part) for part in rank_plan.identity]
@@ -527,11 +557,38 @@ def _agree(
     agree((rank_plan.digest, *values), facts, every)
 
 
-def _check_values(num_slots: int, wire_dtype: str, qkv_format: str, softmax_scale: float | None) -> None:
+def _default_wire(plan: AnyPlan, latents: Latents | None, dropout_p: float) -> str:
+    """What keys travel as: latents where there are some, but these have no heads to exchange, and no places for dropout."""
+    plain = latents is None or isinstance(plan, HeadPlan | HeadRankPlan) or dropout_p > 0
+    return Plain.name if plain else LatentCodec.name
+
+
+def _inputs(
+    wire: str, latents: Latents | None, rank_plan: RankPlan | HeadRankPlan, qkv_format: str
+) -> list[Tensor]:  # fmt: skip
+    """The inputs of the codec beside k and v, the tokens of the first one first; none where keys do not travel as latents."""
+    if CODECS[wire] is not LatentCodec:
+        return []
+    if latents is None:
+        raise ConfigError(f"wire={wire!r} needs LatentKeys in place of k")
+    if isinstance(rank_plan, HeadRankPlan):
+        raise ConfigError(f"wire={wire!r} does not support heads={rank_plan.heads}: latents have no heads to exchange")
+    if rank_plan.cp == 1:
+        return []
+    return [latents.latent.transpose(0, 1) if qkv_format == "bshd" else latents.latent, *latents[1:]]
+
+
+def _wire_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    return {"input": dtype, "float32": sum_dtype(dtype), "bfloat16": torch.bfloat16}[name]
+
+
+def _check_values(num_slots: int, wire: str, wire_dtype: str, qkv_format: str, softmax_scale: float | None) -> None:
     if not isinstance(num_slots, int) or not 2 <= num_slots <= 8:
         raise ConfigError(f"num_slots={num_slots!r}: it must be a whole number from 2 to 8")
-    if wire_dtype not in ("input", "float32"):
-        raise ConfigError(f"wire_dtype={wire_dtype!r}: it must be 'input' or 'float32'")
+    if wire not in CODECS:
+        raise ConfigError(f"wire={wire!r}: known are {', '.join(CODECS)}")
+    if wire_dtype not in ("input", "float32", "bfloat16"):
+        raise ConfigError(f"wire_dtype={wire_dtype!r}: it must be 'input', 'float32' or 'bfloat16'")
     if qkv_format not in ("bshd", "sbhd"):
         raise ConfigError(f"qkv_format={qkv_format!r}: it must be 'bshd' or 'sbhd'")
     if softmax_scale is not None and not 0 < softmax_scale < math.inf:

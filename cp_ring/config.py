@@ -20,7 +20,8 @@ from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, relay_schedule, resolve, text
 
-WireDtype = Literal["input", "float32"]
+Wire = Literal["auto", "plain", "int8", "fp8", "latent"]
+WireDtype = Literal["input", "float32", "bfloat16"]
 Recompute = Literal["keep", "replay"]
 Certify = Literal["on", "off", "strict"]
 Pack = Literal["first-fit", "in-order", "fill"]
@@ -119,6 +120,12 @@ class ContextParallelConfig(BaseModel):
         "launcher (torchrun or Slurm) says.",
     )
     num_slots: int = Field(2, ge=2, le=8, description="Receive buffers for keys and values; memory grows with this, not with cp.")
+    wire: Wire = Field(
+        "auto",
+        description="How keys and values travel: plain, as they are; latent, as the latents of multi-latent attention; int8 or "
+        "fp8, quantized by token and head, which costs accuracy; auto is latent where a model of the time says that it pays, "
+        "else plain.",
+    )
     wire_dtype: WireDtype = Field("input", description="Precision in which partial key and value gradients travel.")
     recompute: Recompute = Field(
         "keep",

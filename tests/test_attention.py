@@ -184,7 +184,7 @@ def _raises(group, case, plan, options):
     [
         ({"kernel": "warp"}, KernelError, "kernel='warp': unknown; known are auto, transformer_engine, cudnn"),
         ({"num_slots": 1}, ConfigError, "num_slots=1: it must be a whole number from 2 to 8"),
-        ({"wire_dtype": "int8"}, ConfigError, "wire_dtype='int8': it must be 'input' or 'float32'"),
+        ({"wire_dtype": "int8"}, ConfigError, "wire_dtype='int8': it must be 'input', 'float32' or 'bfloat16'"),
         ({"qkv_format": "thd"}, ConfigError, "qkv_format='thd': it must be 'bshd' or 'sbhd'"),
     ],
 )

@@ -89,7 +89,7 @@ def test_plugins_are_loaded_when_a_name_is_unknown(registries, monkeypatch):
         ),
         ({"layout": "diagonal"}, "--cp-ring-layout 'diagonal': input should be 'zigzag', 'contiguous' or 'balanced'"),
         ({"route": "pigeon"}, "--cp-ring-route 'pigeon': input should be 'auto', 'direct', 'ring' or 'relay'"),
-        ({"wire_dtype": "int8"}, "--cp-ring-wire-dtype 'int8': input should be 'input' or 'float32'"),
+        ({"wire_dtype": "int8"}, "--cp-ring-wire-dtype 'int8': input should be 'input', 'float32' or 'bfloat16'"),
     ],
 )
 def test_bad_names_are_one_line_that_names_the_flag(values, says):

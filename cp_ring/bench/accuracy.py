@@ -5,6 +5,7 @@ The one call attends to the whole sequence with the same kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.testing.local_ring import LocalRing
 
 PARTS = ("out", "dq", "dk", "dv")
+Results = dict[tuple[str, str, str, int, str], dict[str, Any]]
+"""Results by kernel, dtype, mask, number of ranks and codec."""
 
 
 def masks(n: int) -> dict[str, Mask]:
@@ -30,11 +33,23 @@ def masks(n: int) -> dict[str, Mask]:
     }
 
 
-def draw(n: int, heads: int, kv_heads: int, head_dim: int, seed: int) -> list[Tensor]:
-    """q, k, v, dout in float64, N(0, 1), [1, n, heads, head_dim]."""
+INPUTS = ("normal", "outliers")
+OUTLIERS, OUTLIER_FACTOR = 32, 20.0
+"""With `outliers`, every so manieth channel of keys and values is so many times larger than the others."""
+
+
+def draw(n: int, heads: int, kv_heads: int, head_dim: int, seed: int, inputs: str = "normal") -> list[Tensor]:
+    """q, k, v, dout in float64, N(0, 1), [1, n, heads, head_dim].
+
+    With `outliers`, some channels of k and v are larger, and q is smaller there, so that the scores keep their size.
+    """
     generator = torch.Generator().manual_seed(seed)
     sizes = heads, kv_heads, kv_heads, heads
-    return [torch.randn(1, n, size, head_dim, generator=generator, dtype=torch.float64) for size in sizes]
+    q, k, v, dout = (torch.randn(1, n, size, head_dim, generator=generator, dtype=torch.float64) for size in sizes)
+    if inputs == "outliers":
+        for x, factor in ((k, OUTLIER_FACTOR), (v, OUTLIER_FACTOR), (q, 1 / OUTLIER_FACTOR)):
+            x[..., ::OUTLIERS] *= factor
+    return [q, k, v, dout]
 
 
 def one_call(mask: Mask, inputs: list[Tensor], kernel: str) -> list[Tensor]:
@@ -62,11 +77,11 @@ def _one_torch_call(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2) for x in (out, *backward(dout, q, k, v, out, lse, 0.0, causal, **options))]
 
 
-def _attend_to_shard(group: Any, plan: RingPlan, inputs: list[Tensor], kernel: str) -> list[Tensor]:
+def _attend_to_shard(group: Any, plan: RingPlan, inputs: list[Tensor], kernel: str, wire: str = "plain") -> list[Tensor]:
     """out, dq, dk, dv of this rank's shard; `inputs` are those of the whole sequence."""
     q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in inputs)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = ring_attention(q, k, v, group, plan=plan, kernel=kernel)
+    out = ring_attention(q, k, v, group, plan=plan, kernel=kernel, wire=wire)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
@@ -86,45 +101,54 @@ def run(
     seeds: int,
     device: str,
     schedule: str = "auto",
+    wires: Sequence[str] = ("plain",),
+    drawn: str = "normal",
 ) -> list[dict[str, Any]]:
-    """Results {kernel, dtype, mask, cp, out, dq, dk, dv}: mean ratios over `seeds` draws.
+    """Results {kernel, dtype, mask, cp, wire, out, dq, dk, dv}: mean ratios over `seeds` draws.
+
+    With `wire` other than plain they also have `error`, the mean errors of the same four themselves.
 
     Where a kernel does not support the case, the result has the reason in `rejected` instead of ratios.
     """
-    results: dict[tuple[str, str, str, int], dict[str, Any]] = {}
+    results: Results = {}
     for name, mask in masks(n).items():
         for seed in range(seeds):
-            exact = draw(n, heads, kv_heads, head_dim, seed)
+            exact = draw(n, heads, kv_heads, head_dim, seed, drawn)
             for dtype in dtypes:
                 inputs = [x.to(getattr(torch, dtype)) for x in exact]
                 whole = RingPlan.build(mask, Layout.contiguous(n, 1))
                 truth = _attend_to_shard(None, whole, [x.double() for x in inputs], "reference")
                 inputs = [x.to(device) for x in inputs]
                 for kernel in kernels:
-                    _add_ratios(results, mask, name, dtype, kernel, sizes, inputs, truth, schedule)
+                    _add_ratios(results, mask, name, dtype, kernel, sizes, inputs, truth, schedule, wires)
     for result in results.values():
-        for part, ratios in list(result.items()):
-            if part in PARTS:
-                result[part] = sum(ratios) / len(ratios)
+        for values in (result, result.get("error", {})):
+            for part in PARTS:
+                if part in values:
+                    values[part] = sum(values[part]) / len(values[part])
     return list(results.values())
 
 
 def _add_ratios(
-    results: dict[tuple[str, str, str, int], dict[str, Any]], mask: Mask, name: str, dtype: str, kernel: str, sizes: list[int],
-    inputs: list[Tensor], truth: list[Tensor], schedule: str,
+    results: Results, mask: Mask, name: str, dtype: str, kernel: str, sizes: list[int], inputs: list[Tensor],
+    truth: list[Tensor], schedule: str, wires: Sequence[str],
 ) -> None:  # fmt: skip
     """Measures one kernel with one draw; appends the ratios to the lists in `results`."""
     q, _, v, _ = inputs
     try:
         choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1])
     except KernelError as error:
-        results[kernel, dtype, name, 0] = {"kernel": kernel, "dtype": dtype, "mask": name, "rejected": str(error)}
+        results[kernel, dtype, name, 0, ""] = {"kernel": kernel, "dtype": dtype, "mask": name, "rejected": str(error)}
         return
     single = errors(one_call(mask, inputs, kernel), truth)
     for cp in sizes:
         plan = RingPlan.build(mask, Layout.zigzag(mask.n, cp), schedule=schedule, slot_shards=max(cp, SLOT_SHARDS))
-        parts = LocalRing(cp).run(_attend_to_shard, plan, inputs, kernel)
-        got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
-        result = results.setdefault((kernel, dtype, name, cp), {"kernel": kernel, "dtype": dtype, "mask": name, "cp": cp})
-        for part, ours, theirs in zip(PARTS, errors(got, truth), single, strict=True):
-            result.setdefault(part, []).append(ours / theirs)
+        for wire in wires:
+            parts = LocalRing(cp).run(_attend_to_shard, plan, inputs, kernel, wire)
+            got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
+            new = {"kernel": kernel, "dtype": dtype, "mask": name, "cp": cp, "wire": wire}
+            result = results.setdefault((kernel, dtype, name, cp, wire), new)
+            for part, ours, theirs in zip(PARTS, errors(got, truth), single, strict=True):
+                result.setdefault(part, []).append(ours / theirs)
+                if wire != "plain":
+                    result.setdefault("error", {}).setdefault(part, []).append(ours)

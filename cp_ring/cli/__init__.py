@@ -18,6 +18,7 @@ from cp_ring.cli.bench_plan import bench_plan
 from cp_ring.cli.bench_rates import bench_rates
 from cp_ring.cli.bench_replay import bench_replay
 from cp_ring.cli.bench_timing_cost import bench_timing_cost
+from cp_ring.cli.bench_wire import bench_wire
 from cp_ring.cli.certify import certify_command
 from cp_ring.cli.doctor import doctor_command
 from cp_ring.cli.flags import flags_command
@@ -43,6 +44,7 @@ bench.command("attention")(bench_attention)
 bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
 bench.command("overlap")(bench_overlap)
+bench.command("wire")(bench_wire)
 bench.command("host")(bench_host)
 bench.command("rates")(bench_rates)
 bench.command("lengths")(bench_lengths)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -31,9 +32,11 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
 from cp_ring.plan.shapes import AUTO, Shape, choose, costed, planned, shapes_of
 from cp_ring.plan.verify import Report
+from cp_ring.plan.wires import WIRES, LatentSizes
 
 PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 MAX_RANKS_SHOWN = 32
+EXPOSED_BYTES_PER_SECOND = 5e10  # a network card of 400 Gb/s
 MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
 MAX_RANKS_PREDICTED = 256  # the times of all shapes take about a second for 64 ranks
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
@@ -105,6 +108,15 @@ def plan_command(
     kv_heads: Annotated[int, typer.Option(help="Key/value heads; only these travel.", rich_help_panel=_SIZES)] = 8,
     head_dim: Annotated[int, typer.Option(help="Size of a head.", rich_help_panel=_SIZES)] = 128,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="bf16, fp16 or fp32.", rich_help_panel=_SIZES)] = "bf16",
+    mla: Annotated[
+        str | None,
+        typer.Option(metavar="LATENT,ROPE,NOPE,VALUE", help="Multi-latent attention: sizes of the latent, the rotated key, "
+                     "a head's own part of the key, its value, as 512,64,128,128. It replaces --kv-heads, --head-dim.",
+                     rich_help_panel=_SIZES),
+    ] = None,
+    wire: Annotated[
+        str, typer.Option(metavar="NAME", help=f"How keys travel: {', '.join(WIRES)}.", rich_help_panel=_LAYOUT)
+    ] = "plain",
     ranks_per_node: Annotated[int, typer.Option(help="Neighboring ranks on one node.", rich_help_panel=_SIZES)] = 8,
     head_parallel: Annotated[
         str,
@@ -149,7 +161,7 @@ def plan_command(
 
         check_ending(draw)
         check_panel(panel, width)
-    sizes = AttentionSizes(heads, kv_heads, head_dim, dtype=dtype)
+    sizes = _sizes(heads, kv_heads, head_dim, dtype, mla, wire)
     rates = _make_rates(tflops, node_bandwidth, network_bandwidth, ranks_per_card)
     if compare:
         if lengths is None:
@@ -174,6 +186,8 @@ def plan_command(
         node_size, reason = ranks_per_node if cp % ranks_per_node == 0 else 1, None
         with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
             count = _parse_heads(head_parallel)
+            if sizes.codec.latent and count != 1:
+                raise PlanError(f"--wire {wire} does not support --head-parallel {count}: latents have no heads to exchange")
             if isinstance(count, int) and route != AUTO:
                 shape = Shape(route, count, schedule)
             else:
@@ -189,6 +203,7 @@ def plan_command(
     facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": shape.heads, "chosen": reason}
     facts |= {"bytes_between_nodes": {found["name"]: found["bytes_between_nodes"] for found in shapes}}
     facts |= {"predicted": _predicted(whole, report, sizes, rates, ranks_per_node), "shapes": shapes}
+    facts |= {"wire": wire, "predicted_exposed_seconds": _exposed(whole, report, sizes, ranks_per_node)}
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -198,6 +213,34 @@ def plan_command(
 
         draw_plan(plan, draw, report, own_sizes, rates, members_of_node(ranks_per_node, shape.heads), panel, width)
         typer.echo(f"wrote {draw}", err=as_json)
+
+
+def _sizes(heads: int, kv_heads: int, head_dim: int, dtype: str, mla: str | None, wire: str) -> AttentionSizes:
+    """The sizes of a layer; those of `mla` are Megatron's kv_lora_rank, qk_pos_emb_head_dim, qk_head_dim and v_head_dim."""
+    if wire not in WIRES:
+        raise PlanError(f"--wire {wire!r}: known are {', '.join(WIRES)}")
+    if mla is None:
+        if WIRES[wire].latent:
+            raise PlanError(f"--wire {wire} needs --mla LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
+        return AttentionSizes(heads, kv_heads, head_dim, dtype=dtype, wire=wire)
+    numbers = [int(x) if x.isdecimal() else 0 for x in mla.split(",")]
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise PlanError(f"--mla {mla}: it must be 4 numbers of at least 1, LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
+    latent = LatentSizes(*numbers)
+    return AttentionSizes(heads, heads, latent.nope + latent.rope, latent.value, dtype=dtype, wire=wire, latent=latent)
+
+
+def _exposed(
+    plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, ranks_per_node: int
+) -> dict[str, dict[str, float]] | None:
+    """Predicted seconds that the slowest rank waits at 50 GB/s: of the codec, and of keys that travel as they are."""
+    if plan.cp > MAX_RANKS_PREDICTED:
+        return None
+    rates, found = Rates(inside=EXPOSED_BYTES_PER_SECOND, between=EXPOSED_BYTES_PER_SECOND), {}
+    for wire in dict.fromkeys(("plain", sizes.wire)):
+        made = predict(plan, report, replace(sizes, wire=wire), rates, ranks_per_node)
+        found[wire] = {"forward": made.exposed_forward, "both": made.exposed_both}
+    return found
 
 
 def _make_rates(tflops: float, node_bandwidth: float, network_bandwidth: float, ranks_per_card: int) -> Rates:
@@ -397,6 +440,10 @@ def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     if facts["chosen"]:
         console.print(f"chosen: {facts['chosen']}")
     _print_shapes(console, facts)
+    if facts["predicted_exposed_seconds"]:
+        waits = facts["predicted_exposed_seconds"].items()
+        shown = [f"{wire} {1e3 * x['forward']:,.2f}, {1e3 * x['both']:,.2f}" for wire, x in waits]
+        console.print(f"predicted wait for messages at 50 GB/s, ms, forward and with backward: {'; '.join(shown)}")
     buffers = Table("buffer, on the rank that needs most of it", "MiB")
     for name, size in facts["memory"].items():
         buffers.add_row(name, f"{size / 2**20:,.1f}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from cp_ring.plan.tables import Hop, RankPlan, Transfer
 class KeyStream:
     """Iterates over the `hops` of a rank plan, those of forward or of backward.
 
-    It yields (hop, keys [num_keys, b, g, d], values [num_keys, b, g, e]).
-    The keys and values of later hops are received while a hop is computed, as far ahead as there are free buffers.
-    Where a hop receives nothing, the yielded tensors are those of this rank's own tokens.
+    It yields (hop, *tensors), the tensors of the hop's key buffer, [num_keys, ...] for each tensor of `own`, which are those
+    of this rank's tokens: keys and values, or what a codec (`cp_ring.comm.codecs`) makes of them.
+    What later hops read is received while a hop is computed, as far ahead as there are free buffers.
+    Where a hop receives nothing, the yielded tensors are `own`.
     """
 
     def __init__(
@@ -31,17 +33,16 @@ class KeyStream:
         rank_plan: RankPlan,
         hops: Sequence[Hop],
         transport: Transport | None,
-        k: Tensor,
-        v: Tensor,
+        own: Buffer,
         num_slots: int,
         backward: bool = False,
     ):
         self._hops, self._transport, self._backward = hops, transport, backward
-        self._slots = Slots(num_slots, rank_plan.max_keys, k, v)
-        self._buffers: dict[int, Buffer] = {0: (k, v)}
+        self._slots = Slots(num_slots, rank_plan.max_keys, own)
+        self._buffers: dict[int, Buffer] = {0: own}
         self._pending: list[Pending] = []
 
-    def __iter__(self) -> Iterator[tuple[Hop, Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for place, hop in enumerate(self._hops):
             if place == len(self._pending):
                 self._post(hop)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol, cast
 
@@ -84,6 +85,14 @@ class Work:
     calls: Mapping[Hop, Sequence[KernelCall]]
     queries: Sequence[Segments]
     keys: Mapping[int, Sequence[Segments]]
+    num_tokens: int
+
+    @cached_property
+    def own_keys(self) -> Mapping[int, Sequence[Segments]]:
+        """As `keys`, for sums of the kernel calls alone: what arrives from other ranks is added elsewhere."""
+        alone = [replace(hop, grad_receives=()) for hop in self.hops]
+        updates = gradient_updates(alone, [[call.keys for call in self.calls[hop]] for hop in self.hops], self.num_tokens)
+        return {index: _segments(of_hop) for index, of_hop in updates.items()}
 
 
 _made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = weakref.WeakKeyDictionary()
@@ -105,7 +114,8 @@ def _make_work(rank_plan: RankPlan, capabilities: Capabilities, device: torch.de
     keys: dict[int, tuple[Update, ...]] = {}
     if backward:
         keys = gradient_updates(hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens)
-    work = Work(hops, calls, _segments(queries), {index: _segments(updates) for index, updates in keys.items()})
+    of_keys = {index: _segments(updates) for index, updates in keys.items()}
+    work = Work(hops, calls, _segments(queries), of_keys, rank_plan.num_tokens)
     for call in (call for hop in hops for call in calls[hop]):
         call.prepare(device)
     if device.type == "cuda":

@@ -22,10 +22,12 @@ from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.comm_types import check_heads, check_logits, ring_shape
 from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.dropout import dropout_of
+from cp_ring.megatron.latent import LatentTap
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
+from cp_ring.megatron.wire import rejection
 from cp_ring.observe import debug, timing, watchdog
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -79,6 +81,9 @@ class RingDotProductAttention(MegatronModule):
         if self.logits_wanted:
             check_logits(self.shape.heads)
         self.sub_groups = compat.hierarchical_groups(self.cp_group, self.shape.heads)
+        # Without Megatron's command line, nothing has chosen for auto.
+        self.wire = "plain" if self.settings.wire == "auto" or self.cp_group.size() == 1 else self.settings.wire
+        self.tap = self._make_tap()
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
         self._make_softmax_offset()
         self.register_load_state_dict_pre_hook(_without_extra_state)
@@ -116,8 +121,10 @@ class RingDotProductAttention(MegatronModule):
         mask = _check_mask(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         _check_inputs(attention_bias, unknown)
         packed = query.dim() == 3  # thd: the documents lie end to end, and Megatron has no batch dimension
+        latents = None if self.tap is None else self.tap.take(self.config.qk_head_dim, self.config.v_head_dim)
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+            latents = None if latents is None else latents._replace(latent=latents.latent.unsqueeze(1))
         if attention_mask is not None:
             self._check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
         step = compat.training_step()
@@ -139,6 +146,8 @@ class RingDotProductAttention(MegatronModule):
                 sink=self.softmax_offset,
                 kernel=self.settings.kernel,
                 num_slots=self.settings.num_slots,
+                wire=self.wire,
+                latents=latents,
                 wire_dtype=self.settings.wire_dtype,
                 qkv_format="sbhd",
                 results=results,
@@ -155,6 +164,14 @@ class RingDotProductAttention(MegatronModule):
             self.current_max_attn_logits = logits if before is None else torch.maximum(before, logits)
         out = out.reshape(*out.shape[:2], -1)
         return out.squeeze(1) if packed else out
+
+    def _make_tap(self) -> LatentTap | None:
+        """What finds the latents of this layer, where they travel; see `cp_ring.megatron.latent.link`."""
+        if self.wire != "latent":
+            return None
+        if problem := rejection(self.config, self.shape.heads):
+            raise ConfigError(f"--cp-ring-wire latent {problem}")
+        return LatentTap(self.tp_group)
 
     def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any, the documents of the batch."""

@@ -13,11 +13,13 @@ from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.core_attention import RingDotProductAttention
+from cp_ring.megatron.latent import linked
 
 try:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -80,6 +82,8 @@ def with_ring_attention(spec: Any) -> Any:
         value = getattr(spec, field.name)
         if field.name == "core_attention" and value is not None:
             changes[field.name] = _ring_or_rejected(value)
+        elif field.name == "module" and isinstance(value, type) and issubclass(value, MultiLatentAttention):
+            changes[field.name] = linked(value)
         elif field.name not in ("params", "module"):
             changes[field.name] = with_ring_attention(value)
     return dataclasses.replace(spec, **changes)

@@ -18,6 +18,7 @@ from cp_ring.megatron import comm_types, compat, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure, current
+from cp_ring.megatron.wire import choose_wire
 
 # Settings that Megatron needs without CUDA: attribute, value, and the flag that can contradict it ("" if there is none).
 _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
@@ -108,6 +109,8 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
             config = settle_shape(args, config)
             note_gather(args, config)
             note_recompute(args, config)
+            args.cp_ring_wire = choose_wire(args, config)
+            configure(current().model_copy(update={"wire": args.cp_ring_wire}))
     return args
 
 

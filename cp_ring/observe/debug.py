@@ -38,7 +38,8 @@ def enabled() -> bool:
 
 
 def fill(*buffers: Tensor) -> None:
-    """Fills buffers that are about to receive with NaN, if debugging is on."""
+    """Fills buffers that are about to receive with NaN, if debugging is on. Buffers of integers keep what they hold."""
     if enabled():
         for buffer in buffers:
-            buffer.fill_(float("nan"))
+            if buffer.is_floating_point():
+                buffer.fill_(float("nan"))

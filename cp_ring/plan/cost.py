@@ -20,6 +20,7 @@ from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan
 from cp_ring.plan.updates import MAX_PARTS, Partial, Update, gradient_updates, query_updates
 from cp_ring.plan.verify import Report
+from cp_ring.plan.wires import WIRES, LatentSizes, Wire
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -29,7 +30,8 @@ class AttentionSizes:
     """Sizes of one attention layer's tensors: heads, elements of a head, batch rows, and dtypes.
 
     `value_dim` is by default `head_dim`. `dtype` is that of queries, keys and values, `wire_dtype` that of gradients that
-    travel, by default the same. Raises `PlanError` for sizes that do not fit together.
+    travel, by default the same. `wire` is the codec of keys that travel, `latent` the sizes that the codec of that name needs.
+    Raises `PlanError` for sizes that do not fit together.
     """
 
     heads: int = 32
@@ -39,6 +41,8 @@ class AttentionSizes:
     dtype: str = "bf16"
     wire_dtype: str | None = None
     batch: int = 1
+    wire: str = "plain"
+    latent: LatentSizes | None = None
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -48,6 +52,25 @@ class AttentionSizes:
         for name in (self.dtype, self.wire_dtype or self.dtype):
             if name not in DTYPE_BYTES:
                 raise PlanError(f"unknown dtype {name!r}; known are {', '.join(DTYPE_BYTES)}")
+        if self.wire not in WIRES:
+            raise PlanError(f"wire {self.wire!r}: known are {', '.join(WIRES)}")
+        if self.codec.latent and self.latent is None:
+            raise PlanError(f"wire {self.wire} needs the sizes of multi-latent attention")
+
+    @property
+    def codec(self) -> Wire:
+        """The widths of the codec."""
+        return WIRES[self.wire]
+
+    @property
+    def wire_key_bytes(self) -> int:
+        """Bytes of a token's keys and values as they travel, in all batch rows."""
+        return self.on_wire()[0]
+
+    @property
+    def wire_gradient_width(self) -> int:
+        """Elements of a token's gradients as they travel, in all batch rows."""
+        return self.on_wire()[1] // self.wire_element
 
     @property
     def element(self) -> int:
@@ -76,13 +99,18 @@ class AttentionSizes:
 
     def on_wire(self, kv_heads: int | None = None) -> tuple[int, int]:
         """Bytes of a token in the ring, of all key/value heads or of so many: (keys and values, their gradients)."""
-        width = self.key_width // self.kv_heads * (self.kv_heads if kv_heads is None else kv_heads)
-        return width * self.element, width * self.wire_element
+        heads, size = self.kv_heads if kv_heads is None else kv_heads, self.head_dim + (self.value_dim or self.head_dim)
+        keys = self.codec.key_bytes(heads, size, self.element, self.latent)
+        return self.batch * keys, self.batch * self.codec.elements(heads, size, self.latent) * self.wire_element
+
+    def exchanging(self, heads: int) -> AttentionSizes:
+        """The sizes where ranks exchange heads: latents have none, so that keys travel as they are."""
+        return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
 
     def of_rank(self, heads: int) -> AttentionSizes:
         """The sizes of a rank that exchanges tokens for heads with `heads` ranks, itself included; see `split_heads`."""
         split = split_heads(self.heads, self.kv_heads, heads)
-        return replace(self, heads=self.heads // heads, kv_heads=split.kv_heads_of_rank)
+        return replace(self.exchanging(heads), heads=self.heads // heads, kv_heads=split.kv_heads_of_rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +119,8 @@ class Cost:
 
     Forward FLOPs count two matrix products over the allowed pairs, backward FLOPs five. `bytes_in` and `bytes_out` are the
     keys and values of the forward pass; the backward pass moves them again, beside the gradients. `memory` names every
-    buffer and its bytes on the rank where it is largest.
+    buffer and its bytes on the rank where it is largest. `decode_flops` are those of the codec, beside attention: (forward,
+    backward).
     """
 
     forward_flops: NDArray[np.float64]
@@ -101,12 +130,15 @@ class Cost:
     gradient_bytes_in: Ints
     gradient_bytes_out: Ints
     memory: dict[str, int]
+    decode_flops: tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
     """The cost of a proven plan for tensors of these sizes."""
     work = report.work.astype(np.float64)
     keys, gradients = sizes.on_wire()
+    arriving = report.keys_in.astype(np.float64) * sizes.batch
+    decode_forward, decode_backward = sizes.codec.decode_flops(sizes.kv_heads, sizes.latent)
     return Cost(
         forward_flops=work * 2 * (sizes.query_width + sizes.out_width),
         backward_flops=work * 2 * (3 * sizes.query_width + 2 * sizes.out_width),
@@ -115,6 +147,7 @@ def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
         gradient_bytes_in=report.grads_in * gradients,
         gradient_bytes_out=report.grads_out * gradients,
         memory=memory(report, sizes, num_slots),
+        decode_flops=(arriving * decode_forward, arriving * decode_backward),
     )
 
 
@@ -129,14 +162,29 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
         "kept: lse": tokens * heads * float32,
         "forward: partial results of out": MAX_PARTS * tokens * sizes.out_width * element,
         "forward: out in float32": tokens * sizes.out_width * float32,
-        "both: key and value slots": num_slots * arriving * width * element,
+        "both: key and value slots": num_slots * arriving * sizes.wire_key_bytes,
+        **({} if sizes.wire == "plain" else _codec_memory(sizes, tokens, arriving, leaving)),
         "backward: partial results of dq": MAX_PARTS * tokens * sizes.query_width * element,
         "backward: dq in float32": tokens * sizes.query_width * float32,
         "backward: dk, dv in float32": tokens * width * float32,
         "backward: a hop's dk, dv in float32": leaving * width * float32,
-        "backward: a hop's dk, dv that leave": leaving * width * wire,
-        "backward: dk, dv that arrive": returning * width * wire,
+        "backward: a hop's dk, dv that leave": leaving * sizes.wire_gradient_width * wire,
+        "backward: dk, dv that arrive": returning * sizes.wire_gradient_width * wire,
     }
+
+
+def _codec_memory(sizes: AttentionSizes, tokens: int, arriving: int, leaving: int) -> dict[str, int]:
+    """What a codec needs beside the slots."""
+    found = {
+        "both: own keys and values, encoded": tokens * sizes.wire_key_bytes,
+        "both: a hop's keys and values, decoded": arriving * sizes.key_width * sizes.element,
+    }
+    if sizes.codec.latent and sizes.latent is not None:
+        weight = sizes.kv_heads * (sizes.latent.nope + sizes.latent.value) * sizes.latent.latent
+        found["backward: a hop's dk, dv before the up-projection"] = leaving * sizes.key_width * sizes.element
+        found["backward: gradients of latents in float32"] = tokens * sizes.wire_gradient_width * 4
+        found["backward: gradient of the up-projection in float32"] = weight * 4
+    return found
 
 
 def kernel_calls(plan: PlanTables) -> Ints:
@@ -196,6 +244,12 @@ def _moved(update: Update, part: int, wire: int, result: int) -> int:
     return here * part + arrived * wire + (loaded + kept) * 4 + completed * result
 
 
+def work_of_hops(costs: Cost) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """FLOPs of forward and of backward, rank by hop, decoding included."""
+    decode_forward, decode_backward = costs.decode_flops
+    return costs.forward_flops + decode_forward, costs.backward_flops + decode_backward
+
+
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
     """Share of the moved keys that go from one node to another, if each `ranks_per_node` neighboring ranks share a node."""
     keys = plan.transfers
@@ -219,7 +273,7 @@ class Crossing(NamedTuple):
 def crossing(plan: RingPlan | HeadPlan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing:
     """The bytes of a plan that cross nodes, where each `ranks_per_node` neighboring ranks share one."""
     ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
-    split = split_heads(sizes.heads, sizes.kv_heads, heads)
+    split, sizes = split_heads(sizes.heads, sizes.kv_heads, heads), sizes.exchanging(heads)
     found = [0, 0]
     for place in range(heads):
         kv_heads = sum(len(group[place]) for group in split.repeated)
@@ -288,6 +342,7 @@ def timeline(plan: PlanTables, costs: Cost, rates: Rates = RATES, ranks_per_node
     compute: list[Span] = []
     transfers: list[Span] = []
     live = (costs.forward_flops > 0) | (costs.bytes_in > 0) | (costs.bytes_out > 0)
+    flops, _ = work_of_hops(costs)
     for hop in range(cp):
         ready = done.copy()
         for sender, receiver, size in _messages(plan, costs, hop):
@@ -298,7 +353,7 @@ def timeline(plan: PlanTables, costs: Cost, rates: Rates = RATES, ranks_per_node
             ready[receiver] = max(ready[receiver], end)
         for rank in np.flatnonzero(live[:, hop]).tolist():
             posted[rank] = ready[rank]
-            done[rank] = ready[rank] + costs.forward_flops[rank, hop] / rates.flops
+            done[rank] = ready[rank] + flops[rank, hop] / rates.flops
             compute.append(Span(rank, hop, float(ready[rank]), float(done[rank])))
     return compute, transfers
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.cost import AttentionSizes, Cost, RankUpdates, accumulator_bytes, cost, exchanged, rank_updates
+from cp_ring.plan.cost import AttentionSizes, Cost, RankUpdates, accumulator_bytes, cost, exchanged, rank_updates, work_of_hops
 from cp_ring.plan.heads import HeadPlan, split_heads
 from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints
@@ -92,6 +92,7 @@ def predict(
     """
     ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
     split, links = split_heads(sizes.heads, sizes.kv_heads, heads), Links(plan.cp, ranks_per_node, rates)
+    sizes = sizes.exchanging(heads)
     own, groups = sizes.of_rank(heads), split.groups if heads > 1 else 1
     costs = cost(report, own)
     of_places = zip(*(sizes.on_wire(sum(len(group[place]) for group in split.repeated)) for place in range(heads)), strict=True)
@@ -123,7 +124,7 @@ def _hop_times(costs: Cost, member: int, links: Links, keys: Ints, gradients: In
     live = np.union1d([0], live)
     nothing = np.zeros((4, 1), np.int64)
     keys, gradients = keys[:, live[1:]], gradients[:, live[1:]]
-    forward, backward = (flops[member][live] / links.rates.flops for flops in (costs.forward_flops, costs.backward_flops))
+    forward, backward = (flops[member][live] / links.rates.flops for flops in work_of_hops(costs))
     # In backward, half of hop 0 comes first and half of it last.
     halves = np.concatenate([backward[:1] / 2, backward[1:], backward[:1] / 2])
     arriving = np.concatenate([keys, nothing], axis=1)

@@ -186,10 +186,10 @@ def _group_permuted(make_plan: Any, mask: str, n: int, cp: int, layout: str, rou
 def _stale_at_four(stream: Any, self: Any) -> Any:
     """From the third remote hop on the keys are those of the hop before; with fewer ranks nothing is wrong."""
     before = None
-    for hop, k, v in stream(self):
-        wrong = hop.index >= 3 and before is not None and len(before[0]) == len(k)
-        yield hop, *(before if wrong else (k, v))
-        before = k.clone(), v.clone()
+    for hop, *keys in stream(self):
+        wrong = hop.index >= 3 and before is not None and len(before[0]) == len(keys[0])
+        yield hop, *(before if wrong else keys)
+        before = [x.clone() for x in keys]
 
 
 def _heads_rolled(attention: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,11 +203,12 @@ def _one_rank_scaled(attention: Any, *args: Any, softmax_scale: float, **kwargs:
 
 def _last_key_lost(stream: Any, self: Any) -> Any:
     """The last token that a hop receives is zero."""
-    for hop, k, v in stream(self):
-        if hop.index and len(k):
-            k, v = k.clone(), v.clone()
-            k[-1:], v[-1:] = 0, 0
-        yield hop, k, v
+    for hop, *keys in stream(self):
+        if hop.index and len(keys[0]):
+            keys = [x.clone() for x in keys]
+            for x in keys:
+                x[-1:] = 0
+        yield hop, *keys
 
 
 def _gradients_twice(send: Any, self: Any, hop: Any) -> Any:

@@ -37,11 +37,15 @@ OF_BATCH = ("second batch row like the first",)
 OF_POSITIONS = ("position ids of each rank from 0",)
 OF_FOUR = ("stale slot at four ranks",)
 OF_DROPOUT, OF_EXPERTS = ("dropout by places on the rank",), ("aux loss weighed twice",)
+OF_LATENTS, OF_LATENTS_ON_TP = ("weight gradient twice", "rotated part not returned"), ("latent not summed over tp",)
 OF_BF16 = ("gradients of keys summed in bf16",)
 OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")  # not in scripts
 ELSEWHERE = (*OF_DECLARED, *OF_DOCUMENTS, *OF_PREDICTION, *OF_LENGTH, *OF_BATCH, *OF_POSITIONS, *OF_FOUR)
-OF_OSS = tuple(name for name in FAULTS if name not in (*ELSEWHERE, *OF_DROPOUT, *OF_EXPERTS))
+ELSEWHERE += (*OF_DROPOUT, *OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP)
+OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 
+_LATENTS = f"{LATENT} --cp-ring-wire latent --calculate-per-token-loss"
+_ON_TP = f"{_LATENTS} --context-parallel-size 2 --tensor-model-parallel-size 2"
 _LONG = f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
 FAULTY = (
     Job("oss", 2, f"{OSS} --calculate-per-token-loss", OF_OSS),
@@ -52,6 +56,10 @@ FAULTY = (
     Job("declared", 2, f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
     Job("dropout", 2, f"{UNTIED} --calculate-per-token-loss --attention-dropout 0.2", OF_DROPOUT),
     Job("experts", 2, f"{EXPERTS} --calculate-per-token-loss --expert-model-parallel-size 2", OF_EXPERTS),
+    Job("latents", 2, _LATENTS, OF_LATENTS),
+    Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
+    Job("latents-script", 2, _LATENTS, OF_LATENTS, True),
+    Job("latents-on-tp-script", 4, _ON_TP, OF_LATENTS_ON_TP, True),
     Job("experts-script", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS, True),
     Job("oss-script", 2, f"{OSS} --calculate-per-token-loss", OF_OSS, True),
     Job("long-script", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16), True),

@@ -294,6 +294,10 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         (["--documents-mean", "5", "--seed", "-1"], "--seed -1"),
         (["--chunks-per-rank", "3"], "--chunks-per-rank 3 is for --layout balanced, not zigzag"),
         (["--draw", "plan.gif"], "must end in .png"),
+        (["--wire", "zip"], "--wire 'zip': known are plain, int8, fp8, latent"),
+        (["--wire", "latent"], "--wire latent needs --mla LATENT,ROPE,NOPE,VALUE"),
+        (["--mla", "512,64"], "--mla 512,64: it must be 4 numbers"),
+        (["--mla", "8,8,8,8", "--wire", "latent", "--head-parallel", "2"], "--wire latent does not support --head-parallel 2"),
     ],
 )
 def test_bad_input_is_one_line(options: list[str], message: str) -> None:
@@ -309,6 +313,20 @@ def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
 
     monkeypatch.setattr(RingPlan, "build", full)
     assert str(run().exception) == "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"
+
+
+def test_wires_of_multi_latent_attention() -> None:
+    """The proportions of DeepSeek-V3: 512 + 64 numbers a token in place of 128 heads of 128 + 64 and 128."""
+    options = ["--seq-length", "131072", "--cp", "8", "--heads", "128", "--mla", "512,64,128,128", "--json"]
+    plain, latent, int8 = (json.loads(run(*options, "--wire", wire).stdout) for wire in ("plain", "latent", "int8"))
+    for name in ("bytes_in_per_rank", "bytes_out_per_rank", "gradient_bytes_in_per_rank"):
+        assert all(70 * x <= y for x, y in zip(latent[name], plain[name], strict=True))
+    assert max(int8["bytes_in_per_rank"]) < 0.52 * max(plain["bytes_in_per_rank"])
+    waits = latent["predicted_exposed_seconds"]
+    assert waits["plain"] == plain["predicted_exposed_seconds"]["plain"]
+    assert 0 <= waits["latent"]["forward"] < 0.1 * waits["plain"]["forward"]
+    assert latent["memory"]["both: key and value slots"] * 70 < plain["memory"]["both: key and value slots"]
+    assert latent["memory"]["both: a hop's keys and values, decoded"] == plain["memory"]["both: key and value slots"] // 2
 
 
 def test_the_verdict_comes_first() -> None:

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_ring.kernels.transformer_engine as adapter
-from cp_ring import Layout, Mask, RingPlan, attention, ring_attention
+from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring.comm import codecs
 from cp_ring.comm.streams import KeyStream
 from cp_ring.kernels import REGISTRY, calls, choose, signatures
 from cp_ring.kernels.base import OPEN, no_random_state
@@ -86,7 +87,7 @@ def launches(monkeypatch) -> Iterator[Launches]:
                 yield item
             mode.marks.append(mode.counts.copy())
 
-    monkeypatch.setattr(attention, "KeyStream", Marked)
+    monkeypatch.setattr(codecs, "KeyStream", Marked)
     monkeypatch.setitem(REGISTRY, "emulated", "tests.kernels.emulated_te")
     with installed("2.20.2"):
         library = adapter._library()

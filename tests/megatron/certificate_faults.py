@@ -83,10 +83,10 @@ def _rotary() -> list[Any]:
 def _stale(stream: Any, self: Any) -> Any:
     """Every hop reads what the slots held at the first: the rank's own keys, as far as they go."""
     first = None
-    for hop, k, v in stream(self):
-        first = first or (k, v)
-        fits = len(k) <= len(first[0])
-        yield hop, *((first[0][: len(k)], first[1][: len(v)]) if fits else (k, v))
+    for hop, *keys in stream(self):
+        first = first or keys
+        fits = len(keys[0]) <= len(first[0])
+        yield hop, *([x[: len(keys[0])] for x in first] if fits else keys)
 
 
 def _hop_lost(start: Any, self: Any, hop: Any) -> None:
@@ -195,6 +195,9 @@ FAULTS: dict[str, Any] = {
     "second batch row like the first": _core("attend", _second_row_like_the_first),
     "loss mask not split": _gpt("on_this_cp_rank", _loss_mask_not_split),
     "gradients of keys summed in bf16": _streams("GradStream", "finish", _key_gradients_in_bf16),
+    "weight gradient twice": _parity("weight gradient twice"),
+    "rotated part not returned": _parity("rotated part not returned"),
+    "latent not summed over tp": _parity("latent not summed over tp"),
     "siblings seen": _parity("siblings seen"),
     "spans cut at borders": _parity("spans cut at borders"),
     "global tokens hidden": _parity("global tokens hidden"),

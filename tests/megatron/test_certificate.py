@@ -20,10 +20,13 @@ OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", 
 OF_LONGER_JOBS = ("window beyond 256 tokens", "second batch row like the first")  # in test_certificate_steps.py
 OF_DROPOUT = ("dropout by places on the rank",)
 OF_EXPERTS = ("aux loss weighed twice",)
-OF_OSS = tuple(name for name in FAULTS if name not in (*OF_DOCUMENTS, *OF_DECLARED, *OF_LONGER_JOBS, *OF_DROPOUT, *OF_EXPERTS))
+OF_LATENT_WIRE = ("weight gradient twice", "rotated part not returned", "latent not summed over tp")
+ELSEWHERE = (*OF_DOCUMENTS, *OF_DECLARED, *OF_LONGER_JOBS, *OF_DROPOUT, *OF_EXPERTS, *OF_LATENT_WIRE)
+OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 EVERY = {
     "mask", "mask of gradients", "out", "dq", "dk", "dv", "loss of each token", "loss", "gradient norm", "gradients"
 }  # fmt: skip
+OF_LATENTS = EVERY - {"dk", "dv"} | {"dlatent", "drope", "dweight"}
 
 TWO_RANKS = {
     "oss": (OSS, OF_OSS),
@@ -55,14 +58,23 @@ SEEDED = ("oss", "balanced")
 MORE_ON_TWO = {
     "declared_others": (f"{UNTIED} --cp-ring-mask-kinds block-causal,block-diffusion,documents,prefix,causal,full,any", ()),
     "declared_mla": (f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced", ("positions not continued",)),
-    "mla": (LATENT, ("softmax scale",)),
     "dropout": (f"{OSS} --attention-dropout 0.2 --micro-batch-size 2", OF_DROPOUT),
     "dropout_documents": (f"{UNTIED} --attention-dropout 0.2 --cp-ring-document-mask --bf16", OF_DROPOUT),
+    "mla": (f"{LATENT} --cp-ring-wire plain", ("softmax scale",)),
+    "mla_latent": (
+        f"{LATENT} --cp-ring-wire latent --bf16",
+        ("softmax scale", "stale slot", *OF_LATENT_WIRE[:2]),
+    ),
+    "int8": (f"{UNTIED} --cp-ring-wire int8 --cp-ring-wire-dtype bfloat16", ("stale slot",)),
 }
 MORE_ON_FOUR = {
     "dp2cp2": (
         f"{LATENT} --context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
         ("loss divided by cp twice",),
+    ),
+    "mla_latent_on_tp": (
+        f"{LATENT} --cp-ring-wire latent --context-parallel-size 2 --tensor-model-parallel-size 2",
+        OF_LATENT_WIRE[2:],
     ),
     "tied": (f"{GROUPED} --context-parallel-size 2 --tensor-model-parallel-size 2 --qk-layernorm", ()),
 }
@@ -128,7 +140,8 @@ def test_no_seed_of_fifty_fails_a_right_job(tmp_path):
 def test_more_jobs(tmp_path):
     found = examine(2, MORE_ON_TWO, tmp_path, [1]) | examine(4, MORE_ON_FOUR, tmp_path, [1])
     for name, (_, faults) in (MORE_ON_TWO | MORE_ON_FOUR).items():
-        assert found[name]["", 1]["rejections"] == [] and {p["name"] for p in found[name]["", 1]["probes"]} >= EVERY
+        every = OF_LATENTS if "latent" in found[name]["", 1]["about"]["ring"]["wire"] else EVERY
+        assert found[name]["", 1]["rejections"] == [] and {p["name"] for p in found[name]["", 1]["probes"]} >= every
         assert all(found[name][fault, 1]["rejections"] for fault in faults)
 
 

@@ -184,7 +184,42 @@ def _windows() -> Any:
     return compat, "has_window"
 
 
+def _gradients_of_latents() -> Any:
+    from cp_ring.comm.latent import LatentGradients
+
+    return LatentGradients
+
+
+def _latents() -> Any:
+    from cp_ring.megatron.latent import LatentTap
+
+    return LatentTap
+
+
+def _weight_gradient_twice(finish: Any, gradients: Any) -> Any:
+    dk, dv, dlatent, *weights = finish(gradients)
+    return dk, dv, dlatent, *(2 * x for x in weights)
+
+
+def _rotated_part_not_returned(of_latents: Any, gradients: Any, hop: Any) -> Any:
+    found = of_latents(gradients, hop)
+    found[..., gradients._codec.latent.shape[-1] :] = 0
+    return found
+
+
+def _latent_not_summed(of_all_tokens: Any, tap: Any, latent: Any, config: Any) -> Any:
+    """Each tensor-parallel rank returns what its own heads owe, as if the others owed nothing."""
+    from megatron.core.tensor_parallel import mappings
+
+    if not config.sequence_parallel:
+        return latent
+    return mappings.gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=False, group=tap._tp_group)
+
+
 FAULTS = {
+    "weight gradient twice": lambda: (_gradients_of_latents(), "finish", _weight_gradient_twice),
+    "rotated part not returned": lambda: (_gradients_of_latents(), "_of_latents", _rotated_part_not_returned),
+    "latent not summed over tp": lambda: (_latents(), "_of_all_tokens", _latent_not_summed),
     "loss averaged by rank": lambda: (*_loss(), _averaged_by_rank),
     "tokens counted by rank": lambda: (*_masks(), _counted_by_rank),
     "boundary shifted by one": lambda: (_documents(), "mask", _shifted),

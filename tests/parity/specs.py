@@ -25,10 +25,17 @@ class Norm(torch.nn.RMSNorm):
 
 def sequence_parallel(config: Any) -> TransformerBlockSubmodules:
     """Megatron's local layers with a norm that supports --sequence-parallel."""
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm")
-    layer = dataclasses.replace(
-        spec, submodules=dataclasses.replace(spec.submodules, input_layernorm=Norm, pre_mlp_layernorm=Norm)
-    )
+    latent = config.multi_latent_attention
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=latent,
+        multi_latent_attention=latent,
+    )  # fmt: skip
+    attention = spec.submodules.self_attention
+    if latent:
+        norms = dataclasses.replace(attention.submodules, q_layernorm=Norm, kv_layernorm=Norm)
+        attention = dataclasses.replace(attention, submodules=norms)
+    changes = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm, "self_attention": attention}
+    layer = dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **changes))
     return TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=Norm)
 
 

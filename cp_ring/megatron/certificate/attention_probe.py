@@ -18,17 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_ring.comm.latent import Latents
 from cp_ring.kernels.dropout import keep
+from cp_ring.megatron.certificate import latent_probe
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind
 from cp_ring.megatron.certificate.oracle import attend, declared_mask
 from cp_ring.megatron.certificate.probe_batch import ProbeBatch, SplitBatch, make_probe_batch
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.dropout import same_key
+from cp_ring.plan.wires import WIRES
 
 # Largest norm of an error over the norm of the truth: three times what kernels leave that round partial results to the input's
 # precision and add them up in float32.
 BOUNDS = {torch.float64: 5e-6, torch.float32: 5e-6, torch.float16: 8e-4, torch.bfloat16: 6e-3}
+PARAMETERS = ("sink", "weight")  # their gradients are summed over the context-parallel ranks
 SINK_FACTOR = 20.0  # of the bound: the gradient of a sink is a sum over all queries in which much cancels out
+LATENT_FACTOR = 2.0  # of the bound in 16 bits: keys, and gradients of latents, are rounded once more
 SAMPLED = 16  # queries of a rank and batch row that are compared at the job's own length
 PASSES = 10  # forward passes that take as long as all probes of one length
 MEMORY = 1 << 30  # bytes of a probe on the CPU
@@ -49,6 +54,11 @@ class Subject:
     device: torch.device
     split: SplitBatch
     note: str = ""  # appended to the names of its probes
+
+    @property
+    def of_latents(self) -> bool:
+        """Whether latents travel instead of keys and values."""
+        return getattr(self.layer, "tap", None) is not None
 
     def batch(self) -> ProbeBatch:
         """The microbatch of this rank."""
@@ -166,8 +176,16 @@ def _of_first_rank(x: Tensor, group: Any) -> Tensor:
     return x
 
 
-def _call(subject: Subject, batch: ProbeBatch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Calls the layer with this rank's tokens of whole batch rows [b, n, heads, size]; returns out [b, s, h, e]."""
+def _call(subject: Subject, batch: ProbeBatch, q: Tensor, k: Tensor, v: Tensor, latents: Latents | None = None) -> Tensor:
+    """Calls the layer with this rank's tokens of whole batch rows [b, n, heads, size]; returns out [b, s, h, e].
+
+    `latents` [b, n, c] are those that keys and values were made from; by default ones that make the values.
+    """
+    if subject.of_latents:
+        given = latents or latent_probe.copies(k, v, subject.layer.config.qk_head_dim)
+        local = batch.local(given.latent)
+        local = local[0] if batch.thd else local.transpose(0, 1)
+        subject.layer.tap = latent_probe.GivenLatents(given._replace(latent=local))
     mine = [batch.local(x) for x in (q, k, v)]
     mine = [x[0] if batch.thd else x.transpose(0, 1).contiguous() for x in mine]
     out = subject.layer(*mine, None, packed_seq_params=batch.packed)
@@ -183,6 +201,7 @@ def _mask_probes(subject: Subject, batch: ProbeBatch, rounds: int) -> list[Probe
     probes as many tokens as there are channels. `rounds` limits the number of calls.
     """
     channels = subject.kind.groups * subject.kind.e
+    channels = min(channels, latent_probe.CHANNELS) if subject.of_latents else channels
     tokens = _chosen_tokens(batch, rounds * channels)
     forward, backward = [], []
     for start in range(0, len(tokens), channels):
@@ -288,15 +307,16 @@ def _mask_probe(subject: Subject, name: str, found: list[_WrongPairs]) -> Probe:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Random tensors of whole batch rows, q [b, n, h, d], k [b, n, g, d], v [b, n, g, e], dout [b, n, h, e].
+    """Random tensors of whole batch rows, q [b, n, h, d], dout [b, n, h, e], and what keys and values are made from.
+
+    `of_keys` are k [b, n, g, d] and v [b, n, g, e]; where latents travel, latent [b, n, 1, c], rope [b, n, 1, r] and weight.
 
     `sampled` are indices int64 [m] into this rank's tokens, of the queries that are compared and have a gradient; the same for
     every batch row.
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    of_keys: dict[str, Tensor]
     dout: Tensor
     sampled: Tensor
 
@@ -316,14 +336,21 @@ def _draw(subject: Subject, batch: ProbeBatch, seed: int, samples: int | None) -
     on_device = subject.device if samples else torch.device("cpu")  # large ones are drawn where they are needed
     draw = torch.Generator(on_device).manual_seed(seed)
 
-    def normal(heads: int, size: int) -> Tensor:
-        x = torch.randn(batch_size, batch.n, heads, size, generator=draw, dtype=torch.float32, device=on_device)
+    def drawn(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=draw, dtype=torch.float32, device=on_device)
         return _of_first_rank(x.to(subject.dtype), subject.group).to(subject.device)
 
-    q, k, v = normal(kind.heads, kind.d), normal(kind.groups, kind.d), normal(kind.groups, kind.e)
+    def normal(heads: int, size: int) -> Tensor:
+        return drawn(batch_size, batch.n, heads, size)
+
+    q = normal(kind.heads, kind.d)
+    if subject.of_latents:
+        of_keys = latent_probe.draw(subject.layer.config, kind.groups, normal, drawn)
+    else:
+        of_keys = {"k": normal(kind.groups, kind.d), "v": normal(kind.groups, kind.e)}
     dout = normal(kind.heads, kind.e)
     if samples is None or samples >= s:
-        return _Inputs(q, k, v, dout, torch.arange(s, device=subject.device))
+        return _Inputs(q, of_keys, dout, torch.arange(s, device=subject.device))
     ends = [0, s // 2 - 1, s // 2, s - 1]  # of the chunks that a rank holds
     sampled = sorted({*ends, *torch.linspace(1, s - 2, samples - len(ends)).long().tolist()})
     index = torch.tensor(sampled, device=subject.device)
@@ -331,71 +358,93 @@ def _draw(subject: Subject, batch: ProbeBatch, seed: int, samples: int | None) -
     for batch_row in range(batch_size):
         here = batch.positions[batch_row][index]
         kept[batch_row, here] = dout[batch_row, here]
-    return _Inputs(q, k, v, kept, index)
+    return _Inputs(q, of_keys, kept, index)
 
 
 def _of_layer(subject: Subject, batch: ProbeBatch, inputs: _Inputs) -> dict[str, Tensor]:
     """What the layer computes, by name: out and dq of the sampled queries [b, m, h, size], dk and dv of this rank's keys.
 
-    The gradient of a learnable sink, `dsink` [h], is summed over ranks.
+    The gradients of parameters are summed over ranks: `dsink` [h] of a learnable sink, `dweight` where latents travel.
     """
-    leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in {"q": inputs.q, **inputs.of_keys}.items()}
     sink = subject.layer.softmax_offset
-    learned = sink is not None and sink.requires_grad
-    wanted = [*leaves, sink] if learned else leaves
+    if sink is not None and sink.requires_grad:
+        leaves["sink"] = sink
     with torch.enable_grad():
-        out = _call(subject, batch, *leaves)
-        made = torch.autograd.grad(out, wanted, batch.local(inputs.dout), allow_unused=True)
-    grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, made, strict=True)]
-    dq, dk, dv = (batch.local(x) for x in grads[:3])
-    found = {"out": out.detach()[:, inputs.sampled], "dq": dq[:, inputs.sampled], "dk": dk, "dv": dv}
-    if learned:
-        total = grads[3].detach().double()
-        if subject.group.size() > 1:
-            dist.all_reduce(total, group=subject.group)
-        found["dsink"] = total
+        k, v = _keys(subject, leaves)
+        out = _call(subject, batch, leaves["q"], k, v, _latents(subject, leaves))
+        made = torch.autograd.grad(out, list(leaves.values()), batch.local(inputs.dout), allow_unused=True)
+    found = {"out": out.detach()[:, inputs.sampled]}
+    for (name, leaf), grad in zip(leaves.items(), made, strict=True):
+        gradient = torch.zeros_like(leaf) if grad is None else grad
+        if name in PARAMETERS:
+            found["d" + name] = _summed(subject, gradient.detach().double())
+        else:
+            found["d" + name] = batch.local(gradient)[:, inputs.sampled] if name == "q" else batch.local(gradient)
     return found
+
+
+def _keys(subject: Subject, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of `_Inputs.of_keys`."""
+    if not subject.of_latents:
+        return tensors["k"], tensors["v"]
+    return latent_probe.keys(tensors["latent"], tensors["rope"], tensors["weight"], subject.layer.config.qk_head_dim)
+
+
+def _latents(subject: Subject, tensors: dict[str, Tensor]) -> Latents | None:
+    if not subject.of_latents:
+        return None
+    weight, key_dim = tensors["weight"], subject.layer.config.qk_head_dim
+    return Latents(tensors["latent"].squeeze(2), weight[:, :key_dim], weight[:, key_dim:])
+
+
+def _summed(subject: Subject, x: Tensor) -> Tensor:
+    """x, summed over the context-parallel ranks, in place."""
+    if subject.group.size() > 1:
+        dist.all_reduce(x, group=subject.group)
+    return x
 
 
 def _reference(subject: Subject, batch: ProbeBatch, inputs: _Inputs, factor: Factor | None) -> dict[str, Tensor]:
     """As `_of_layer`, in float64: each rank computes its own queries, and gradients of keys are summed over the group."""
     kind, sink = subject.kind, subject.layer.softmax_offset
-    offset = None if sink is None else sink.detach().double().requires_grad_()
     keys = torch.arange(batch.n, device=subject.device)
-    found: dict[str, list[Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
-    dsink = None if offset is None else torch.zeros_like(offset)
+    found: dict[str, list[Tensor]] = {}
+    parameters = {name: x.detach().double() for name, x in inputs.of_keys.items() if name in PARAMETERS}
+    parameters |= {} if sink is None else {"sink": sink.detach().double()}
+    totals = {"d" + name: torch.zeros_like(x) for name, x in parameters.items() if name != "sink" or kind.sink == "learnable"}
     for batch_row, spans in enumerate(batch.spans):
         mine = batch.positions[batch_row][inputs.sampled]
         allowed = declared_mask(mine, keys, spans, kind.probed)
-        q = inputs.q[batch_row, mine].double().requires_grad_()
-        k, v = (x[batch_row].double().requires_grad_() for x in (inputs.k, inputs.v))
+        of_keys = {name: x[batch_row].double() for name, x in inputs.of_keys.items() if name not in PARAMETERS}
+        leaves = {"q": inputs.q[batch_row, mine].double(), **of_keys, **parameters}
+        leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
         with torch.enable_grad():
-            out = attend(q, k, v, allowed, kind.scale, offset, None if factor is None else factor(batch_row, mine, keys))
-            wanted = [q, k, v] if offset is None else [q, k, v, offset]
-            grads = torch.autograd.grad(out, wanted, inputs.dout[batch_row, mine].double())
-        for grad in grads[1:3] if subject.group.size() > 1 else ():
-            dist.all_reduce(grad, group=subject.group)
-        dk, dv = (grad[batch.positions[batch_row]] for grad in grads[1:3])
-        for name, value in zip(found, (out.detach(), grads[0], dk, dv), strict=True):
-            found[name].append(value)
-        if dsink is not None:
-            dsink += grads[3]
+            k, v = _keys(subject, {name: leaves[name][None] if name in of_keys else x for name, x in leaves.items()})
+            kept = None if factor is None else factor(batch_row, mine, keys)
+            out = attend(leaves["q"], k[0], v[0], allowed, kind.scale, leaves.get("sink"), kept)
+            grads = torch.autograd.grad(out, list(leaves.values()), inputs.dout[batch_row, mine].double())
+        found.setdefault("out", []).append(out.detach())
+        for name, grad in zip(leaves, grads, strict=True):
+            if name in of_keys:
+                found.setdefault("d" + name, []).append(_summed(subject, grad)[batch.positions[batch_row]])
+            elif name == "q":
+                found.setdefault("dq", []).append(grad)
+            elif "d" + name in totals:
+                totals["d" + name] += grad
     stacked = {name: torch.stack(values) for name, values in found.items()}
-    if dsink is None or kind.sink != "learnable":
-        return stacked
-    if subject.group.size() > 1:
-        dist.all_reduce(dsink, group=subject.group)
-    return stacked | {"dsink": dsink}
+    return stacked | {name: _summed(subject, total) for name, total in totals.items()}
 
 
 def _value_probe(subject: Subject, batch: ProbeBatch, name: str, found: Tensor, truth: Tensor, sampled: Tensor) -> Probe:
     difference = found.double() - truth
     size = float(truth.norm()) or 1.0
-    bound = BOUNDS[subject.dtype] * (SINK_FACTOR if name == "dsink" else 1.0)
+    bound = BOUNDS[subject.dtype] + WIRES[subject.layer.wire].widening
+    bound *= SINK_FACTOR if name == "dsink" else LATENT_FACTOR if subject.of_latents and subject.dtype.itemsize == 2 else 1.0
     where = f"rank {dist.get_rank()}"
     if found.dim() == 4:
         batch_row, token = divmod(int(difference.abs().amax((2, 3)).nan_to_num(torch.inf).argmax()), found.shape[1])
-        of_keys = name in ("dk", "dv")
+        of_keys = name not in ("out", "dq")
         position = batch.positions[batch_row] if of_keys else batch.positions[batch_row][sampled]
         where += f": worst at {'key' if of_keys else 'query'} {int(position[token])} of batch row {batch_row}"
     return subject.probe(name, float(difference.norm()) / size, bound, where)

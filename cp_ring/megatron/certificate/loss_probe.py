@@ -49,6 +49,7 @@ from cp_ring.megatron.certificate.tiny_model import (
 )
 from cp_ring.megatron.masks import KEY
 from cp_ring.megatron.rotary import positions_in_force
+from cp_ring.plan.wires import widening
 
 # Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
 BOUND = {"cpu": 1e-4, "cuda": 1e-2}
@@ -205,7 +206,7 @@ def _compare(
 
     A script may average either way, so that its gradients are compared with both.
     """
-    bound, mask = BOUND["cuda" if ours.losses.is_cuda else "cpu"], kinds[0].mask
+    bound, mask = BOUND["cuda" if ours.losses.is_cuda else "cpu"] + widening(settings.current().wire), kinds[0].mask
     layer, rank = f"tiny model of {len(kinds)} layer{'s' * (len(kinds) > 1)}", f"rank {dist.get_rank()}"
     truth = plain.losses.gather(1, positions)
     difference = ours.losses - truth

@@ -48,7 +48,7 @@ _OTHERS = {
     "mask_kinds": "--cp-ring-mask-kinds",
 }
 
-_RING = ("kernel", "layout", "route", "schedule", "slot_shards", "heads", "num_slots", "wire_dtype")
+_RING = ("kernel", "layout", "route", "schedule", "slot_shards", "heads", "num_slots", "wire", "wire_dtype")
 
 
 def attention_settings(args: argparse.Namespace) -> dict[str, Any]:

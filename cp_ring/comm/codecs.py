@@ -1,0 +1,207 @@
+"""Codecs: the form in which keys and values travel. The owner encodes once a call, the reader decodes once a hop.
+
+A codec is a class, made for the keys and values of one call. Its `keys` are what the hop loop computes with, its `gradients` are
+where the loop's partial gradients go. Slots, streams and transports move the tensors that `encode` returns, whatever their
+shapes and dtypes. Widths in bytes, for plans, are in `cp_ring.plan.wires`; the conformance test compares the two.
+
+Hop 0 computes with this rank's own keys as they are. Every other rank computes with the decoded keys, in forward and in
+backward alike, so that the softmax weights of both agree.
+
+Tensors have tokens first: k [s, b, g, d], v [s, b, g, e].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cp_ring.comm.slots import Buffer
+from cp_ring.comm.streams import GradStream, KeyStream
+from cp_ring.comm.transport import Transport
+from cp_ring.ops.segments import Segments
+from cp_ring.plan.tables import Hop, RankPlan
+
+Keys = Iterable[tuple[Hop, Tensor, Tensor]]
+"""For each hop, the keys [num_keys, b, g, d] and values [num_keys, b, g, e] that its tiles read."""
+
+
+class KeyUpdates(Protocol):
+    """The updates of the sums of dk and dv, by the index of the hop; see `cp_ring.kernels.calls.Work`.
+
+    `keys` have the kernel calls of a hop and the gradients that arrive, `own_keys` the kernel calls alone.
+    """
+
+    @property
+    def keys(self) -> Mapping[int, Sequence[Segments]]: ...
+
+    @property
+    def own_keys(self) -> Mapping[int, Sequence[Segments]]: ...
+
+
+class Gradients(Protocol):
+    """Takes the partial gradients of each hop's keys and values, and sends them to the owners of the keys."""
+
+    def start(self, hop: Hop) -> None: ...
+
+    def add(self, dk: Tensor, dv: Tensor) -> None: ...
+
+    def send(self, hop: Hop) -> None: ...
+
+    def finish(self) -> Sequence[Tensor]:
+        """The gradients of what the codec was made with, in this order."""
+        ...
+
+
+class Codec(Protocol):
+    """The keys and values of one call, and how they travel. A class of codecs takes k and v, and its other inputs after them."""
+
+    name: str
+
+    def __init__(self, k: Tensor, v: Tensor, *inputs: Tensor): ...
+
+    def encode(self) -> Buffer:
+        """What travels of this rank's own tokens: tensors [s, ...]."""
+        ...
+
+    def keys(
+        self, rank_plan: RankPlan, hops: Sequence[Hop], transport: Transport | None, num_slots: int, backward: bool = False
+    ) -> Keys:
+        """The keys and values of each of `hops`."""
+        ...
+
+    def gradients(
+        self, rank_plan: RankPlan, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
+    ) -> Gradients:
+        """The gradients of one backward pass."""
+        ...
+
+
+class Plain:
+    """Keys and values travel as they are, and tiles read them where they arrive."""
+
+    name = "plain"
+
+    def __init__(self, k: Tensor, v: Tensor):
+        self._k, self._v = k, v
+
+    def encode(self) -> Buffer:
+        """Follows `Codec.encode`."""
+        return self._k, self._v
+
+    def keys(
+        self, rank_plan: RankPlan, hops: Sequence[Hop], transport: Transport | None, num_slots: int, backward: bool = False
+    ) -> Keys:
+        """Follows `Codec.keys`."""
+        return KeyStream(rank_plan, hops, transport, self.encode(), num_slots, backward)
+
+    def gradients(
+        self, rank_plan: RankPlan, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
+    ) -> Gradients:
+        """Follows `Codec.gradients`."""
+        return GradStream(rank_plan, updates.keys, transport, self._k, self._v, wire_dtype)
+
+
+class Decoding(Plain):
+    """Base of codecs that decode what a hop receives into a buffer of their own, as large as a slot of plain keys."""
+
+    def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
+        """Writes the keys and values of all tokens of `coded` to k [n, b, g, d] and v [n, b, g, e]."""
+        raise NotImplementedError
+
+    def keys(
+        self, rank_plan: RankPlan, hops: Sequence[Hop], transport: Transport | None, num_slots: int, backward: bool = False
+    ) -> Iterator[tuple[Hop, Tensor, Tensor]]:
+        """Follows `Codec.keys`."""
+        stream = KeyStream(rank_plan, hops, transport, self.encode(), num_slots, backward)
+        scratch = [x.new_empty((rank_plan.max_keys, *x.shape[1:])) for x in (self._k, self._v)]
+        for hop, *coded in stream:
+            # A hop without tiles passes keys on, as they came.
+            if hop.receives and len(hop.tiles):
+                k, v = (x[: hop.num_keys] for x in scratch)
+                self.received(coded, k, v)
+                yield hop, k, v
+            else:
+                yield hop, self._k, self._v
+
+    def received(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
+        """Decodes what a hop has received; the place for a codec that needs it in backward."""
+        self.decode(coded, k, v)
+
+
+class Quantized(Decoding):
+    """Base of codecs with one byte an element, and a float32 scale for the key and one for the value of each token and head.
+
+    A scale is the largest magnitude divided by the largest code, so no code is out of range. A key or a value that has a NaN or
+    an infinity arrives as NaN in all its elements, and no other token changes. Magnitudes above those of float32 are infinite.
+    Gradients are those of the decoded keys and values, given to the original ones.
+    """
+
+    largest: float
+    """The largest code."""
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Codes of float32 x within [-largest, largest], one byte an element; may change x."""
+        raise NotImplementedError
+
+    def values(self, codes: Tensor) -> Tensor:
+        """The codes in a dtype that converts to numbers."""
+        raise NotImplementedError
+
+    def encode(self) -> Buffer:
+        """Codes [s, b, g, d + e] and scales [s, b, g, 2], float32."""
+        parts = [self._quantize(x) for x in (self._k, self._v)]
+        return torch.cat([codes for codes, _ in parts], -1), torch.stack([scale for _, scale in parts], -1)
+
+    def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
+        """Follows `Decoding.decode`."""
+        codes, scales = coded
+        of_keys, of_values = self.values(codes).split([k.shape[-1], v.shape[-1]], -1)
+        k.copy_(of_keys).mul_(scales[..., :1])
+        v.copy_(of_values).mul_(scales[..., 1:])
+
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        magnitude = wide.abs().amax(-1)
+        limits = torch.finfo(torch.float32)
+        # The product of the largest code and scale must not round to infinity.
+        scale = (magnitude / self.largest).clamp(limits.tiny, limits.max / self.largest * (1 - 2**-20))
+        scale += 0 * magnitude  # NaN where the magnitude is infinite or NaN
+        return self.codes(wide / scale[..., None]), scale
+
+
+class Int8(Quantized):
+    """Symmetric 8-bit integers: an element is off by at most half a scale, 1/254 of the largest of its token and head."""
+
+    name, largest = "int8", 127.0
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Follows `Quantized.codes`."""
+        return x.round_().to(torch.int8)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Follows `Quantized.values`."""
+        return codes
+
+
+class Fp8(Quantized):
+    """8-bit floating point numbers with 3 bits of mantissa (e4m3): an element is off by at most 1/16 of its own magnitude.
+
+    Elements below 2^-6 / 448 of the largest of their token and head are off by at most 2^-10 scales.
+    """
+
+    name, largest = "fp8", 448.0
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Follows `Quantized.codes`. Bytes, because not every backend moves float8."""
+        return x.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Follows `Quantized.values`."""
+        return codes.view(torch.float8_e4m3fn)
+
+
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Int8, Fp8)}
+"""Classes of codecs by name."""

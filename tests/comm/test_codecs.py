@@ -1,0 +1,191 @@
+"""What travels: every codec keeps the promises of `cp_ring.comm.codecs`, alone and in attention.
+
+A new codec needs no test of its own: its class in `CODECS` and its widths and error in `WIRES` are enough.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cp_ring import ConfigError, Layout, Mask, PlanError, RingPlan, ring_attention
+from cp_ring.comm.codecs import CODECS, Decoding, Quantized
+from cp_ring.observe.counters import record
+from cp_ring.observe.debug import debugging
+from cp_ring.plan.cost import AttentionSizes, cost
+from cp_ring.plan.heads import plan_of
+from cp_ring.plan.wires import WIRES
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case, Grads, brute_force, error
+
+OF_KEYS = ["plain", *(name for name, codec in CODECS.items() if issubclass(codec, Quantized))]
+"""Codecs that need nothing but keys and values; for latents see `test_latent`."""
+
+QUANTIZED = [name for name, codec in CODECS.items() if issubclass(codec, Quantized)]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BYTES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+numbers = st.one_of(
+    st.floats(width=32, allow_nan=True, allow_infinity=True),
+    st.sampled_from([0.0, -0.0, 1.0, 1e-45, -1e-40, 6e-8, 65504.0, 3.4028234663852886e38, math.inf, -math.inf, math.nan]),
+)
+
+
+def roundtrip(name: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codec = CODECS[name](k, v)
+    coded = codec.encode()
+    assert all(len(x) == len(k) for x in coded)
+    if not isinstance(codec, Decoding):
+        return coded[0], coded[1]
+    found = torch.full_like(k, math.nan), torch.full_like(v, math.nan)
+    codec.decode(coded, *found)
+    return found
+
+
+def bound(name: str, x: torch.Tensor) -> torch.Tensor:
+    """By how much each element of finite x may be off: the codec's promise, and the rounding to the dtype of x."""
+    top = x.double().abs().amax(-1, keepdim=True)
+    scale = (top / CODECS[name].largest).clamp(min=torch.finfo(torch.float32).tiny)
+    step = (scale / 2).expand(x.shape) if name == "int8" else torch.maximum(x.double().abs() / 16, scale * 2**-10)
+    return step * (1 + 2**-20) + torch.finfo(x.dtype).eps * (top + scale) + torch.finfo(x.dtype).smallest_normal
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.lists(st.lists(numbers, min_size=5, max_size=5), min_size=1, max_size=4))
+@example(data=[[0.0] * 5, [1e-45] * 5, [3.4028234663852886e38] * 5, [math.nan, 1.0, 1.0, 1.0, 1.0]])
+def test_each_token_is_as_near_as_promised(name, dtype, data):
+    x = torch.tensor(data, dtype=torch.float64).to(dtype)[:, None, None]
+    k, v = x[..., :3].contiguous(), x[..., 3:].contiguous()
+    for given_x, found in zip((k, v), roundtrip(name, k, v), strict=True):
+        finite = given_x.float().isfinite().all(-1, keepdim=True).expand_as(given_x)
+        assert found[~finite].isnan().all()  # all elements of that token, and of no other
+        off = (found.double() - given_x.double()).abs()
+        assert (off[finite] <= bound(name, given_x.where(finite, torch.zeros(())))[finite]).all()
+
+
+@pytest.mark.parametrize("name", OF_KEYS)
+def test_no_tokens(name):
+    k, v = torch.zeros(0, 2, 3, 4), torch.zeros(0, 2, 3, 5)
+    assert [x.shape for x in roundtrip(name, k, v)] == [k.shape, v.shape]
+
+
+@pytest.mark.parametrize("name", OF_KEYS)
+def test_zeros_stay_zeros_and_the_same_input_gives_the_same_bytes(name):
+    k, v = torch.zeros(4, 1, 2, 8), torch.randn(4, 1, 2, 8, generator=torch.Generator().manual_seed(0))
+    zeros, first = roundtrip(name, k, v)
+    assert not zeros.any() and torch.equal(first, roundtrip(name, k, v)[1])
+
+
+def attend(plan, case: Case, **options):
+    """Out and gradients of the whole sequence, and the bytes that each rank sent and received, by kind."""
+
+    def on_rank(group):
+        q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = ring_attention(q, k, v, group, plan=plan, **options)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+    parts = LocalRing(plan.cp).run(on_rank)
+    return Grads(*(plan.layout.unshard(list(column), 1) for column in zip(*parts, strict=True)))
+
+
+PLANS = {
+    "causal": lambda: RingPlan.build(Mask.causal(96), Layout.zigzag(96, 3)),
+    "full, one source a hop": lambda: RingPlan.build(Mask.full(96), Layout.zigzag(96, 4), schedule="ring"),
+    "window": lambda: RingPlan.build(Mask.causal(96, (20, 0)), Layout.contiguous(96, 4)),
+    "documents, passed on": lambda: RingPlan.build(
+        Mask.documents([0, 7, 50, 51, 96]), Layout.zigzag(96, 4), route="ring", schedule="ring"
+    ),
+    "relay": lambda: RingPlan.build(Mask.causal(96), Layout.zigzag(96, 4), route="relay", node_size=2),
+    "heads": lambda: plan_of(Mask.causal(96), Layout.zigzag(96, 4), heads=2),
+}
+
+
+@pytest.mark.parametrize("name", OF_KEYS)
+@pytest.mark.parametrize("shape", PLANS)
+def test_attention_is_as_near_as_promised(name, shape):
+    plan, case = PLANS[shape](), Case.draw(96, b=2, e=12)
+    truth = brute_force(case, plan.mask.dense() if hasattr(plan, "mask") else Mask.causal(96).dense())
+    with debugging():
+        found = attend(plan, case, wire=name)
+    assert max(error(x, y) for x, y in zip(found, truth, strict=True)) < WIRES[name].error + 1e-6
+
+
+@pytest.mark.parametrize("name", OF_KEYS)
+def test_forward_and_backward_use_the_same_keys(name):
+    """dq and out are those of attention in which each rank sees other ranks' keys as they were decoded."""
+    plan, case = RingPlan.build(Mask.full(64), Layout.contiguous(64, 2)), Case.draw(64, dtype=torch.float64)
+    found = attend(plan, case, wire=name)
+    k, v = (x.transpose(0, 1) for x in roundtrip(name, case.k.transpose(0, 1).contiguous(), case.v.transpose(0, 1).contiguous()))
+    for rank in range(2):
+        mine = slice(32 * rank, 32 * rank + 32)
+        seen_k, seen_v = k.clone(), v.clone()
+        seen_k[:, mine], seen_v[:, mine] = case.k[:, mine], case.v[:, mine]
+        truth = brute_force(Case(case.q, seen_k, seen_v, case.dout), np.ones((64, 64), bool))
+        assert error(found.out[:, mine], truth.out[:, mine]) < 1e-12
+        assert error(found.dq[:, mine], truth.dq[:, mine]) < 1e-12
+
+
+@pytest.mark.parametrize("name", OF_KEYS)
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+def test_messages_have_the_bytes_of_the_plan(name, dtype):
+    plan, case = RingPlan.build(Mask.causal(96, (40, 0)), Layout.zigzag(96, 4)), Case.draw(96, b=2, e=24, dtype=dtype)
+    sizes = AttentionSizes(4, 2, 16, 24, dtype=BYTES[dtype], batch=2, wire=name)
+    planned = cost(plan.verify(), sizes)
+
+    with record() as all_ranks:
+        LocalRing(4).run(lambda group: _both(group, plan, case, name))
+    assert all_ranks.bytes_by_kind["keys"] == 2 * planned.bytes_out.sum()
+    assert all_ranks.bytes_by_kind["gradients"] == planned.gradient_bytes_out.sum()
+
+
+def _both(group, plan, case, name):
+    q, k, v, dout = (plan.layout.shard(x, group.rank, 1).requires_grad_() for x in case)
+    ring_attention(q, k, v, group, plan=plan, wire=name).backward(dout.detach())
+
+
+def test_every_codec_has_widths():
+    assert set(CODECS) == set(WIRES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", PLANS)
+def test_gradients_in_bfloat16(shape, dtype):
+    plan, case = PLANS[shape](), Case.draw(96, b=2, dtype=dtype)
+    truth = brute_force(case, plan.mask.dense() if hasattr(plan, "mask") else Mask.causal(96).dense())
+    found, plain = attend(plan, case, wire_dtype="bfloat16"), attend(plan, case)
+    assert torch.equal(found.out, plain.out) and found.dk.dtype == dtype
+    assert error(found.dk, truth.dk) < 1e-2 and error(found.dv, truth.dv) < 1e-2
+
+
+def test_nan_of_one_token_reaches_only_queries_that_see_it():
+    case = Case.draw(64)
+    case.k[:, 40, 1, 3] = math.nan
+    plan = RingPlan.build(Mask.documents([0, 32, 64]), Layout.zigzag(64, 4))
+    for name in OF_KEYS:
+        out = attend(plan, case, wire=name).out
+        # Query 40 itself is left out: the CPU kernel gives finite numbers where the only new score of a query is NaN.
+        assert out[:, :40].isfinite().all() and out[:, :, :2].isfinite().all() and out[:, 41:, 2:].isnan().any(-1).all()
+
+
+def test_ranks_must_agree_on_the_codec():
+    plan, case = RingPlan.build(Mask.causal(32), Layout.zigzag(32, 2)), Case.draw(32)
+
+    def on_rank(group):
+        q, k, v, _ = (plan.layout.shard(x, group.rank, 1) for x in case)
+        ring_attention(q, k, v, group, plan=plan, wire=("plain", "int8")[group.rank])
+
+    with pytest.raises(PlanError, match=r"wire is (plain|int8) on rank"):
+        LocalRing(2).run(on_rank)
+
+
+def test_unknown_codec():
+    q, k, v, _ = Case.draw(8)
+    with pytest.raises(ConfigError, match="wire='zip': known are plain, int8, fp8, latent"):
+        ring_attention(q, k, v, wire="zip")

@@ -1,0 +1,191 @@
+"""Latents of multi-latent attention on the wire: outputs, gradients and bytes, against attention in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from cp_ring import ConfigError, LatentKeys, Layout, Mask, PlanError, RingPlan, ring_attention
+from cp_ring.observe.counters import record
+from cp_ring.observe.debug import debugging
+from cp_ring.plan.cost import AttentionSizes, cost
+from cp_ring.plan.wires import LatentSizes
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case, brute_force, error
+
+N, B, H = 96, 2, 4
+SIZES = LatentSizes(latent=24, rope=8, nope=16, value=12)
+PARTS = ("out", "q", "latent", "rope", "weight")
+
+
+class LatentCase(NamedTuple):
+    q: torch.Tensor
+    latent: torch.Tensor
+    rope: torch.Tensor
+    weight: torch.Tensor
+    dout: torch.Tensor
+
+    @classmethod
+    def draw(cls, dtype: torch.dtype = torch.float32, seed: int = 0, n: int = N, batch: int = B) -> LatentCase:
+        c, r, nope, e = SIZES
+        generator = torch.Generator().manual_seed(seed)
+        shapes = (batch, n, H, nope + r), (batch, n, c), (batch, n, r), (H * (nope + e), c), (batch, n, H, e)
+        q, latent, rope, weight, dout = (torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes)
+        return cls(*(x.to(dtype) for x in (q, latent, rope, weight / c**0.5, dout)))
+
+
+def truth_of(case: LatentCase, mask: Mask) -> list[torch.Tensor]:
+    """Out and gradients of q, latent, rope and weight in float64; attention itself is that of `brute_force`."""
+    q, latent, rope, weight = leaves = [x.detach().double().requires_grad_() for x in case[:4]]
+    both = torch.einsum("bsc,gnc->bsgn", latent, weight.view(H, -1, SIZES.latent))
+    k = torch.cat([both[..., : SIZES.nope], rope[:, :, None].expand(-1, -1, H, -1)], -1)
+    v = both[..., SIZES.nope :]
+    grads = brute_force(Case(q, k, v, case.dout), mask.dense())
+    dlatent, drope, dweight = torch.autograd.grad((k, v), (latent, rope, weight), (grads.dk, grads.dv))
+    assert len(leaves) == 4
+    return [grads.out, grads.dq, dlatent, drope, dweight]
+
+
+def on_rank(group, case: LatentCase, plan: RingPlan, **options):
+    """Runs on a rank: out and gradients of its tokens, and its share of the weight's gradient."""
+    rank = 0 if group is None else group.rank
+    first = options.get("qkv_format") == "sbhd"
+    parts = [plan.layout.shard(x, rank, 1) for x in (case.q, case.latent, case.rope, case.dout)]
+    q, latent, rope, dout = (x.transpose(0, 1) if first else x for x in parts)
+    q, latent, rope, weight = (x.detach().clone().requires_grad_() for x in (q, latent, rope, case.weight))
+    out = ring_attention(q, LatentKeys(latent, rope, weight, H, SIZES.nope), group=group, plan=plan, **options)
+    found = [out.detach(), *torch.autograd.grad(out, (q, latent, rope, weight), dout)]
+    return [x.transpose(0, 1) for x in found[:4]] + found[4:] if first else found
+
+
+def attend(case: LatentCase, plan: RingPlan, **options) -> list[torch.Tensor]:
+    parts = LocalRing(plan.cp).run(on_rank, case, plan, **options) if plan.cp > 1 else [on_rank(None, case, plan, **options)]
+    columns = list(zip(*parts, strict=True))
+    whole = [plan.layout.unshard(list(column), 1) for column in columns[:4]]
+    return [*whole, torch.stack([x.double() for x in columns[4]]).sum(0)]
+
+
+MASKS = {
+    "causal": Mask.causal(N),
+    "full": Mask.full(N),
+    "documents": Mask.documents([0, 7, 50, 51, N]),
+    "window": Mask.causal(N, (20, 0)),
+}
+LIMIT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+@pytest.mark.parametrize("mask", MASKS)
+def test_equals_brute_force(mask, cp):
+    case, plan = LatentCase.draw(), RingPlan.build(MASKS[mask], Layout.zigzag(N, cp))
+    with debugging():
+        found = attend(case, plan)
+    for name, x, truth in zip(PARTS, found, truth_of(case, MASKS[mask]), strict=True):
+        assert error(x, truth) < LIMIT[torch.float32], name
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"route": "ring", "schedule": "ring"}, {"route": "relay", "node_size": 2}, {"schedule": "gather"}],
+    ids=lambda options: options.get("route", "gather"),
+)
+def test_routes_and_dtypes(options, dtype):
+    case, plan = LatentCase.draw(dtype), RingPlan.build(MASKS["causal"], Layout.zigzag(N, 4), **options)
+    found, truth = attend(case, plan), truth_of(case, MASKS["causal"])
+    assert {x.dtype for x in found[:4]} == {dtype}
+    for name, x, true in zip(PARTS, found, truth, strict=True):
+        assert error(x, true) < LIMIT[dtype], name
+
+
+def test_as_accurate_as_plain():
+    """The error of the latent's wire is that of the same attention without it: the limits of the design."""
+    ratios = []
+    for seed in range(3):
+        case, plan = LatentCase.draw(seed=seed, n=512, batch=1), RingPlan.build(Mask.causal(512), Layout.zigzag(512, 4))
+        truth = truth_of(case, plan.mask)
+        found, plain = (attend(case, plan, wire=wire) for wire in ("latent", "plain"))
+        ratios.append([error(x, t) / error(y, t) for x, y, t in zip(found, plain, truth, strict=True)])
+    means = dict(zip(PARTS, torch.tensor(ratios).mean(0).tolist(), strict=True))
+    assert all(ratio < 1.15 for ratio in means.values()), means
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"qkv_format": "sbhd"}, {"num_slots": 3}, {"wire_dtype": "bfloat16"}, {"wire": "int8"}, {"sink": torch.ones(H)}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options(options):
+    case, plan = LatentCase.draw(), RingPlan.build(MASKS["causal"], Layout.zigzag(N, 3))
+    found, truth = attend(case, plan, **options), attend(case, plan, **{**options, "wire": "plain", "wire_dtype": "input"})
+    limit = {"wire_dtype": 1e-2, "wire": 1.5e-2}.get(next(iter(options)), LIMIT[torch.float32])
+    assert all(error(x, y) < limit for x, y in zip(found, truth, strict=True))
+
+
+def test_batch_rows_with_masks_of_their_own():
+    rows = [Mask.causal(N), Mask.documents([0, 40, N])]
+    case = LatentCase.draw()
+    plan = RingPlan.build(Mask.batch(rows), Layout.batch([Layout.zigzag(N, 2)] * 2))
+
+    def both(group):
+        first = plan.layout.positions(group.rank)
+        own = torch.from_numpy(first[first < N])
+        q, latent, rope, dout = (x[:, own] for x in (case.q, case.latent, case.rope, case.dout))
+        leaves = [x.detach().clone().requires_grad_() for x in (q, latent, rope, case.weight)]
+        results = []
+        for wire in ("latent", "plain"):
+            out = ring_attention(
+                leaves[0], LatentKeys(*leaves[1:], H, SIZES.nope), group=group, plan=plan, wire=wire
+            )  # fmt: skip
+            results.append([out, *torch.autograd.grad(out, leaves, dout)])
+        return results
+
+    ranks = LocalRing(2).run(both)
+    for latent, plain in ranks:
+        assert all(error(x, y) < LIMIT[torch.float32] for x, y in zip(latent[:4], plain[:4], strict=True))
+    sums = [sum(of_rank[which][4] for of_rank in ranks) for which in (0, 1)]
+    assert error(*sums) < LIMIT[torch.float32]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_messages_have_the_bytes_of_the_plan(mask):
+    case, plan = LatentCase.draw(), RingPlan.build(MASKS[mask], Layout.zigzag(N, 4))
+    dim = SIZES.nope + SIZES.rope
+    sizes = AttentionSizes(H, H, dim, SIZES.value, "fp32", batch=B, wire="latent", latent=SIZES)
+    planned = cost(plan.verify(), sizes)
+    with record() as moved:
+        attend(case, plan)
+    assert moved.bytes_by_kind["keys"] == 2 * planned.bytes_out.sum()
+    assert moved.bytes_by_kind["gradients"] == planned.gradient_bytes_out.sum()
+    plain = cost(plan.verify(), replace(sizes, wire="plain"))
+    assert plain.bytes_out.sum() == planned.bytes_out.sum() * H * (dim + SIZES.value) / (SIZES.latent + SIZES.rope)
+
+
+def test_bad_input_is_one_line():
+    q, latent, rope, weight, _ = LatentCase.draw()
+    keys = LatentKeys(latent, rope, weight, H, SIZES.nope)
+    for make, says in (
+        (lambda: LatentKeys(latent, rope[:, 1:], weight, H, SIZES.nope), "of the same tokens"),
+        (lambda: LatentKeys(latent, rope, weight[1:], H, SIZES.nope), "weight must be"),
+        (lambda: LatentKeys(latent, rope, weight, H, 28), "key_dim=28 leaves no value"),
+        (lambda: LatentKeys(latent, rope.double(), weight, H, SIZES.nope), "must share one dtype"),
+        (lambda: ring_attention(q, q), "v is missing"),
+        (lambda: ring_attention(q[..., :20], keys), "q and k must share a head size"),
+    ):
+        with pytest.raises(PlanError, match=says):
+            make()
+    with pytest.raises(ConfigError, match="wire='latent' needs LatentKeys"):
+        ring_attention(q, q, q, wire="latent")
+    plan = RingPlan.build(MASKS["causal"], Layout.zigzag(N, 2))
+
+    def over_heads(group):
+        q, latent, rope = (plan.layout.shard(x, group.rank, 1) for x in LatentCase.draw()[:3])
+        options = {"group": group, "causal": True, "heads": 2}
+        ring_attention(q, LatentKeys(latent, rope, weight, H, SIZES.nope), **options)  # plain
+        ring_attention(q, LatentKeys(latent, rope, weight, H, SIZES.nope), wire="latent", **options)
+
+    with pytest.raises(ConfigError, match="wire='latent' does not support heads=2"):
+        LocalRing(2).run(over_heads)

@@ -1,0 +1,161 @@
+"""Which latents Megatron's layers give to core attention, and where their gradients go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.latent import LatentTap, _IntoMainGrad, _normalized, link, linked
+from cp_ring.megatron.wire import choose_wire, rejection
+
+ALONE = SimpleNamespace(size=lambda: 1)
+C, KEY, VALUE, HEADS = 6, 4, 3, 2
+
+
+class ColumnParallelLinear(torch.nn.Module):
+    """A projection as Megatron's: named so, with `config` and `weight`."""
+
+    def __init__(self, **config: object) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(sequence_parallel=False, **config)
+        self.weight = torch.nn.Parameter(torch.randn(HEADS * (KEY + VALUE), C))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+    def __init__(self, normalization: str) -> None:
+        super().__init__()
+        self.normalization, self.eps, self.zero_centered_gamma = normalization, 1e-5, True
+        self.layer_norm_weight = torch.nn.Parameter(torch.randn(C))
+        self.layer_norm_bias = torch.nn.Parameter(torch.randn(C))
+
+
+class Layer(torch.nn.Module):
+    """An attention layer: its core attention takes what the tap saw."""
+
+    def __init__(self, projection: torch.nn.Module) -> None:
+        super().__init__()
+        self.core_attention = SimpleNamespace(tap=LatentTap(ALONE))
+        self.linear_kv_up_proj = projection
+
+    def forward(self, x: torch.Tensor):
+        self.linear_kv_up_proj(x)
+        return self.core_attention.tap.take(KEY, VALUE)
+
+
+def test_the_hook_finds_latent_and_weight_of_each_call():
+    layer = linked(Layer)(ColumnParallelLinear())
+    assert type(layer).__name__ == "Layer" and linked(Layer) is type(layer)
+    for _ in range(2):
+        x = torch.randn(5, 2, C, requires_grad=True) * 1
+        latents = layer(x)
+        assert latents.latent is x
+        by_head = layer.linear_kv_up_proj.weight.view(HEADS, KEY + VALUE, C)
+        assert torch.equal(latents.key_up, by_head[:, :KEY]) and torch.equal(latents.value_up, by_head[:, KEY:])
+    assert len(layer.linear_kv_up_proj._forward_hooks) == 1 and not layer._forward_pre_hooks
+    link(layer)
+    assert not layer._forward_pre_hooks
+
+
+def test_a_projection_that_is_computed_again_alone_is_not_seen():
+    layer = linked(Layer)(ColumnParallelLinear())
+    layer(torch.randn(5, 2, C))
+    layer.linear_kv_up_proj(torch.randn(5, 2, C, requires_grad=True))
+    with pytest.raises(ConfigError, match="keys of this layer do not come from linear_kv_up_proj"):
+        layer.core_attention.tap.take(KEY, VALUE)
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_a_norm_that_is_fused_into_the_projection_is_applied(normalization):
+    projection = TELayerNormColumnParallelLinear(normalization)
+    x = torch.randn(5, 2, C) * 1
+    wide = x.double() - (x.double().mean(-1, keepdim=True) if normalization == "LayerNorm" else 0)
+    wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (projection.layer_norm_weight.double() + 1)
+    wide = wide + (projection.layer_norm_bias.double() if normalization == "LayerNorm" else 0)
+    assert torch.allclose(_normalized(x, projection).double(), wide, atol=1e-5)
+    assert torch.allclose(linked(Layer)(projection)(x).latent.double(), wide, atol=1e-5)
+
+
+def test_the_gradient_of_a_fused_weight_goes_into_main_grad():
+    for main in (None, torch.ones(3)):
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        if main is not None:
+            weight.main_grad = main
+        (2 * _IntoMainGrad.apply(weight)).sum().backward()
+        if main is None:
+            assert weight.grad.tolist() == [2, 2, 2]
+        else:
+            assert weight.grad is None and main.tolist() == [3, 3, 3] and main.dtype == torch.float32
+    layer = linked(Layer)(ColumnParallelLinear(gradient_accumulation_fusion=True))
+    weight = layer.linear_kv_up_proj.weight
+    weight.main_grad = torch.zeros_like(weight)
+    latents = layer(torch.randn(5, 2, C))
+    (latents.key_up.sum() + latents.value_up.sum()).backward()
+    assert weight.grad is None and torch.equal(weight.main_grad, torch.ones_like(weight))
+
+
+def test_another_projection_is_rejected_by_name():
+    class LoraLinear(ColumnParallelLinear):
+        pass
+
+    with pytest.raises(ConfigError, match="--cp-ring-wire latent does not support linear_kv_up_proj of LoraLinear"):
+        linked(Layer)(LoraLinear())(torch.randn(5, 2, C))
+    biased = ColumnParallelLinear()
+    biased.bias = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigError, match="does not support a bias of linear_kv_up_proj"):
+        linked(Layer)(biased)(torch.randn(5, 2, C))
+
+
+def test_what_latents_cannot_do_is_named():
+    mla = {"multi_latent_attention": True}
+    assert rejection(SimpleNamespace(**mla), 1) == ""
+    assert "--multi-latent-attention" in rejection(SimpleNamespace(), 1)
+    assert "--cp-ring-heads 2" in rejection(SimpleNamespace(**mla), 2)
+    assert rejection(SimpleNamespace(**mla, fp8="hybrid"), 1) == "does not support --fp8-format"
+    assert rejection(SimpleNamespace(**mla, delay_wgrad_compute=True), 1) == "does not support --delay-wgrad-compute"
+
+
+DEEPSEEK = {
+    "multi_latent_attention": True, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64,
+    "qk_head_dim": 128, "v_head_dim": 128, "seq_length": 32768, "micro_batch_size": 1, "tensor_model_parallel_size": 1,
+    "context_parallel_size": 8, "params_dtype": torch.bfloat16, "cp_comm_type": "p2p", "num_layers": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "chosen", "printed"),
+    [
+        ({}, {}, "latent", "auto is latent: 1,152 bytes a token and layer travel, plain has 81,920"),
+        # Eight ranks of one node, where plain keys travel in the time of the computation.
+        (
+            {"seq_length": 1 << 20},
+            {"node_size": 8},
+            "plain",
+            "auto is plain: 81,920 bytes a token and layer travel, latent has 1,152",
+        ),
+        ({"fp8": "hybrid"}, {}, "plain", "auto is plain"),
+        ({}, {"heads": 2}, "plain", "auto is plain"),
+        ({}, {"wire": "int8"}, "int8", "int8: 41,984 bytes a token and layer travel, plain has 81,920; the bounds"),
+        ({"context_parallel_size": 1}, {"wire": "latent"}, "plain", ""),
+        ({"multi_latent_attention": False}, {}, "plain", ""),
+    ],
+)
+def test_what_travels_is_chosen_and_said(monkeypatch, changes, settings, chosen, printed):
+    said = []
+    monkeypatch.setattr("cp_ring.megatron.wire.note", said.append)
+    monkeypatch.setattr("cp_ring.megatron.wire.ranks_per_node", lambda: None)
+    args = SimpleNamespace(**DEEPSEEK | {"group_query_attention": False} | changes)
+    assert choose_wire(args, ContextParallelConfig.make(**settings)) == chosen
+    assert [printed in line for line in said] == [True] * bool(printed)
+
+
+def test_latents_that_cannot_travel_are_rejected_by_name():
+    args = SimpleNamespace(**DEEPSEEK | {"fp8": "hybrid"})
+    with pytest.raises(ConfigError, match="--cp-ring-wire latent does not support --fp8-format"):
+        choose_wire(args, ContextParallelConfig.make(wire="latent"))
