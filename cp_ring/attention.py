@@ -38,8 +38,11 @@ from cp_ring.comm.transport import Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.kernels import AttentionKernel, choose, determinism
 from cp_ring.kernels.calls import Statistics, work_of
+from cp_ring.kernels.dropout import COLUMNS, Dropout, mixed
+from cp_ring.kernels.logits import LogitKernel
 from cp_ring.observe import watchdog
-from cp_ring.observe.spans import span
+from cp_ring.observe.spans import span, traced
+from cp_ring.observe.timing import note_rank, timed
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.totals import Merge, Sum
@@ -72,6 +75,7 @@ def ring_attention(
     softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False,
     deterministic: bool | None = None, kernel: str = "auto",
     num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -82,6 +86,7 @@ def ring_attention(
     softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True],
     deterministic: bool | None = None, kernel: str = "auto",
     num_slots: int = 2, wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
+    dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -110,6 +115,8 @@ def ring_attention(
     wire_dtype: str = "input",
     qkv_format: str = "bshd",
     timeout: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is sharded across the ranks of `group`; differentiable.
 
@@ -160,6 +167,10 @@ def ring_attention(
         timeout: seconds that this process may wait for other ranks. A thread watches the waits from then on, in backward and in
             other collectives too. A rank that waits for longer prints where it is and names the rank that is stuck or does not
             call; all ranks that wait end, with exit code 3. None starts no such thread. It needs a process group.
+        dropout_p: the probability with which an attention weight is dropped, from 0 to below 1. Which ones are dropped depends on
+            `dropout_seed`, head, batch row and positions alone, so they are the same on any number of ranks. The kernels `cpu`
+            and `reference` support it, and hold the scores of some queries at a time.
+        dropout_seed: a whole number of up to 64 bits, the same on all ranks, and another one in each call.
 
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64 for float64 inputs).
@@ -197,6 +208,7 @@ def ring_attention(
         q, k, v, plan, group,
         softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots, wire_dtype=wire_dtype,
         qkv_format=qkv_format, deterministic=deterministic, return_lse=return_lse,
+        dropout=_dropout(plan, group, q, qkv_format, dropout_p, dropout_seed),
     )  # fmt: skip
     if not return_lse:
         return out
@@ -222,42 +234,55 @@ def attend(
     results: Results | None = None,
     compare_every: int = EVERY,
     sub_groups: SubGroups | None = None,
+    dropout: Dropout | None = None,
+    largest: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`ring_attention` with a plan, for callers inside cp_ring; returns out and lse, None if it is not asked for.
 
     `results` is for the recomputation of activations. A call with empty `results` fills them. A later call with the same
     inputs on every rank takes out and lse from them instead of computing and sending; its backward is the usual one.
     `compare_every` is `every` of `Agreement.check`. `sub_groups` are groups of the ranks that exchange heads and of those of a
-    ring, where such groups exist; else the messages of both go over the connections of `group`.
+    ring, where such groups exist; else the messages of both go over the connections of `group`. To `largest` is appended the
+    largest logit of each query head, float32 [h], of the tiles of this rank, where they are computed; not with the exchange of
+    heads.
     """
     _check_values(num_slots, wire_dtype, qkv_format, softmax_scale)
     _check_tensors(q, k, v, sink)
     if qkv_format == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     transport = transport_for(group, q.device)
-    rank_plan, batch = _rank_plan(plan, transport), q.shape[1]
+    rank_plan, batch, head_size = _rank_plan(plan, transport), q.shape[1], q.shape[-1]
+    if dropout is not None:
+        q, k = dropout.mark(q, k)
     if rank_plan.batch == batch > 1:
         q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
     _check_tokens(q, k, v, rank_plan)
     ring = rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring
     with determinism(deterministic) as exact:
-        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=ring.packed)
+        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=head_size, e=v.shape[-1], packed=ring.packed,
+                        dropout=dropout is not None)  # fmt: skip
+    kernel_of_call = chosen if dropout is None else dropout.kernel(chosen)
+    logits = None if largest is None else LogitKernel(kernel_of_call, 0 if dropout is None else COLUMNS)
+    kernel_of_call = kernel_of_call if logits is None else logits
     call = _Call(
         rank_plan=ring,
         transport=transport if rank_plan.cp > 1 else None,
-        kernel=chosen,
-        scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        kernel=kernel_of_call,
+        scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
         num_slots=num_slots,
         wire_dtype=q.dtype if wire_dtype == "input" else sum_dtype(q.dtype),
         exact=exact,
         place=results.at(WATCH.place) if results is not None else WATCH.place,
         results=results,
+        rank=_rank_in_job(transport),
     )
-    _agree(call, rank_plan, q, k, v, sink, compare_every)
+    _agree(call, rank_plan, q, k, v, sink, dropout, compare_every)
     if isinstance(rank_plan, RankPlan):
         out, lse = _RingAttention.apply(q, k, v, sink, call)
     else:
         out, lse = _attend_over_heads(call, rank_plan, q, k, v, sink, sub_groups, return_lse)
+    if largest is not None and logits is not None and logits.largest is not None:
+        largest.append(logits.largest)
     if out.shape[1] != batch:
         out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
         lse = None if lse is None else lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
@@ -270,6 +295,7 @@ def _attend_over_heads(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the ring for this rank's heads, one group of them after another, with the exchange of heads around it."""
     assert call.transport is not None, "heads are exchanged by one rank"
+    note_rank(call.rank, q.device)
     neighbors, ring = sub_transports(call.transport, rank_plan.heads)
     if groups is not None:
         neighbors, ring = transport_for(groups[0], q.device) or neighbors, transport_for(groups[1], q.device)
@@ -323,7 +349,7 @@ class Results:
 
 @dataclass(frozen=True)
 class _Call:
-    """What forward and backward of one call share. `exact` asks for determinism."""
+    """What forward and backward of one call share. `exact` asks for determinism, `rank` is that in the whole job."""
 
     rank_plan: RankPlan
     transport: Transport | None
@@ -334,6 +360,7 @@ class _Call:
     exact: bool
     place: Place
     results: Results | None
+    rank: int
 
 
 class _RingAttention(torch.autograd.Function):
@@ -348,7 +375,7 @@ class _RingAttention(torch.autograd.Function):
         if kept is not None:
             out, lse = kept
         else:
-            with determinism(call.exact), torch.cuda.device_of(q):
+            with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "forward", q.device):
                 # A sink changes out once more: it is not rounded before.
                 out, lse = _run_forward(call, q, k, v, q.dtype if sink is None else sum_dtype(q.dtype))
             if sink is not None:
@@ -367,9 +394,10 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         # Other ranks wait for this rank's messages, also where nothing depends on its out.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        WATCH.place, WATCH.backward = ctx.call.place, True
-        with determinism(ctx.call.exact), torch.cuda.device_of(q):
-            dq, dk, dv = _run_backward(ctx.call, dout, q, k, v, out, lse)
+        call = ctx.call
+        WATCH.place, WATCH.backward = call.place, True
+        with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "backward", q.device):
+            dq, dk, dv = _run_backward(call, dout, q, k, v, out, lse)
         dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
         return dq, dk, dv, dsink, None
 
@@ -379,8 +407,8 @@ def _run_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtyp
     work = work_of(call.rank_plan, call.kernel.capabilities, q.device)
     total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
     for hop, k_hop, v_hop in KeyStream(call.rank_plan, work.hops, call.transport, k, v, call.num_slots):
-        with span("forward", hop.index):
-            for kernel_call in work.calls[hop]:
+        with span("forward", hop):
+            for kernel_call in traced(work.calls[hop]):
                 total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, call.scale))
     return total.finish()
 
@@ -395,8 +423,8 @@ def _run_backward(
     statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
     for hop, k_hop, v_hop in keys:
         grads.start(hop)
-        with span("backward", hop.index):
-            for kernel_call in work.calls[hop]:
+        with span("backward", hop):
+            for kernel_call in traced(work.calls[hop]):
                 dq, dk, dv = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, call.scale)
                 total.add(dq)
                 grads.add(dk, dv)
@@ -441,9 +469,33 @@ def _rank_plan(plan: AnyPlan, transport: Transport | None) -> RankPlan | HeadRan
     return rank_plan
 
 
+def _rank_in_job(transport: Transport | None) -> int:
+    if transport is None:
+        return dist.get_rank() if dist.is_initialized() else 0
+    ranks = getattr(transport, "ranks", None)
+    return int(transport.rank if ranks is None else ranks[transport.rank])
+
+
 def _node_size(transport: Transport | None) -> int:
     ranks = getattr(transport, "ranks", None)
     return 1 if ranks is None else node_size_of(ranks, ranks_per_node())
+
+
+def _dropout(plan: AnyPlan, group: object, q: Tensor, qkv_format: str, p: float, seed: int | None) -> Dropout | None:
+    """The dropout of a call whose plan knows the positions of all tokens; None for p = 0."""
+    if not 0 <= p < 1:
+        raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
+    if not p:
+        return None
+    if not isinstance(seed, int):
+        raise ConfigError(f"dropout_seed={seed!r}: dropout needs a whole number, the same on all ranks and another in each call")
+    if not isinstance(plan, RingPlan | HeadPlan):
+        raise ConfigError(f"dropout_p={p}: give the plan of all ranks, which has the positions of tokens, not that of one rank")
+    transport = transport_for(group, q.device)  # type: ignore[arg-type]
+    positions = torch.from_numpy(plan.layout.positions(transport.rank if transport else 0))
+    if plan.layout.rows > 1:
+        positions = positions.view(plan.layout.rows, -1).T % (plan.n // plan.layout.rows)
+    return Dropout(p, mixed(seed), positions)
 
 
 def _watch(timeout: float) -> None:
@@ -454,19 +506,23 @@ def _watch(timeout: float) -> None:
 
 
 def _agree(
-    call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, every: int
-) -> None:
+    call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+    dropout: Dropout | None, every: int,
+) -> None:  # fmt: skip
     """Raises `PlanError` on all ranks where the ranks of the transport make different calls; q, k, v have tokens first."""
     agree = getattr(call.transport, "agree", None)
     if agree is None:
         return
-    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.wire_dtype, sink is not None)
+    p, key = (0.0, 0) if dropout is None else (dropout.p, dropout.key)
+    values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.wire_dtype, sink is not None,
+              p)  # fmt: skip
     names = ("dtype", "batch", "query heads", "key/value heads", "head size", "head size of values", "softmax_scale",
-             "wire_dtype", "sink")  # fmt: skip
+             "wire_dtype", "sink", "dropout_p")  # fmt: skip
 
     def facts() -> list[Fact]:
         plan = [Fact(*part) for part in rank_plan.identity]
-        return [*plan, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
+        seed = Fact.of("dropout_seed", key)  # not in the key: another one is no new call
+        return [*plan, seed, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
 
     agree((rank_plan.digest, *values), facts, every)
 

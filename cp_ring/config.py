@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.observe.steps import parse_trace
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, relay_schedule, resolve, text
@@ -141,6 +142,16 @@ class ContextParallelConfig(BaseModel):
         description="Compare what ranks are about to compute for one in so many new plans, after the first 32 of a group; "
         "0 compares none. Packed documents bring a new plan with every microbatch.",
     )
+    timing: int = Field(
+        0,
+        ge=0,
+        description="Every so many steps, measure what each hop computes and waits for, and name slow ranks and links; 0 never.",
+    )
+    trace: str = Field(
+        "",
+        description="STEP or STEP:COUNT: write a trace of these steps, of all ranks on one clock, to trace-STEP.json in "
+        "--cp-ring-run-dir, or where the job runs.",
+    )
     debug: bool = Field(
         False, description="Fill receive buffers with NaN and compare what ranks are about to compute at every call. Slow."
     )
@@ -196,6 +207,17 @@ class ContextParallelConfig(BaseModel):
                     "unknown_name", "{kind} is no kind of mask; known are {known}", {"kind": kind, "known": ", ".join(MASK_KINDS)}
                 )
         return value
+
+    @field_validator("trace", mode="before")
+    @classmethod
+    def _known_steps(cls, value: Any) -> str:
+        parse_trace(str(value))
+        return str(value)
+
+    @property
+    def traced(self) -> range:
+        """The steps of `trace`."""
+        return parse_trace(self.trace)
 
     @property
     def kinds(self) -> tuple[str, ...]:

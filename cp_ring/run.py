@@ -61,7 +61,7 @@ def _run_patched(script: Path, config: ContextParallelConfig) -> None:
     from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 
     _check_batches(script, config)
-    if config.run_dir:
+    if config.run_dir or config.timing or config.trace:
         log_steps()
     with saves_reported_at_exit():
         try:

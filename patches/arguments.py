@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from cp_ring.config import ContextParallelConfig
@@ -29,12 +30,13 @@ def _replacements() -> Iterator[Replacement]:
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.certificate import record
         from cp_ring.megatron.rejection import rejecting
-        from cp_ring.megatron.validate import accept_complete
+        from cp_ring.megatron.validate import accept_complete, logits_without_te
         from cp_ring.patches.install import install_for_model
 
-        result = validate_args(args, *rest, **kwargs)
-        accept_complete(args)
         config = ContextParallelConfig.from_args(args)
+        with rejecting(), logits_without_te(args) if config.enabled else nullcontext():
+            result = validate_args(args, *rest, **kwargs)
+        accept_complete(args)
         if config.enabled:
             with rejecting():
                 install_for_model(args)

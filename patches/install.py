@@ -6,12 +6,14 @@ Called by the entry modules before anything of Megatron runs. It is above the pa
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from cp_ring import patches
 from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import check_version
-from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, SFT, configure, flags
+from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, SFT, configure, current, flags
 
 
 def install(argv: Sequence[str]) -> ContextParallelConfig:
@@ -78,7 +80,14 @@ def install_for_model(args: argparse.Namespace) -> None:
 
 
 def log_steps() -> None:
-    """Makes Megatron's training loop print and record each logged step, if the patch supports the installed version."""
+    """Makes Megatron's training loop record each logged step and the times of sampled ones.
+
+    Where the patch does not support the installed version, nothing is recorded; a line says so if times are asked for.
+    """
     step_line = patches.get("step_line")
     if not step_line.rejection():
         step_line.apply()
+    elif current().trace:
+        raise ConfigError(f"--cp-ring-trace {current().trace}: {step_line.rejection()}")
+    elif current().timing:
+        print(f"cp_ring: warning: --cp-ring-timing records nothing here: {step_line.rejection()}", file=sys.stderr, flush=True)

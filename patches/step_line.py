@@ -9,11 +9,14 @@ from cp_ring.patches.patch import Patch, Replacement
 
 def _replacements() -> Iterator[Replacement]:
     from megatron.training import training
-    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers, get_wandb_writer
 
+    from cp_ring.megatron.settings import current
+    from cp_ring.megatron.step_timing import step_timing
     from cp_ring.megatron.training_log import StepLine
 
-    yield training, "training_log", StepLine(training.training_log, get_args, get_timers, get_tensorboard_writer)
+    line = StepLine(training.training_log, get_args, get_timers, get_tensorboard_writer, get_wandb_writer, step_timing(current()))
+    yield training, "training_log", line
 
 
 PATCH = Patch(

@@ -21,6 +21,7 @@ _BATCH = r"in rows|in zip\(rows|not rows|\(rows\)|one row|every row|row after ro
 BATCH_ROWS = {
     "cp_ring/plan/layout.py": rf"rows: how many batch|\brows: int = 1|rows: Sequence\[Layout\]|self\.rows|{_BATCH}",
     "cp_ring/plan/mask.py": rf"rows: Sequence\[Mask\]|{_BATCH}",
+    "cp_ring/attention.py": r"layout\.rows",
     "cp_ring/plan/identity.py": r"layout\.rows",
     "cp_ring/plan/rank_plan.py": r"layout\.rows",
     "cp_ring/plan/ring_plan.py": r"layout\.rows",
@@ -33,6 +34,7 @@ BATCH_ROWS = {
     "cp_ring/cli/bench_accuracy.py": r'"rows": results',
     "cp_ring/cli/bench_attention.py": r'"rows": results',
     "cp_ring/cli/bench_host.py": r'"rows": results',
+    "cp_ring/cli/bench_lengths.py": r'"rows": results',
     "cp_ring/cli/bench_nodes.py": r'"rows": results',
     "cp_ring/cli/bench_overlap.py": r'"rows": results',
     "cp_ring/cli/bench_replay.py": r'"rows": results',

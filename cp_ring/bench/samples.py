@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +42,92 @@ def from_file(path: str, n: int) -> Ints:
     if not lengths or min(lengths) < 0 or sum(lengths) > n:
         raise PlanError(f"--documents {path}: {len(lengths)} lengths that sum to {sum(lengths)}, for {n} tokens")
     return np.cumsum([0, *lengths])
+
+
+class LengthPreset(NamedTuple):
+    """Documents as published statistics describe them.
+
+    published: what is published, and where. assumed: what is assumed beside. draw: random lengths, about so many tokens together.
+    """
+
+    published: str
+    assumed: str
+    draw: Callable[[np.random.Generator, int], np.ndarray]
+
+
+def _logs(rng: np.random.Generator, tokens: int, mean: float, sigma: float, most: float) -> np.ndarray:
+    return np.minimum(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, _enough(tokens, mean)), most)
+
+
+def _conversations(rng: np.random.Generator, tokens: int) -> np.ndarray:
+    short = _logs(rng, tokens, 1000, 1.0, 8192)
+    long = np.exp(rng.uniform(np.log(8192), np.log(65536), len(short)))
+    return np.where(rng.random(len(short)) < 0.1, long, short)
+
+
+PRESETS = {
+    "web": LengthPreset(
+        "C4, English: 364,868,892 documents (data set card of allenai/c4), 156 billion tokens (arXiv:2104.08758); 428 on average",
+        "log-normal with sigma 1.1, at most 16,384 tokens",
+        lambda rng, n: _logs(rng, n, 428, 1.1, 16384),
+    ),
+    "code": LengthPreset(
+        "The Stack v2, full training set, grouped by repositories: about 900 billion tokens (huggingface.co/blog/starcoder2)",
+        "40 million repositories, so 22,400 tokens on average; log-normal with sigma 1.5, at most 131,072 tokens",
+        lambda rng, n: _logs(rng, n, 22400, 1.5, 131072),
+    ),
+    "sft": LengthPreset(
+        "LongAlign: 10,000 long instructions of 8,192 to 65,536 tokens, mixed with short ones (arXiv:2401.18058)",
+        "a tenth are long, log-uniform; the others log-normal with mean 1,000 and sigma 1, at most 8,192 tokens",
+        _conversations,
+    ),
+}
+"""Lengths for `cp-ring plan --lengths preset:NAME`."""
+
+LENGTHS = "--lengths"
+
+
+def lengths(text: str, n: int | None, seed: int) -> Ints:
+    """Lengths of documents, int64 [documents], that `text` describes: `preset:NAME`, `lognormal:MEAN[,SIGMA]`, or a file.
+
+    Random lengths sum to exactly `n`; the last document is cut there. A file has one number a document, separated by white space,
+    and `n` is None or at least their sum. Raises `PlanError` that begins with --lengths.
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in ("preset", "lognormal"):
+        return _lengths_of_file(text, n)
+    if n is None:
+        raise PlanError(f"{LENGTHS} {text} needs --seq-length, the tokens of all documents together")
+    rng = np.random.default_rng(seed)
+    if kind == "preset":
+        if rest not in PRESETS:
+            raise PlanError(f"{LENGTHS} {text}: known presets are {', '.join(PRESETS)}")
+        return np.diff(_offsets(PRESETS[rest].draw(rng, n), n))
+    try:
+        mean, sigma = map(float, (rest if "," in rest else f"{rest},1.2").split(","))
+    except ValueError:
+        raise PlanError(f"{LENGTHS} {text}: give lognormal:MEAN or lognormal:MEAN,SIGMA, as in lognormal:2000,1.2") from None
+    if not (1 <= mean < np.inf and 0 <= sigma <= 5):
+        raise PlanError(f"{LENGTHS} {text}: the mean must be at least 1 and finite, sigma 0 to 5")
+    return np.diff(_offsets(_logs(rng, n, mean, sigma, n), n))
+
+
+def _lengths_of_file(path: str, n: int | None) -> Ints:
+    try:
+        words = Path(path).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{LENGTHS} {path}: cannot read it: {error}") from None
+    if not words:
+        raise PlanError(f"{LENGTHS} {path}: there is no document")
+    for number, word in enumerate(words, start=1):
+        if not word.isascii() or not word.isdigit():
+            raise PlanError(f"{LENGTHS} {path}: length {number} is {word[:40]!r}, not a whole number")
+        if not int(word):
+            raise PlanError(f"{LENGTHS} {path}: document {number} is empty: leave it out")
+    found = np.array([int(word) for word in words], np.int64)
+    if n is not None and int(found.sum()) > n:
+        raise PlanError(f"{LENGTHS} {path}: {len(found)} lengths that sum to {found.sum()}, for {n} tokens")
+    return found
 
 
 def _enough(n: int, mean: float) -> int:

@@ -11,16 +11,20 @@ import typer
 from cp_ring.cli.bench_accuracy import bench_accuracy
 from cp_ring.cli.bench_attention import bench_attention
 from cp_ring.cli.bench_host import bench_host
+from cp_ring.cli.bench_lengths import bench_lengths
 from cp_ring.cli.bench_nodes import bench_nodes
 from cp_ring.cli.bench_overlap import bench_overlap
 from cp_ring.cli.bench_plan import bench_plan
+from cp_ring.cli.bench_rates import bench_rates
 from cp_ring.cli.bench_replay import bench_replay
+from cp_ring.cli.bench_timing_cost import bench_timing_cost
 from cp_ring.cli.certify import certify_command
 from cp_ring.cli.doctor import doctor_command
 from cp_ring.cli.flags import flags_command
 from cp_ring.cli.patches import patches_command
 from cp_ring.cli.plan import plan_command
 from cp_ring.cli.slurm import preflight_command, status_command, submit_command
+from cp_ring.cli.trace import trace_command
 from cp_ring.cli.train import train_command
 from cp_ring.errors import ConfigError, KernelError, PlanError
 
@@ -30,6 +34,7 @@ app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable
 
 app.command("plan")(plan_command)
 app.command("train")(train_command)
+app.command("trace")(trace_command)
 app.command("certify")(certify_command)
 app.command("doctor")(doctor_command)
 bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
@@ -39,7 +44,10 @@ bench.command("accuracy")(bench_accuracy)
 bench.command("replay")(bench_replay)
 bench.command("overlap")(bench_overlap)
 bench.command("host")(bench_host)
+bench.command("rates")(bench_rates)
+bench.command("lengths")(bench_lengths)
 bench.command("nodes")(bench_nodes)
+bench.command("timing-cost")(bench_timing_cost)
 app.add_typer(bench, name="bench")
 slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.")
 for group in (app, slurm):

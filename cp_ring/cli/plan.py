@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +18,7 @@ from cp_ring.bench import samples
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
+from cp_ring.plan.compare import Layer
 from cp_ring.plan.cost import AttentionSizes, Cost, accumulator_bytes, between_nodes, cost, crossing, kernel_calls, rank_updates
 from cp_ring.plan.heads import HeadPlan, members_of_node
 from cp_ring.plan.layout import LAYOUTS, Layout
@@ -68,6 +70,11 @@ def plan_command(
         str | None,
         typer.Option(metavar="PATH", help="File of document lengths, separated by white space.", rich_help_panel=_MASK),
     ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="SPEC", help="Documents of these lengths: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
+                     f"{', '.join(samples.PRESETS)}.", rich_help_panel=_MASK),
+    ] = None,
     documents_mean: Annotated[
         float,
         typer.Option(help="Random documents, exponential lengths of this mean; 0 for none.", rich_help_panel=_MASK,
@@ -116,10 +123,18 @@ def plan_command(
     ranks_per_card: Annotated[
         int, typer.Option(help="Neighboring ranks that share a network card.", rich_help_panel=_RATES)
     ] = RATES.ranks_per_card,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Compare splits of --lengths: padded, hybrid, zigzag, balanced.", rich_help_panel=_OUTPUT),
+    ] = False,
     draw: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Write the picture to a .png, .svg or .pdf file.", rich_help_panel=_OUTPUT),
     ] = None,
+    panel: Annotated[
+        str, typer.Option(help="What to draw: left (which rank computes what), right (when), or both.", rich_help_panel=_OUTPUT)
+    ] = "both",
+    width: Annotated[float, typer.Option(help="Width of the picture in inches.", rich_help_panel=_OUTPUT)] = 15.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of the table.", rich_help_panel=_OUTPUT)
     ] = False,
@@ -130,13 +145,30 @@ def plan_command(
     if route not in (AUTO, *ROUTES):
         raise PlanError(f"--route {route!r}: known are {', '.join((AUTO, *ROUTES))}")
     if draw:
-        from cp_ring.cli.drawing import check_ending
+        from cp_ring.cli.drawing import check_ending, check_panel
 
         check_ending(draw)
+        check_panel(panel, width)
     sizes = AttentionSizes(heads, kv_heads, head_dim, dtype=dtype)
     rates = _make_rates(tflops, node_bandwidth, network_bandwidth, ranks_per_card)
+    if compare:
+        if lengths is None:
+            raise PlanError("--compare needs --lengths: a file, lognormal:MEAN,SIGMA or preset:NAME")
+        if cp < 1:
+            raise PlanError(f"context parallel size {cp} must be at least 1")
+        from cp_ring.cli.compare import compare_command
+
+        drawn = samples.lengths(lengths, seq_length, seed)
+        compare_command(lengths, drawn, cp, Layer(sizes, ranks_per_node=ranks_per_node, rates=rates), as_json)
+        return
+    if lengths is not None:
+        if documents or documents_mean:
+            raise PlanError("--lengths, --documents and --documents-mean exclude one another: give one of them")
+        drawn = samples.lengths(lengths, seq_length, seed)
+        seq_length = int(drawn.sum()) if seq_length is None else seq_length
     with _name_options_if_out_of_memory(seq_length, cp):
         offsets = _document_offsets(seq_length, documents, documents_mean, seed)
+        offsets = offsets if lengths is None else np.cumsum([0, *drawn])
         allowed = _make_mask(mask, seq_length, offsets, window, full, prefix)
         chosen = _make_layout(layout, allowed, offsets, cp, chunks_per_rank)
         node_size, reason = ranks_per_node if cp % ranks_per_node == 0 else 1, None
@@ -164,7 +196,7 @@ def plan_command(
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
-        draw_plan(plan, draw, report, own_sizes, rates, members_of_node(ranks_per_node, shape.heads))
+        draw_plan(plan, draw, report, own_sizes, rates, members_of_node(ranks_per_node, shape.heads), panel, width)
         typer.echo(f"wrote {draw}", err=as_json)
 
 
@@ -339,6 +371,7 @@ def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
 
 def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console = Console()
+    _print_verdict(console, plan, facts)
     title = f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks, {plan.layout.name} layout, {plan.route} route"
     table = Table(title=title)
     for name in ("rank", "tokens", "work (pairs)", "of mean", "MiB in", "MiB out", "moving hops"):
@@ -370,6 +403,19 @@ def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console.print(buffers)
 
 
+def _print_verdict(console: Console, plan: RingPlan, facts: dict[str, Any]) -> None:
+    """The first line: whether the plan is right, how long a layer takes, and how much of that is waiting."""
+    own = facts["predicted"]
+    times = "too many ranks to predict the time"
+    if own is not None:
+        times = (
+            f"a layer takes {1e3 * own['forward_s']:.3g} ms forward, {1e3 * own['both_s']:.3g} ms with backward (predicted), of "
+            f"which it waits {1e3 * own['exposed_both_s']:.3g} ms ({own['exposed_both_s'] / (own['both_s'] or 1):.1%}); "
+            f"{own['efficiency_forward']:.2f} and {own['efficiency_both']:.2f} of the speed of one kernel call"
+        )
+    console.print(f"proven for {plan.cp} ranks: {times}", style="bold")
+
+
 def _print_shapes(console: Console, facts: dict[str, Any]) -> None:
     timed = facts["predicted"] is not None
     columns = ("GiB a card", "ms", "with backward", "waits", "of one call") if timed else ()
@@ -385,10 +431,3 @@ def _print_shapes(console: Console, facts: dict[str, Any]) -> None:
             cells += [f"{shape['efficiency_both']:.2f}"]
         table.add_row(*cells)
     console.print(table)
-    if timed:
-        own = facts["predicted"]
-        console.print(
-            f"this plan: {1e3 * own['forward_s']:.3g} ms forward, {1e3 * own['both_s']:.3g} ms with backward, of which it waits "
-            f"{1e3 * own['exposed_both_s']:.3g} ms; {own['efficiency_forward']:.2f} and {own['efficiency_both']:.2f} of the "
-            "speed of one kernel call"
-        )

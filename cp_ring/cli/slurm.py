@@ -97,9 +97,23 @@ def preflight_command(
 def status_command(
     run_dir: Annotated[Path, typer.Argument(help="The launch.run_dir of the job.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write a page of the run, one file that needs no network.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the state until the run is done, or Ctrl-C.")] = False,
 ) -> None:
     """Show the state of a run: its last step, its newest whole checkpoint, its restarts, and why it stopped the last time."""
     from cp_ring.slurm.status import show, status
 
+    if html is not None:
+        from cp_ring.cli import run_page
+
+        run_page.write(run_dir, html)
+        typer.echo(f"wrote {html}", err=as_json)
+    if watch:
+        from cp_ring.cli.watch import follow
+
+        follow(run_dir)
+        return
     facts = status(run_dir)
     typer.echo(json.dumps(facts) if as_json else show(facts))

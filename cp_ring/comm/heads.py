@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from cp_ring.comm.transport import MessageBatch, Pending, Transport
+from cp_ring.observe.spans import waiting
 from cp_ring.plan.heads import Exchange, HeadSplit
 from cp_ring.plan.tables import Transfer
 
@@ -148,7 +149,7 @@ class Flight:
         self._pending, self._arrived = pending, arrived
 
     def land(self) -> Any:
-        with record_function("cp_ring: exchange heads"):
+        with record_function("cp_ring: exchange heads"), waiting("heads", 0):
             self._pending.wait()
         return self._arrived()
 

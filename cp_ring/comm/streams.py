@@ -11,6 +11,7 @@ from cp_ring.comm.slots import Buffer, Slots
 from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
+from cp_ring.observe.spans import waiting
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
@@ -44,7 +45,8 @@ class KeyStream:
         for place, hop in enumerate(self._hops):
             if place == len(self._pending):
                 self._post(hop)
-            self._pending[place].wait()
+            with waiting("keys", hop.index):
+                self._pending[place].wait()
             self._post_ahead(hop)
             for counters in recording():
                 counters.hops += bool(len(hop.tiles))
@@ -94,6 +96,7 @@ class GradStream:
         several = any(segments.stays for index, of_hop in updates.items() if index for segments in of_hop)
         self._running = self._buffer(rank_plan.max_grads, sum_dtype(wire_dtype)) if several else ()
         self._pending: Pending = Done()
+        self._posted = 0
         self._arriving: list[tuple[Transfer, Transfer]] = []
 
     def start(self, hop: Hop) -> None:
@@ -119,7 +122,7 @@ class GradStream:
             start += transfer.tokens
         receives = [(packed, self._in) for _, packed in self._arriving]
         debug.fill(*self._in)
-        self._pending = self._transport.post(MessageBatch(sends, receives, "gradients", hop.index))
+        self._pending, self._posted = self._transport.post(MessageBatch(sends, receives, "gradients", hop.index)), hop.index
 
     def finish(self) -> Sequence[Tensor]:
         """The gradients of this rank's own keys and values, summed over all ranks: [s, b, g, d] and [s, b, g, e]."""
@@ -128,7 +131,8 @@ class GradStream:
 
     def _collect(self) -> None:
         """Adds what has arrived, as `gradient_updates` of the plan expects it: a part for each transfer, in their order."""
-        self._pending.wait()
+        with waiting("gradients", self._posted):
+            self._pending.wait()
         for transfer, _ in self._arriving:
             (self._now if transfer.buffer else self._home).add(*self._in)
         self._arriving = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -15,7 +16,9 @@ from torch.profiler import record_function
 
 from cp_ring.comm.agreement import agreement_of
 from cp_ring.errors import ConfigError
+from cp_ring.observe import timing
 from cp_ring.observe.counters import recording
+from cp_ring.observe.spans import arrived, posted
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -86,8 +89,8 @@ class GroupTransport:
         ops = [dist.P2POp(dist.irecv, part, group=self.group, group_peer=peer) for peer, part in messages(batch.receives)]
         for peer, part in messages(batch.sends):
             ops.append(dist.P2POp(dist.isend, part, group=self.group, group_peer=peer))
-        count(batch)
         batch.ranks = self.ranks
+        count(batch)
         with record_function(f"cp_ring: send {batch.kind}"):
             return _Works(dist.batch_isend_irecv(ops), batch)
 
@@ -164,12 +167,17 @@ class _Works:
     def __init__(self, works: list[dist.Work], batch: MessageBatch):
         # The batch keeps its tensors alive until the messages are complete.
         self._works, self._batch = works, batch
+        # In sampled steps, who sent what a work receives. NCCL has one work for all messages.
+        timed = timing.ACTIVE is not None and len(works) > 1
+        self._senders = [batch.ranks[peer] for peer, _ in messages(batch.receives)] if timed else []
 
     def wait(self) -> None:
         WATCH.begin(self._batch, self._works)
         try:
-            for work in self._works:
+            for work, peer in zip_longest(self._works, self._senders):
                 work.wait()
+                if peer is not None:
+                    arrived(peer)
         except BaseException:
             WATCH.give_up()
             raise
@@ -208,8 +216,16 @@ def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, T
     return [(t.peer, x[start:end]) for t, buffers in transfers for start, end in t.ranges for x in buffers]
 
 
+def _size(transfer: Transfer, buffers: Buffers) -> int:
+    return transfer.tokens * sum(x.nbytes // max(len(x), 1) for x in buffers)
+
+
 def count(batch: MessageBatch) -> None:
-    """Adds a batch to the counters that are recording."""
+    """Adds a batch to the counters that are recording, and to the times of a sampled step."""
+    if timing.ACTIVE is not None:
+        ranks = batch.ranks or range(1 << 30)
+        leave, come = ([(ranks[t.peer], _size(t, buffers)) for t, buffers in each] for each in (batch.sends, batch.receives))
+        posted(batch.kind, batch.hop, leave, come)
     for counters in recording():
         for peer, part in messages(batch.sends):
             counters.sent(batch.kind, part.nbytes, peer)

@@ -176,6 +176,18 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _number_or_text(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    """3:2 is text, as in YAML 1.2; PyYAML would read it as 182, in base 60."""
+    if ":" in node.value:
+        return node.value
+    number = loader.construct_yaml_int if node.tag.endswith("int") else loader.construct_yaml_float
+    return number(node)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number_or_text)
+
+
 def _from_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 

@@ -10,9 +10,10 @@ import torch
 
 from cp_ring.errors import KernelError
 from cp_ring.kernels.base import AttentionKernel, Capabilities, determinism, deterministic
+from cp_ring.kernels.dropout import dropout_dtype
 from cp_ring.ops.merge import merge_
 
-__all__ = ["REGISTRY", "AttentionKernel", "Capabilities", "choose", "determinism", "deterministic", "merge_"]
+__all__ = ["REGISTRY", "AttentionKernel", "Capabilities", "choose", "determinism", "deterministic", "merge_", "supports_dropout"]
 
 REGISTRY = {
     "transformer_engine": "cp_ring.kernels.transformer_engine",
@@ -37,25 +38,31 @@ _log = logging.getLogger(__name__)
 
 
 def choose(
-    name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool = False
+    name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool = False, dropout: bool = False
 ) -> AttentionKernel:  # fmt: skip
     """The named kernel, or for "auto" the first in the registry that supports these tensors. The choice is logged once.
 
     `d` is the head size of queries and keys, `e` that of values. `packed` says that the plan has many tiles of many sizes
     (packed documents). Then kernels that take many tiles in one call come first, because the others pay for each tile.
+    `dropout` asks for one that supports attention dropout.
 
     Raises `KernelError` if the name is unknown or the kernel rejects these tensors. A named kernel is never replaced by another.
     """
     if name != "auto" and name not in REGISTRY:
         raise KernelError(f"kernel={name!r}: unknown; known are auto, {', '.join(REGISTRY)}")
     candidates = tuple(REGISTRY.items()) if name == "auto" else ((name, REGISTRY[name]),)
-    return _chosen(name, candidates, device, dtype, d, e, packed, deterministic())
+    return _chosen(name, candidates, device, dtype, d, e, packed, deterministic(), dropout)
+
+
+def supports_dropout(name: str) -> bool:
+    """Whether the named kernel supports attention dropout."""
+    return dropout_dtype(importlib.import_module(REGISTRY[name]).KERNEL) is not None
 
 
 @lru_cache(maxsize=256)
 def _chosen(
     name: str, candidates: tuple[tuple[str, str], ...], device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
-    exact: bool,
+    exact: bool, dropout: bool,
 ) -> AttentionKernel:  # fmt: skip
     """`choose` with all that it depends on as arguments, cached for the next call of attention. `exact` asks for determinism."""
     kernels: list[AttentionKernel] = [importlib.import_module(home).KERNEL for _, home in candidates]
@@ -66,6 +73,10 @@ def _chosen(
         reason = kernel.rejection(device, dtype, d, e)
         if reason is None and exact and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
+        if reason is None and dropout and dropout_dtype(kernel) is None:
+            reason = "draws attention dropout by another rule than that of positions, or not at all"
+        if reason is None and dropout and name == "auto" and kernel.name == "reference":
+            reason = "computes dropout in float64, which is so slow that it must be named"
         if reason is None:
             _log.info("attention kernel: %s (%s; %s on %s, head sizes %d and %d)", kernel.name, name, dtype, device.type, d, e)
             return kernel

@@ -23,6 +23,7 @@ class CpuKernel:
 
     name = "cpu"
     capabilities = Capabilities(deterministic=True)
+    dropout_dtype = torch.float32
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type != "cpu":

@@ -21,6 +21,7 @@ class ReferenceKernel:
 
     name = "reference"
     capabilities = Capabilities(bands=True, varlen=True, deterministic=True)
+    dropout_dtype = torch.float64
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         return None if dtype.is_floating_point else f"reads floating point, not {dtype}"

@@ -15,16 +15,18 @@ from torch.distributed import get_process_group_ranks
 
 from cp_ring.attention import AnyPlan, attend
 from cp_ring.errors import ConfigError, KernelError
+from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat
 from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
-from cp_ring.megatron.comm_types import check_heads, ring_shape
+from cp_ring.megatron.comm_types import check_heads, check_logits, ring_shape
 from cp_ring.megatron.documents import documents_of
+from cp_ring.megatron.dropout import dropout_of
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.validate import check_window
-from cp_ring.observe import debug, watchdog
+from cp_ring.observe import debug, timing, watchdog
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -63,16 +65,19 @@ class RingDotProductAttention(MegatronModule):
         self.cp_group = compat.group_of(pg_collection, "cp")
         self.tp_group = compat.group_of(pg_collection, "tp")
         self.softmax_scale = 1.0 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
-        self.current_max_attn_logits = None
+        self.current_max_attn_logits: torch.Tensor | None = None  # [h]; Megatron's clip_qk reads it after a step, and resets it
         self.settings = current()
         watchdog.start(self.settings.hop_timeout)
         if self.settings.debug:
             debug.switch_on()
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _check_layer(config, layer_number, attention_type, dropout)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _check_layer(config, layer_number, attention_type)
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
         self.shape = ring_shape(cp_comm_type, self.settings, self.cp_group.size(), sizes, get_process_group_ranks(self.cp_group))
         check_heads(cp_comm_type, self.shape, config.num_attention_heads, self.tp_group.size())
+        self.logits_wanted = bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False))
+        if self.logits_wanted:
+            check_logits(self.shape.heads)
         self.sub_groups = compat.hierarchical_groups(self.cp_group, self.shape.heads)
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
         self._make_softmax_offset()
@@ -115,10 +120,14 @@ class RingDotProductAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if attention_mask is not None:
             self._check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
+        step = compat.training_step()
+        timing.at_step(step)
         plan = self._plan(query, mask, packed_seq_params)
+        dropout = self._dropout(query, packed_seq_params) if self.dropout and self.training else None
         results = results_for(self)
         if results is None or results.place is None:
-            watchdog.enter(self.layer_number, compat.training_step())
+            watchdog.enter(self.layer_number, step)
+        largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
         try:
             out, _ = attend(
                 query,
@@ -135,10 +144,15 @@ class RingDotProductAttention(MegatronModule):
                 results=results,
                 compare_every=self.settings.compare_every,
                 sub_groups=self.sub_groups,
+                dropout=dropout,
+                largest=largest,
             )
         except KernelError as error:  # name the flag, not the parameter
             kernel = self.settings.kernel
             raise KernelError(str(error).replace(f"kernel={kernel!r}", f"--cp-ring-kernel {kernel}")) from None
+        for logits in largest or ():
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = logits if before is None else torch.maximum(before, logits)
         out = out.reshape(*out.shape[:2], -1)
         return out.squeeze(1) if packed else out
 
@@ -152,7 +166,18 @@ class RingDotProductAttention(MegatronModule):
                 **shape._asdict(),
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
-        return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
+        with timing.waiting_for_plan():
+            return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
+
+    def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout:
+        """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in their batch rows."""
+        rank, cp, (tokens, batch, heads) = self.cp_group.rank(), self.cp_group.size(), query.shape[:3]
+        if packed_seq_params is None:
+            layout = make_layout(self.settings.layout, tokens * cp, cp)
+            places = torch.from_numpy(layout.positions(rank)) if cp > 1 else torch.arange(tokens)
+        else:
+            places = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows()).places(rank)
+        return dropout_of(self.dropout, self.layer_number, places, self.tp_group.rank() * heads)
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""
@@ -235,15 +260,11 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
     return int(window[0]), int(window[1])
 
 
-def _check_layer(config: Any, layer_number: int, attention_type: str, dropout: float) -> None:
+def _check_layer(config: Any, layer_number: int, attention_type: str) -> None:
     if attention_type != "self":
         raise ConfigError(f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention")
-    if dropout:
-        raise ConfigError(f"--cp-ring does not support attention dropout: give --attention-dropout 0, not {dropout}")
     softmax_type = getattr(config, "softmax_type", "vanilla")
     if softmax_type not in _SOFTMAX_TYPES:
         raise ConfigError(f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}")
     if getattr(config, "fp8_dot_product_attention", False) or getattr(config, "fp8_multi_head_attention", False):
         raise ConfigError("--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: switch them off")
-    if getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False):
-        raise ConfigError("--cp-ring does not record attention logits: leave out --qk-clip and --log-max-attention-logit")

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron.ahead import take_waited
+from cp_ring.megatron.step_timing import StepTiming
 from cp_ring.observe import progress
+from cp_ring.observe.findings import Findings
 
 LONG_WAIT_S = 1e-3
 """A step that waits longer for the plans of its microbatches says so, in seconds."""
@@ -56,6 +58,8 @@ class StepLine:
         get_args: returns Megatron's arguments.
         get_timers: returns Megatron's timers.
         get_writer: returns Megatron's TensorBoard writer, or None.
+        get_wandb: returns Megatron's writer of Weights & Biases, or None.
+        timing: follows sampled steps; None without --cp-ring-timing and --cp-ring-trace.
     """
 
     def __init__(
@@ -64,11 +68,16 @@ class StepLine:
         get_args: Callable[[], Any],
         get_timers: Callable[[], Any],
         get_writer: Callable[[], Any],
+        get_wandb: Callable[[], Any] = lambda: None,
+        timing: StepTiming | None = None,
     ) -> None:
         self.training_log = training_log
         self.get_args = get_args
         self.get_timers = get_timers
         self.get_writer = get_writer
+        self.get_wandb = get_wandb
+        self.timing = timing
+        self.times: dict[str, Any] = {}
         self.seconds = 0.0
         self.samples: int | None = None
 
@@ -76,6 +85,9 @@ class StepLine:
         result = self.training_log(loss_dict, *rest, **named)
         args = self.get_args()
         step, first = args.curr_iteration + 1, self.samples is None
+        if self.timing is not None:
+            for found in self.timing.end_of_step(step, last=step == args.train_iters):
+                self._report_times(found, step)
         if not first and step % args.log_interval:
             return result
         done = self.samples if self.samples is not None else args.consumed_train_samples - args.global_batch_size
@@ -99,7 +111,20 @@ class StepLine:
             if folder:
                 values = {name: float(value) for name, value in losses.items()} | extra
                 with progress.warning_once(progress.STEPS):
-                    progress.append(folder, step, {**values, "tokens per second": round(rate, 1), "memory": memory})
+                    progress.append(folder, step, {**values, "tokens per second": round(rate, 1), "memory": memory, **self.times})
+                    self.times = {}
+
+    def _report_times(self, found: Findings, now: int) -> None:
+        """Writes the times of a sampled step: to TensorBoard at once, to the run directory with the next step that is logged."""
+        self.times = {"timing": found.record()}
+        scalars = {f"cp_ring/{name}": value for name, value in found.scalars().items()}
+        writer, wandb = self.get_writer(), self.get_wandb()
+        if writer:
+            with progress.warning_once("TensorBoard's log"):
+                for name, value in scalars.items():
+                    writer.add_scalar(name, value, found.step)
+        if wandb:
+            wandb.log(scalars, now)  # it drops what belongs to an earlier step
 
 
 def peak_memory() -> int:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cp_ring.config import ContextParallelConfig
+from cp_ring.config import ContextParallelConfig, choices
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, compat, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
-from cp_ring.megatron.settings import LayerWindows, configure
+from cp_ring.megatron.settings import LayerWindows, configure, current
 
 # Settings that Megatron needs without CUDA: attribute, value, and the flag that can contradict it ("" if there is none).
 _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
@@ -37,8 +38,6 @@ _REJECTED: tuple[tuple[str, Any, str, str], ...] = (
     ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
     ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
     ("use_kitchen_attention", False, "--use-kitchen-attention", "other attention variants"),
-    ("qk_clip", False, "--qk-clip", "the largest attention logit"),
-    ("log_max_attention_logit", False, "--log-max-attention-logit", "the largest attention logit"),
     ("cuda_graph_impl", "none", "--cuda-graph-impl", "CUDA graphs"),
     ("enable_cuda_graph", False, "--enable-cuda-graph", "CUDA graphs"),
     ("external_cuda_graph", False, "--external-cuda-graph", "CUDA graphs"),
@@ -70,6 +69,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         elif config.document_mask or config.kinds:
             raise ConfigError(f"{config.flag('document_mask' if config.document_mask else 'mask_kinds')} needs --cp-ring")
         check_loss_chunk(args, config)
+        check_trace(args, config)
         check_sizes(args)
         if config.enabled:
             config.check_schedule(args.context_parallel_size)
@@ -245,8 +245,17 @@ def _check_batch(args: argparse.Namespace, data_parallel: int) -> None:
 
 def check_attention(args: argparse.Namespace) -> None:
     """Checks that the flags ask for nothing that ring attention does not support."""
-    if args.attention_dropout:
-        raise ConfigError(f"--cp-ring does not support --attention-dropout {args.attention_dropout}: give --attention-dropout 0")
+    check_dropout(args)
+    asked = [name for name in ("qk_clip", "log_max_attention_logit") if getattr(args, name, False)]
+    if asked and not (args.bf16 or args.fp16):
+        flag = "--" + asked[0].replace("_", "-")
+        raise ConfigError(f"{flag} needs --bf16 or --fp16: Megatron looks for the layers in the wrapper of such models")
+    tp = args.tensor_model_parallel_size
+    if "qk_clip" in asked and tp > 1 and not getattr(args, "multi_latent_attention", False):
+        raise ConfigError(
+            f"--qk-clip with --tensor-model-parallel-size {tp} needs --multi-latent-attention: Megatron clips the weights of "
+            "other layers as if a rank had all heads; leave it out, or give --tensor-model-parallel-size 1"
+        )
     if len(comm_types.types_by_layer(args)) > 1:
         compat.check_comm_types_by_layer()
     check_windows(args)
@@ -265,6 +274,39 @@ def check_attention(args: argparse.Namespace) -> None:
         )
     if getattr(args, "position_embedding_type", None) == "relative":
         raise ConfigError("--cp-ring does not support an attention bias: --position-embedding-type relative makes one")
+
+
+@contextmanager
+def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
+    """Within the block `args` ask for no attention logits: Megatron checks for TransformerEngine, which ring attention does not
+    need for them. Raises `ConfigError` for what else Megatron would check."""
+    wanted = {name: getattr(args, name, False) for name in ("qk_clip", "log_max_attention_logit")}
+    if wanted["qk_clip"] and not (0 < args.qk_clip_alpha < 1 and args.qk_clip_threshold > 0):
+        raise ConfigError(
+            f"--qk-clip-alpha {args.qk_clip_alpha} must be between 0 and 1, --qk-clip-threshold {args.qk_clip_threshold} above 0"
+        )
+    for name in wanted:
+        setattr(args, name, False)
+    try:
+        yield
+    finally:
+        vars(args).update(wanted)
+
+
+def check_dropout(args: argparse.Namespace) -> None:
+    """Checks that the kernel supports attention dropout."""
+    named = getattr(args, "cp_ring_kernel", None) or current().kernel
+    if not args.attention_dropout or named not in choices("kernel"):
+        return
+    import torch  # not at the top: most early checks do without
+
+    from cp_ring.kernels import supports_dropout
+
+    if torch.cuda.is_available() if named == "auto" else not supports_dropout(named):
+        raise ConfigError(
+            f"--cp-ring-kernel {named} does not support --attention-dropout {args.attention_dropout}, which must be the same at "
+            "any context parallel size: give --attention-dropout 0, or a kernel that does (cpu, reference)"
+        )
 
 
 def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> None:
@@ -332,6 +374,15 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
             f"{flag} splits documents in a way that the fused rotary embedding does not support: "
             "give --no-rope-fusion, or --cp-ring-document-mask instead"
         )
+
+
+def check_trace(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Raises `ConfigError` for steps to trace that the job does not reach, or that have no ring attention."""
+    last, steps = config.traced[-1:], getattr(args, "train_iters", None)
+    if last and not config.enabled:
+        raise ConfigError(f"--cp-ring-trace {config.trace}: it needs --cp-ring")
+    if last and steps is not None and last[0] > steps:
+        raise ConfigError(f"--cp-ring-trace {config.trace}: step {last[0]} is past the last one, --train-iters {steps}")
 
 
 def check_loss_chunk(args: argparse.Namespace, config: ContextParallelConfig) -> None:

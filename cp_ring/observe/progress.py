@@ -21,7 +21,7 @@ WAITED = "waited for plans"
 _warned: set[str] = set()
 
 
-def append(folder: str, step: int, values: Mapping[str, float]) -> None:
+def append(folder: str, step: int, values: Mapping[str, Any]) -> None:
     """Adds a step. Only one rank calls this. A process that is killed after this returns does not lose the line."""
     line = json.dumps({"step": step, **values, "time": round(time.time(), 3)})
     path = Path(folder) / STEPS

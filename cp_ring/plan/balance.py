@@ -56,19 +56,21 @@ class Split(NamedTuple):
     cp: int
 
 
-def balanced_split(layers: Layers, cp: int, chunks_per_rank: int | None, others: Sequence[Chunks]) -> Chunks:
+def balanced_split(
+    layers: Layers, cp: int, chunks_per_rank: int | None, others: Sequence[Chunks], token_work: float = 0
+) -> Chunks:
     """The split of `Layout.balanced`, or one of `others` if that is as balanced and moves fewer keys.
 
     `others` are even splits into chunks for the same ranks. The search for balance stops at a maximum over mean work of
-    `GOOD_BALANCE` or what the first of `others` reaches, the smaller of the two. Raises `PlanError` if there are fewer tokens
-    than chunks.
+    `GOOD_BALANCE` or what the first of `others` reaches, the smaller of the two. Every token costs `token_work` pairs beside.
+    Raises `PlanError` if there are fewer tokens than chunks.
     """
     if chunks_per_rank is not None and chunks_per_rank < 1:
         raise PlanError(f"chunks_per_rank {chunks_per_rank} must be at least 1")
     n, chunks = _tokens(layers), cp * (chunks_per_rank or 1)
     if n < chunks:
         raise PlanError(f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {n} tokens")
-    work = _EvenWork(layers, cp)
+    work = _EvenWork(layers, cp, token_work)
     if chunks_per_rank is not None:
         return _reduce_traffic(layers, _equalize_work(work, chunks_per_rank, GOOD_BALANCE), work, GOOD_BALANCE)
     measured: list[tuple[float, Chunks]] = [(work.balance(other), other) for other in others]
@@ -87,19 +89,21 @@ def balanced_split(layers: Layers, cp: int, chunks_per_rank: int | None, others:
 class _EvenWork:
     """The work of each chunk of even splits into a multiple of `cp` chunks, measured once for many of them."""
 
-    def __init__(self, layers: Layers, cp: int):
-        self.cp, self.n, self._layers = cp, _tokens(layers), layers
+    def __init__(self, layers: Layers, cp: int, token_work: float = 0):
+        self.cp, self.n, self._layers, self._token_work = cp, _tokens(layers), layers, token_work
         self._known: dict[int, Ints] = {}
 
     def edges(self, per_rank: int) -> Ints:
         return np.arange(self.cp * per_rank + 1) * self.n // (self.cp * per_rank)
 
     def of(self, per_rank: int) -> Ints:
-        """Allowed pairs of the queries of each chunk, int64 [cp * per_rank]."""
+        """Allowed pairs of the queries of each chunk, and what its tokens cost beside, int64 [cp * per_rank]."""
         if per_rank not in self._known:
             fine = FINE if FINE % per_rank == 0 and self.cp * FINE <= self.n else per_rank
             if fine not in self._known:
-                self._known[fine] = chunk_work(self._layers, self.edges(fine))
+                edges = self.edges(fine)
+                beside = np.rint(self._token_work * np.diff(edges)).astype(np.int64)
+                self._known[fine] = chunk_work(self._layers, edges) + beside
             self._known[per_rank] = self._known[fine].reshape(-1, fine // per_rank).sum(1)
         return self._known[per_rank]
 

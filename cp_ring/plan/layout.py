@@ -115,21 +115,31 @@ class Layout:
         return cls(int(offsets[-1]), cp, np.append(edges, offsets[-1]), owner, "per_document_zigzag")
 
     @classmethod
-    def balanced(cls, masks: Mask | Sequence[tuple[Mask, int]], cp: int, chunks_per_rank: int | None = None) -> Layout:
+    def balanced(
+        cls,
+        masks: Mask | Sequence[tuple[Mask, int]],
+        cp: int,
+        chunks_per_rank: int | None = None,
+        token_work: float = 0,
+    ) -> Layout:
         """Equal tokens on each rank (they differ by one if cp does not divide n), and the least maximum work for `masks`.
 
         `masks` is the mask of all layers, or a list of (mask, number of layers that have it): tokens stay where they are from
         layer to layer, so the sum of the work of all layers is balanced. `chunks_per_rank` is by default the smallest of 2, 4, 8,
         16 and 32 with maximum / mean work of at most 1.05. The result is zigzag or contiguous if that is as balanced and moves
-        less. It is deterministic, so ranks find the same layout without communication. Raises `PlanError` if there are fewer
-        tokens than chunks, and for masks of different lengths or numbers of layers below 1.
+        less. `token_work` is what the other layers cost for a token, in pairs of attention, summed over the layers of `masks`:
+        ranks hold equally many tokens, so the more these cost, the less uneven attention matters, and the fewer keys move. The
+        layout is deterministic, so ranks find the same layout without communication. Raises `PlanError` if there are fewer
+        tokens than chunks, for masks of different lengths or numbers of layers below 1, and for a `token_work` below 0.
         """
         cp, layers = _size(cp), _layers(masks)
+        if not 0 <= token_work < np.inf:
+            raise PlanError(f"token_work {token_work} must be at least 0, and finite")
         n = layers[0][0].n
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
         even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
-        found = balanced_split(layers, cp, chunks_per_rank, even)
+        found = balanced_split(layers, cp, chunks_per_rank, even, token_work)
         return found if isinstance(found, Layout) else cls(n, cp, found.edges, found.owner, "balanced")
 
     @classmethod

@@ -181,6 +181,11 @@ class Hop:
     grad_sends: tuple[Transfer, ...]
     grad_receives: tuple[Transfer, ...]
 
+    @cached_property
+    def pairs(self) -> int:
+        """Allowed pairs of queries and keys in the tiles: the work of the hop."""
+        return int(self.tiles.area().sum())
+
 
 class Hops(Sequence[Hop]):
     """Hops that are made when first read: one rank of 1,024 has 1,024 hops, and needs one at a time."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from cp_ring.comm.agreement import Fact, differences
 from cp_ring.comm.transport import MessageBatch, Pending, count, messages
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.observe.spans import arrived
 
 TIMEOUT = 60.0
 """Seconds that a rank waits for a message before it raises an error."""
@@ -116,3 +117,4 @@ class _Expected:
     def wait(self) -> None:
         for key, buffer in self._buffers:
             buffer.copy_(self._ring.take(key))
+            arrived(key[0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.certificate.faults import FAULTS
-from tests.parity.models import COMMON, LATENT, UNTIED
+from tests.parity.models import COMMON, EXPERTS, LATENT, UNTIED
 
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
 OF_SCRIPT = "--no-create-attention-mask-in-dataloader"
@@ -36,10 +36,11 @@ OF_LENGTH = ("window beyond 256 tokens",)
 OF_BATCH = ("second batch row like the first",)
 OF_POSITIONS = ("position ids of each rank from 0",)
 OF_FOUR = ("stale slot at four ranks",)
+OF_DROPOUT, OF_EXPERTS = ("dropout by places on the rank",), ("aux loss weighed twice",)
 OF_BF16 = ("gradients of keys summed in bf16",)
 OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")  # not in scripts
 ELSEWHERE = (*OF_DECLARED, *OF_DOCUMENTS, *OF_PREDICTION, *OF_LENGTH, *OF_BATCH, *OF_POSITIONS, *OF_FOUR)
-OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
+OF_OSS = tuple(name for name in FAULTS if name not in (*ELSEWHERE, *OF_DROPOUT, *OF_EXPERTS))
 
 _LONG = f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
 FAULTY = (
@@ -49,6 +50,9 @@ FAULTY = (
     Job("four", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR),
     Job("documents", 2, f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1", (*OF_DOCUMENTS, *OF_PREDICTION)),
     Job("declared", 2, f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
+    Job("dropout", 2, f"{UNTIED} --calculate-per-token-loss --attention-dropout 0.2", OF_DROPOUT),
+    Job("experts", 2, f"{EXPERTS} --calculate-per-token-loss --expert-model-parallel-size 2", OF_EXPERTS),
+    Job("experts-script", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS, True),
     Job("oss-script", 2, f"{OSS} --calculate-per-token-loss", OF_OSS, True),
     Job("long-script", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16), True),
     Job("learned-script", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS, True),
@@ -97,4 +101,10 @@ def right_job(number: int, with_script: bool) -> Job:
         words.append(f"--cp-ring-document-mask --cp-ring-layout {pick('zigzag', 'balanced')}")
     if not latent and "pipeline" not in sizes and rng.random() < 0.15 and "learned" not in model:  # Megatron has no such model
         words.append("--mtp-num-layers 1")
+    elif not latent and "tensor" not in sizes and rng.random() < 0.25:  # Megatron wants sequence parallel norms then
+        balance = pick("aux_loss", "seq_aux_loss", "none")
+        words.append(f"--num-experts 8 --moe-router-topk {rng.integers(2, 4)} --moe-aux-loss-coeff 1e-2")
+        words.append(f"--moe-router-load-balancing-type {balance} {pick('', '--moe-z-loss-coeff 1e-3')}")
+        words.append(pick("", "", "--moe-shared-expert-intermediate-size 64"))
+        words.append("--expert-model-parallel-size 2" if ranks == 4 and "tensor" not in sizes and rng.random() < 0.5 else "")
     return Job(f"right{number}", ranks, " ".join(word for word in words if word), by_script=by_script)

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring.cli import app, main
-from cp_ring.cli.drawing import draw
+from cp_ring.cli.drawing import draw, idle_times
 from cp_ring.errors import PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
-from cp_ring.plan.cost import AttentionSizes, between_nodes, cost, timeline
+from cp_ring.plan.cost import AttentionSizes, Span, between_nodes, cost, timeline
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.rates import NETWORK_BYTES_PER_SECOND
 from cp_ring.plan.routes import ROUTES
@@ -309,3 +309,30 @@ def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
 
     monkeypatch.setattr(RingPlan, "build", full)
     assert str(run().exception) == "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"
+
+
+def test_the_verdict_comes_first() -> None:
+    shown = CliRunner().invoke(app, ["plan", "--cp", "4", "--seq-length", "4096"]).stdout
+    assert shown.startswith("proven for 4 ranks: a layer takes ") and "of the speed of one kernel call" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(("cp", "panel"), [(4, "left"), (4, "right"), (4, "both"), (24, "both")])
+def test_text_of_pictures_stays_text(tmp_path: Path, cp: int, panel: str) -> None:
+    path, n = tmp_path / "plan.svg", cp * 64
+    draw(RingPlan.build(Mask.causal(n, window=(100, 0)), Layout.zigzag(n, cp)), str(path), panel=panel, width=8)
+    text = path.read_text()
+    assert ("query position" in text) == (panel != "right") and ("idle time" in text) == (panel != "left")
+    assert "causal, window 100" in text and "32 heads, 8 for keys and values, of 128, bf16" in text
+    assert ("TFLOP/s a rank" in text) == (panel != "left"), "rates of the prediction"
+    assert ("rank 3" in text) == (cp == 4), "a scale of colors instead of a legend"
+
+
+def test_idle_time() -> None:
+    idle, busy = idle_times([Span(0, 0, 0.0, 1.0), Span(0, 1, 2.0, 4.0), Span(1, 0, 0.0, 3.0)], 2)
+    assert sorted(idle) == [(0, 1.0, 2.0), (1, 3.0, 4.0)] and busy == 0.75
+
+
+@pytest.mark.parametrize("wrong", [["--panel", "up"], ["--width", "0"]])
+def test_pictures_that_cannot_be(wrong: list[str]) -> None:
+    error = CliRunner().invoke(app, ["plan", "--cp", "2", "--seq-length", "64", "--draw", "x.png", *wrong]).exception
+    assert isinstance(error, PlanError) and wrong[0] in str(error)

@@ -104,3 +104,9 @@ def test_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     job = config.load("quickstart", ["data.path=~/texts", "data.cache=~/cache", "launch.run_dir=~/run"])
     assert (job.data.path, job.data.cache, job.launch.run_dir) == (tmp_path / "texts", tmp_path / "cache", tmp_path / "run")
+
+
+def test_two_numbers_with_a_colon_are_text():
+    job = config.load("quickstart", ["cp_ring.trace=3:2", "megatron.lr=1.0e-3"])
+    assert list(job.cp_ring.traced) == [3, 4]
+    assert job.megatron["lr"] == 1e-3

@@ -158,6 +158,18 @@ def _key_gradients_in_bf16(finish: Any, self: Any) -> Any:
     return [total.copy_(total.bfloat16()) for total in finish(self)]
 
 
+def _aux_loss_twice(attach: Any, self: Any, activation: Any, coefficient: float, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    """The load-balancing loss weighs twice as much with context parallelism as without."""
+    twice = 2 if self.config.context_parallel_size > 1 else 1
+    return attach(self, activation, coefficient, loss * twice, *args, **kwargs)
+
+
+def _router() -> list[Any]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return [(TopKRouter, "attach_and_log_load_balancing_loss", _aux_loss_twice)]
+
+
 # Names of faults: what they replace, and by what.
 FAULTS: dict[str, Any] = {
     "mask dropped to plain causal": _core("make_plan", _plain_causal),
@@ -188,4 +200,6 @@ FAULTS: dict[str, Any] = {
     "global tokens hidden": _parity("global tokens hidden"),
     "positions not continued": _parity("positions not continued"),
     "roll across documents": _parity("roll across documents"),
+    "aux loss weighed twice": _router,
+    "dropout by places on the rank": _parity("dropout by places on the rank"),
 }

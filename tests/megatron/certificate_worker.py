@@ -31,8 +31,15 @@ def states():
     groups = {name: id(value) for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
     return (
         torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), tracker, dict(vars(get_args())),
-        id(get_args()), groups, get_num_microbatches(), settings.current(),
+        id(get_args()), groups, get_num_microbatches(), settings.current(), losses_of_experts(),
     )  # fmt: skip
+
+
+def losses_of_experts():
+    """What Megatron has collected for its log, since 0.18."""
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    tracker = logging and logging._MOE_METRICS_TRACKER
+    return tracker and list(tracker.metrics)
 
 
 def run(job, folder):

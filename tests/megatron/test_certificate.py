@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 
 import pytest
 
+from cp_ring.megatron.certificate import tiny_model
 from tests.megatron.certificate_faults import FAULTS
 from tests.megatron.launch import fork, trace, train
 from tests.parity.models import COMMON, GROUPED, LATENT, UNTIED
@@ -16,7 +18,9 @@ OF_DOCUMENTS = ("documents merged", "boundary shifted by one", "padding attended
 IN_BF16 = tuple(name for name in FAULTS if "in bf16" in name)
 OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")
 OF_LONGER_JOBS = ("window beyond 256 tokens", "second batch row like the first")  # in test_certificate_steps.py
-OF_OSS = tuple(name for name in FAULTS if name not in (*OF_DOCUMENTS, *OF_DECLARED, *OF_LONGER_JOBS))
+OF_DROPOUT = ("dropout by places on the rank",)
+OF_EXPERTS = ("aux loss weighed twice",)
+OF_OSS = tuple(name for name in FAULTS if name not in (*OF_DOCUMENTS, *OF_DECLARED, *OF_LONGER_JOBS, *OF_DROPOUT, *OF_EXPERTS))
 EVERY = {
     "mask", "mask of gradients", "out", "dq", "dk", "dv", "loss of each token", "loss", "gradient norm", "gradients"
 }  # fmt: skip
@@ -33,9 +37,9 @@ TWO_RANKS = {
         ("positions not continued",),
     ),
     "moe": (
-        f"{UNTIED} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --bf16 "
+        f"{UNTIED} --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-3 --expert-model-parallel-size 2 --bf16 "
         "--window-size 20,0 --softmax-type off-by-one --cp-ring-route ring",
-        (),
+        OF_EXPERTS,
     ),
     "reference": (
         "--position-embedding-type learned_absolute --cp-ring-kernel reference --cp-ring-layout contiguous --window-size 70,0",
@@ -52,6 +56,8 @@ MORE_ON_TWO = {
     "declared_others": (f"{UNTIED} --cp-ring-mask-kinds block-causal,block-diffusion,documents,prefix,causal,full,any", ()),
     "declared_mla": (f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced", ("positions not continued",)),
     "mla": (LATENT, ("softmax scale",)),
+    "dropout": (f"{OSS} --attention-dropout 0.2 --micro-batch-size 2", OF_DROPOUT),
+    "dropout_documents": (f"{UNTIED} --attention-dropout 0.2 --cp-ring-document-mask --bf16", OF_DROPOUT),
 }
 MORE_ON_FOUR = {
     "dp2cp2": (
@@ -105,8 +111,9 @@ def test_a_wrong_mask_names_layer_positions_and_rank(found):
 
 
 def test_what_is_not_covered_is_said(found):
-    assert found["moe"]["", 1]["about"]["not_covered"] == ["experts, in the loss"]
-    assert found["oss"]["", 1]["about"]["not_covered"] == []
+    assert found["moe"]["", 1]["about"]["not_covered"] == found["oss"]["", 1]["about"]["not_covered"] == []
+    sinkhorn = Namespace(moe_router_load_balancing_type=["aux_loss", "sinkhorn"])
+    assert tiny_model.uncovered_experts(sinkhorn) == "experts with Sinkhorn routing"
 
 
 @pytest.mark.slow

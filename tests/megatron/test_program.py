@@ -27,7 +27,8 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     done = launch(4, [str(HERE / "program_worker.py"), str(tmp_path)])
     assert done.returncode == 0, done.stdout[-6000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["version"] == compat.megatron_version()
+    release, _, _ = compat.megatron_version().partition("+")  # what follows is the git revision of the folder around it
+    assert found["version"].partition("+")[0] == release
     assert found["cp 2"] == pytest.approx(found["cp 1"], rel=1e-5) and found["cp 1"][0] - found["cp 1"][2] > 0.1
     assert "tiny model of 1 layer under causal" in found["printed"] and "not covered" not in found["printed"]
     assert found["wrong split"].startswith("--cp-ring-certify: tiny model of 1 layer, causal: loss")

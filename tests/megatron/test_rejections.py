@@ -83,7 +83,7 @@ def parse(monkeypatch):
         (["--cp-ring-loss-chunk", "-1"], "--cp-ring-loss-chunk '-1'"),
         (["--cp-ring-loss-chunk", "8", "--mtp-num-layers", "1"], "--cp-ring-loss-chunk does not support --mtp-num-layers, which"),
         (["--cp-ring-loss-chunk", "8", "--hybrid-layer-pattern", "*-"], "--cp-ring-loss-chunk does not support --hybrid-layer"),
-        (["--attention-dropout", "0.1"], "--attention-dropout 0.1"),
+        (["--attention-dropout", "0.1", "--cp-ring-kernel", "flash"], "--cp-ring-kernel flash does not support --attention-"),
         (["--window-size", "16,4"], "--window-size (16, 4): a causal layer sees nothing after its own position"),
         (["--reset-attention-mask"], "--reset-attention-mask"),
         (["--cp-comm-type", "pigeon"], "--cp-comm-type pigeon: known are p2p, all_gather, a2a, a2a+p2p"),
@@ -145,8 +145,9 @@ def parse(monkeypatch):
         (["--position-embedding-type", "relative"], "an attention bias: --position-embedding-type relative"),
         (["--experimental-attention-variant", "dsa"], "leave out --experimental-attention-variant dsa"),
         (["--use-kitchen-attention"], "leave out --use-kitchen-attention"),
-        (["--qk-clip"], "leave out --qk-clip"),
-        (["--log-max-attention-logit"], "leave out --log-max-attention-logit"),
+        (["--qk-clip"], "--qk-clip needs --bf16 or --fp16"),
+        ([*CP4, "--cp-comm-type", "a2a", "--bf16", "--qk-clip"], "--qk-clip and --log-max-attention-logit need the ring alone"),
+        ([*CP4, "--cp-ring-heads", "2", "--bf16", "--log-max-attention-logit"], "--log-max-attention-logit need the ring alone"),
         (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
         (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),
         (
@@ -243,7 +244,6 @@ def core_attention(settings=None, **arguments):
     ("settings", "arguments", "message"),
     [
         ({}, {"attention_type": "cross"}, "supports self attention; layer 1 is cross attention"),
-        ({}, {"attention_dropout": 0.1}, "does not support attention dropout"),
         ({}, {"cp_comm_type": "pigeon"}, "--cp-comm-type pigeon: known are p2p"),
         ({}, {"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
         ({}, {"attn_mask_type": "padding"}, "mask types causal and no_mask, not padding"),
@@ -251,8 +251,6 @@ def core_attention(settings=None, **arguments):
         ({"softmax_type": "sigmoid"}, {}, "--softmax-type vanilla, off-by-one, learnable, not sigmoid"),
         ({"fp8_dot_product_attention": True}, {}, "does not support fp8_dot_product_attention"),
         ({"fp8_multi_head_attention": True}, {}, "does not support fp8_dot_product_attention and fp8_multi_head_attention"),
-        ({"qk_clip": True}, {}, "does not record attention logits"),
-        ({"log_max_attention_logit": True}, {}, "does not record attention logits"),
         ({"window_size": (3, 1)}, {}, "a causal layer sees nothing after its own position"),
     ],
 )
@@ -446,7 +444,7 @@ def test_megatron_versions_inside_the_range(monkeypatch, version):
 
 def test_rejected_once_by_a_launched_job():
     flags = [*MODEL, *DATA, *TRAIN, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2"]
-    done = launch(2, ["-m", "cp_ring.pretrain_gpt", *flags, "--attention-dropout", "0.1"])
+    done = launch(2, ["-m", "cp_ring.pretrain_gpt", *flags, "--window-size", "16,4"])
     assert done.returncode != 0
     assert done.stdout.count("cp_ring: error: ") == 1
     assert "exitcode  : 2" in done.stdout

@@ -186,9 +186,6 @@ def test_cross_attention_is_rejected():
         ({"softmax_type": "learned-twice"}, "supports --softmax-type vanilla, off-by-one, learnable, not learned-twice"),
         ({"window_size": (4, 2)}, r"--window-size \(4, 2\): a causal layer sees nothing after its own position"),
         ({"window_size": (4, 0), "window_attn_skip_freq": [1]}, "--window-attn-skip-freq has 1 entries, but there is a layer 2"),
-        ({"attention_dropout": 0.1}, "--attention-dropout 0, not 0.1"),
-        ({"qk_clip": True}, "leave out --qk-clip"),
-        ({"log_max_attention_logit": True}, "leave out --qk-clip and --log-max-attention-logit"),
     ],
 )
 def test_what_a_layer_declares_and_no_kernel_can_do_is_rejected(changes, message):

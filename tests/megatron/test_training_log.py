@@ -183,3 +183,28 @@ def test_patch_wraps_and_restores_megatrons_function():
     finally:
         patch.revert()
     assert training.training_log is original
+
+
+def test_the_times_of_a_sampled_step_are_in_the_log(one_rank, tmp_path):
+    from cp_ring.observe.findings import Findings
+
+    found = Findings(
+        step=2, ranks=1, calls=4, attention=0.5, exposed=0.1, exposed_max=0.2, hops={("forward", 1): (0.25, 0.125)},
+        waits={"inside nodes": 0.1}, wire={"inside nodes": (2e9, False)}, balance_planned=1.0, balance_timed=1.1, plans=0.0,
+        slowest_rank=None, slowest_link=None,
+    )  # fmt: skip
+    megatron, asked = Megatron(tmp_path, log_interval=2), []
+    line = megatron.line()
+    line.timing = SimpleNamespace(end_of_step=lambda step, last: asked.append((step, last)) or ([found] if step == 3 else []))
+    logged = []
+    line.get_wandb = lambda: SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    for _ in range(10):
+        megatron.step(line, 1.0, 3.0)
+    assert asked == [(step, step == 10) for step in range(1, 11)]
+    steps = progress.read(tmp_path)
+    assert [step["step"] for step in steps if "timing" in step] == [4], "with the next step that is logged"
+    (times,) = [step["timing"] for step in steps if "timing" in step]
+    assert times["step"] == 2 and times["exposed_share"] == 0.2 and times["wire_gb_s"] == {"inside nodes": 2.0}
+    assert times["hops"] == [{"direction": "forward", "hop": 1, "compute_ms": 250.0, "wait_ms": 125.0}]
+    assert megatron.scalars["cp_ring/exposed communication (ms)"] == {2: pytest.approx(100)}
+    assert [step for _, step in logged] == [3] and logged[0][0]["cp_ring/balance, timed"] == 1.1

@@ -168,6 +168,16 @@ def _counted_by_rank(of: Any, part: Any, mean: Any) -> Any:
     return of(part, torch.Tensor.sum(part))
 
 
+def _dropout() -> Any:
+    from cp_ring.megatron import core_attention
+
+    return core_attention, "dropout_of"
+
+
+def _places_on_the_rank(dropout_of: Any, p: float, layer: int, positions: Any, first_head: int) -> Any:
+    return dropout_of(p, layer, torch.arange(len(positions)), first_head)
+
+
 def _windows() -> Any:
     from cp_ring.megatron import compat
 
@@ -187,6 +197,7 @@ FAULTS = {
     "positions not continued": lambda: (_declared(), "positions", _positions_not_continued),
     "roll in one sequence": lambda: (_declared(), "last", _roll_across),
     "roll across documents": lambda: (_documents(), "last", _roll_across),
+    "dropout by places on the rank": lambda: (*_dropout(), _places_on_the_rank),
     "mask widened": lambda: (*_plans(), _mask_widened),
     "window widened": lambda: (*_plans(), _window_widened),
     "window on every layer": lambda: (*_windows(), _window_everywhere),

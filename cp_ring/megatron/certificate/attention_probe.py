@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_ring.kernels.dropout import keep
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind
 from cp_ring.megatron.certificate.oracle import attend, declared_mask
 from cp_ring.megatron.certificate.probe_batch import ProbeBatch, SplitBatch, make_probe_batch
 from cp_ring.megatron.certificate.report import Probe
+from cp_ring.megatron.dropout import same_key
 
 # Largest norm of an error over the norm of the truth: three times what kernels leave that round partial results to the input's
 # precision and add them up in float32.
@@ -30,6 +32,10 @@ SINK_FACTOR = 20.0  # of the bound: the gradient of a sink is a sum over all que
 SAMPLED = 16  # queries of a rank and batch row that are compared at the job's own length
 PASSES = 10  # forward passes that take as long as all probes of one length
 MEMORY = 1 << 30  # bytes of a probe on the CPU
+
+
+Factor = Callable[[int, Tensor, Tensor], Tensor]
+"""(batch row, positions of queries [s] and of keys [n]) to the factors of the weights [h, s, n]."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,26 @@ def probe_long(subject: Subject, seed: int) -> list[Probe]:
     batch = subject.batch()
     _draw_sink(subject, seed)
     return [*_mask_probes(subject, batch, rounds=1), *_value_probes(subject, batch, seed, SAMPLED)]
+
+
+def probe_dropout(subject: Subject, seed: int) -> list[Probe]:
+    """The probes of values with attention dropout, whose pairs are found by their positions in the batch rows."""
+    layer = subject.layer
+    rank, heads = layer.tp_group.rank(), subject.kind.heads
+    numbers = list(range(rank * heads, (rank + 1) * heads))
+    with same_key(layer.layer_number) as key:
+
+        def factor(batch_row: int, queries: Tensor, keys: Tensor) -> Tensor:
+            of_query = torch.full_like(queries, batch_row)
+            return keep(key, layer.dropout, numbers, of_query[None], queries[None], keys[None])[0] / (1 - layer.dropout)
+
+        layer.train()
+        try:
+            _draw_sink(subject, seed)
+            noted = replace(subject, note=f"{subject.note} with dropout")
+            return _value_probes(noted, subject.batch(), seed, factor=factor)
+        finally:
+            layer.eval()
 
 
 def at_length(subject: Subject, tokens: int) -> Subject:
@@ -275,10 +301,12 @@ class _Inputs:
     sampled: Tensor
 
 
-def _value_probes(subject: Subject, batch: ProbeBatch, seed: int, samples: int | None = None) -> list[Probe]:
+def _value_probes(
+    subject: Subject, batch: ProbeBatch, seed: int, samples: int | None = None, factor: Factor | None = None
+) -> list[Probe]:
     """Outputs and gradients of random tensors against float64; with `samples` of that many queries of this rank only."""
     inputs = _draw(subject, batch, seed, samples)
-    truth = _reference(subject, batch, inputs)
+    truth = _reference(subject, batch, inputs, factor)
     found = _of_layer(subject, batch, inputs)
     return [_value_probe(subject, batch, name, found[name], truth[name], inputs.sampled) for name in truth]
 
@@ -329,7 +357,7 @@ def _of_layer(subject: Subject, batch: ProbeBatch, inputs: _Inputs) -> dict[str,
     return found
 
 
-def _reference(subject: Subject, batch: ProbeBatch, inputs: _Inputs) -> dict[str, Tensor]:
+def _reference(subject: Subject, batch: ProbeBatch, inputs: _Inputs, factor: Factor | None) -> dict[str, Tensor]:
     """As `_of_layer`, in float64: each rank computes its own queries, and gradients of keys are summed over the group."""
     kind, sink = subject.kind, subject.layer.softmax_offset
     offset = None if sink is None else sink.detach().double().requires_grad_()
@@ -342,7 +370,7 @@ def _reference(subject: Subject, batch: ProbeBatch, inputs: _Inputs) -> dict[str
         q = inputs.q[batch_row, mine].double().requires_grad_()
         k, v = (x[batch_row].double().requires_grad_() for x in (inputs.k, inputs.v))
         with torch.enable_grad():
-            out = attend(q, k, v, allowed, kind.scale, offset)
+            out = attend(q, k, v, allowed, kind.scale, offset, None if factor is None else factor(batch_row, mine, keys))
             wanted = [q, k, v] if offset is None else [q, k, v, offset]
             grads = torch.autograd.grad(out, wanted, inputs.dout[batch_row, mine].double())
         for grad in grads[1:3] if subject.group.size() > 1 else ():

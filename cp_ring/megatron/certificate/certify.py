@@ -145,6 +145,7 @@ def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seco
         subject = Subject(kind, layer, groups.cp, args.params_dtype, tiny_model.own_device(), loss_probe.split_of(args))
         layer.window = kind.probed
         found.attention += attention_probe.probe_short(subject, seed)
+        found.attention += attention_probe.probe_dropout(subject, seed) if layer.dropout else []
         layer.window = kind.window
         tokens = attention_probe.longest_in_time(subject, args.seq_length, seconds / len(kinds))
         if tokens > kind.tokens or kind.probed != kind.window:
@@ -193,7 +194,8 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
         found.not_covered.append(f"the loss of {reason}")
         return
     masks = [mask for mask in masks_of(args) if mask != "packed"]
-    found.not_covered += ["experts, in the loss"] if getattr(args, "num_experts", None) else []
+    without = tiny_model.uncovered_experts(args) if getattr(args, "num_experts", None) else ""
+    found.not_covered += [f"{without}, in the loss"] if without else []
     if "packed" in masks_of(args) and "causal" in masks:
         found.not_covered.append("the loss of packed sequences")
     config = tiny_model.transformer_config(args)
@@ -233,5 +235,6 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
         sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
     elif getattr(config, "softmax_scale", None):
         sizes = {"softmax_scale": config.softmax_scale}
-    return RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", cp_comm_type=kind.comm_type,
-                                   pg_collection=groups, **sizes)  # fmt: skip
+    layer = RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", cp_comm_type=kind.comm_type,
+                                    pg_collection=groups, **sizes)  # fmt: skip
+    return layer.eval()  # without dropout, which has a probe of its own

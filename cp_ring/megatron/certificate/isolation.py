@@ -174,10 +174,27 @@ def _identity(group: Any) -> tuple[str, tuple[int, ...]]:
 
 
 @contextmanager
+def _losses_of_models_restored() -> Iterator[None]:
+    """Afterwards restores what Megatron collects of the losses of predicted tokens and of experts."""
+    from megatron.core.transformer import multi_token_prediction as mtp  # heavy, and installed with Megatron only
+    from megatron.core.transformer.moe import moe_utils
+
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")  # the losses of experts since 0.18
+    kept: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (getattr(mtp, "MTPLossLoggingHelper", None), "tracker", lambda value: {}),
+        (getattr(mtp, "MTPLossAutoScaler", None), "main_loss_backward_scale", lambda value: value),
+        (moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", lambda value: value),
+        (moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", lambda value: {}),
+        (logging, "_MOE_METRICS_TRACKER", lambda value: None),
+    ]
+    with replaced(*((owner, name, fresh(getattr(owner, name))) for owner, name, fresh in kept if hasattr(owner, name))):
+        yield
+
+
+@contextmanager
 def states_restored() -> Iterator[None]:
     """Afterwards restores random states, cp_ring's settings, and what Megatron and the watchdog collect while a model runs."""
     from megatron.core import tensor_parallel  # heavy, and installed with Megatron only
-    from megatron.core.transformer import multi_token_prediction
 
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -188,11 +205,7 @@ def states_restored() -> Iterator[None]:
         tracker = tensor_parallel.get_cuda_rng_tracker()
         stack.callback(tracker.set_states, dict(tracker.get_states()))
         stack.callback(settings.configure, settings.current())
-        for owner, name in (("MTPLossLoggingHelper", "tracker"), ("MTPLossAutoScaler", "main_loss_backward_scale")):
-            helper = getattr(multi_token_prediction, owner, None)
-            if helper is not None and hasattr(helper, name):
-                value = getattr(helper, name)
-                stack.callback(setattr, helper, name, dict(value) if isinstance(value, dict) else value)
+        stack.enter_context(_losses_of_models_restored())
         try:
             yield
         finally:

@@ -18,10 +18,11 @@ from cp_ring.megatron.certificate.layer_kinds import LayerKind
 
 VOCABULARY = 128
 HIDDEN = 64
+EXPERTS = 4
 
 
 def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int) -> argparse.Namespace:
-    """The job's arguments with one small dense layer of each kind, in float32, without pipeline stages."""
+    """The job's arguments with one small layer of each kind, in float32, without pipeline stages; with experts if it has them."""
     tp = args.tensor_model_parallel_size
     sharing = args.num_attention_heads // (args.num_query_groups or args.num_attention_heads) if args.group_query_attention else 1
     groups = _key_heads(args, sharing)
@@ -32,14 +33,15 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp, "seq_length": kinds[0].tokens,
         "micro_batch_size": batch_size, "max_position_embeddings": kinds[0].tokens,
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
-        "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0,
-        "moe_layer_freq": 1, "num_moe_experts": None, "pipeline_dtype": None,
+        "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "moe_layer_freq": 1, "pipeline_dtype": None,
     }  # fmt: skip
     nothing = (
         "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_virtual_stages_per_pipeline_rank",
-        "num_experts", "fp8", "fp4", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-        "embedding_init_method_std", "expert_tensor_parallel_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+        "fp8", "fp4", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+        "embedding_init_method_std", "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor",
+        "moe_input_jitter_eps",
     )  # fmt: skip
     off = (
         "bf16", "fp16", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "use_megatron_fsdp",
@@ -47,9 +49,11 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "cpu_offloading",
         "fine_grained_activation_offloading", "init_model_with_meta_device", "moe_shared_expert_overlap", "fp8_param_gather",
         "overlap_moe_expert_parallel_comm", "sft", "check_for_spiky_loss",
-        "dataloader_inter_document_masking", "moe_grouped_gemm", "log_num_zeros_in_grad",
+        "dataloader_inter_document_masking", "moe_grouped_gemm", "log_num_zeros_in_grad", "moe_pad_expert_input_to_capacity",
+        "moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_layer_recompute", "moe_permute_fusion",
+        "moe_router_fusion",
     )  # fmt: skip
-    changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False)
+    changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False) | _experts(args)
     changes["cp_comm_type"] = [kind.comm_type for kind in kinds]
     if args.window_size is not None:
         window = max(kinds, key=lambda kind: kind.probed[0]).probed
@@ -88,6 +92,30 @@ def transformer_config(args: argparse.Namespace) -> Any:
     from megatron.training.arguments import core_transformer_config_from_args  # users of megatron.core alone may lack it
 
     return core_transformer_config_from_args(args)
+
+
+def _experts(args: argparse.Namespace) -> dict[str, Any]:
+    """A few small experts on each rank, if the job has experts. Their auxiliary losses have weight 1, so that it matters."""
+    count = getattr(args, "num_experts", None)
+    if not count or uncovered_experts(args):
+        names = ("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "expert_tensor_parallel_size")
+        return dict.fromkeys(names)
+    tp, shared = args.tensor_model_parallel_size, args.moe_shared_expert_intermediate_size
+    weights = args.moe_aux_loss_coeff
+    return {
+        "num_experts": min(count, max(EXPERTS, args.moe_router_topk)), "moe_ffn_hidden_size": HIDDEN * tp,
+        "moe_shared_expert_intermediate_size": HIDDEN * tp if shared else None, "expert_tensor_parallel_size": tp,
+        "expert_tensor_parallel_num_weight_shards": tp,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_aux_loss_coeff": [float(x > 0) for x in weights] if isinstance(weights, list) else float(weights > 0),
+    }  # fmt: skip
+
+
+def uncovered_experts(args: argparse.Namespace) -> str:
+    """Why the experts of these flags cannot be in a tiny model, or ""."""
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or "none"
+    # Sinkhorn's algorithm sees the tokens of its rank only, so that it routes differently at every size.
+    return "experts with Sinkhorn routing" if "sinkhorn" in kinds else ""
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
@@ -152,13 +180,26 @@ def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iter
 
 
 def one_stage(alone: Any) -> dict[str, Any]:
-    """The parallel state of a rank that holds every stage of its model."""
+    """The parallel state of a rank that holds every stage and every expert of its model."""
+    from megatron.core import parallel_state
+
     here = [dist.get_rank()]
     groups = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GROUP")
     ranks = ("_PIPELINE_GLOBAL_RANKS", "_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
     none = ("_MPU_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
     virtual = ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-    return dict.fromkeys(groups, alone) | dict.fromkeys(ranks, here) | dict.fromkeys((*none, *virtual))
+    stage = dict.fromkeys(groups, alone) | dict.fromkeys(ranks, here) | dict.fromkeys((*none, *virtual))
+    return stage | _experts_everywhere(alone, parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def _experts_everywhere(alone: Any, data: Any) -> dict[str, Any]:
+    """The parallel state of a rank that holds all experts, as other parameters; `data` are the ranks that hold the same."""
+    from megatron.core import parallel_state
+
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    of_tensor = ("TENSOR", "TENSOR_AND_MODEL", "TENSOR_MODEL_PIPELINE")
+    groups = {f"_EXPERT_{name}_PARALLEL_GROUP": tensor for name in of_tensor} | {"_EXPERT_MODEL_PARALLEL_GROUP": alone}
+    return groups | dict.fromkeys(("_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"), data)
 
 
 def one_rank(alone: Any) -> dict[str, Any]:
@@ -171,4 +212,4 @@ def one_rank(alone: Any) -> dict[str, Any]:
     groups = dict.fromkeys(data, alone) | {"_CONTEXT_PARALLEL_GROUP": alone, "_CONTEXT_PARALLEL_GLOBAL_RANKS": here}
     tensor = parallel_state.get_tensor_model_parallel_group()
     both = ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
-    return one_stage(alone) | groups | dict.fromkeys(both, tensor)
+    return one_stage(alone) | groups | dict.fromkeys(both, tensor) | _experts_everywhere(alone, alone)

@@ -1,0 +1,196 @@
+"""Attention dropout that is the same on any number of ranks, under any layout, route, schedule and exchange of heads.
+
+Whether a weight is kept is a function of a key, the head, the batch row, and the positions of query and key in the batch row: a
+counter-based generator (Philox 4x32-10; Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405) computes it wherever the
+pair is computed, in forward and again in backward. Positions travel with the tokens, as whole numbers in columns behind the head
+size of queries and keys. So plans, messages and the exchange of heads need not know of them.
+
+Shapes: s tokens of this rank, b batch rows, h query heads, g key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_ring.kernels.base import AttentionKernel, Capabilities
+
+COLUMNS = 8  # position: 4 bytes; of queries also the head and the batch row: 2 bytes each. bfloat16 has every byte exactly.
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_BLOCK = 1 << 21  # scores that are held at a time
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of one call of attention.
+
+    p: the probability with which a weight is dropped; others are divided by 1 - p.
+    key: 64 bits that differ from call to call: of a seed, a layer and a step.
+    position: where this rank's tokens are in their batch rows, int64 [s] or [s, b].
+    first_head: number of this rank's first query head in the whole layer.
+    """
+
+    p: float
+    key: int
+    position: Tensor
+    first_head: int = 0
+
+    def mark(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [s, b, h, d] and k [s, b, g, d] with `COLUMNS` more columns, which say where a token is."""
+        position = self.position.to(q.device)
+        position = position if position.dim() == 2 else position[:, None].expand(-1, q.shape[1])
+        where = _bytes(position, 4)[:, :, None]  # [s, b, 1, 4]
+        heads = _bytes(torch.arange(self.first_head, self.first_head + q.shape[2], device=q.device), 2)
+        batch_row = _bytes(torch.arange(q.shape[1], device=q.device), 2)[:, None]
+        of_q = [where, heads, batch_row]  # each to [s, b, h, bytes]
+        marked = torch.cat([q, *(x.expand(*q.shape[:3], -1).to(q.dtype) for x in of_q)], -1)
+        return marked, torch.cat([k, where.expand(*k.shape[:3], -1).to(k.dtype), k.new_zeros(*k.shape[:3], COLUMNS - 4)], -1)
+
+    def kernel(self, kernel: AttentionKernel) -> AttentionKernel:
+        """The kernel that reads what `mark` wrote, in the place of `kernel`, which must have a `dropout_dtype`."""
+        dtype = dropout_dtype(kernel)
+        assert dtype is not None, f"{kernel.name} has no dropout"
+        return DropoutKernel(kernel.name, self.p, self.key, dtype)
+
+
+def dropout_dtype(kernel: AttentionKernel) -> torch.dtype | None:
+    """The attribute `dropout_dtype` of kernels that support dropout: the narrowest dtype of their sums; None without it."""
+    return getattr(kernel, "dropout_dtype", None)
+
+
+@dataclass
+class DropoutKernel:
+    """Follows `AttentionKernel` for marked queries and keys, in plain torch: `dtype`, or that of the tensors if it is wider."""
+
+    name: str
+    p: float
+    key: int
+    dtype: torch.dtype
+
+    capabilities = Capabilities(bands=True, deterministic=True)
+
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
+        """As `AttentionKernel.forward`; lse is that without dropout."""
+        parts = []
+        v_heads = self._heads(v, q.shape[2])
+        for queries in self._blocks(q, k):
+            scores = self._scores(q[:, queries], k, lo, hi, scale, queries.start)
+            lse = scores.logsumexp(-1)
+            weights = _probabilities(scores, lse) * self._kept(q[:, queries], k)
+            parts.append(((weights @ v_heads).transpose(1, 2), lse))
+        return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `AttentionKernel.backward`; the columns of `Dropout.mark` get zero gradients."""
+        heads, groups = q.shape[2], k.shape[2]
+        k_heads, v_heads = self._heads(k[..., :-COLUMNS], heads), self._heads(v, heads)
+        dk, dv, dqs = torch.zeros_like(k_heads), torch.zeros_like(v_heads), []
+        for queries in self._blocks(q, k):
+            q_heads = self._heads(q[:, queries, :, :-COLUMNS], heads)
+            dout_heads, out_heads = (self._heads(x[:, queries], heads) for x in (dout, out))
+            scores = self._scores(q[:, queries], k, lo, hi, scale, queries.start)
+            p, kept = _probabilities(scores, lse[:, :, queries].to(scores.dtype)), self._kept(q[:, queries], k)
+            dp = dout_heads @ v_heads.mT * kept
+            ds = p * (dp - (dout_heads * out_heads).sum(-1, keepdim=True)) * scale
+            dqs.append(ds @ k_heads)
+            dk += ds.mT @ q_heads
+            dv += (p * kept).mT @ dout_heads
+        dq = _padded(torch.cat(dqs, 2).transpose(1, 2))
+        return dq, _padded(_sum_groups(dk, groups)), _sum_groups(dv, groups)
+
+    def _blocks(self, q: Tensor, k: Tensor) -> Iterator[slice]:
+        """Ranges of the queries, so that `_BLOCK` scores are held at a time."""
+        size = max(1, _BLOCK // (q.shape[0] * q.shape[2] * k.shape[1]))
+        return (slice(start, min(start + size, q.shape[1])) for start in range(0, q.shape[1], size))
+
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        """[b, s, g, d] to [b, heads, s, d] in the dtype of the sums, each key/value head repeated for its query heads."""
+        x = x.to(torch.promote_types(x.dtype, self.dtype)).transpose(1, 2)
+        return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+    def _scores(self, q: Tensor, k: Tensor, lo: int, hi: int, scale: float, first: int) -> Tensor:
+        """[b, h, q, k], -inf where the band from `lo` to `hi` hides a key; `first` is the number of the first query."""
+        heads = q.shape[2]
+        scores = self._heads(q[..., :-COLUMNS], heads) @ self._heads(k[..., :-COLUMNS], heads).mT * scale
+        offset = torch.arange(k.shape[1], device=q.device) - torch.arange(first, first + q.shape[1], device=q.device)[:, None]
+        return scores.masked_fill((offset < lo) | (offset > hi), -math.inf)
+
+    def _kept(self, q: Tensor, k: Tensor) -> Tensor:
+        """[b, h, q, k]: 1 / (1 - p) where a weight is kept, else 0."""
+        marks = q[..., -COLUMNS:]
+        heads = _number(marks[0, 0, :, 4:6]).tolist()
+        kept = keep(self.key, self.p, heads, _number(marks[:, :, 0, 6:8]), _number(marks[:, :, 0, :4]),
+                    _number(k[:, :, 0, -COLUMNS : -COLUMNS + 4]))  # fmt: skip
+        return kept.to(torch.promote_types(q.dtype, self.dtype)) / (1 - self.p)
+
+
+def keep(key: int, p: float, heads: list[int], batch_row: Tensor, query: Tensor, keys: Tensor) -> Tensor:
+    """Which weights are kept, bool [b, len(heads), q, k].
+
+    batch_row, query: the batch row of each query and its position there, int64 [b, q].
+    keys: the position of each key in the batch row, int64 [b, k].
+
+    The four words of a block of Philox are those of four neighboring heads.
+    """
+    blocks: dict[int, tuple[Tensor, ...]] = {}
+    limit = round(p * 2**32)
+    for number in sorted({head // 4 for head in heads}):
+        counter = (keys[:, None], query[:, :, None], batch_row[:, :, None], torch.full_like(batch_row[:, :1, None], number))
+        blocks[number] = philox(counter, key)
+    return torch.stack([blocks[head // 4][head % 4] >= limit for head in heads], 1)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32: four 32-bit words of a counter of four, under a key of 64 bits; each an int64 tensor, broadcast together."""
+    a, b, c, d = counter
+    low, high = key & _WORD, key >> 32 & _WORD
+    for _ in range(rounds):
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # the 64 bits of a product are right, whatever their sign
+        a, b, c, d = (second >> 32 & _WORD) ^ b ^ low, second & _WORD, (first >> 32 & _WORD) ^ d ^ high, first & _WORD
+        low, high = low + _WEYL[0] & _WORD, high + _WEYL[1] & _WORD
+    a, b, c, d = torch.broadcast_tensors(a, b, c, d)
+    return a, b, c, d
+
+
+def mixed(*numbers: int) -> int:
+    """64 bits of several numbers of up to 64 bits, such as seed, layer and step: a key for `Dropout`."""
+    key = 0
+    for number in numbers:
+        words = (number & _WORD, number >> 32 & _WORD, 0, 0)
+        low, high, _, _ = philox(tuple(torch.tensor(word) for word in words), key)  # type: ignore[arg-type]
+        key = int(low) | int(high) << 32
+    return key
+
+
+def _bytes(numbers: Tensor, count: int) -> Tensor:
+    """The `count` lowest bytes of whole numbers, in a new last dimension."""
+    return numbers[..., None] >> torch.arange(0, 8 * count, 8, device=numbers.device) & 0xFF
+
+
+def _number(parts: Tensor) -> Tensor:
+    """The inverse of `_bytes`, of any dtype that has bytes exactly; int64."""
+    return (parts.to(torch.int64) << torch.arange(0, 8 * parts.shape[-1], 8, device=parts.device)).sum(-1)
+
+
+def _padded(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, COLUMNS))
+
+
+def _sum_groups(x: Tensor, groups: int) -> Tensor:
+    """[b, h, s, d] to [b, s, groups, d]: sums over the query heads of each key/value head."""
+    return x.unflatten(1, (groups, -1)).sum(2).transpose(1, 2)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    lse = lse[..., None]
+    return torch.where(lse == -math.inf, 0.0, (scores - lse).exp())

@@ -1,0 +1,59 @@
+"""The largest attention logit of each head: what --qk-clip and --log-max-attention-logit of Megatron need.
+
+Kernels return no logits, so they are computed a second time, in blocks: half as many operations as a forward pass more.
+
+Shapes: b batch rows, q queries, k keys, h query and g key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cp_ring.kernels.base import AttentionKernel
+
+_BLOCK = 1 << 21  # logits that are held at a time
+
+
+class LogitKernel:
+    """Follows `AttentionKernel`, computes what `kernel` does, and keeps the largest logit of each head that it saw.
+
+    `largest` is float32 [h], None before the first call: the largest q . k * scale of the visible pairs of this rank's tiles.
+    The last `columns` of queries and keys are no part of the head (see `cp_ring.kernels.dropout`).
+    """
+
+    def __init__(self, kernel: AttentionKernel, columns: int = 0):
+        self._kernel, self._columns = kernel, columns
+        self.name, self.capabilities = kernel.name, replace(kernel.capabilities, varlen=False)
+        self.largest: Tensor | None = None
+
+    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
+        return self._kernel.rejection(device, dtype, d, e)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
+        """As `AttentionKernel.forward`."""
+        self._see(q, k, lo, hi, scale)
+        return self._kernel.forward(q, k, v, lo=lo, hi=hi, scale=scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `AttentionKernel.backward`."""
+        return self._kernel.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
+
+    def _see(self, q: Tensor, k: Tensor, lo: int, hi: int, scale: float) -> None:
+        d, heads, keys = q.shape[3] - self._columns, q.shape[2], k.shape[1]
+        # Heads that share a key/value head are more queries of it: [b, g, q, h / g, d].
+        q_heads = q[..., :d].unflatten(2, (k.shape[2], -1)).transpose(1, 2).float()
+        k_heads = k[..., :d].permute(0, 2, 3, 1)[:, :, None].float()  # [b, g, 1, d, k]
+        size = max(1, _BLOCK // (q.shape[0] * heads * keys))
+        for start in range(0, q.shape[1], size):
+            logits = q_heads[:, :, start : start + size] @ k_heads * scale  # [b, g, q, h / g, k]
+            queries = torch.arange(start, start + logits.shape[2], device=q.device)
+            offset = torch.arange(keys, device=q.device) - queries[:, None]
+            hidden = (offset < lo) | (offset > hi)
+            found = logits.masked_fill(hidden[:, None], -math.inf).amax((0, 2, 4)).flatten()
+            self.largest = found if self.largest is None else torch.maximum(self.largest, found)

@@ -1,0 +1,298 @@
+"""What splits of the same documents over the same ranks cost: padding, balance, bytes, predicted time of one layer.
+
+The model is the same for all: a rank's token-wise layers, then attention. A hop of attention lasts as long as its computation or
+the transfers during it, the longer of the two, and each hop that computes loses `Rates.call`. Attention counts whole blocks of
+`block` x `block` pairs, as kernels compute them: a chunk of 4 tokens costs a block. Backward counts 2.5 times the attention and
+twice the token-wise layers of forward, and moves keys again and their gradients. A step is over when its slowest rank is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.cost import AttentionSizes, Crossing, crossing
+from cp_ring.plan.heads import HeadPlan, plan_of, split_heads
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.rates import RATES, Rates
+from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.tables import Transfers
+from cp_ring.plan.tiles import OPEN, Tiles
+
+Floats = NDArray[np.float64]
+
+Groups = Sequence[Sequence[Sequence[int]]]
+"""Of Megatron's hybrid scheduler: for each group of microbatches and each rank, the documents that it works on."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer and the machines: sizes of attention, width of the feed-forward network, ranks of a node, speeds."""
+
+    sizes: AttentionSizes = field(default_factory=AttentionSizes)
+    ffn: int = 14336
+    ranks_per_node: int = 8
+    rates: Rates = RATES
+    block: int = 128
+
+    @property
+    def token_flops(self) -> float:
+        """FLOP of forward of the token-wise layers for a token: projections of attention, and a gated feed-forward network."""
+        hidden = self.sizes.heads * self.sizes.head_dim
+        return 2.0 * (2 * hidden * hidden + hidden * self.sizes.key_width + 3 * hidden * self.ffn)
+
+    @property
+    def pair_flops(self) -> float:
+        """FLOP of forward of attention for a pair of tokens."""
+        return 2.0 * (self.sizes.query_width + self.sizes.out_width)
+
+    @property
+    def link(self) -> float:
+        """Bytes per second between nodes for a rank, where all ranks that share a network card send at the same time."""
+        return self.rates.between / self.rates.ranks_per_card
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return self.sizes.key_width * self.sizes.element
+
+
+@dataclass(frozen=True)
+class SplitCost:
+    """What one way of splitting costs. Bytes are keys and values, and exchanged heads, of one forward pass.
+
+    padding: tokens that are no document's. balance: maximum over mean of the attention of ranks, in blocks.
+    bytes_in: of the rank that gets most. between_nodes: of all ranks together. forward, backward: seconds of one layer.
+    """
+
+    name: str
+    padding: int
+    balance: float
+    bytes_in: int
+    between_nodes: int
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward + self.backward
+
+
+def compare(lengths: Ints, cp: int, layer: Layer, hybrid: Groups | None = None, group: int | None = None) -> list[SplitCost]:
+    """The splits of documents of these lengths over `cp` ranks.
+
+    hybrid: the schedule of Megatron's hybrid context parallelism for the lengths of `padded(lengths, cp)`, if it is known.
+    group: ranks of a context-parallel group of the smaller padded job, by default as few as hold the longest document.
+
+    Raises `PlanError` if there are fewer tokens than the layouts need.
+    """
+    n, mask = int(lengths.sum()), Mask.documents(np.cumsum([0, *lengths]))
+    small = smallest_group(lengths, cp) if group is None else group
+    if small < 1 or cp % small:
+        raise PlanError(f"a group of {small} ranks does not divide the {cp} ranks")
+    found = [_padded_groups(lengths, cp, small, layer)] if small < cp else []
+    found.append(_padded_groups(lengths, cp, cp, layer))
+    if hybrid is not None:
+        found.append(_hybrid(lengths, hybrid, cp, layer))
+    found.append(_per_document(lengths, cp, layer))
+    zigzag, balanced = Layout.zigzag(n, cp), Layout.balanced(mask, cp)
+    node = layer.ranks_per_node if cp % layer.ranks_per_node == 0 else 1
+    found.append(_planned("zigzag", plan_of(mask, zigzag, node_size=node), layer))
+    found.append(_planned("balanced", plan_of(mask, balanced, node_size=node), layer))
+    weighed = Layout.balanced(mask, cp, token_work=layer.token_flops / layer.pair_flops)
+    found.append(_planned("balanced, weighed", plan_of(mask, weighed, node_size=node), layer))
+    if 1 < node < cp:
+        relayed = plan_of(mask, balanced, "relay", slot_shards=max(4, node), node_size=node)
+        found.append(_planned("balanced, relay", relayed, layer))
+    heads = min(node, cp)
+    if heads > 1 and layer.sizes.heads % heads == 0:
+        found.append(_planned(f"balanced, heads {heads}", plan_of(mask, balanced, heads=heads), layer))
+    return found
+
+
+def smallest_group(lengths: Ints, cp: int) -> int:
+    """The fewest ranks, a power of two that divides `cp`, whose share of the tokens holds the longest document."""
+    share, size = -(-int(lengths.sum()) // cp), 1
+    while size * share < int(lengths.max()) and size < cp and cp % (2 * size) == 0:
+        size *= 2
+    return size if size * share >= int(lengths.max()) else cp
+
+
+def padded(lengths: Ints, cp: int) -> Ints:
+    """The lengths padded to multiples of 2 * cp, as TransformerEngine's split of packed documents needs them; cp 1 needs none."""
+    unit = 2 * cp if cp > 1 else 1
+    return -(-lengths // unit) * unit
+
+
+def _blocks(queries: Ints, keys: Ints, block: int) -> Ints:
+    """Pairs in the blocks of full tiles."""
+    return (-(-queries // block)) * (-(-keys // block)) * block * block
+
+
+def _causal_blocks(tokens: Ints, block: int) -> Ints:
+    """Pairs in the blocks of causal tiles."""
+    side = -(-tokens // block)
+    return side * (side + 1) // 2 * block * block
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Documents that are each split by zigzag over a ring of `ranks`: pairs of hop 0, of any other hop, and tokens of a rank."""
+
+    ranks: int
+    first: int
+    other: int
+    tokens: int
+
+    @classmethod
+    def of(cls, length: Ints, ranks: int, block: int) -> _Ring:
+        if ranks == 1:
+            return cls(1, int(_causal_blocks(length, block).sum()), 0, int(length.sum()))
+        chunk = length // (2 * ranks)
+        first, other = _causal_blocks(2 * chunk, block), _blocks(2 * chunk, chunk, block)
+        return cls(ranks, int(first.sum()), int(other.sum()), int(2 * chunk.sum()))
+
+    @property
+    def pairs(self) -> int:
+        return self.first + (self.ranks - 1) * self.other
+
+
+def _ring_seconds(ring: _Ring, layer: Layer) -> tuple[float, float]:
+    """Forward and backward of TransformerEngine's ring: at each hop every rank passes a whole shard to its neighbor."""
+    link = layer.link if ring.ranks > layer.ranks_per_node else layer.rates.inside
+    speed = layer.pair_flops / layer.rates.flops
+    sent = ring.tokens * layer.key_bytes / link
+    times = []
+    for work, travel in ((1.0, 1.0), (2.5, 2.0)):
+        hop = max(ring.other * speed * work, sent * travel)
+        times.append(ring.first * speed * work + (ring.ranks - 1) * hop + ring.ranks * layer.rates.call)
+    return _with_tokens(times[0], times[1], ring.tokens, layer)
+
+
+def _with_tokens(forward: float, backward: float, tokens: float, layer: Layer) -> tuple[float, float]:
+    alone = tokens * layer.token_flops / layer.rates.flops
+    return forward + alone, backward + 2 * alone
+
+
+def _ring_between_nodes(ring: _Ring, layer: Layer) -> int:
+    """Bytes of forward that one such ring moves from node to node."""
+    nodes = ring.ranks // layer.ranks_per_node
+    return nodes * (ring.ranks - 1) * ring.tokens * layer.key_bytes if nodes > 1 else 0
+
+
+def _padded_groups(lengths: Ints, cp: int, size: int, layer: Layer) -> SplitCost:
+    """TransformerEngine's packed split: data parallel over `cp / size` groups, which get documents of equal tokens together."""
+    full = padded(lengths, size)
+    load = np.zeros(cp // size, np.int64)
+    members: list[list[int]] = [[] for _ in range(cp // size)]
+    for document in np.argsort(-full, kind="stable").tolist():
+        least = int(load.argmin())
+        load[least] += full[document]
+        members[least].append(document)
+    rings = [_Ring.of(full[documents], size, layer.block) for documents in members if documents]
+    times = [_ring_seconds(ring, layer) for ring in rings]
+    forward, backward = max(times, key=sum)
+    pairs = np.array([ring.pairs for ring in rings] + [0] * (cp // size - len(rings)), np.float64)
+    name = f"padded thd, cp {size}" + (f" x dp {cp // size}" if size < cp else "")
+    sent = max((ring.ranks - 1) * ring.tokens for ring in rings) * layer.key_bytes
+    between = sum(_ring_between_nodes(ring, layer) for ring in rings)
+    return SplitCost(name, int((full - lengths).sum()), float(pairs.max() / pairs.mean()), sent, between, forward, backward)
+
+
+def _hybrid(lengths: Ints, groups: Groups, cp: int, layer: Layer) -> SplitCost:
+    """Megatron's hybrid context parallelism: ranks work on their documents one by one, and wait for one another after a group."""
+    full = padded(lengths, cp)
+    forward = backward = 0.0
+    pairs, received, between = np.zeros(cp), np.zeros(cp), 0
+    for of_ranks in groups:
+        sizes = np.bincount([document for mine in of_ranks for document in mine], minlength=len(lengths))
+        times = np.zeros((cp, 2))
+        rings = {int(i): _Ring.of(full[i : i + 1], int(sizes[i]), layer.block) for i in np.flatnonzero(sizes)}
+        seconds = {i: _ring_seconds(ring, layer) for i, ring in rings.items()}
+        between += sum(_ring_between_nodes(ring, layer) for ring in rings.values())
+        for rank, mine in enumerate(of_ranks):
+            for document in mine:
+                times[rank] += seconds[document]
+                pairs[rank] += rings[document].pairs
+                received[rank] += (rings[document].ranks - 1) * rings[document].tokens * layer.key_bytes
+        slowest = times[times.sum(1).argmax()]
+        forward, backward = forward + float(slowest[0]), backward + float(slowest[1])
+    balance = float(pairs.max() / pairs.mean())
+    return SplitCost("hybrid", int((full - lengths).sum()), balance, int(received.max()), between, forward, backward)
+
+
+def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
+    """Each document split by zigzag over all ranks, and only the keys that a query reads travel, from their owner."""
+    full = padded(lengths, cp)
+    ring = _Ring.of(full, cp, layer.block)
+    speed, rank = layer.pair_flops / layer.rates.flops, np.arange(cp)
+    # A rank reads both chunks of each later rank, and the first chunk of each earlier one.
+    read = np.where(rank[None] < rank[:, None], ring.tokens / 2, ring.tokens) * (rank[None] != rank[:, None]) * layer.key_bytes
+    far = rank[None] // layer.ranks_per_node != rank[:, None] // layer.ranks_per_node
+    travel = read / np.where(far, layer.link, layer.rates.inside)
+    seconds = []
+    for work, moves in ((1.0, 1.0), (2.5, 2.0)):
+        hops = np.maximum(ring.other * speed * work, travel * moves) * (read > 0)
+        seconds.append(float(hops.sum(1).max()) + ring.first * speed * work + cp * layer.rates.call)
+    forward, backward = _with_tokens(seconds[0], seconds[1], ring.tokens, layer)
+    return SplitCost("per-document zigzag", int((full - lengths).sum()), 1.0, int(read.sum(1).max()), int((read * far).sum()),
+                 forward, backward)  # fmt: skip
+
+
+def _planned(name: str, plan: RingPlan | HeadPlan, layer: Layer) -> SplitCost:
+    """A plan of cp_ring."""
+    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
+    kv_heads = split_heads(layer.sizes.heads, layer.sizes.kv_heads, heads).kv_heads_of_rank
+    sizes = replace(layer.sizes, heads=layer.sizes.heads // heads, kv_heads=kv_heads)
+    own = replace(layer, sizes=sizes)
+    node = max(1, layer.ranks_per_node // heads)
+    pairs = _pairs(ring, layer.block)
+    keys, gradients = (_travel(table, ring.cp, node, own) for table in (ring.transfers, ring.gradients))
+    tokens = plan.layout.tokens_per_rank
+    exchanged, swap = _exchange(layer, heads, int(tokens.max()))
+    compute = pairs * own.pair_flops / layer.rates.flops
+    calls = (pairs > 0).sum(1) * layer.rates.call
+    nothing = np.zeros((ring.cp, 1))
+    ahead, behind = np.append(keys[:, 1:], nothing, 1), np.append(nothing, gradients[:, 1:], 1)[:, : ring.cp]
+    forward = np.maximum(compute, ahead).sum(1) + calls + swap
+    backward = np.maximum(2.5 * compute, ahead + behind).sum(1) + calls + 2 * swap
+    slowest = int((forward + backward).argmax())
+    times = _with_tokens(float(forward[slowest]), float(backward[slowest]), float(tokens.max()), layer)
+    moved: Crossing = crossing(plan, layer.sizes, layer.ranks_per_node)
+    received = np.bincount(ring.transfers.receiver, ring.transfers.tokens, ring.cp).max() * own.key_bytes
+    work = pairs.sum(1)
+    return SplitCost(name, 0, float(work.max() / work.mean()), int(received) + exchanged, moved.keys + moved.exchange, *times)
+
+
+def _pairs(plan: RingPlan, block: int) -> Floats:
+    """Pairs in the blocks of each rank's tiles at each hop, [cp, cp]."""
+    tiles, place = plan.tiles, plan.tile_rank * plan.cp + plan.tile_hop
+    slide = tiles.k0 - tiles.q0
+    q, k = -(-(tiles.q1 - tiles.q0) // block), -(-(tiles.k1 - tiles.k0) // block)
+    low = np.where(tiles.lo == -OPEN, -OPEN, -((slide + block - 1 - tiles.lo) // block))
+    high = np.where(tiles.hi == OPEN, OPEN, (tiles.hi - slide + block - 1) // block)
+    none = np.zeros_like(q)
+    area = Tiles(np.stack([none, q, none, k, low, high])).fitted().area() * block * block
+    return np.bincount(place, area, plan.cp * plan.cp).reshape(plan.cp, plan.cp)
+
+
+def _travel(table: Transfers, cp: int, node: int, layer: Layer) -> Floats:
+    """Seconds of the transfers of each rank at each hop, in or out, the longer of the two: [cp, cp]."""
+    link = np.where(table.sender // node != table.receiver // node, layer.link, layer.rates.inside)
+    seconds = table.tokens * layer.key_bytes / link
+    come, leave = (np.bincount(side * cp + table.hop, seconds, cp * cp) for side in (table.receiver, table.sender))
+    return np.maximum(come, leave).reshape(cp, cp)
+
+
+def _exchange(layer: Layer, heads: int, tokens: int) -> tuple[int, float]:
+    """Bytes that a rank gets when tokens are exchanged for heads in forward, and the seconds of that, inside a node."""
+    width = layer.sizes.query_width + layer.sizes.out_width + layer.sizes.key_width
+    moved = int(tokens * width * layer.sizes.element * (heads - 1) / heads)
+    return moved, moved / layer.rates.inside

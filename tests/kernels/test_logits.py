@@ -1,0 +1,55 @@
+"""The largest attention logit of each head: over all ranks it is that of the dense scores under the mask."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cp_ring import Layout, Mask, RingPlan
+from cp_ring.attention import attend
+from cp_ring.kernels import logits
+from cp_ring.kernels.dropout import Dropout
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case
+
+N = 48
+
+
+def of_ranks(case, plan, dropped=False, **options):
+    """Out of all ranks, and the largest logits of each."""
+
+    def rank(group):
+        found = []
+        shards = [plan.layout.shard(x, group.rank, 1) for x in case[:3]]
+        dropout = Dropout(0.2, 1, torch.from_numpy(plan.layout.positions(group.rank))) if dropped else None
+        out, _ = attend(*shards, plan, group, largest=found, dropout=dropout, **options)
+        return out, found
+
+    parts = LocalRing(plan.cp).run(rank)
+    return plan.layout.unshard([out for out, _ in parts], 1), [found[0] for _, found in parts]
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, kernel, monkeypatch):
+    case = Case.draw(N, b=2, h=4, g=2, d=8)
+    masks = [Mask.causal(N), Mask.causal(N, window=(5, 0)), Mask.documents([0, 7, 30, N]), Mask.full(N)]
+    scores = torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2)) * 8**-0.5
+    for mask in masks:
+        plan = RingPlan.build(mask, Layout.zigzag(N, cp) if cp > 1 else Layout.contiguous(N, 1))
+        truth = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).amax((0, 2, 3))
+        plain, found = of_ranks(case, plan, kernel=kernel)
+        torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
+        assert found[0].dtype == torch.float32 and found[0].shape == (4,)
+    monkeypatch.setattr(logits, "_BLOCK", 50)
+    out, found = of_ranks(case, plan, kernel=kernel)
+    torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
+    assert torch.equal(out, plain) or kernel == "reference"  # which takes other calls than without logits
+
+
+def test_beside_dropout_it_is_that_of_all_pairs():
+    case = Case.draw(N, b=2, h=4, g=1, d=8)
+    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 2))
+    assert torch.equal(torch.stack(of_ranks(case, plan, dropped=True)[1]), torch.stack(of_ranks(case, plan)[1]))

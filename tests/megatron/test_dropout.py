@@ -1,0 +1,103 @@
+"""Attention dropout in Megatron's layers: what decides which weights are dropped, recomputation, and random states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import dropout, validate
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+
+
+@pytest.fixture
+def make_layer(one_rank):
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_ring.megatron.core_attention import RingDotProductAttention
+
+    def make(number, p=0.5):
+        config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=p)
+        return RingDotProductAttention(config, number, AttnMaskType.causal, "self")
+
+    return make
+
+
+def states():
+    from megatron.core import tensor_parallel
+
+    found = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {name: state for name, state in found.items() if "cp_ring" not in name} | {"default": torch.get_rng_state()}
+
+
+@no_cuda
+def test_layers_and_microbatches_differ_and_draw_from_no_other_state(make_layer):
+    q = torch.randn(16, 2, 4, 8)
+    first, second = make_layer(1), make_layer(2)
+    before = states()
+    outs = [layer(q, q, q) for layer in (first, second, first)]
+    assert all(torch.equal(state, before[name]) for name, state in states().items())
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    first.eval()
+    plain = make_layer(1, p=0.0)(q, q, q)
+    assert torch.equal(first(q, q, q), plain) and not torch.equal(outs[0], plain)
+    first.train()
+    assert not torch.equal(first(q, q, q), outs[2])
+
+
+@no_cuda
+def test_the_count_goes_on_where_the_states_of_a_checkpoint_are(make_layer):
+    from megatron.core import tensor_parallel
+
+    q, layer = torch.randn(16, 2, 4, 8), make_layer(1)
+    layer(q, q, q)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    saved = tracker.get_states()
+    expected = layer(q, q, q)
+    torch.manual_seed(99)  # the seed is that of the first call
+    layer(q, q, q)
+    tracker.set_states(saved)
+    assert torch.equal(make_layer(1)(q, q, q), expected)
+
+
+@no_cuda
+def test_recomputed_layers_drop_the_same_weights(make_layer, applied):
+    from megatron.core import tensor_parallel
+
+    q, weight = torch.randn(16, 2, 4, 8), torch.randn(16, 2, 32)
+
+    def gradient(run):
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        layer, x = make_layer(1), q.clone().requires_grad_()
+        (run(lambda x: layer(x, x, x), x) * weight).sum().backward()
+        return x.grad
+
+    def recomputed(function, x):
+        return tensor_parallel.checkpoint(function, False, x)
+
+    plain = gradient(lambda function, x: function(x))
+    assert torch.equal(gradient(recomputed), plain)
+    applied("recompute")
+    assert torch.equal(gradient(recomputed), plain)
+
+
+def test_a_job_counts_the_microbatches_before_it(monkeypatch):
+    class Arguments:
+        seed, consumed_train_samples, micro_batch_size = 7, 96, 2
+
+    monkeypatch.setattr(dropout, "_arguments", lambda: Arguments)
+    assert (dropout._seed(), dropout._microbatches_before()) == (7, 48)
+    monkeypatch.setattr(dropout, "_arguments", lambda: None)
+    assert (dropout._seed(), dropout._microbatches_before()) == (torch.initial_seed(), 0)
+
+
+def test_no_kernel_for_cuda_is_chosen_by_itself(monkeypatch):
+    class Arguments:
+        attention_dropout, cp_ring_kernel = 0.1, "auto"
+
+    validate.check_dropout(Arguments)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="--cp-ring-kernel auto does not support --attention-dropout"):
+        validate.check_dropout(Arguments)
