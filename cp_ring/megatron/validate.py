@@ -79,6 +79,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         check_data(args)
         check_layers(args)
         inspection.choose(args)
+        config = _as_settled(args, config)
         configure(config, layers=windows_of(args) if config.enabled else None)
     return args
 
@@ -114,6 +115,18 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+_settled: dict[tuple[str, ...], dict[str, str | int]] = {}
+"""The route and the number of heads that were chosen, by the command line."""
+
+
+def _as_settled(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+    """The settings with the choice that was made for this command line before: Megatron parses it more than once."""
+    found = _settled.get(tuple(sys.argv), {})
+    for name, value in found.items():
+        setattr(args, f"cp_ring_{name}", value)
+    return config.model_copy(update=found)
+
+
 def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
     """Puts the fastest route and number of heads in force where the flags ask for `auto`, and says why."""
     if "auto" not in (config.route, config.heads):
@@ -123,10 +136,10 @@ def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> Con
     sizes = shape_choice.attention_sizes(vars(args), tp)
     windows = windows_of(args) or (((-1, -1), 1),)
     settled, reason = shape_choice.settle(config, vars(args), cp, sizes, group, windows=windows)
-    args.cp_ring_route, args.cp_ring_heads = settled.route, settled.heads
+    _settled[tuple(sys.argv)] = {"route": settled.route, "heads": settled.heads}
     configure(settled)
     note(reason)
-    return settled
+    return _as_settled(args, settled)
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -343,6 +343,8 @@ def test_the_fastest_shape_is_chosen_and_said(applied, parse, capsys, monkeypatc
     assert ContextParallelConfig.from_args(args) == found
     spoken = [line for line in capsys.readouterr().out.splitlines() if "chosen by predicted time" in line]
     assert len(spoken) == 1 and said in spoken[0]
+    parse(*sys.argv[1:])  # Megatron parses the same line again, after it has validated it
+    assert settings.current() == found
 
 
 @pytest.mark.parametrize(
