@@ -107,16 +107,14 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
         config = ContextParallelConfig.from_args(args)
         if config.enabled:
             note(implementations.line(args))
-            config = settle_shape(args, config)
+            config = settle(args, config)
             note_gather(args, config)
             note_recompute(args, config)
-            args.cp_ring_wire = choose_wire(args, config)
-            configure(current().model_copy(update={"wire": args.cp_ring_wire}))
     return args
 
 
 _settled: dict[tuple[str, ...], dict[str, str | int]] = {}
-"""The route and the number of heads that were chosen, by the command line."""
+"""The route, the number of heads and the codec that were chosen, by the command line."""
 
 
 def _as_settled(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
@@ -127,8 +125,19 @@ def _as_settled(args: argparse.Namespace, config: ContextParallelConfig) -> Cont
     return config.model_copy(update=found)
 
 
-def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
-    """Puts the fastest route and number of heads in force where the flags ask for `auto`, and says why."""
+def settle(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+    """Puts in force what the flags leave to cp_ring: the shape and the codec. Says what was chosen, and why."""
+    shape = _settled_shape(args, config)
+    wire = choose_wire(args, shape)
+    choices_made = {"route": shape.route, "heads": shape.heads, "wire": wire}
+    _settled[tuple(sys.argv)] = {name: value for name, value in choices_made.items() if getattr(config, name) == "auto"}
+    chosen = _as_settled(args, shape)
+    configure(chosen)
+    return chosen
+
+
+def _settled_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+    """The settings with the fastest route and number of heads where the flags ask for `auto`."""
     if "auto" not in (config.route, config.heads):
         return config
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
@@ -136,10 +145,8 @@ def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> Con
     sizes = shape_choice.attention_sizes(vars(args), tp)
     windows = windows_of(args) or (((-1, -1), 1),)
     settled, reason = shape_choice.settle(config, vars(args), cp, sizes, group, windows=windows)
-    _settled[tuple(sys.argv)] = {"route": settled.route, "heads": settled.heads}
-    configure(settled)
     note(reason)
-    return _as_settled(args, settled)
+    return settled
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -122,6 +122,7 @@ def test_what_latents_cannot_do_is_named():
 
 
 DEEPSEEK = {
+    "attention_dropout": 0.0,
     "multi_latent_attention": True, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64,
     "qk_head_dim": 128, "v_head_dim": 128, "seq_length": 32768, "micro_batch_size": 1, "tensor_model_parallel_size": 1,
     "context_parallel_size": 8, "params_dtype": torch.bfloat16, "cp_comm_type": "p2p", "num_layers": 1,
@@ -159,3 +160,11 @@ def test_latents_that_cannot_travel_are_rejected_by_name():
     args = SimpleNamespace(**DEEPSEEK | {"fp8": "hybrid"})
     with pytest.raises(ConfigError, match="--cp-ring-wire latent does not support --fp8-format"):
         choose_wire(args, ContextParallelConfig.make(wire="latent"))
+
+
+def test_dropout_and_other_codecs_than_plain_reject_each_other(monkeypatch):
+    monkeypatch.setattr("cp_ring.megatron.wire.note", lambda line: None)
+    args = SimpleNamespace(**DEEPSEEK | {"attention_dropout": 0.1, "group_query_attention": False})
+    with pytest.raises(ConfigError, match=r"wire latent does not support --attention-dropout 0\.1, for which positions"):
+        choose_wire(args, ContextParallelConfig.make(wire="latent"))
+    assert choose_wire(args, ContextParallelConfig.make(wire="auto")) == "plain"
