@@ -38,7 +38,12 @@ def layouts(mask: Mask, cp: int) -> dict[str, Layout]:
 SCHEDULES = [("direct", "ring"), ("direct", "gather"), ("direct", (0, 1, 2, 2)), ("ring", "ring"), ("ring", (0, 1, 1, 2))]
 
 
-@pytest.mark.parametrize(("route", "schedule"), SCHEDULES)
+QUICK = [("direct", (0, 1, 2, 2)), ("ring", (0, 1, 1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("route", "schedule"), [one if one in QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in SCHEDULES]
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_equals_brute_force(pool, mask, route, schedule):
     mask = MASKS[mask]

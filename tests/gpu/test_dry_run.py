@@ -127,6 +127,7 @@ def test_an_error_of_a_step_is_a_line(tmp_path, monkeypatch):
     assert "an illegal memory access" in line["error"]
 
 
+@pytest.mark.slow
 def test_profiles(tmp_path):
     out = tmp_path / "out"
     assert step.run("c", "cpu", str(out)), out.read_text()

@@ -14,6 +14,7 @@ from cp_ring.job import command_line, config
 from tests.megatron.launch import trace, train
 
 FULL_SIZE = tuple(name for name in config.packaged() if name != "quickstart")
+QUICK = ("gpt-oss-style", "deepseek-style-mla-moe", "packed-sft-64k")
 STOCK = ["cp_ring.enabled=false"]
 REFERENCE = ["cp_ring.kernel=reference"]  # where stock attention has no such model on the CPU
 BASELINE = {
@@ -40,20 +41,36 @@ def test_there_are_the_promised_ones():
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
+    """What `tiny_runs` does for the configurations of the default run."""
+    return tiny_runs(tmp_path_factory.mktemp("configs"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def more_traces(tmp_path_factory):
+    """What `tiny_runs` does for the other configurations."""
+    return tiny_runs(tmp_path_factory.mktemp("more_configs"), [name for name in FULL_SIZE if name not in QUICK])
+
+
+def tiny_runs(folder, names):
     """The tiny preset of each configuration as it is, at context parallel size 2, and at 1: two launches."""
-    folder = tmp_path_factory.mktemp("configs")
 
     def tiny(name, job, *overrides):
         return flags(name, "cpu", "preset=tiny", "megatron.num_workers=0", f"launch.run_dir={folder / job}", *overrides)[1]
 
-    train(2, {name: tiny(name, name) for name in FULL_SIZE}, folder, [], data=dict.fromkeys(FULL_SIZE, "documents"))
+    train(2, {name: tiny(name, name) for name in names}, folder, [], data=dict.fromkeys(names, "documents"))
     one = "parallel.context_parallel_size=1"
-    baselines = {f"{name}-cp1": tiny(name, f"{name}-cp1", one, *BASELINE[name]) for name in FULL_SIZE}
+    baselines = {f"{name}-cp1": tiny(name, f"{name}-cp1", one, *BASELINE[name]) for name in names}
     train(1, baselines, folder, [], data=dict.fromkeys(baselines, "documents"))
     return folder
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FULL_SIZE if name not in QUICK])
+def test_more_train_as_without_context_parallelism(more_traces, name):
+    test_tiny_trains_as_without_context_parallelism(more_traces, name)
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_tiny_trains_as_without_context_parallelism(traces, name):
     ours, theirs = trace(traces, name), trace(traces, f"{name}-cp1")
     assert list(ours) == list(theirs) == [1, 2, 3, 4, 5]

@@ -99,6 +99,7 @@ def test_a_lost_rank_then_ctrl_c(job, tmp_path):
     assert "Traceback" not in text and not (tmp_path / "run" / "DONE").exists()
 
 
+@pytest.mark.slow
 def test_torchrun(job, tmp_path):
     shown = subprocess.check_output([*job, "--dry-run"], env=environment(), text=True, stderr=subprocess.DEVNULL)
     text, code = interrupted(shlex.split(shown), tmp_path / "run")

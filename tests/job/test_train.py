@@ -114,6 +114,7 @@ def test_train_and_resume_at_another_size(folder):
     assert (corpus / "train.bin").stat().st_mtime_ns == built and list((folder / "corpora").iterdir()) == [corpus]
 
 
+@pytest.mark.slow
 def test_failure_of_a_rank_is_one_line_and_the_exit_code(folder):
     done = train(folder, **{"megatron.train_iters": 1, "megatron.make_vocab_size_divisible_by": 0})
     assert done.returncode == 1

@@ -347,12 +347,12 @@ def sizes(tp=1, pp=1, cp=1):
 
 FAST = {
     "cp4_balanced": [*DOCUMENTS, *sizes(cp=4), *BALANCED, *TWO_ROWS],
-    "tp2cp2": DOCUMENTS + sizes(tp=2, cp=2),
-    "pp4_recomputed": DOCUMENTS + sizes(pp=4) + RECOMPUTE,
     "pp2cp2_virtual_recomputed": DOCUMENTS + sizes(pp=2, cp=2) + RECOMPUTE + VIRTUAL,
     "inter_document_cp4": [SCRIPT, *INTER, *sizes(cp=4), *TWO_ROWS],
 }
 SLOW = {
+    "tp2cp2": DOCUMENTS + sizes(tp=2, cp=2),
+    "pp4_recomputed": DOCUMENTS + sizes(pp=4) + RECOMPUTE,
     "cp4": DOCUMENTS + sizes(cp=4),
     "cp4_ring_route": [*DOCUMENTS, *sizes(cp=4), "--cp-ring-route", "ring"],
     "pp2cp2_balanced": DOCUMENTS + sizes(pp=2, cp=2) + BALANCED + RECOMPUTE,

@@ -106,6 +106,7 @@ def test_help_of_the_gpt_entry_lists_cp_ring_first():
     assert 0 < shown.index("--cp-ring-kernel KERNEL") < shown.index("--num-layers") < shown.index("--lr ")
 
 
+@pytest.mark.slow
 def test_help_of_a_script_follows_the_usage_of_cp_ring_run():
     done = launch_alone("cp_ring.run", SCRIPT, "--help")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -115,6 +116,7 @@ def test_help_of_a_script_follows_the_usage_of_cp_ring_run():
     assert shown.count("--cp-ring-kernel KERNEL") == 1  # the script's own help does not repeat them
 
 
+@pytest.mark.slow
 def test_help_of_a_script_that_fails_lists_the_flags(tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit('no help here')")

@@ -12,11 +12,10 @@ from tests.parity.models import MODELS, SPLITS, Model
 PART = {
     "cp4": "mtp_uneven_loss_mask,packed_thd_tail",
     "a2a+p2p": "packed_thd",
-    "relay": "window_on_alternate_layers",
-    "tp2cp2": "learnable_sinks,moe,moe_sequence_parallel",
-    "pp2cp2": "hybrid_model,document_mask_balanced",
+    "tp2cp2": "moe_sequence_parallel",
+    "pp2cp2": "mla_latent_wire",
 }
-PLANTED = ("packed_thd", "uneven_loss_mask")
+PLANTED = ("packed_thd",)
 
 
 def named(names: str, split: str, planted: bool = False) -> list[Cell]:

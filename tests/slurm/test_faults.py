@@ -190,6 +190,7 @@ printf '%s\\0' "$@" >"$folder/words.$RANK"
 """
 
 
+@pytest.mark.slow
 def test_hostile_names_through_slurm(cluster):
     """What ranks are started with, and where Slurm writes; a stand-in for their Python notes it down."""
     fake = cluster.folder / "python"
