@@ -29,7 +29,7 @@ LONG = (
     "tests/megatron/test_certificate.py",
     "pool",
     "tests/megatron/test_recompute.py",
-    "test_jobs_recover_from_a_kill_and_a_full_disk",
+    "test_jobs_recover_from_a_kill",
     "test_an_unmodified_script_trains_with_ring_attention",
     "tests/job/test_configs.py",
     "test_error_over_that_of_one_call",

@@ -38,7 +38,7 @@ def layouts(mask: Mask, cp: int) -> dict[str, Layout]:
 SCHEDULES = [("direct", "ring"), ("direct", "gather"), ("direct", (0, 1, 2, 2)), ("ring", "ring"), ("ring", (0, 1, 1, 2))]
 
 
-QUICK = [("direct", (0, 1, 2, 2)), ("ring", (0, 1, 1, 2))]
+QUICK = [("ring", (0, 1, 1, 2))]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from cp_ring.bench import host
@@ -12,6 +13,7 @@ from cp_ring.cli import app
 from cp_ring.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_command_gives_a_row_for_each_pass_and_version(monkeypatch):
     monkeypatch.setattr(host, "_ROUNDS", 1)
     checkout = str(Path(__file__).parents[2])

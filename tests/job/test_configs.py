@@ -14,7 +14,7 @@ from cp_ring.job import command_line, config
 from tests.megatron.launch import trace, train
 
 FULL_SIZE = tuple(name for name in config.packaged() if name != "quickstart")
-QUICK = ("gpt-oss-style", "deepseek-style-mla-moe", "packed-sft-64k")
+QUICK = ("gpt-oss-style", "packed-sft-64k")
 STOCK = ["cp_ring.enabled=false"]
 REFERENCE = ["cp_ring.kernel=reference"]  # where stock attention has no such model on the CPU
 BASELINE = {

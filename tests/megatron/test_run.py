@@ -58,6 +58,7 @@ def test_without_its_flags_nothing_is_changed(tmp_path):
     assert not (tmp_path / "kept").exists()
 
 
+@pytest.mark.slow
 def test_a_run_directory_is_kept_and_marked_at_the_end(tmp_path):
     """DONE is there where the last step was done and the script ended well; a line per step in any case."""
     ending = "import runpy, sys\nrunpy.run_path({!r}, run_name='__main__')\nsys.exit({})\n"

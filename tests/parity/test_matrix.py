@@ -10,7 +10,7 @@ from tests.parity.matrix import Cell, Verdict
 from tests.parity.models import MODELS, SPLITS, Model
 
 PART = {
-    "cp4": "mtp_uneven_loss_mask,packed_thd_tail",
+    "cp4": "mtp_uneven_loss_mask",
     "a2a+p2p": "packed_thd",
     "tp2cp2": "moe_sequence_parallel",
     "pp2cp2": "mla_latent_wire",
