@@ -12,6 +12,7 @@ Tensors have tokens first: k [s, b, g, d], v [s, b, g, e].
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -104,12 +105,12 @@ class Plain:
         return GradStream(rank_plan, updates.keys, transport, self._k, self._v, wire_dtype)
 
 
-class Decoding(Plain):
+class Decoding(Plain, ABC):
     """Base of codecs that decode what a hop receives into a buffer of their own, as large as a slot of plain keys."""
 
+    @abstractmethod
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
         """Writes the keys and values of all tokens of `coded` to k [n, b, g, d] and v [n, b, g, e]."""
-        raise NotImplementedError
 
     def keys(
         self, rank_plan: RankPlan, hops: Sequence[Hop], transport: Transport | None, num_slots: int, backward: bool = False
@@ -142,13 +143,13 @@ class Quantized(Decoding):
     largest: float
     """The largest code."""
 
+    @abstractmethod
     def codes(self, x: Tensor) -> Tensor:
         """Codes of float32 x within [-largest, largest], one byte an element; may change x."""
-        raise NotImplementedError
 
+    @abstractmethod
     def values(self, codes: Tensor) -> Tensor:
         """The codes in a dtype that converts to numbers."""
-        raise NotImplementedError
 
     def encode(self) -> Buffer:
         """Codes [s, b, g, d + e] and scales [s, b, g, 2], float32."""

@@ -18,7 +18,7 @@ TOKENS = st.integers(1, 1 << 20)
 
 
 def class_of(tokens: int) -> int:
-    """The number of tokens for which TransformerEngine builds a graph that serves so many."""
+    """The number of tokens for which TransformerEngine builds the graph that it uses for so many."""
     power = 1 << math.ceil(math.log2(tokens))
     return max(power, 1024) if power <= 32768 else math.ceil(tokens / 32768) * 32768
 
