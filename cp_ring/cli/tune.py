@@ -40,12 +40,12 @@ def tune_command(
     ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.", rich_help_panel=_MACHINES)] = 8,
     rates: Annotated[
         str,
-        typer.Option(metavar="NAME|FILE", help=f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has "
-                     "written.", rich_help_panel=_MACHINES),
+        typer.Option(metavar="NAME|FILE", help=f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight "
+                     "has written.", rich_help_panel=_MACHINES),
     ] = next(iter(NAMED)),
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of a GPU.", rich_help_panel=_MACHINES)] = "80GB",
     seq_length: Annotated[
-        int | None, typer.Option(help="Tokens of a batch row, instead of the configuration's.", rich_help_panel=_SEARCH, **_TOKENS)
+        int | None, typer.Option(help="Tokens of a batch row, if not the configuration's.", rich_help_panel=_SEARCH, **_TOKENS)
     ] = None,
     lengths: Annotated[
         str | None,
@@ -202,12 +202,12 @@ def _way(result: TuneResult, way: Tuned) -> dict[str, Any]:
 def _print(result: TuneResult, title: str) -> None:
     console = Console()
     ways = [way for way, _ in result.best]
-    table = Table(title=f"{title}: predicted, not measured", box=SIMPLE_HEAD)
-    table.add_column("")
+    table = Table(title=f"{title}: predicted, not measured", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("", min_width=26)
     for number in range(1, len(ways) + 1):
         table.add_column(str(number), justify="right")
     lines = {
-        "tp, cp, pp, dp": [", ".join(map(str, way.sizes)) for way in ways],
+        **{name: [str(getattr(way.sizes, name)) for way in ways] for name in ("tp", "cp", "pp", "dp")},
         "attention": [way.attention.shape.name for way in ways],
         "wire": [way.attention.wire for way in ways],
         "layout": [way.attention.layout for way in ways],
@@ -218,9 +218,10 @@ def _print(result: TuneResult, title: str) -> None:
     }
     for name, cells in lines.items():
         table.add_row(name, *cells)
-    for title_of, amounts, unit in (("step, s", [way.seconds for way in ways], 1.0), ("memory, GB", [way.memory for way in ways], 1e9)):
+    seconds, memory = [way.seconds for way in ways], [way.memory for way in ways]
+    for header, amounts, unit in (("step, s", seconds, 1.0), ("memory, GB", memory, 1e9)):
         table.add_section()
-        table.add_row(title_of, *(f"{sum(items.values()) / unit:,.2f}" for items in amounts), style="bold")
+        table.add_row(header, *(f"{sum(items.values()) / unit:,.2f}" for items in amounts), style="bold")
         for name in dict.fromkeys(name for items in amounts for name in items):
             table.add_row(f"  {name}", *(f"{items[name] / unit:,.2f}" if items.get(name) else "" for items in amounts))
     console.print(table)

@@ -54,8 +54,8 @@ class Request:
 class TuneResult:
     """The best ways to run a job, the fastest first, each with its job; and what led to them.
 
-    rejected: names of ways that are faster but that Megatron rejects, with its words. by_cp: the best way of each context-parallel
-    size, or the least memory that any needs where none fits.
+    rejected: names of ways that are faster but that Megatron rejects, with its words. by_cp: the best way of each
+    context-parallel size, or the least memory that any needs where none fits.
     """
 
     best: list[tuple[Tuned, JobConfig]]
@@ -152,7 +152,7 @@ def _with_length(job: JobConfig, request: Request) -> JobConfig:
 
 def _alone(job: JobConfig) -> JobConfig:
     """The job on one rank, whose arguments have the sizes of the model."""
-    one = {name: 1 for name in type(job.parallel).model_fields}
+    one = dict.fromkeys(type(job.parallel).model_fields, 1)
     simple = {"heads": 1, "route": "direct", "schedule": "auto", "wire": "auto", "node_size": 0}
     absent = dict.fromkeys((*_SAYS_THE_SAME, "sequence_parallel"))
     return _changed(job, megatron=absent, parallel=one, cp_ring=simple, launch={"nnodes": 1})

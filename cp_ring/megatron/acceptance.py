@@ -89,7 +89,8 @@ def model_sizes(args: argparse.Namespace, windows: tuple[tuple[tuple[int, int], 
     """
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path"):
         if getattr(args, name, None):
-            raise ConfigError(f"cp-ring tune knows models of attention layers alone: --{name.replace('_', '-')} is not among them")
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"cp-ring tune knows models of attention layers alone: leave out {flag}")
     heads, latent = int(args.num_attention_heads), None
     groups = args.num_query_groups if args.group_query_attention else heads
     width = value_width = args.kv_channels or args.hidden_size // heads

@@ -10,7 +10,7 @@ from cp_ring.plan.wires import LatentSizes
 
 
 class Experts(NamedTuple):
-    """Experts of a model: so many in each of `layers` layers, of which a token takes `top_k`; feed-forward widths; parallel size."""
+    """Experts of a model: so many in each of `layers` layers, of which a token takes `top_k`; widths; parallel size."""
 
     count: int
     layers: int

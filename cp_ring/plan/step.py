@@ -219,6 +219,6 @@ def step_memory(
         "logits": 0.0 if first else logits,
         "attention: receive buffers": float(slots),
         "attention: sums and gradients": float(sums),
-        "CUDA, NCCL, fragmentation (assumed)": float(RESERVED_BYTES),
+        "CUDA, NCCL, fragmentation": float(RESERVED_BYTES),
     }
     return found
