@@ -46,7 +46,6 @@ def test_the_table_names_reasons_and_assumptions():
     assert done.exit_code == 0, done.output
     for words in (
         "predicted, not measured",
-        "tp, cp, pp, dp",
         "tokens/s/GPU",
         "Why tp 1 x cp",
         "Assumed:",
