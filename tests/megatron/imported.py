@@ -13,6 +13,7 @@ with warnings.catch_warnings(), functions_uncompiled():
     warnings.simplefilter("ignore")
     import megatron.core.tokenizers.text
     import megatron.training.training  # noqa: F401
+    import torch._dynamo  # noqa: F401  # the patch cpu_runtime sets its stance, in every rank
     from megatron.training.arguments import add_megatron_arguments
 
     import cp_ring.megatron.certificate.certify
