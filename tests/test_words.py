@@ -27,8 +27,11 @@ BATCH_ROWS = {
     "cp_ring/plan/ring_plan.py": r"layout\.rows",
     "cp_ring/plan/shapes.py": r"layout\.rows",
     "cp_ring/plan_cache.py": r"layout\.rows|`batch` rows",
-    # Packing makes batch rows.
+    # Packing makes batch rows, and the order of microbatches deals them out.
     "cp_ring/plan/packing.py": "",
+    "cp_ring/plan/microbatches.py": "",
+    "cp_ring/megatron/microbatches.py": "",
+    "patches/microbatch_order.py": "",
     "cp_ring/megatron/sft.py": "",
     # The key of the results in the JSON output, which scripts read.
     "cp_ring/cli/bench_accuracy.py": r'"rows": results',

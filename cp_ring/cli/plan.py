@@ -286,7 +286,8 @@ def make_rates(
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{option} {value:g}: it must be a number above 0")
     found = RATES if path is None else read_rates(path)
-    return replace(found, **{name: value * unit for name, (_, value, unit) in options.items() if value is not None})
+    given: dict[str, Any] = {name: value * unit for name, (_, value, unit) in options.items() if value is not None}
+    return replace(found, **given)
 
 
 def _parse_heads(text: str) -> int | str:
