@@ -48,7 +48,8 @@ from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.cost import AttentionSizes
-from cp_ring.plan.heads import HeadPlan, HeadRankPlan, split_heads
+from cp_ring.plan.head_split import split_heads
+from cp_ring.plan.heads import HeadPlan, HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan

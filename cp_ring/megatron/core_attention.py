@@ -184,7 +184,7 @@ class RingDotProductAttention(MegatronModule):
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         with timing.waiting_for_plan():
-            return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
+            return wait_for(documents.prepare(rank, self.window, mask == "causal", route=used.route, **shape._asdict()))
 
     def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout:
         """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in their batch rows."""

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,12 @@ def test_times_are_those_of_the_model(monkeypatch):
     assert set(record["wire_gb_s"]) == {INSIDE, "between nodes"} and record["wire_at_least"] == []
     assert "timing of step 1: attention" in found.line() and "GB/s inside nodes" in found.line()
     assert "cp" not in " ".join(found.scalars())
+
+
+def test_the_wire_is_shown_beside_what_is_possible(monkeypatch):
+    ring = VirtualRing(2, lambda _: 1.0, lambda *_: 1.0, monkeypatch)
+    found = replace(group_findings(1, ring.sample(1, calls=1)), possible={INSIDE: 2.5e9})
+    assert " of 2.5 GB/s inside nodes" in found.line() and found.record()["wire_possible_gb_s"] == {INSIDE: 2.5}
 
 
 def test_hidden_messages_give_a_lower_limit_of_the_wire(monkeypatch):
