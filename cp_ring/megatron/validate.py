@@ -423,7 +423,7 @@ def check_microbatches(args: argparse.Namespace, config: ContextParallelConfig) 
         )
     if not args.calculate_per_token_loss:
         raise ConfigError(
-            f"{flag} needs --calculate-per-token-loss: a mean of the means of microbatches depends on which rows share one"
+            f"{flag} needs --calculate-per-token-loss: a mean of the means of microbatches depends on which batch rows share one"
         )
     if args.dataloader_type not in (None, "single", "cyclic"):
         raise ConfigError(f"{flag} does not support --dataloader-type {args.dataloader_type}: give single or cyclic")
