@@ -157,7 +157,7 @@ JOBS = {
         "script_pp2cp2": [SCRIPT, *SFT, *FILL, *sizes(pp=2, cp=2)],
         "cp4": [*SFT, *FILL, *sizes(cp=4)],
         "dp2cp2": [*SFT, *FILL, *sizes(cp=2), "--use-distributed-optimizer"],
-        "dp2cp2_dealt": [*SFT, *FILL, *DEALT, *sizes(cp=2), "--use-distributed-optimizer", "--num-workers", "1"],
+        "dp2cp2_dealt": [*SFT, *FILL, *DEALT, *sizes(cp=2), "--use-distributed-optimizer"],
         "pp2cp2_dealt": [*SFT, *FILL, *DEALT, *sizes(pp=2, cp=2)],
         "pp2cp2": [*SFT, *FILL, *sizes(pp=2, cp=2)],
         "tp2cp2": [*SFT, *FILL, *sizes(tp=2, cp=2)],
