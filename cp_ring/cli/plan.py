@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.bench import samples
-from cp_ring.cli import job_plan
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
@@ -50,17 +49,6 @@ _MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS"
 
 def plan_command(
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.", rich_help_panel=_LAYOUT)],
-    job: Annotated[
-        str | None,
-        typer.Argument(metavar="[JOB]", is_eager=True, callback=job_plan.take,
-                       help="A job's YAML file, or the name of a packaged one: options that are not given are those of its first "
-                       "attention layer."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="A.B=C", is_eager=True, callback=job_plan.take,
-                     help="Override a key of JOB, or preset=NAME. Repeatable."),
-    ] = None,
     seq_length: Annotated[
         int | None,
         typer.Option(help="Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. Some masks "
@@ -285,9 +273,8 @@ def make_rates(
     for option, value, _ in options.values():
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{option} {value:g}: it must be a number above 0")
-    found = RATES if path is None else read_rates(path)
     given: dict[str, Any] = {name: value * unit for name, (_, value, unit) in options.items() if value is not None}
-    return replace(found, **given)
+    return replace(RATES if path is None else read_rates(path), **given)
 
 
 def _parse_heads(text: str) -> int | str:

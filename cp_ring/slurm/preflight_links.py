@@ -22,6 +22,7 @@ from cp_ring.slurm.preflight_checks import Facts
 
 if TYPE_CHECKING:
     from cp_ring.plan.ranges import Ints
+
 TIMEOUT_S = 25
 LINKS_S = 12.0
 """Seconds after which no round begins."""
@@ -29,8 +30,8 @@ MEASURED_HOPS = 16
 _MESSAGE = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}  # bytes
 
 
-def measure_links(job: JobConfig, rank: int, size: int, store: Any, facts: Facts) -> None:
-    """Fills in `facts.links` and `facts.pairs`, where the job has hops. All ranks call this together."""
+def measure_links(job: JobConfig, size: int, store: Any, facts: Facts) -> None:
+    """Fills in `facts.links` and `facts.pairs` of one of `size` ranks, where the job has hops. All ranks call this together."""
     import torch.distributed as dist
 
     tp, cp = job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size
@@ -40,12 +41,12 @@ def measure_links(job: JobConfig, rank: int, size: int, store: Any, facts: Facts
     dist.init_process_group(
         "nccl" if gpu else "gloo",
         store=dist.PrefixStore("links", store),
-        rank=rank,
+        rank=facts.rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=TIMEOUT_S),
     )
     groups = context_groups(tp, cp, size)
-    facts.links, facts.pairs = measure(groups, rank, "cuda" if gpu else "cpu")
+    facts.links, facts.pairs = measure(groups, facts.rank, "cuda" if gpu else "cpu")
     dist.destroy_process_group()
 
 
