@@ -27,11 +27,8 @@ BATCH_ROWS = {
     "cp_ring/plan/ring_plan.py": r"layout\.rows",
     "cp_ring/plan/shapes.py": r"layout\.rows",
     "cp_ring/plan_cache.py": r"layout\.rows|`batch` rows",
-    # Packing makes batch rows, and the order of microbatches deals them out.
+    # Packing makes batch rows.
     "cp_ring/plan/packing.py": "",
-    "cp_ring/plan/microbatches.py": "",
-    "cp_ring/megatron/microbatches.py": "",
-    "patches/microbatch_order.py": "",
     "cp_ring/megatron/sft.py": "",
     # Microbatches are made of batch rows.
     "cp_ring/plan/microbatches.py": "",
