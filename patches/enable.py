@@ -51,7 +51,9 @@ def enable(
             raise ConfigError(f"{used.flag(name)} ({name}=) needs a job of flags: {why}")
     for name in ("route", "heads"):
         if getattr(used, name) == AUTO:
-            raise ConfigError(f"{used.flag(name)} auto ({name}='auto') needs a job of flags, from which the shape is chosen: name one")
+            raise ConfigError(
+                f"{used.flag(name)} auto ({name}='auto') needs a job of flags, from which the shape is chosen: name one"
+            )
     check_version(core_alone=True)
     for name in _wanted(used):
         patches.get(name).apply()
