@@ -146,9 +146,8 @@ def _documents(job: JobConfig, spec: str | None, seq_length: int | None, seed: i
     if chosen.partition(":")[0] in ("preset", "lognormal"):
         return [samples.lengths(chosen, n, seed + draw) for draw in range(DRAWN)], f"{origin}, packed into {n:,} tokens"
     known, rng = samples.lengths(chosen, None, seed), np.random.default_rng(seed)
-    drawn = [rng.choice(known, math.ceil(4 * n / known.mean()) + 64) for _ in range(DRAWN)]
-    ends = [np.cumsum(row) for row in drawn]
-    return [np.diff([0, *row[row < n], n]) for row in ends], f"drawn from {origin}, packed into {n:,} tokens"
+    drawn = [np.cumsum(rng.choice(known, math.ceil(4 * n / known.mean()) + 64)) for _ in range(DRAWN)]
+    return [np.diff([0, *ends[ends < n], n]) for ends in drawn], f"drawn from {origin}, packed into {n:,} tokens"
 
 
 def _write(path: str, job: JobConfig, source: str) -> None:

@@ -95,8 +95,9 @@ def read(path: str) -> Rates:
         raise PlanError(f"--rates {path}: cannot be read: {error.strerror}") from None
     except ValueError:
         raise PlanError(f"--rates {path}: not valid JSON") from None
-    given = {key: found.get(key) for key in _IN_FILE} if isinstance(found, dict) else {}
-    given = {key: value for key, value in given.items() if value is not None}
+    given: dict[str, Any] = {}
+    if isinstance(found, dict):
+        given = {key: found[key] for key in _IN_FILE if found.get(key) is not None}
     if not given:
         raise PlanError(f"--rates {path}: it has none of {', '.join(_IN_FILE)}, as `cp-ring bench rates --json` prints them")
     for key, value in given.items():

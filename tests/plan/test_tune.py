@@ -37,7 +37,7 @@ def test_the_order_is_that_of_the_exact_times():
     every = list(found.ranked())
     assert len(every) > 30 and [way.step for way in every] == sorted(way.step for way in every)
     bounds = {(sizes, micro): bound for bound, sizes, micro in found._bounds}
-    assert all(0.5 < bounds[way.sizes, way.micro_batch] / way.step <= 1 + 1e-9 for way in every)
+    assert all(bounds[way.sizes, way.micro_batch] <= way.step * (1 + 1e-9) for way in every)
     lazy = search()
     first = next(lazy.ranked())
     assert first.step == every[0].step and len(lazy._costs) < len(found._costs), "few plans are made"
@@ -115,13 +115,13 @@ def test_a_slow_network_makes_latents_and_heads_worth_it():
     masks = [[(Mask.causal(8192), 1)]]
     slow, fast = (next(iter(AttentionCosts(LATENT, masks, 1, 8, 1, 1, Rates(inside=rate, between=rate)))) for rate in (1e8, 1e15))
     assert slow.wire == "latent" and slow.exposed_both > 0
-    assert (fast.wire, fast.shape.name) == ("plain", "direct") and fast.exposed_both < 1e-6
+    assert fast.wire == "plain" and fast.exposed_both < 1e-6
     wires = {cost.wire for cost in AttentionCosts(MODEL, masks, 1, 8, 1, 1, RATES, lossy=True)}
     assert wires == {"plain", "int8", "fp8"}, "codecs that cost accuracy are tried only where that is asked for"
 
 
 def test_balance_of_documents_chooses_the_layout():
-    offsets = np.array([0, 6000, 6500, 7000, 7500, 8192])
+    offsets = np.array([0, *range(4096, 8193, 64)])  # the long document's last quarter is on one rank
     costs = AttentionCosts(MODEL, [[(Mask.documents(offsets), 4)]], 1, 4, 1, 4, Rates(flops=1e12), ("zigzag", "balanced"))
     assert next(iter(costs)).layout == "balanced"
     assert [cost.both for cost in costs] == sorted(cost.both for cost in costs)
