@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cp_ring.cli.options import AsJson
+
 
 def compare_job_command(
     config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one (quickstart).")],
@@ -19,7 +21,7 @@ def compare_job_command(
     out: Annotated[
         Path | None, typer.Option(metavar="PATH", help="An empty folder for both; default: the run directory with -compare.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a job for some steps with cp_ring and without it, and show losses, speed, memory and waiting side by side.
 
