@@ -10,8 +10,12 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import program
 from cp_ring.megatron.compat import check_version
 from cp_ring.megatron.settings import configure
+from cp_ring.plan.shapes import AUTO
 
-_FLAGS_ALONE = {"run_dir": "steps.jsonl is written by Megatron's own training loop"}
+_FLAGS_ALONE = {
+    "run_dir": "steps.jsonl is written by Megatron's own training loop",
+    "balance_microbatches": "batch rows are dealt out by Megatron's own data loaders",
+}
 
 
 def enable(
@@ -48,6 +52,11 @@ def enable(
     for name, why in _FLAGS_ALONE.items():
         if getattr(used, name):
             raise ConfigError(f"{used.flag(name)} ({name}=) needs a job of flags: {why}")
+    for name in ("route", "heads"):
+        if getattr(used, name) == AUTO:
+            raise ConfigError(
+                f"{used.flag(name)} auto ({name}='auto') needs a job of flags, from which the shape is chosen: name one"
+            )
     check_version(core_alone=True)
     for name in _wanted(used):
         patches.get(name).apply()

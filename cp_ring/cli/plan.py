@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.bench import samples
+from cp_ring.cli import job_plan
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
@@ -49,6 +50,17 @@ _MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS"
 
 def plan_command(
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.", rich_help_panel=_LAYOUT)],
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", is_eager=True, callback=job_plan.take,
+                       help="A job's YAML file, or the name of a packaged one: options that are not given are those of its first "
+                       "attention layer."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", is_eager=True, callback=job_plan.take,
+                     help="Override a key of JOB, or preset=NAME. Repeatable."),
+    ] = None,
     seq_length: Annotated[
         int | None,
         typer.Option(help="Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. Some masks "

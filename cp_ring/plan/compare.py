@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.cost import AttentionSizes, Crossing, crossing
-from cp_ring.plan.heads import HeadPlan, plan_of, split_heads
+from cp_ring.plan.head_split import split_heads
+from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
@@ -109,7 +110,7 @@ def compare(lengths: Ints, cp: int, layer: Layer, hybrid: Groups | None = None, 
     weighed = Layout.balanced(mask, cp, token_work=layer.token_flops / layer.pair_flops)
     found.append(_planned("balanced, weighed", plan_of(mask, weighed, node_size=node), layer))
     if 1 < node < cp:
-        relayed = plan_of(mask, balanced, "relay", slot_shards=max(4, node), node_size=node)
+        relayed = plan_of(mask, balanced, route="relay", slot_shards=max(4, node), node_size=node)
         found.append(_planned("balanced, relay", relayed, layer))
     heads = min(node, cp)
     if heads > 1 and layer.sizes.heads % heads == 0:

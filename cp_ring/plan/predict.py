@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.cost import AttentionSizes, Cost, RankUpdates, accumulator_bytes, cost, exchanged, rank_updates, work_of_hops
-from cp_ring.plan.heads import HeadPlan, split_heads
+from cp_ring.plan.head_split import split_heads
+from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles

@@ -79,6 +79,23 @@ def test_json_has_its_keys() -> None:
     assert facts["bytes_in_per_rank"] == facts["bytes_out_per_rank"]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("gemma-style-window --set parallel.context_parallel_size=4", {"cp": 4, "n": 131072, "head_parallel": 1, "slots": 2}),
+        ("quickstart --cp 8 --set megatron.cp_comm_type=a2a+p2p --set megatron.hierarchical_context_parallel_sizes=[4,2] "
+         "--set parallel.context_parallel_size=8", {"n": 2048, "head_parallel": 4, "cp": 2}),
+        ("quickstart --seq-length 4096 --set megatron.cp_comm_type=all_gather --set parallel.context_parallel_size=4",
+         {"n": 4096, "schedule": [0, 1, 1, 1]}),
+        ("deepseek-style-mla-moe --layout contiguous --set cp_ring.route=ring", {"route": "ring", "layout": "contiguous"}),
+    ],
+)  # fmt: skip
+def test_the_plan_of_a_job(options: str, expected: dict) -> None:
+    facts = json.loads(CliRunner().invoke(app, ["plan", *options.split(), "--json"]).stdout)
+    assert {name: facts[name] for name in expected} == expected
+    assert len(facts["shapes"]) > 3
+
+
 def test_bytes_between_nodes_by_shape() -> None:
     """Relays, and heads exchanged among a node's ranks, send keys to each other node once; direct once to each rank there."""
     line = ["plan", "--seq-length", "524288", "--cp", "64", "--ranks-per-node", "8", "--kv-heads", "8", "--heads", "64", "--json"]
@@ -245,7 +262,7 @@ def test_registered_layouts_and_routes_can_be_chosen(monkeypatch: pytest.MonkeyP
     assert (facts["layout"], facts["route"], facts["tokens_per_rank"]) == ("striped", "mine", [64] * 4)
     plan = RingPlan.build(Mask.causal(256), striped(Mask.causal(256), 4), "mine")
     plan.verify(rank_plans=True)
-    assert repr(RingPlan.build_rank_plan(plan.mask, plan.layout, 3, "mine")) == repr(plan.rank_plan(3))
+    assert repr(RingPlan.build_rank_plan(plan.mask, plan.layout, 3, route="mine")) == repr(plan.rank_plan(3))
     assert "striped" in str(run("--layout", "spiral").exception) and "mine" in str(run("--route", "scenic").exception)
 
 

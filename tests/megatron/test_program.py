@@ -85,6 +85,9 @@ def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
         enabled(rout="ring")
     with pytest.raises(ConfigError, match=r"--cp-ring-run-dir \(run_dir=\) needs a job of flags"):
         enabled(run_dir="x")
+    for name in ("route", "heads"):
+        with pytest.raises(ConfigError, match=rf"--cp-ring-{name} auto \({name}='auto'\) needs a job of flags"):
+            enabled(**{name: "auto"})
     with pytest.raises(ConfigError, match=r"call cp_ring\.megatron\.enable first"):
         cp_ring.megatron.certify(None, None, None)
     with pytest.raises(AttributeError, match="has no attribute 'enabel'"):
