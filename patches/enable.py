@@ -12,7 +12,10 @@ from cp_ring.megatron.compat import check_version
 from cp_ring.megatron.settings import configure
 from cp_ring.plan.shapes import AUTO
 
-_FLAGS_ALONE = {"run_dir": "steps.jsonl is written by Megatron's own training loop"}
+_FLAGS_ALONE = {
+    "run_dir": "steps.jsonl is written by Megatron's own training loop",
+    "balance_microbatches": "batch rows are dealt out by Megatron's own data loaders",
+}
 
 
 def enable(

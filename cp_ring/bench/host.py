@@ -66,7 +66,8 @@ def measure(repeats: int) -> dict[str, list[float]]:
     transport.post = clock.counting(transport.post)
     n = _CP * _TOKENS
     scheduled = "schedule" in inspect.signature(RingPlan.build).parameters  # older versions have one source a hop
-    plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, _CP), **({"schedule": "ring"} if scheduled else {}))
+    options: Any = {"schedule": "ring"} if scheduled else {}
+    plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, _CP), **options)
     hops = len(plan.rank_plan(_RANK).hops)
     inputs = [torch.zeros(_TOKENS, 1, _HEADS, _SIZE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     dout = torch.zeros_like(inputs[0])

@@ -14,7 +14,7 @@ def bench_lengths(
     seq_length: Annotated[
         int, typer.Option(parser=parse_tokens, metavar="TOKENS", help="Tokens of all documents together.")
     ] = 8192,
-    cp: Annotated[int, typer.Option(min=2, help="Ranks, each with one thread.")] = 4,
+    cp: Annotated[int, typer.Option("--cp", "--ranks", min=2, help="Ranks, each with one thread: at most one a core.")] = 4,
     lengths: Annotated[
         str, typer.Option(metavar="SPEC", help="As in `cp-ring plan`; default: one long document and many short ones.")
     ] = "",

@@ -88,10 +88,11 @@ def check_panel(panel: str, width: float) -> None:
 
 def _title(plan: RingPlan, report: Report, sizes: AttentionSizes, wide: bool) -> str:
     heads = f"{sizes.heads} heads, {sizes.kv_heads} for keys and values, of {sizes.head_dim}, {sizes.dtype}"
+    codec = "" if sizes.wire == "plain" else f", which travels as {sizes.wire}"
     facts = (
         f"{plan.mask.describe()}; {heads}",
         f"{plan.n:,} tokens on {plan.cp} ranks; {plan.layout.name} layout, {plan.route} route, {plan.schedule[-1]} remote hops",
-        f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full ring on the wire",
+        f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full ring on the wire{codec}",
     )
     return f"{facts[0]}; {facts[1]}\n{facts[2]}" if wide else "\n".join(facts)
 

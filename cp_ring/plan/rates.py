@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
+from typing import Any
 
 from cp_ring.errors import PlanError
 
@@ -51,3 +53,30 @@ class Rates:
 
 RATES = Rates()
 """The rates that all predictions assume where none are given."""
+
+_IN_FILE = {"tflops": ("flops", 1e12), "link_gb_s": ("inside", 1e9), "network_gb_s": ("between", 1e9),
+            "memory_gb_s": ("memory", 1e9), "call_us": ("call", 1e-6), "ranks_per_card": ("ranks_per_card", 1)}  # fmt: skip
+
+
+def read(path: str) -> Rates:
+    """The rates of a JSON file, as `cp-ring bench rates --json` prints it and preflight writes it (links.json).
+
+    The file may have any of tflops, memory_gb_s, call_us, link_gb_s (ranks of a node), network_gb_s (other nodes) and
+    ranks_per_card; `RATES` has what it lacks, or has as null. Raises `PlanError` with the reason where the file has no rates.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found: Any = json.load(file)
+    except OSError as error:
+        raise PlanError(f"--rates {path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise PlanError(f"--rates {path}: not valid JSON") from None
+    given: dict[str, Any] = {}
+    if isinstance(found, dict):
+        given = {key: found[key] for key in _IN_FILE if found.get(key) is not None}
+    if not given:
+        raise PlanError(f"--rates {path}: it has none of {', '.join(_IN_FILE)}, as `cp-ring bench rates --json` prints them")
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise PlanError(f"--rates {path}: {key} {value!r}: it must be a number above 0")
+    return Rates(**{_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in given.items()})
