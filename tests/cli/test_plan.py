@@ -82,7 +82,7 @@ def test_json_has_its_keys() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("gemma-style-window --set parallel.context_parallel_size=4", {"cp": 4, "n": 131072, "head_parallel": 1, "slots": 2}),
+        ("gemma-style-window --set parallel.context_parallel_size=4", {"cp": 4, "n": 131072, "head_parallel": 1}),
         ("quickstart --cp 8 --set megatron.cp_comm_type=a2a+p2p --set megatron.hierarchical_context_parallel_sizes=[4,2] "
          "--set parallel.context_parallel_size=8", {"n": 2048, "head_parallel": 4, "cp": 2}),
         ("quickstart --seq-length 4096 --set megatron.cp_comm_type=all_gather --set parallel.context_parallel_size=4",
@@ -325,7 +325,7 @@ def test_bad_input_is_one_line(options: list[str], message: str) -> None:
 
 
 def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
-    def full(*_):
+    def full(*_, **__):
         raise MemoryError("Unable to allocate 1 PiB")
 
     monkeypatch.setattr(RingPlan, "build", full)
