@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring.cli import app, main
-from cp_ring.cli.drawing import draw, idle_times
+from cp_ring.cli.drawing import draw, idle_times, zoomed
 from cp_ring.errors import PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
 from cp_ring.plan.cost import AttentionSizes, Span, between_nodes, cost, timeline
@@ -360,6 +360,13 @@ def test_text_of_pictures_stays_text(tmp_path: Path, cp: int, panel: str) -> Non
     assert "causal, window 100" in text and "32 heads, 8 for keys and values, of 128, bf16" in text
     assert ("TFLOP/s a rank" in text) == (panel != "left"), "rates of the prediction"
     assert ("rank 3" in text) == (cp == 4), "a scale of colors instead of a legend"
+
+
+def test_many_documents_are_drawn_again_larger(tmp_path: Path) -> None:
+    many = Mask.documents([0, *range(10, 400, 13), 400])
+    assert zoomed(many) == (192, 244) and zoomed(Mask.documents([0, 100, 250, 400])) is None and zoomed(Mask.causal(400)) is None
+    draw(RingPlan.build(many, Layout.zigzag(400, 4)), str(tmp_path / "plan.svg"), panel="left", width=8)
+    assert "tokens 192 to 244" in (tmp_path / "plan.svg").read_text()
 
 
 def test_idle_time() -> None:
