@@ -5,7 +5,8 @@ The rates are measured on the same ranks, while all of them work, in the same ro
 rates and shapes alike. The times are medians over the rounds.
 
 Where there are fewer cores than ranks, the ranks take turns. A message is then work of a core like any other: it hides behind
-nothing, and the prediction adds the two up.
+nothing, and the prediction adds the two up. With `cpu` the same is compared in CPU time of the ranks, which other work on the
+machine hardly changes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.plan.cost import AttentionSizes, kernel_calls
@@ -35,7 +35,6 @@ RANKS = 4
 
 _BLOCK = 512  # keys that PyTorch's kernel for the CPU computes at a time
 _TINY = 64  # tokens of a call whose time is what every call loses
-_FREE = {"flops": 1e30, "memory": 1e30, "call": 1e-30}
 _MESSAGE_BYTES = 1 << 21
 
 
@@ -84,6 +83,7 @@ class CheckResult:
     """
 
     cores: int
+    cpu: bool
     rates: Rates
     times: list[dict[str, Any]] = field(default_factory=list)
     spearman: float = 0.0
@@ -109,28 +109,36 @@ def _plan(model: SmallModel, checked: CheckedShape, rates: Rates) -> RingPlan | 
     return planned(Mask.causal(n), Layout.zigzag(n, cp), checked.shape, None, cp, rates)
 
 
-def run(repeats: int, model: SmallModel | None = None) -> CheckResult:
-    """Measures `repeats` rounds on 4 processes of one thread each, and predicts from the rates of the same rounds."""
+def run(repeats: int, model: SmallModel | None = None, cpu: bool = False) -> CheckResult:
+    """Measures `repeats` rounds on 4 processes of one thread each, and predicts from the rates of the same rounds.
+
+    cpu: measure CPU time instead of wall time.
+    """
     model = model or SmallModel()
     shapes, ranks = checked_shapes(model), Ranks(RANKS)
     speeds: list[dict[str, float]] = []
     steps: dict[CheckedShape, list[tuple[float, float]]] = {shape: [] for shape in shapes}
     try:
         for shape in shapes:
-            ranks.run(one_step, RANKS, model, shape, timeout=600)
+            ranks.run(one_step, RANKS, model, shape, cpu, timeout=600)
         for number in range(repeats):
-            of_ranks = ranks.run(measure_speeds, RANKS, model, timeout=600)
+            of_ranks = ranks.run(measure_speeds, RANKS, model, cpu, timeout=600)
             speeds.append({name: median(rank[name] for rank in of_ranks) for name in of_ranks[0]})
             for shape in shapes[number % len(shapes) :] + shapes[: number % len(shapes)]:
-                times = ranks.run(one_step, RANKS, model, shape, timeout=600)
-                steps[shape].append((max(step for step, _ in times), sum(attention for _, attention in times) / RANKS))
+                times = ranks.run(one_step, RANKS, model, shape, cpu, timeout=600)
+                steps[shape].append((sum(step for step, _ in times) / RANKS, sum(attention for _, attention in times) / RANKS))
     finally:
         ranks.close()
-    return judge(model, steps, {name: median(one[name] for one in speeds) for name in speeds[0]}, len(os.sched_getaffinity(0)))
+    found = {name: median(one[name] for one in speeds) for name in speeds[0]}
+    return judge(model, steps, found, len(os.sched_getaffinity(0)), cpu)
 
 
 def judge(
-    model: SmallModel, steps: dict[CheckedShape, list[tuple[float, float]]], speeds: dict[str, float], cores: int
+    model: SmallModel,
+    steps: dict[CheckedShape, list[tuple[float, float]]],
+    speeds: dict[str, float],
+    cores: int,
+    cpu: bool = False,
 ) -> CheckResult:
     """Compares measured times (step, attention) of rounds with predictions from measured speeds."""
     rates = Rates(
@@ -142,9 +150,9 @@ def judge(
         products=speeds["products"] / speeds["flops"],
         block=_BLOCK,
     )
-    result = CheckResult(cores, rates)
+    result = CheckResult(cores, cpu, rates)
     for shape, times in steps.items():
-        attention = predict_attention(model, shape, rates, cores)
+        attention = predict_attention(model, shape, rates, turns=cpu or cores < RANKS)
         step, of_attention = (median(column) for column in zip(*times, strict=True))
         # The other layers of the whole batch, which the ranks share evenly.
         others = 3 * 2 * model.parameters * model.layers * model.tokens / speeds["products"]
@@ -157,21 +165,22 @@ def judge(
     return result
 
 
-def predict_attention(model: SmallModel, checked: CheckedShape, rates: Rates, cores: int) -> float:
-    """Seconds of attention of a step, forward and backward, on one of 4 ranks that share so many cores."""
+def predict_attention(model: SmallModel, checked: CheckedShape, rates: Rates, turns: bool) -> float:
+    """Seconds of attention of a step, forward and backward, on one of 4 ranks, which take turns or have cores of their own."""
     plan, calls = _plan(model, checked, RATES), checked.cp * model.layers  # microbatches x layers
     report = plan.verify(num_slots=plan.cp)
-    if cores >= RANKS:
+    if not turns:
         return calls * predict(plan, report, model.sizes, rates, RANKS).both
     computed = predict(plan, report, model.sizes, replace(rates, inside=1e30, between=1e30), RANKS)
-    moved = predict(plan, report, model.sizes, replace(rates, **_FREE), RANKS)
+    moved = predict(plan, report, model.sizes, replace(rates, flops=1e30, memory=1e30, call=1e-30), RANKS)
     return calls * (computed.both + moved.both)
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Spearman's rank correlation of numbers without ties."""
-    ranks = [np.argsort(np.argsort(numbers)) for numbers in (one, other)]
-    return float(np.corrcoef(ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(numbers)) for numbers in (one, other))
+    n = len(one)
+    return 1 - 6 * float(((first - second) ** 2).sum()) / (n * (n * n - 1))
 
 
 # On a rank
@@ -189,18 +198,23 @@ def _group(cp: int) -> Any:
     return _groups[cp]
 
 
-def one_step(group: Any, model: SmallModel, checked: CheckedShape) -> tuple[float, float]:
+def _clock(cpu: bool) -> Callable[[], float]:
+    return time.process_time if cpu else time.perf_counter
+
+
+def one_step(group: Any, model: SmallModel, checked: CheckedShape, cpu: bool = False) -> tuple[float, float]:
     """Seconds of a step of this rank, and of attention in it."""
+    now = _clock(cpu)
     if checked not in _steps:
-        _steps[checked] = _make_step(model, checked, _group(checked.cp))
+        _steps[checked] = _make_step(model, checked, _group(checked.cp), now)
     dist.barrier(group)
-    begin = time.perf_counter()
+    begin = now()
     attention = _steps[checked]()
     dist.barrier(group)
-    return time.perf_counter() - begin, attention
+    return now() - begin, attention
 
 
-def _make_step(model: SmallModel, checked: CheckedShape, group: Any) -> Callable[[], float]:
+def _make_step(model: SmallModel, checked: CheckedShape, group: Any, now: Callable[[], float]) -> Callable[[], float]:
     """A step of `cp` microbatches, which returns the seconds of attention."""
     torch.manual_seed(0)
     hidden, tokens = model.hidden, model.tokens // checked.cp
@@ -216,10 +230,10 @@ def _make_step(model: SmallModel, checked: CheckedShape, group: Any) -> Callable
         x, layers = inputs, []
         for wide, out, up, down in weights:
             qkv = torch.nn.functional.linear(x, wide).view(1, tokens, 3, model.heads, model.head_dim).unbind(2)
-            cut = [part.detach().requires_grad_() for part in qkv]
-            begin = time.perf_counter()
-            attended = ring_attention(*cut, group, plan=plan)
-            yield time.perf_counter() - begin
+            q, k, v = cut = [part.detach().requires_grad_() for part in qkv]
+            begin = now()
+            attended = ring_attention(q, k, v, group, plan=plan)
+            yield now() - begin
             rest = attended.detach().requires_grad_()
             y = torch.nn.functional.linear(rest.reshape(1, tokens, hidden), out)
             y = torch.nn.functional.linear(torch.relu(torch.nn.functional.linear(y, up)), down)
@@ -228,43 +242,43 @@ def _make_step(model: SmallModel, checked: CheckedShape, group: Any) -> Callable
         gradient = torch.ones_like(x)
         for entered, qkv, cut, attended, rest, y in reversed(layers):
             y.backward(gradient)
-            begin = time.perf_counter()
+            begin = now()
             attended.backward(rest.grad)
-            yield time.perf_counter() - begin
+            yield now() - begin
             torch.autograd.backward(qkv, [part.grad for part in cut])
             gradient = entered.grad if entered.grad is not None else torch.ones_like(entered)
 
     return lambda: sum(sum(microbatch()) for _ in range(checked.cp))
 
 
-def measure_speeds(group: Any, model: SmallModel) -> dict[str, float]:
+def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str, float]:
     """What this rank does in a second while all ranks do the same: flops, products, memory, link; and call, seconds."""
-    sizes, d = model.sizes, model.head_dim
+    sizes, d, now = model.sizes, model.head_dim, _clock(cpu)
     tokens = model.tokens // 2
     whole = RingPlan.build(Mask.full(tokens), Layout.contiguous(tokens, 1))
-    seconds = _median_of(group, _attention(model, whole, None))
+    seconds = _median_of(group, _attention(model, whole, None), now)
     flops = 14.0 * tokens * tokens * sizes.heads * d / seconds
     x, weight = torch.randn(tokens, model.hidden, requires_grad=True), torch.randn(model.ffn, model.hidden, requires_grad=True)
     gradient = torch.ones(tokens, model.ffn)
-    products = _median_of(group, lambda: torch.nn.functional.linear(x, weight).backward(gradient))
+    products = _median_of(group, lambda: torch.nn.functional.linear(x, weight).backward(gradient), now)
     source = torch.zeros(1 << 20)
     target = torch.empty_like(source)
     tiny = RingPlan.build(Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring")
-    of_tiny = _median_of(group, _attention(model, tiny, group))
+    of_tiny = _median_of(group, _attention(model, tiny, group), now)
     return {
         "flops": flops,
         "products": 6.0 * tokens * model.hidden * model.ffn / products,
-        "memory": 2 * source.nbytes / _median_of(group, lambda: target.copy_(source)),
-        "link": _MESSAGE_BYTES / _median_of(group, _neighbors(group)),
+        "memory": 2 * source.nbytes / _median_of(group, lambda: target.copy_(source), now),
+        "link": _MESSAGE_BYTES / _median_of(group, _neighbors(group), now),
         "call": of_tiny / 2 / int(kernel_calls(tiny).max()),
     }
 
 
 def _attention(model: SmallModel, plan: RingPlan, group: Any) -> Callable[[], object]:
     tokens = plan.n // plan.cp
-    parts: list[Tensor] = [torch.randn(1, tokens, model.heads, model.head_dim, requires_grad=True) for _ in range(3)]
+    q, k, v = (torch.randn(1, tokens, model.heads, model.head_dim, requires_grad=True) for _ in range(3))
     gradient = torch.ones(1, tokens, model.heads, model.head_dim)
-    return lambda: torch.autograd.grad(ring_attention(*parts, group, plan=plan), parts, gradient)
+    return lambda: torch.autograd.grad(ring_attention(q, k, v, group, plan=plan), (q, k, v), gradient)
 
 
 def _neighbors(group: Any) -> Callable[[], object]:
@@ -283,12 +297,12 @@ def _neighbors(group: Any) -> Callable[[], object]:
     return exchange
 
 
-def _median_of(group: Any, work: Callable[[], object], repeats: int = 3) -> float:
+def _median_of(group: Any, work: Callable[[], object], now: Callable[[], float], repeats: int = 3) -> float:
     """The median seconds of a call, where all ranks begin together; the first one does not count."""
     times = []
     for _ in range(repeats + 1):
         dist.barrier(group)
-        begin = time.perf_counter()
+        begin = now()
         work()
-        times.append(time.perf_counter() - begin)
+        times.append(now() - begin)
     return median(times[1:])

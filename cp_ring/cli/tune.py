@@ -80,12 +80,17 @@ def tune_command(
                      rich_help_panel=_CHECK),
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of --check.", rich_help_panel=_CHECK)] = 7,
+    cpu_time: Annotated[
+        bool,
+        typer.Option("--cpu-time", help="Compare CPU time in --check, which other work on the machine hardly changes.",
+                     rich_help_panel=_CHECK),
+    ] = False,
 ) -> None:  # fmt: skip
     """Find the fastest ways to run a job on so many GPUs, by the cost model. All times are predicted. Needs no GPU."""
     if check:
         from cp_ring.cli.tune_check import check_command
 
-        check_command(repeats, as_json)
+        check_command(repeats, as_json, cpu_time)
         return
     if config is None or gpus is None:
         raise PlanError("cp-ring tune needs a configuration and --gpus, as in: cp-ring tune llama3-8b-128k --gpus 64")

@@ -13,18 +13,19 @@ SPEARMAN, ERROR = 0.8, 0.25
 """What the model promises on an idle machine."""
 
 
-def check_command(repeats: int, as_json: bool) -> None:
+def check_command(repeats: int, as_json: bool, cpu: bool) -> None:
     """Prints the comparison. Exit code 1 where the model does not hold what it promises."""
     from cp_ring.bench.machine import facts
     from cp_ring.bench.tune_check import RANKS, run
 
-    result = run(repeats)
+    result = run(repeats, cpu=cpu)
     good = result.spearman >= SPEARMAN and result.error < ERROR
     if as_json:
         typer.echo(json.dumps({**facts(), **asdict(result), "holds": good}))
         raise typer.Exit(0 if good else 1)
     console = Console()
-    table = Table(title=f"a small model on {RANKS} ranks, ms: a step, and attention in it")
+    clock = "CPU time of a rank" if cpu else "time"
+    table = Table(title=f"a small model on {RANKS} ranks, {clock} in ms: a step, and attention in it")
     table.add_column("shape", no_wrap=True)
     for name in ("step", "predicted", "attention", "predicted", "error"):
         table.add_column(name, justify="right")
@@ -33,7 +34,7 @@ def check_command(repeats: int, as_json: bool) -> None:
         error = one["predicted_attention_s"] / one["attention_s"] - 1
         table.add_row(one["name"], *(f"{1e3 * one[name]:,.0f}" for name in columns), f"{error:+.0%}")
     console.print(table)
-    turns = "; they take turns, so messages hide behind nothing" if result.cores < RANKS else ""
+    turns = "; they take turns, so messages hide behind nothing" if cpu or result.cores < RANKS else ""
     rates = result.rates
     console.print(
         f"{result.cores} cores for {RANKS} ranks{turns}. Measured while all ranks work: {rates.flops / 1e9:.3g} GFLOP/s in "

@@ -127,7 +127,8 @@ def _rejection(job: configs.JobConfig) -> str:
 
 def train(path: Path) -> int:
     """Runs `cp-ring train` of a file in a process of its own, whose output goes to standard error. Returns the exit code."""
-    return subprocess.run([sys.executable, "-m", "cp_ring.cli", "train", str(path)], stdout=sys.stderr).returncode
+    standard_error = 2  # the number of its file, because a caller may have replaced the object
+    return subprocess.run([sys.executable, "-m", "cp_ring.cli", "train", str(path)], stdout=standard_error).returncode
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def _notes(setup: TrainingSetup, args: argparse.Namespace, request: Request) -> 
     rates, experts = setup.rates, setup.model.experts
     yield (
         f"a rank computes {rates.flops / 1e12:.3g} TFLOP/s in attention and {rates.flops * rates.products / 1e12:.3g} in matrix "
-        f"products, moves {rates.memory / 1e9:,.3g} GB/s in memory, {rates.inside / 1e9:.3g} GB/s inside a node of "
+        f"products, moves {rates.memory / 1e9:,.0f} GB/s in memory, {rates.inside / 1e9:.3g} GB/s inside a node of "
         f"{setup.ranks_per_node} and {setup.link(setup.ranks_per_node + 1) / 1e9:.3g} GB/s between nodes"
     )
     if request.documents:

@@ -126,7 +126,7 @@ def _experts(args: argparse.Namespace) -> Experts | None:
     frequency = args.moe_layer_freq
     with_experts = sum(frequency) if isinstance(frequency, list) else len(range(0, args.num_layers, frequency or 1))
     return Experts(
-        count=args.num_experts,
+        number=args.num_experts,
         layers=with_experts,
         top_k=args.moe_router_topk,
         width=args.moe_ffn_hidden_size or args.ffn_hidden_size,

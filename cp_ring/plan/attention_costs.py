@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from typing import NamedTuple
 
@@ -49,12 +51,23 @@ class AttentionCost(NamedTuple):
     sums: int
 
 
-class _Proven(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ProvenPlan:
     """A plan of `count` layers, for one of the draws."""
 
     plan: RingPlan | HeadPlan
     report: Report
     count: float
+
+    @cached_property
+    def merges(self) -> dict[int, RankUpdates]:
+        """Those of rank 0."""
+        ring = self.plan.ring if isinstance(self.plan, HeadPlan) else self.plan
+        return {0: rank_updates(ring.rank_plan(0))}
+
+
+KnownPlans = dict[tuple[int, int, str, Shape], list[ProvenPlan]]
+"""Plans by context-parallel size, ranks of a node, layout and shape: they are the same for any micro batch."""
 
 
 class AttentionCosts:
@@ -63,7 +76,7 @@ class AttentionCosts:
     Of equals the simplest comes first: the ring alone, `direct`, no codec.
 
     draws: masks of batch rows, over which times are averaged. Ranks of a node are neighbors: tensor-parallel ones first.
-    lossy: try the codecs too that cost accuracy.
+    lossy: try the codecs too that cost accuracy. known: plans that were made before, to which new ones are added.
     """
 
     def __init__(
@@ -77,7 +90,9 @@ class AttentionCosts:
         rates: Rates,
         layouts: Sequence[str] = ("zigzag",),
         lossy: bool = False,
+        known: KnownPlans | None = None,
     ):
+        self._known = {} if known is None else known
         self._model, self._tp, self._cp, self._batch, self._rates, self._lossy = model, tp, cp, batch, rates, lossy
         self._near = gcd(cp, max(1, ranks_per_node // tp))
         self._found: list[AttentionCost] = []
@@ -93,11 +108,11 @@ class AttentionCosts:
         """Bounds first: times without merges and sums, which take long to count. Then the costs whose bounds are least."""
         shapes = [*shapes_of(self._cp, self._model.attention(self._tp, self._batch), self._near)]
         shapes += [Shape("direct", 1, "gather")] if self._cp > SLOT_SHARDS + 1 else []
-        waiting: list[tuple[float, int, AttentionCost, list[_Proven] | None]] = []
+        waiting: list[tuple[float, int, AttentionCost, list[ProvenPlan] | None]] = []
         for name in layouts:
-            split = [(_layout(name, masks, self._cp), masks) for masks in draws]
+            self._add_plans(draws, name, shapes)
             for shape in shapes:
-                plans = self._plans(split, shape)
+                plans = self._known[self._cp, self._near, name, shape]
                 for wire in self._wires(shape.heads):
                     bound = self._cost(plans, shape, wire, name, _NO_MERGES)
                     heapq.heappush(waiting, (bound.both, len(waiting), bound, plans))
@@ -117,28 +132,29 @@ class AttentionCosts:
             yield from ("latent",) if self._model.latent is not None and heads == 1 else ()
             yield from _LOSSY if self._lossy else ()
 
-    def _plans(self, split: Sequence[tuple[Layout, LayerMasks]], shape: Shape) -> list[_Proven]:
-        limit = SLOT_SHARDS if shape.schedule == AUTO and shape.route != "relay" else None
-        found = []
-        for layout, masks in split:
-            for mask, count in masks:
-                plan = planned(mask, layout, shape, limit, self._near, self._rates)
-                found.append(_Proven(plan, plan.verify(), count / len(split)))
-        return found
+    def _add_plans(self, draws: Sequence[LayerMasks], name: str, shapes: Sequence[Shape]) -> None:
+        """Makes and proves the plans of a layout that are not known yet."""
+        missing = [shape for shape in shapes if (self._cp, self._near, name, shape) not in self._known]
+        split = [(_layout(name, masks, self._cp), masks) for masks in draws] if missing else []
+        for shape in missing:
+            limit = SLOT_SHARDS if shape.schedule == AUTO and shape.route != "relay" else None
+            found = self._known[self._cp, self._near, name, shape] = []
+            for layout, masks in split:
+                for mask, count in masks:
+                    plan = planned(mask, layout, shape, limit, self._near, self._rates)
+                    found.append(ProvenPlan(plan, plan.verify(), count / len(draws)))
 
     def _cost(
-        self, plans: Sequence[_Proven], shape: Shape, wire: str, layout: str, merges: Mapping[int, RankUpdates] | None
+        self, plans: Sequence[ProvenPlan], shape: Shape, wire: str, layout: str, merges: Mapping[int, RankUpdates] | None
     ) -> AttentionCost:
         """The cost of a shape. merges: those of some ranks, None to count those of rank 0."""
         sizes = self._model.attention(self._tp, self._batch, wire)
         times, buffers = [0.0] * 4, []
-        for plan, report, count in plans:
-            ring = plan.ring if isinstance(plan, HeadPlan) else plan
-            updates = merges or {0: rank_updates(ring.rank_plan(0))}
-            made = predict(plan, report, sizes, self._rates, self._near, updates)
+        for one in plans:
+            made = predict(one.plan, one.report, sizes, self._rates, self._near, merges or one.merges)
             seconds = made.forward, made.both, made.exposed_forward, made.exposed_both
-            times = [total + count * more for total, more in zip(times, seconds, strict=True)]
-            buffers.append(_amounts(report, sizes.of_rank(shape.heads)))
+            times = [total + one.count * more for total, more in zip(times, seconds, strict=True)]
+            buffers.append(_amounts(one.report, sizes.of_rank(shape.heads)))
         schedule = plans[0].plan.schedule
         sources = max((schedule.count(hop) for hop in set(schedule) - {0}), default=0)
         kept, results, slots, sums = (max(amounts) for amounts in zip(*buffers, strict=True))

@@ -12,7 +12,7 @@ from cp_ring.plan.wires import LatentSizes
 class Experts(NamedTuple):
     """Experts of a model: so many in each of `layers` layers, of which a token takes `top_k`; widths; parallel size."""
 
-    count: int
+    number: int
     layers: int
     top_k: int
     width: int
@@ -74,7 +74,7 @@ class ModelSizes:
     @property
     def expert_parameters(self) -> int:
         """Parameters of all experts of all layers, without those that every token takes."""
-        return self.experts.layers * self.experts.count * self._network(self.experts.width) if self.experts else 0
+        return self.experts.layers * self.experts.number * self._network(self.experts.width) if self.experts else 0
 
     @property
     def other_parameters(self) -> int:
@@ -83,7 +83,7 @@ class ModelSizes:
         if self.experts is None:
             return found + self.layers * self._network(self.ffn)
         dense = self.layers - self.experts.layers
-        shared = self._network(self.experts.shared_width) + self.hidden * self.experts.count
+        shared = self._network(self.experts.shared_width) + self.hidden * self.experts.number
         return found + dense * self._network(self.ffn) + self.experts.layers * shared
 
     @property

@@ -13,7 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.attention_costs import AttentionCost, AttentionCosts, LayerMasks
+from cp_ring.plan.attention_costs import AttentionCost, AttentionCosts, KnownPlans, LayerMasks
 from cp_ring.plan.step import EXPOSED, RECOMPUTE, ParallelSizes, TrainingSetup, step_memory, step_seconds
 
 MAX_RANKS = 256
@@ -21,6 +21,9 @@ MAX_RANKS = 256
 
 LARGE_MICRO_BATCH = 16384
 """With so many tokens a rank, a microbatch of more batch rows is not tried: kernels are busy as it is."""
+
+SURE = 0.05
+"""Predicted steps that differ by less may be in another order when they are measured."""
 
 
 class Tuned(NamedTuple):
@@ -79,6 +82,7 @@ class Search:
         self.setup, self._draws, self._layouts, self._lossy = setup, draws, layouts, lossy
         self._pairs = sum(count * int(mask.pieces.area().sum()) for masks in draws for mask, count in masks) / len(draws)
         self._costs: dict[tuple[int, int, int], AttentionCosts] = {}
+        self._plans: KnownPlans = {}
         self._weights: dict[ParallelSizes, float] = {}
         self._of_weights = weights
         self._found: dict[tuple[ParallelSizes, int], Tuned | None] = {}
@@ -147,7 +151,7 @@ class Search:
         if key not in self._costs:
             setup = self.setup
             self._costs[key] = AttentionCosts(
-                setup.model, self._draws, *key, setup.ranks_per_node, setup.rates, self._layouts, self._lossy
+                setup.model, self._draws, *key, setup.ranks_per_node, setup.rates, self._layouts, self._lossy, self._plans
             )
         return self._costs[key]
 
@@ -199,6 +203,8 @@ def reasons(best: Tuned, others: Sequence[Tuned], by_cp: dict[int, Tuned | float
             lines.append(f"cp {cp} at best, {other.sizes.name}: {_difference(best, other)}")
     without = best.recompute != "none"
     lines += ["without recomputation it does not fit"] if without else []
+    close = sum(other.step < (1 + SURE) * best.step for other in others)
+    lines += [f"within {SURE:.0%} of it: {close} of the others, which the model cannot tell apart for sure"] if close else []
     return lines
 
 

@@ -6,16 +6,16 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring.cli import app
-from cp_ring.cli.tune import parse_memory
+from cp_ring.cli.tune import _documents, parse_memory
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.job import command_line, config
 from cp_ring.job.tune import Request, configured, tune
 from tests.job.test_configs import megatron  # noqa: F401, a fixture
 
 BIG = {
-    "llama3-8b-128k": (64, []),
-    "deepseek-style-mla-moe": (64, []),
-    "packed-sft-64k": (8, ["--lengths", "preset:sft"]),
+    "llama3-8b-128k": (64, None),
+    "deepseek-style-mla-moe": (64, None),
+    "packed-sft-64k": (8, "preset:sft"),
 }
 
 
@@ -100,13 +100,13 @@ def test_megatron_is_asked():
 @pytest.mark.parametrize("name", BIG)
 def test_megatron_accepts_the_five_best(megatron, name):  # noqa: F811
     """By the way of a real start: its parser, its validation and its configuration, with cp_ring's patches."""
-    gpus, more = BIG[name]
-    done = run(name, "--gpus", gpus, "--json", *more)
-    assert done.exit_code == 0, done.output
-    assert len(json.loads(done.stdout)["best"]) == 5
-    job = config.load(name, ["megatron.mock_data=true"])
-    request = Request(gpus=gpus)
-    for way, chosen in tune(job, request).best:
+    gpus, lengths = BIG[name]
+    job = config.load(name)
+    documents, origin = _documents(job, lengths, None, 0)
+    request = Request(gpus=gpus, documents=documents, of_documents=origin)
+    result = tune(job, request)
+    assert len(result.best) == 5
+    for way, chosen in result.best:
         assert configured(job, way, request) == chosen
         line, _ = command_line.megatron_flags(chosen, None, "cuda")
         args, model = megatron(line, gpus)

@@ -29,8 +29,7 @@ const ask = async () => {
   }
   if (SHOW) {
     try {
-      const tracks = trace.currentWorkspace || trace.workspaces.currentWorkspace;
-      for (const track of tracks.flatTracks) track.expand();
+      await window.app.commands.runCommand('dev.perfetto.ExpandAllGroups');
       trace.selection.selectSqlEvent('slice', Number(answers.shown[0].id));
     } catch (error) { answers.error = String(error); }
     await new Promise((done) => setTimeout(done, 5000));  // until all tracks are drawn
@@ -44,8 +43,8 @@ ask();
 def query(trace: Path, ui: Path, queries: dict[str, str], screenshot: Path | None = None) -> dict[str, list[dict[str, Any]]]:
     """The answers of Perfetto's trace processor to some SQL queries on a trace, by name.
 
-    ui: the folder of Perfetto's page. screenshot: a PNG file for what the page shows, with the slice selected whose `id` the query
-    `shown` gives.
+    ui: the folder of Perfetto's page. screenshot: a PNG file for what the page shows, with the slice selected whose `id` the
+    query `shown` gives.
     """
     script = _SCRIPT.replace("QUERIES", json.dumps(queries)).replace("SHOW", json.dumps(bool(screenshot)))
     fragment = "#!/?url=HOME/trace.json&hideSidebar=true"
