@@ -45,6 +45,7 @@ from cp_ring.observe import watchdog
 from cp_ring.observe.spans import span, traced
 from cp_ring.observe.timing import note_rank, timed
 from cp_ring.observe.watchdog import WATCH, Place
+from cp_ring.offload import Offload, Waiting, tensor_of
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.cost import AttentionSizes
@@ -337,21 +338,24 @@ def _attend_over_heads(
 class Results:
     """Out [s, b, h, e] in the dtype of q and lse [b, h, s] of one forward pass, kept for its recomputation; empty at first.
 
-    With the exchange of heads, those of each group of heads are kept apart.
+    With the exchange of heads, those of each group of heads are kept apart. With `offload` they wait in host memory.
     """
 
-    out: Tensor | None = None
-    lse: Tensor | None = None
+    out: Tensor | Waiting | None = None
+    lse: Tensor | Waiting | None = None
     place: Place | None = None
     groups: dict[int, Results] = field(default_factory=dict)
+    offload: Offload | None = None
 
     def of_group(self, group: int) -> Results:
         """The results of a group of heads."""
-        return self.groups.setdefault(group, Results())
+        return self.groups.setdefault(group, Results(offload=self.offload))
 
     def fill(self, out: Tensor, lse: Tensor) -> None:
         # Copies: the caller owns the tensors of the first run and may change them in place.
         self.out, self.lse = out.detach().clone(), lse.detach().clone()
+        if self.offload is not None:
+            self.out, self.lse = self.offload.put(self.out, self.lse)
 
     def at(self, place: Place) -> Place:
         """The place of the call that fills the results; the call that takes them has the same place."""
@@ -361,7 +365,7 @@ class Results:
     def take(self) -> tuple[Tensor, Tensor] | None:
         """Out and lse, which are removed from here; None if empty."""
         out, lse, self.out, self.lse = self.out, self.lse, None, None
-        return None if out is None or lse is None else (out, lse)
+        return None if out is None or lse is None else (tensor_of(out), tensor_of(lse))
 
     def size(self) -> int:
         """Bytes that are held."""

@@ -26,6 +26,7 @@ NAMES = (
     "packed_batches",
     "mtp_roll",
     "moe_aux_loss",
+    "fsdp2",
     "loss_chunks",
     "loss_bias",
     "optimizer_step",

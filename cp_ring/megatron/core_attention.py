@@ -23,6 +23,7 @@ from cp_ring.megatron.comm_types import check_heads, check_logits, ring_shape
 from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.dropout import dropout_of
 from cp_ring.megatron.latent import LatentTap
+from cp_ring.megatron.offload import offload, saving
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
@@ -134,28 +135,31 @@ class RingDotProductAttention(MegatronModule):
         results = results_for(self)
         if results is None or results.place is None:
             watchdog.enter(self.layer_number, step)
+        if results is not None and self.settings.offload:
+            results.offload = offload()
         largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
         try:
-            out, _ = attend(
-                query,
-                key,
-                value,
-                plan,
-                self.cp_group if plan.cp > 1 else None,
-                softmax_scale=self.softmax_scale,
-                sink=self.softmax_offset,
-                kernel=self.settings.kernel,
-                num_slots=self.settings.num_slots,
-                wire=self.wire,
-                latents=latents,
-                wire_dtype=self.settings.wire_dtype,
-                qkv_format="sbhd",
-                results=results,
-                compare_every=self.settings.compare_every,
-                sub_groups=self.sub_groups,
-                dropout=dropout,
-                largest=largest,
-            )
+            with saving([self.softmax_offset, *(latents or ())]):
+                out, _ = attend(
+                    query,
+                    key,
+                    value,
+                    plan,
+                    self.cp_group if plan.cp > 1 else None,
+                    softmax_scale=self.softmax_scale,
+                    sink=self.softmax_offset,
+                    kernel=self.settings.kernel,
+                    num_slots=self.settings.num_slots,
+                    wire=self.wire,
+                    latents=latents,
+                    wire_dtype=self.settings.wire_dtype,
+                    qkv_format="sbhd",
+                    results=results,
+                    compare_every=self.settings.compare_every,
+                    sub_groups=self.sub_groups,
+                    dropout=dropout,
+                    largest=largest,
+                )
         except KernelError as error:  # name the flag, not the parameter
             kernel = self.settings.kernel
             raise KernelError(str(error).replace(f"kernel={kernel!r}", f"--cp-ring-kernel {kernel}")) from None
