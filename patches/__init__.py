@@ -24,6 +24,7 @@ NAMES = (
     "rotary_documents",
     "document_mask",
     "packed_batches",
+    "microbatch_order",
     "mtp_roll",
     "moe_aux_loss",
     "fsdp2",

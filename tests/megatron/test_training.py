@@ -166,7 +166,6 @@ def test_a_saved_checkpoint_of_another_model_is_rejected(traces):
         inspection.check_model(args)
 
 
-@no_cuda
 @pytest.mark.slow
 def test_checkpoints_of_fsdp2_resume_at_other_sizes(tmp_path):
     ring = ["--cp-ring", "--cp-ring-cpu", "--use-torch-fsdp2", "--context-parallel-size"]

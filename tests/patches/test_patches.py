@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing as mp
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -308,7 +309,7 @@ def test_fsdp2_divides_gradients_and_loads_the_step(applied, one_rank):
     optimizer = FP32Optimizer(adam, OptimizerConfig(), lambda *_: None)
     adam.step()
     saved = optimizer.state_dict()
-    group = {name: value for name, value in saved["param_groups"][0].items()} | {"lr": 0.3}
+    group = saved["param_groups"][0] | {"lr": 0.3}
     optimizer.load_state_dict({"state": {"common_step": torch.tensor(7.0)}, "param_groups": [group]})
     assert float(adam.state[weight]["step"]) == 7 and adam.param_groups[0]["lr"] == 0.3
     assert hasattr(adam.state[weight]["exp_avg"], "_local_tensor")  # loaded in place, so not replaced

@@ -70,7 +70,7 @@ class Microbatch:
         random = torch.Generator().manual_seed(seed)
         if kind.mask.startswith(PREFIX):
             return cls._declared(kind, random)
-        n, documents = kind.tokens, kind.mask == "documents"
+        n, documents = kind.tokens, kind.mask in ("documents", "packed")
         spans = [spans_between(random_offsets(n, 3 if documents else 0, seed)) for seed in range(1, kind.batch_size + 1)]
         tokens = torch.randint(VOCABULARY, (len(spans), n + 1), generator=random)
         mask = (torch.rand(len(spans), n, generator=random) < torch.linspace(0.4, 1.0, n)).float()
@@ -80,7 +80,8 @@ class Microbatch:
                 positions[batch_row, start:end] = torch.arange(end - start)
                 mask[batch_row, end - 1] *= not documents
         data = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "position_ids": positions}
-        return cls(data | {"loss_mask": mask}, list(spans))
+        offsets = _offsets(spans, n) if kind.mask == "packed" else {}
+        return cls(data | {"loss_mask": mask} | offsets, list(spans))
 
     @classmethod
     def _declared(cls, kind: LayerKind, random: torch.Generator) -> Microbatch:
@@ -114,6 +115,15 @@ class Microbatch:
             else:
                 last[batch_row, [end - 1 for _, end in spans]] = True
         return last
+
+
+def _offsets(spans: list[Spans], n: int) -> dict[str, Tensor]:
+    """The documents of batch rows as Megatron's packing data sets give them: `cu_seqlens` [b, n + 1], `max_seqlen` [b]."""
+    filled = torch.full((len(spans), n + 1), n, dtype=torch.int32)
+    for batch_row, of_row in enumerate(spans):
+        filled[batch_row, : len(of_row)] = torch.tensor([start for start, _ in of_row], dtype=torch.int32)
+    longest = [max(end - start for start, end in of_row) for of_row in spans]
+    return {"cu_seqlens": filled, "max_seqlen": torch.tensor(longest, dtype=torch.int32)}
 
 
 @dataclass(frozen=True)
@@ -257,9 +267,18 @@ def _positions(batch: Microbatch, kind: LayerKind, rank: int, cp: int, split: Sp
     if kind.mask == "documents":
         spans = [spans for spans in batch.spans if not isinstance(spans, Rule)]
         return torch.as_tensor(documents_of_rows(spans, kind.tokens, cp).shard(whole, rank))
+    if kind.mask == "packed":
+        return torch.as_tensor(_packed_layout(batch, cp).shard(whole, rank, 1))
     if kind.mask.startswith(PREFIX):
         return torch.as_tensor(declared_of_rows(batch.data[KEY], cp).shard(whole, rank))
     return split({"tokens": whole}, rank, cp)["tokens"]
+
+
+def _packed_layout(batch: Microbatch, cp: int) -> Any:
+    """How the job splits a packed batch row that is split all together."""
+    from cp_ring.megatron.documents import packed_layout  # imports Megatron
+
+    return packed_layout(batch.data["cu_seqlens"][0].numpy(), cp)
 
 
 def _train(args: argparse.Namespace, model: Any, batch: Microbatch, step: ForwardStep, *weights: Tensor | None) -> list[Outcome]:

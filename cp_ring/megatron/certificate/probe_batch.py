@@ -109,7 +109,7 @@ def _packed(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatc
     n = kind.tokens
     if packed_in_whole_rows():
         padded = real = random_offsets(n, 3, 1)
-        positions = _zigzag(0, n, rank, cp)
+        positions = _positions_in_whole_row(real, rank, cp)
     else:
         padded = random_offsets(n // (4 * cp), 3, 1) * (4 * cp)
         length = np.diff(padded) - np.arange(1, len(padded)) % 3 - 1  # one to three tokens of padding
@@ -124,6 +124,15 @@ def _packed(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatc
         cu_seqlens_kv_padded=offsets[1], max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
     return ProbeBatch(n, positions[None], [spans], packed, thd=True)
+
+
+def _positions_in_whole_row(offsets: np.ndarray, rank: int, cp: int) -> Tensor:
+    """Positions of a rank where all documents are split together: by Megatron's zigzag, or by the job's layout."""
+    if current().layout != "balanced":
+        return _zigzag(0, int(offsets[-1]), rank, cp)
+    from cp_ring.megatron.documents import packed_layout  # imports Megatron
+
+    return torch.from_numpy(packed_layout(offsets, cp).positions(rank))
 
 
 def _zigzag(start: int, end: int, rank: int, cp: int) -> Tensor:

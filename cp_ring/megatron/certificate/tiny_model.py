@@ -48,12 +48,14 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "use_torch_fsdp2", "check_for_nan_in_loss_and_grad", "gradient_accumulation_fusion", "tp_comm_overlap",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "cpu_offloading",
         "fine_grained_activation_offloading", "init_model_with_meta_device", "moe_shared_expert_overlap", "fp8_param_gather",
-        "overlap_moe_expert_parallel_comm", "sft", "check_for_spiky_loss",
-        "dataloader_inter_document_masking", "moe_grouped_gemm", "log_num_zeros_in_grad", "moe_pad_expert_input_to_capacity",
+        "overlap_moe_expert_parallel_comm", "check_for_spiky_loss",
+        "moe_grouped_gemm", "log_num_zeros_in_grad", "moe_pad_expert_input_to_capacity",
         "moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_layer_recompute", "moe_permute_fusion",
         "moe_router_fusion",
     )  # fmt: skip
     changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False) | _experts(args)
+    if kinds[0].mask != "packed":
+        changes |= dict.fromkeys(("sft", "dataloader_inter_document_masking"), False)
     changes["cp_comm_type"] = [kind.comm_type for kind in kinds]
     if args.window_size is not None:
         window = max(kinds, key=lambda kind: kind.probed[0]).probed
