@@ -44,7 +44,7 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         raise ConfigError("megatron.seq_length is missing: a plan needs the tokens of a sequence")
     sizes, latent = attention_sizes(given, tp), latent_sizes(given)
     kinds = given.get("cp_comm_type") or "p2p"
-    fixed = {"route": "direct" if settings.route == AUTO else settings.route, "heads": 1 if settings.heads == AUTO else settings.heads}
+    fixed = {name: value for name, value in (("route", "direct"), ("heads", 1)) if getattr(settings, name) == AUTO}
     kind = kinds if isinstance(kinds, str) else kinds[0]
     shape = ring_shape(kind, settings.model_copy(update=fixed), cp, given.get("hierarchical_context_parallel_sizes"))
     group = context_groups(tp, cp, tp * cp)[0].tolist()

@@ -285,8 +285,8 @@ def make_rates(
     for option, value, _ in options.values():
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{option} {value:g}: it must be a number above 0")
-    found = RATES if path is None else read_rates(path)
-    return replace(found, **{name: value * unit for name, (_, value, unit) in options.items() if value is not None})
+    given: dict[str, Any] = {name: value * unit for name, (_, value, unit) in options.items() if value is not None}
+    return replace(RATES if path is None else read_rates(path), **given)
 
 
 def _parse_heads(text: str) -> int | str:

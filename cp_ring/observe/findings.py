@@ -390,13 +390,13 @@ class _Streak:
     samples: list[Any] = field(default_factory=list)
     named: bool = False
 
-    def add(self, who: object, sample: Any) -> bool:
-        """Adds a sample that blames `who`, or nobody (None). True once, when it is sure."""
+    def add(self, who: object, sample: Any, doubt: bool = False) -> bool:
+        """Adds a sample that blames `who`, or nobody (None). True once, when it is sure; with `doubt` it is not yet."""
         if who != self.who:
             self.who, self.samples, self.named = who, [], False
         if who is not None:
             self.samples.append(sample)
-        sure = len(self.samples) >= SAMPLES and fmean(one.share for one in self.samples) >= SURE
+        sure = not doubt and len(self.samples) >= SAMPLES and fmean(one.share for one in self.samples) >= SURE
         first, self.named = sure and not self.named, sure or self.named
         return first
 
@@ -411,12 +411,13 @@ class Alarms:
         """The warnings that a sample gives: one when a rank or link has been slow for `SAMPLES` samples."""
         rank, link = found.slowest_rank, found.slowest_link
         slow_rank = rank.rank if rank is not None and rank.slower >= SLOW_RANK else None
+        lines = [_rank_line(self._rank.samples)] if self._rank.add(slow_rank, rank) else []
         slow_link = None
         if link is not None and link.slower >= SLOW_LINK and link.waited >= LINK_MATTERS:
-            ends = link.sender, link.receiver
-            slow_link = None if slow_rank in ends else ends
-        lines = [_rank_line(self._rank.samples)] if self._rank.add(slow_rank, rank) else []
-        return [*lines, _link_line(self._link.samples)] if self._link.add(slow_link, link) else lines
+            slow_link = link.sender, link.receiver
+        # In one sample a rank may seem slow by chance. One that seems so twice may be what makes its link slow.
+        doubt = slow_link is not None and slow_rank in slow_link and len(self._rank.samples) >= 2
+        return [*lines, _link_line(self._link.samples)] if self._link.add(slow_link, link, doubt) else lines
 
 
 def _rank_line(samples: Sequence[SlowRank]) -> str:

@@ -95,7 +95,7 @@ def preflight(source: str, overrides: list[str]) -> int:
     store = _make_store(world)
     facts = _gather_facts(job, source, world, store)
     if world.size > 1 and _can_measure_links(job, world, store, facts):
-        measure_links(job, world, store, facts)
+        measure_links(job, world.size, store, facts)
     store.set(f"facts/{world.rank}", json.dumps(dataclasses.asdict(facts)))
     if world.rank == 0:
         ranks = [from_json(json.loads(store.get(f"facts/{rank}"))) for rank in range(world.size)]

@@ -22,7 +22,6 @@ from cp_ring.slurm.preflight_checks import Facts
 
 if TYPE_CHECKING:
     from cp_ring.plan.ranges import Ints
-    from cp_ring.slurm.preflight import World
 
 TIMEOUT_S = 25
 LINKS_S = 12.0
@@ -31,23 +30,23 @@ MEASURED_HOPS = 16
 _MESSAGE = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}  # bytes
 
 
-def measure_links(job: JobConfig, world: World, store: Any, facts: Facts) -> None:
-    """Fills in `facts.links` and `facts.pairs`, where the job has hops. All ranks call this together."""
+def measure_links(job: JobConfig, size: int, store: Any, facts: Facts) -> None:
+    """Fills in `facts.links` and `facts.pairs` of one of `size` ranks, where the job has hops. All ranks call this together."""
     import torch.distributed as dist
 
     tp, cp = job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size
-    if job.parallel.ranks != world.size or cp == 1:
+    if job.parallel.ranks != size or cp == 1:
         return
     gpu = bool(facts.gpu)
     dist.init_process_group(
         "nccl" if gpu else "gloo",
         store=dist.PrefixStore("links", store),
-        rank=world.rank,
-        world_size=world.size,
+        rank=facts.rank,
+        world_size=size,
         timeout=datetime.timedelta(seconds=TIMEOUT_S),
     )
-    groups = context_groups(tp, cp, world.size)
-    facts.links, facts.pairs = measure(groups, world.rank, "cuda" if gpu else "cpu")
+    groups = context_groups(tp, cp, size)
+    facts.links, facts.pairs = measure(groups, facts.rank, "cuda" if gpu else "cpu")
     dist.destroy_process_group()
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from tests.megatron.launch import Outcome, attempt
 from tests.parity.models import COMMON, MODELS, SPLITS, Model, Split
 
-
 FIRST_STEP = ("--train-iters", "1", "--eval-iters", "0")
 """Of a job with a planted fault, which must show in the first step."""
 
