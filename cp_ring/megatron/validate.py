@@ -128,7 +128,7 @@ def _as_settled(args: argparse.Namespace, config: ContextParallelConfig) -> Cont
 
 def settle(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
     """Puts in force what the flags leave to cp_ring: the shape and the codec. Says what was chosen, and why."""
-    shape = _settled_shape(args, config)
+    shape = settle_shape(args, config)
     wire = choose_wire(args, shape)
     choices_made = {"route": shape.route, "heads": shape.heads, "wire": wire}
     _settled[tuple(sys.argv)] = {name: value for name, value in choices_made.items() if getattr(config, name) == "auto"}
@@ -137,7 +137,7 @@ def settle(args: argparse.Namespace, config: ContextParallelConfig) -> ContextPa
     return chosen
 
 
-def _settled_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
     """The settings with the fastest route and number of heads where the flags ask for `auto`."""
     if "auto" not in (config.route, config.heads):
         return config

@@ -249,19 +249,19 @@ PLANTED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("door", "fault"), [(door, fault) for door, faults in PLANTED.items() for fault in faults])
-def test_the_certificate_finds_planted_boundary_faults(traces, door, fault):
+def test_the_certificate_finds_planted_boundary_faults(tmp_path, door, fault):
     flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
-    found = attempt(2, "fault", flags, traces, common(traces), fault)
+    found = attempt(2, "fault", flags, tmp_path, common(tmp_path), fault)
     assert found.code == 2 and not found.losses and "certif" in found.rejected, found
     assert fault != "rotary positions of zigzag" or "loss of each token" in found.rejected, "attention knows no positions"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("door", ["entry", "script"])
-def test_the_certificate_of_a_right_job_covers_the_packed_loss(traces, door):
+def test_the_certificate_of_a_right_job_covers_the_packed_loss(tmp_path, door):
     flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
-    right = attempt(2, "certified", flags, traces, common(traces))
-    log = (traces / "certified.log").read_text()
+    right = attempt(2, "certified", flags, tmp_path, common(tmp_path))
+    log = (tmp_path / "certified.log").read_text()
     line = next(line for line in log.splitlines() if line.startswith("cp_ring: certificate"))
     assert right.code == 0 and len(right.losses) == 4 and "not covered" not in line, line
     assert ("tiny model of 1 layer under packed" if door == "script" else "under documents") in line, line

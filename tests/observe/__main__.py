@@ -28,6 +28,12 @@ def random_plant(chance: random.Random, setting: Setting, link: bool) -> Plant:
     return Plant(sender, receiver, rate=setting.shard_bytes / chance.uniform(0.2, 0.8))
 
 
+def in_turn(plants: list[Plant], others: list[Plant]) -> list[Plant]:
+    """One of each, then what is left: a campaign that is ended early has seen both."""
+    pairs = [plant for pair in zip(plants, others, strict=False) for plant in pair]
+    return [*pairs, *plants[len(others) :], *others[len(plants) :]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.observe", description=__doc__)
     parser.add_argument("--plants", type=int, default=20, help="plants, half of them ranks, half of them wires")
@@ -42,7 +48,7 @@ def main() -> int:
     mesh = ThrottledMesh(RANKS)
     ranks, found = Ranks(RANKS, mesh.ends), []
     try:
-        for plant in [*plants, *[Plant()] * options.undisturbed]:
+        for plant in in_turn(plants, [Plant()] * options.undisturbed):
             lines, records = try_plant(ranks, mesh, setting, plant, options.samples)
             kind = "undisturbed" if plant.rank < 0 else "link" if plant.rate else "rank"
             found.append({"kind": kind, "right": plant.named_by(lines), "lines": lines, "plant": vars(plant),
