@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cp_ring.config import ContextParallelConfig
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.plan import Layout, Mask, RingPlan
-    from cp_ring.sharding import roll, shard, unshard
+    from cp_ring.sharding import convert_layout, roll, shard, unshard
 
     __version__: str
     with_ring_attention: Any  # cp_ring.megatron.specs; not imported here, because nothing below cp_ring.megatron knows it
@@ -27,6 +27,7 @@ __all__ = [
     "PlanError",
     "RingPlan",
     "__version__",
+    "convert_layout",
     "ring_attention",
     "roll",
     "shard",
@@ -43,6 +44,7 @@ _MODULES = {
     "Mask": "cp_ring.plan",
     "PlanError": "cp_ring.errors",
     "RingPlan": "cp_ring.plan",
+    "convert_layout": "cp_ring.sharding",
     "ring_attention": "cp_ring.attention",
     "roll": "cp_ring.sharding",
     "shard": "cp_ring.sharding",

@@ -102,15 +102,16 @@ def _check_packed(config: ContextParallelConfig) -> None:
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     given = parser.parse_known_args(sys.argv[1:])[0]
-    if given.context_parallel_size > 1 and config.layout == "zigzag":
+    cp, tp = given.context_parallel_size, given.tensor_model_parallel_size
+    if cp > 1 and config.layout == "zigzag":
         raise ConfigError(
-            f"--sft with --context-parallel-size {given.context_parallel_size}: the scripts of megatron-core {version} do not tell "
-            "TransformerEngine how documents are padded; give --cp-ring-layout balanced, or use megatron-core 0.18"
+            f"--sft with --context-parallel-size {cp}: the scripts of megatron-core {version} do not tell TransformerEngine how "
+            "documents are padded; give --cp-ring-layout balanced, or use megatron-core 0.18"
         )
-    if given.tensor_model_parallel_size > 1 and SpecifierSet("<0.17").contains(version, prereleases=True):
+    if tp > 1 and SpecifierSet("<0.17").contains(version, prereleases=True):
         raise ConfigError(
-            f"--sft with --tensor-model-parallel-size {given.tensor_model_parallel_size}: the scripts of megatron-core {version} "
-            "send packed lengths that the other tensor-parallel ranks do not receive; use megatron-core 0.17"
+            f"--sft with --tensor-model-parallel-size {tp}: the scripts of megatron-core {version} send packed lengths that the "
+            "other tensor-parallel ranks do not receive; use megatron-core 0.17"
         )
 
 

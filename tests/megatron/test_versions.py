@@ -17,6 +17,7 @@ NAMES = [
     "sinks_and_window",
     "mla",
     "moe",
+    "mtp",
     "recompute_full",
     "packed_thd",
     "document_mask_balanced",

@@ -32,6 +32,10 @@ OF_LATENTS = ("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2", "relay")  # without th
 UP_PROJECTION_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
 DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
 PREFIXES = "--cp-ring-mask-kinds shared-prefix"
+MAMBA = f"""
+    {UNTIED} --hybrid-layer-pattern M*M- --spec tests.parity.recurrent hybrid
+    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4
+"""
 EXPERTS_ON_TP = {"tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"}
 SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"  # a norm that supports it
 BALANCED, CONTIGUOUS = "--cp-ring-layout balanced", "--cp-ring-layout contiguous"
@@ -211,6 +215,9 @@ MODELS = (
         "documents", splits=("cp4",)),
     Model("document_mask_balanced_yarn", f"{HEADS} {YARN} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE,
         "documents", splits=("cp4",)),
+    Model("mamba", MAMBA, "mask widened", layers=4, splits=("cp2", "cp4")),
+    Model("mamba_contiguous", MAMBA, "mask widened", CONTIGUOUS, layers=4, splits=("cp2", "cp4")),
+    Model("mamba_balanced", f"{MAMBA} --window-size 20,0", "mask widened", BALANCED, layers=4, splits=("cp2",)),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid", "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),
     Model("moe_sequence_parallel", EXPERTS, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",), experts=2),

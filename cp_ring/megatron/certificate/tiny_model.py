@@ -50,7 +50,8 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "use_torch_fsdp2", "check_for_nan_in_loss_and_grad", "gradient_accumulation_fusion", "tp_comm_overlap",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "cpu_offloading",
         "fine_grained_activation_offloading", "init_model_with_meta_device", "moe_shared_expert_overlap", "fp8_param_gather",
-        "overlap_moe_expert_parallel_comm", "check_for_spiky_loss", "moe_grouped_gemm", "log_num_zeros_in_grad", "moe_pad_expert_input_to_capacity",
+        "overlap_moe_expert_parallel_comm", "check_for_spiky_loss", "moe_grouped_gemm", "log_num_zeros_in_grad",
+        "moe_pad_expert_input_to_capacity",
         "moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_layer_recompute", "moe_permute_fusion",
         "moe_router_fusion", *(() if kinds[0].mask == "packed" else PACKING),
     )  # fmt: skip
