@@ -6,7 +6,7 @@ the search that makes the tables.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -50,14 +50,13 @@ class Conversion:
 
     def _joined(self) -> Conversion:
         """Ranges that lie end to end on both sides become one."""
-        columns = self.sender, self.receiver, self.source, self.target
-        follows = np.diff(self.sender) == 0
-        follows &= np.diff(self.receiver) == 0
+        follows = (np.diff(self.sender) == 0) & (np.diff(self.receiver) == 0)
         for start in (self.source, self.target):
             follows &= start[1:] == (start + self.tokens)[:-1]
         first = np.flatnonzero(np.append(True, ~follows))
-        return replace(self, **dict(zip(("sender", "receiver", "source", "target"), (c[first] for c in columns), strict=True)),
-                       tokens=np.add.reduceat(self.tokens, first))  # fmt: skip
+        ranks = self.sender[first], self.receiver[first]
+        tokens = np.add.reduceat(self.tokens, first)
+        return Conversion(self.before, self.after, *ranks, self.source[first], self.target[first], tokens)
 
     @property
     def inverse(self) -> Conversion:
