@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from cp_ring.checks import AnyPlan, check_tensors, check_tokens, check_values, rank_plan_of, sizes_of, tokens_and_batch
 from cp_ring.comm.agreement import EVERY, Fact
 from cp_ring.comm.codecs import CODECS, Codec, Plain
 from cp_ring.comm.heads import HeadExchange, lse_of_shard, over_heads, sub_transports
@@ -47,8 +48,8 @@ from cp_ring.observe.timing import note_rank, timed
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.totals import Merge, Sum
-from cp_ring.plan.cost import AttentionSizes
-from cp_ring.plan.heads import HeadPlan, HeadRankPlan, split_heads
+from cp_ring.plan.head_split import split_heads
+from cp_ring.plan.heads import HeadPlan, HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
@@ -58,12 +59,8 @@ from cp_ring.plan_cache import check_mask_arguments, plan_of_call
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AnyPlan = RingPlan | RankPlan | HeadPlan | HeadRankPlan
-
 SubGroups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
 """The group of the ranks that exchange heads, and that of a ring, None if the ring has one member."""
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 # fmt: off
@@ -202,21 +199,16 @@ def ring_attention(
     """
     if timeout is not None:
         _watch(timeout)
-    latents = None
-    if isinstance(k, LatentKeys):
-        latents, (k, v) = k.latents(), k.expand()
-    elif v is None:
-        raise PlanError("v is missing: only LatentKeys in place of k need none")
+    k, v, latents = _keys_and_values(k, v)
     check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule, heads, node_size)
     if plan is None:
-        transport = transport_for(group, q.device)
+        transport, (tokens, batch) = transport_for(group, q.device), tokens_and_batch(q, qkv_format)
         rank, size = (transport.rank, transport.size) if transport else (0, 1)
-        tokens, batch = _tokens_and_batch(q, qkv_format)
         plan = plan_of_call(
             tokens, batch, rank, size,
             causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, mask=mask, layout=layout, route=route,
             schedule=schedule, heads=heads, node_size=_node_size(transport) if node_size is None else node_size,
-            sizes=_sizes(q, k, v, batch),
+            sizes=sizes_of(q, k, v, batch),
         )  # fmt: skip
     out, lse = attend(
         q, k, v, plan, group,
@@ -263,32 +255,25 @@ def attend(
     made from, and what travels with `wire="latent"`. To `largest` is appended the largest logit of each query head, float32 [h],
     of the tiles of this rank, where they are computed; not with the exchange of heads.
     """
-    _check_values(num_slots, wire, wire_dtype, qkv_format, softmax_scale)
-    _check_tensors(q, k, v, sink)
-    if qkv_format == "bshd":
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    check_values(num_slots, wire, wire_dtype, qkv_format, softmax_scale)
+    check_tensors(q, k, v, sink)
     transport = transport_for(group, q.device)
-    rank_plan, batch, head_size = _rank_plan(plan, transport), q.shape[1], q.shape[-1]
+    rank_plan = rank_plan_of(plan, transport)
     inputs = _inputs(wire, latents, rank_plan, qkv_format)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    chosen, exact = _kernel(kernel, q, v, rank_plan, deterministic, dropout, logits=largest is not None)
+    q, k, v = (_tokens_first(x, qkv_format) for x in (q, k, v))
+    batch = q.shape[1]
     if dropout is not None:
-        if wire != Plain.name:
-            raise ConfigError(f"wire={wire!r} does not support dropout_p={dropout.p:g}, for which positions travel with the keys")
-        q, k = dropout.mark(q, k)
+        q, k = _marked(q, k, dropout, wire)
     if rank_plan.batch == batch > 1:
-        q, k, v, *inputs[:1] = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v, *inputs[:1]))
-    _check_tokens(q, k, v, rank_plan)
-    ring = rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring
-    with determinism(deterministic) as exact:
-        chosen = choose(kernel, device=q.device, dtype=q.dtype, d=head_size, e=v.shape[-1], packed=ring.packed,
-                        dropout=dropout is not None)  # fmt: skip
-    kernel_of_call = chosen if dropout is None else dropout.kernel(chosen)
-    logits = None if largest is None else LogitKernel(kernel_of_call, 0 if dropout is None else COLUMNS)
-    kernel_of_call = kernel_of_call if logits is None else logits
+        q, k, v, *inputs[:1] = (_one_stream(x) for x in (q, k, v, *inputs[:1]))
+    check_tokens(q, k, v, rank_plan)
     call = _Call(
-        rank_plan=ring,
+        rank_plan=rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring,
         transport=transport if rank_plan.cp > 1 else None,
-        kernel=kernel_of_call,
-        scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
+        kernel=chosen,
+        scale=scale,
         num_slots=num_slots,
         codec=CODECS[wire] if rank_plan.cp > 1 else Plain,
         wire_dtype=_wire_dtype(wire_dtype, q.dtype),
@@ -298,16 +283,52 @@ def attend(
         rank=_rank_in_job(transport),
     )
     _agree(call, rank_plan, q, k, v, sink, inputs, dropout, compare_every)
-    if isinstance(rank_plan, RankPlan):
-        out, lse = _RingAttention.apply(q, k, v, sink, call, *inputs)
-    else:
+    if isinstance(rank_plan, HeadRankPlan):
         out, lse = _attend_over_heads(call, rank_plan, q, k, v, sink, sub_groups, return_lse)
-    if largest is not None and logits is not None and logits.largest is not None:
-        largest.append(logits.largest)
+    else:
+        out, lse = _RingAttention.apply(q, k, v, sink, call, *inputs)
+    if largest is not None and isinstance(chosen, LogitKernel) and chosen.largest is not None:
+        largest.append(chosen.largest)
     if out.shape[1] != batch:
-        out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
-        lse = None if lse is None else lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
-    return out.transpose(0, 1) if qkv_format == "bshd" else out, lse
+        out, lse = _batch_rows(out, lse, batch)
+    return _tokens_first(out, qkv_format), lse
+
+
+def _tokens_first(x: Tensor, qkv_format: str) -> Tensor:
+    """A tensor of the caller's format with tokens first, [s, b, ...]; and back."""
+    return x.transpose(0, 1) if qkv_format == "bshd" else x
+
+
+def _one_stream(x: Tensor) -> Tensor:
+    """Batch rows with masks of their own, [s, b, ...], as one stream of tokens, [b * s, 1, ...]."""
+    return x.transpose(0, 1).flatten(0, 1)[:, None]
+
+
+def _batch_rows(out: Tensor, lse: Tensor | None, batch: int) -> tuple[Tensor, Tensor | None]:
+    """Out [s, b, h, e] and lse [b, h, s], from those of one stream."""
+    out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
+    return out, None if lse is None else lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def _kernel(
+    name: str, q: Tensor, v: Tensor, rank_plan: RankPlan | HeadRankPlan, deterministic: bool | None, dropout: Dropout | None,
+    logits: bool,
+) -> tuple[AttentionKernel, bool]:  # fmt: skip
+    """The kernel of a call, and whether it must be deterministic. With `logits` it also finds the largest ones."""
+    packed = (rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring).packed
+    with determinism(deterministic) as exact:
+        found = choose(name, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=packed,
+                       dropout=dropout is not None)  # fmt: skip
+    if dropout is not None:
+        found = dropout.kernel(found)
+    return LogitKernel(found, 0 if dropout is None else COLUMNS) if logits else found, exact
+
+
+def _marked(q: Tensor, k: Tensor, dropout: Dropout, wire: str) -> tuple[Tensor, Tensor]:
+    """q and k [s, b, heads, d] with the positions of their tokens, by which the kernel drops weights."""
+    if wire != Plain.name:
+        raise ConfigError(f"wire={wire!r} does not support dropout_p={dropout.p:g}, for which positions travel with the keys")
+    return dropout.mark(q, k)
 
 
 def _attend_over_heads(
@@ -482,21 +503,13 @@ def _weight(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole == -math.inf, 0.0, (part - whole).exp())
 
 
-def _rank_plan(plan: AnyPlan, transport: Transport | None) -> RankPlan | HeadRankPlan:
-    if not isinstance(plan, AnyPlan):
-        hint = (
-            "mask=" if isinstance(plan, Mask) else "layout=" if isinstance(plan, Layout) else "plan=RingPlan.build(mask, layout)"
-        )
-        raise PlanError(f"plan is a {type(plan).__name__}, not a RingPlan: pass {hint}")
-    if transport is None and plan.cp > 1:
-        raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group as group=")
-    if transport is not None and transport.size != plan.cp:
-        raise PlanError(f"the plan is for {plan.cp} ranks, the group has {transport.size}")
-    rank = transport.rank if transport else 0
-    rank_plan = plan if isinstance(plan, RankPlan | HeadRankPlan) else plan.rank_plan(rank)
-    if rank_plan.rank != rank:
-        raise PlanError(f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group")
-    return rank_plan
+def _keys_and_values(k: Tensor | LatentKeys, v: Tensor | None) -> tuple[Tensor, Tensor, Latents | None]:
+    """Keys and values, and the latents that they were made from."""
+    if isinstance(k, LatentKeys):
+        return *k.expand(), k.latents()
+    if v is None:
+        raise PlanError("v is missing: only LatentKeys in place of k need none")
+    return k, v, None
 
 
 def _rank_in_job(transport: Transport | None) -> int:
@@ -580,60 +593,3 @@ def _inputs(
 
 def _wire_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return {"input": dtype, "float32": sum_dtype(dtype), "bfloat16": torch.bfloat16}[name]
-
-
-def _check_values(num_slots: int, wire: str, wire_dtype: str, qkv_format: str, softmax_scale: float | None) -> None:
-    if not isinstance(num_slots, int) or not 2 <= num_slots <= 8:
-        raise ConfigError(f"num_slots={num_slots!r}: it must be a whole number from 2 to 8")
-    if wire not in CODECS:
-        raise ConfigError(f"wire={wire!r}: known are {', '.join(CODECS)}")
-    if wire_dtype not in ("input", "float32", "bfloat16"):
-        raise ConfigError(f"wire_dtype={wire_dtype!r}: it must be 'input', 'float32' or 'bfloat16'")
-    if qkv_format not in ("bshd", "sbhd"):
-        raise ConfigError(f"qkv_format={qkv_format!r}: it must be 'bshd' or 'sbhd'")
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
-        raise ConfigError(f"softmax_scale={softmax_scale}: it must be a finite number above 0")
-
-
-def _tokens_and_batch(q: Tensor, qkv_format: str) -> tuple[int, int]:
-    if q.dim() != 4:
-        raise PlanError(f"q must have 4 dimensions, batch, tokens, heads and head size, not the shape {tuple(q.shape)}")
-    return (q.shape[0], q.shape[1]) if qkv_format == "sbhd" else (q.shape[1], q.shape[0])
-
-
-def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes | None:
-    """Sizes for predicted times; None for tensors that `_check_tensors` is about to reject."""
-    if k.dim() != 4 or v.dim() != 4 or 0 in (*q.shape, *k.shape, *v.shape) or q.shape[2] % k.shape[2]:
-        return None
-    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
-    return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise PlanError(f"q, k and v must have 4 dimensions, batch, tokens, heads and head size; here {shapes}")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
-        raise PlanError(f"q, k and v must share one floating-point dtype of 16 to 64 bits; here {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise PlanError(f"q, k and v must be on one device; here {q.device}, {k.device}, {v.device}")
-    if 0 in (*q.shape[2:], *k.shape[2:], v.shape[3]):
-        raise PlanError(f"q, k and v need at least one head, of size at least 1; here {shapes}")
-    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise PlanError(
-            f"batch sizes and tokens must agree, q and k must share a head size, key/value heads must divide query heads; "
-            f"here {shapes}"
-        )
-    if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
-        raise PlanError(
-            f"sink must hold one number for each of {q.shape[2]} query heads on {q.device}, not {tuple(sink.shape)} of "
-            f"{sink.dtype} on {sink.device}"
-        )
-
-
-def _check_tokens(q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan | HeadRankPlan) -> None:
-    """q, k, v have tokens first."""
-    if any(x.shape[0] != rank_plan.num_tokens for x in (q, k, v)):
-        held, batch = rank_plan.num_tokens, rank_plan.batch
-        batches = f" ({batch} batch rows of {held // batch})" if batch > 1 else ""
-        raise PlanError(f"rank {rank_plan.rank} holds {held} tokens of the layout{batches}, but q, k and v have {q.shape[0]}")

@@ -97,6 +97,11 @@ class ContextParallelConfig(BaseModel):
         False,
         description="Cut conversations that are longer than a batch row (--sft) instead of rejecting them; fill cuts anyway.",
     )
+    balance_microbatches: bool = Field(
+        False,
+        description="Deal out the batch rows of each step so that its microbatches, and the data-parallel ranks, have equal "
+        "work; it changes which of them share a microbatch, never which are in a step.",
+    )
     route: str = Field(
         "direct", description="How keys and values reach the ranks that need them; auto takes the fastest by predicted time."
     )

@@ -53,7 +53,7 @@ def plan_for(
             return _plans[key]
         # Made under the lock: threads that ask for one plan at the same time share it.
         made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
-        plan = plan_of(mask, made, route, schedule, heads=heads, node_size=node_size)
+        plan = plan_of(mask, made, heads, route=route, schedule=schedule, node_size=node_size)
         plan.verify()
         _plans[key] = plan
         while len(_plans) > MAX_PLANS:

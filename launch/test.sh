@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
+unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, and each would compile the package again
 
 PARALLEL=(-n auto --dist loadgroup --no-loadscope-reorder --durations=15)
 COMPAT=(0.16.1 0.17.1 0.18.2 0.19.2) # the last of each minor version that cp_ring supports

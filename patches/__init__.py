@@ -25,6 +25,7 @@ NAMES = (
     "recurrent_layers",
     "document_mask",
     "packed_batches",
+    "microbatch_order",
     "mtp_roll",
     "moe_aux_loss",
     "loss_chunks",

@@ -10,8 +10,12 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import program
 from cp_ring.megatron.compat import check_version
 from cp_ring.megatron.settings import configure
+from cp_ring.plan.shapes import AUTO
 
-_FLAGS_ALONE = {"run_dir": "steps.jsonl is written by Megatron's own training loop"}
+_FLAGS_ALONE = {
+    "run_dir": "steps.jsonl is written by Megatron's own training loop",
+    "balance_microbatches": "batch rows are dealt out by Megatron's own data loaders",
+}
 
 
 def enable(
@@ -31,7 +35,8 @@ def enable(
 
     Args:
         config: the settings; or give them as keywords, with the names of `ContextParallelConfig`: `layout="balanced"`.
-        seq_length: tokens of a batch row, for checks and for the certificate's probes at this length; 0 if unknown.
+        seq_length: tokens of a batch row, for checks, for `route="auto"` and `heads="auto"`, and for the certificate's probes at
+            this length; 0 if unknown.
         micro_batch_size: batch rows of a microbatch, for the certificate.
         packed: whether microbatches hold packed documents (`PackedSeqParams` with thd), which the certificate then probes.
 
@@ -48,6 +53,9 @@ def enable(
     for name, why in _FLAGS_ALONE.items():
         if getattr(used, name):
             raise ConfigError(f"{used.flag(name)} ({name}=) needs a job of flags: {why}")
+    for name in ("route", "heads"):
+        if getattr(used, name) == AUTO and not seq_length:
+            raise ConfigError(f"{used.flag(name)} auto ({name}='auto') needs seq_length=, for which the shape is chosen")
     check_version(core_alone=True)
     for name in _wanted(used):
         patches.get(name).apply()

@@ -51,6 +51,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "rotary_documents": INTER_DOCUMENT in argv or splits_packed_batches(config, argv),
         "packed_batches": splits_packed_batches(config, argv),
         "document_mask": config.document_mask or bool(config.kinds),
+        "microbatch_order": config.balance_microbatches,
         "loss_bias": PER_TOKEN_LOSS not in argv,
         "loss_chunks": config.loss_chunk > 0,
         "mtp_roll": "--mtp-num-layers" in given,

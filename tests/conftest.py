@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from cp_ring import patches
+from cp_ring.errors import ConfigError
 from cp_ring.kernels import _chosen
+from cp_ring.testing.network import ThrottledMesh
 from cp_ring.testing.rank_pool import Ranks
+from tests import needs
 
 # Ranks of a test share the machine's cores and talk over loopback.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -108,19 +111,44 @@ def megatron_lm(request: pytest.FixtureRequest) -> list[str]:
 
 
 _pools: list[Ranks] = []
+_meshes: list[ThrottledMesh | str] = []
+
+
+def _mesh() -> ThrottledMesh | str:
+    """The wires between the ranks of the pool, or why this machine or user cannot make them."""
+    if not _meshes:
+        try:
+            _meshes.append(ThrottledMesh(4))
+        except ConfigError as error:
+            _meshes.append(str(error))
+    return _meshes[0]
 
 
 @pytest.fixture
 def pool() -> Iterator[Ranks]:
-    """Four gloo ranks, started once and again only after a failure."""
+    """Four gloo ranks, started once and again only after a failure; each in a network of its own where that can be."""
     if not _pools or _pools[-1].closed:
-        _pools.append(Ranks(4))
+        mesh = _mesh()
+        _pools.append(Ranks(4, mesh.ends if isinstance(mesh, ThrottledMesh) else None))
     yield _pools[-1]
+
+
+@pytest.fixture
+def mesh(pool: Ranks) -> ThrottledMesh:
+    """The wires between the ranks of `pool`, to be throttled. A test leaves them as it found them."""
+    needs.programs("ip", "tc", "nsenter")
+    found = _mesh()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
 
 
 def pytest_sessionfinish() -> None:
     for pool in _pools:
         pool.close()
+    for mesh in _meshes:
+        if isinstance(mesh, ThrottledMesh):
+            mesh.close()
 
 
 @pytest.fixture

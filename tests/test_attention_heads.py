@@ -115,7 +115,7 @@ def test_relays(cp, size, heads):
     n = 16 * cp
     case, sink = Case.draw(n, h=4, g=2, d=8, e=12), torch.zeros(4)
     for mask in masks(n).values():
-        plan = plan_of(mask, Layout.zigzag(n, cp), "relay", heads=heads, node_size=size)
+        plan = plan_of(mask, Layout.zigzag(n, cp), heads, route="relay", node_size=size)
         check(case, plan, sink, LocalRing(cp).run(attend_to_shard, case, plan, sink))
 
 
@@ -139,7 +139,7 @@ def _check_bytes_by_link(pool, plan, sizes, exchanges_only=False):
 
 @pytest.mark.parametrize(("route", "heads"), [("direct", 1), ("relay", 1), ("direct", 2)])
 def test_bytes_by_link_are_those_of_the_plan(pool, route, heads):
-    plan = plan_of(Mask.full(64), Layout.zigzag(64, 4), route, heads=heads, node_size=2)
+    plan = plan_of(Mask.full(64), Layout.zigzag(64, 4), heads, route=route, node_size=2)
     _check_bytes_by_link(pool, plan, AttentionSizes(4, 2, 16, dtype="fp32"))
 
 

@@ -30,6 +30,9 @@ BATCH_ROWS = {
     # Packing makes batch rows.
     "cp_ring/plan/packing.py": "",
     "cp_ring/megatron/sft.py": "",
+    # Microbatches are made of batch rows.
+    "cp_ring/plan/microbatches.py": "",
+    "cp_ring/megatron/microbatches.py": "",
     # The key of the results in the JSON output, which scripts read.
     "cp_ring/cli/bench_accuracy.py": r'"rows": results',
     "cp_ring/cli/bench_attention.py": r'"rows": results',

@@ -6,63 +6,26 @@ this machine, over gloo on the CPU and over NCCL between two GPUs, where each se
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cp_ring.kernels.speed import best, measure
+
 
 def run(megabytes: int = 32, repeats: int = 5) -> dict[str, Any]:
-    """Rates {device, kernel, tflops, memory_gb_s, call_us, link_gb_s}, the best of `repeats`; no link (None) with one GPU."""
+    """Rates {device, kernel, tflops, memory_gb_s, call_us, link_gb_s}, the best of `repeats`; no link (None) with one GPU.
+
+    `cp_ring.plan.rates.read` reads a file of them.
+    """
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
     torch.set_num_threads(1)
-    kernel, attend = _kernel(device)
-    tokens, heads, size = (8192, 16, 128) if cuda else (1024, 8, 64)
-    whole = _best(attend(tokens, heads, size), repeats, cuda)
-    flops = 4.0 * tokens * tokens * heads * size / whole
-    few = 128
-    small = _best(attend(few, heads, size), repeats, cuda)
-    one = torch.zeros(megabytes * 2**18, dtype=torch.float32, device=device)
-    other = torch.empty_like(one)
-    memory = 2 * one.nbytes / _best(lambda: other.copy_(one), repeats, cuda)
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "kernel": kernel,
-        "tflops": flops / 1e12,
-        "memory_gb_s": memory / 1e9,
-        "call_us": max(small - 4.0 * few * few * heads * size / flops, 1e-7) * 1e6,
+        **measure(torch.device("cuda" if cuda else "cpu"), repeats, megabytes),
         "link_gb_s": _link(megabytes, repeats, cuda),
     }
-
-
-def _kernel(device: torch.device) -> tuple[str, Callable[[int, int, int], Callable[[], object]]]:
-    """The name of the fastest kernel, and a function that makes full calls of it for some tokens, heads and head size."""
-    from cp_ring.kernels import choose
-    from cp_ring.kernels.base import OPEN
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def attend(tokens: int, heads: int, size: int) -> Callable[[], object]:
-        q, k, v = (torch.randn(1, tokens, heads, size, dtype=dtype, device=device) for _ in range(3))
-        return lambda: chosen.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=size**-0.5)
-
-    chosen = choose("auto", device=device, dtype=dtype, d=64, e=64, packed=False)
-    return type(chosen).__name__, attend
-
-
-def _best(work: Callable[[], object], repeats: int, cuda: bool) -> float:
-    """The least seconds of a call; the first one does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        work()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
 
 
 def _link(megabytes: int, repeats: int, cuda: bool) -> float | None:
@@ -92,4 +55,4 @@ def exchange(group: Any, megabytes: int, repeats: int) -> float:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    return _best(both_ways, repeats, cuda)
+    return best(both_ways, repeats, cuda)

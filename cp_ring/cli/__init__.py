@@ -20,6 +20,7 @@ from cp_ring.cli.bench_replay import bench_replay
 from cp_ring.cli.bench_timing_cost import bench_timing_cost
 from cp_ring.cli.bench_wire import bench_wire
 from cp_ring.cli.certify import certify_command
+from cp_ring.cli.compare_job import compare_job_command
 from cp_ring.cli.doctor import doctor_command
 from cp_ring.cli.flags import flags_command
 from cp_ring.cli.patches import patches_command
@@ -27,6 +28,7 @@ from cp_ring.cli.plan import plan_command
 from cp_ring.cli.slurm import preflight_command, status_command, submit_command
 from cp_ring.cli.trace import trace_command
 from cp_ring.cli.train import train_command
+from cp_ring.cli.tune import tune_command
 from cp_ring.errors import ConfigError, KernelError, PlanError
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of typer's own copy of click; typer does not export it
@@ -35,6 +37,8 @@ app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable
 
 app.command("plan")(plan_command)
 app.command("train")(train_command)
+app.command("tune")(tune_command)
+app.command("compare")(compare_job_command)
 app.command("trace")(trace_command)
 app.command("certify")(certify_command)
 app.command("doctor")(doctor_command)

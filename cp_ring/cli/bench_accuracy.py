@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from cp_ring.cli.options import AsJson, HeadDim
+
 
 def bench_accuracy(
     seq_length: Annotated[int, typer.Option(min=1, help="Tokens of the whole sequence.")] = 2048,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 2,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 1,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
+    head_dim: HeadDim = 64,
     kernel: Annotated[list[str] | None, typer.Option(help="As --cp-ring-kernel; repeatable. Default: cpu.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: float32, bfloat16.")] = None,
     cp: Annotated[list[int] | None, typer.Option(min=1, help="Ranks; repeatable. Default: 1, 2, 4, 8.")] = None,
@@ -20,7 +22,7 @@ def bench_accuracy(
     inputs: Annotated[str, typer.Option(help="normal, or outliers: a few channels of keys are 20 times larger.")] = "normal",
     seeds: Annotated[int, typer.Option(min=1, help="Random draws; the result is their mean.")] = 5,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Error of ring attention against float64, divided by the error of one call of the same kernel on the whole sequence."""
     import torch

@@ -7,17 +7,19 @@ from typing import Annotated
 
 import typer
 
+from cp_ring.cli.options import AsJson, HeadDim, Heads
+
 
 def bench_attention(
     seq_length: Annotated[int, typer.Option(min=1, help="Tokens of the whole sequence.")] = 8192,
     cp: Annotated[int, typer.Option(min=1, help="Ranks; on the CPU each has one thread.")] = 2,
-    heads: Annotated[int, typer.Option(min=1, help="Heads of queries, keys and values.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
+    heads: Heads = 8,
+    head_dim: HeadDim = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32 on the CPU, bfloat16 on CUDA.")] = "",
     device: Annotated[str, typer.Option(help="cpu, or cuda with one GPU per rank.")] = "cpu",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; each contestant runs once per round.")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="A contestant; repeatable. Default: all.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time causal ring attention, forward and backward, beside one rank and beside other packages that are installed.
 

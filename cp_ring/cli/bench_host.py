@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from cp_ring.cli.options import AsJson
+
 
 def bench_host(
     repeats: Annotated[int, typer.Option(min=1, help="Calls of each pass that count.")] = 100,
@@ -15,7 +17,7 @@ def bench_host(
         Path | None,
         typer.Option(metavar="FOLDER", help="A checkout of another version, measured in turn with this one."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time what the host does in a hop beyond attention and messages: Python, merges, sums, views, the kernel's adapter."""
     from cp_ring.bench.host import run

@@ -7,22 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from cp_ring.cli.options import parse_tokens
+from cp_ring.cli.options import AsJson, HeadDim, Heads, parse_tokens
 
 
 def bench_lengths(
     seq_length: Annotated[
         int, typer.Option(parser=parse_tokens, metavar="TOKENS", help="Tokens of all documents together.")
     ] = 8192,
-    cp: Annotated[int, typer.Option(min=2, help="Ranks, each with one thread.")] = 4,
+    cp: Annotated[int, typer.Option("--cp", "--ranks", min=2, help="Ranks, each with one thread: at most one a core.")] = 4,
     lengths: Annotated[
         str, typer.Option(metavar="SPEC", help="As in `cp-ring plan`; default: one long document and many short ones.")
     ] = "",
-    heads: Annotated[int, typer.Option(min=1, help="Heads of queries, keys and values.")] = 4,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
+    heads: Heads = 4,
+    head_dim: HeadDim = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; each split runs once per round.")] = 7,
     seed: Annotated[int, typer.Option(min=0, help="Seed of random lengths.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time attention and a token-wise layer on documents of a long-tailed set: balanced, zigzag, padded, independent ranks."""
     from cp_ring.bench import samples

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
+from cp_ring.cli.options import AsJson, HeadDim, Heads
+from cp_ring.cli.tables import print_measured, told
+
 
 def bench_nodes(
     seq_length: Annotated[int, typer.Option(min=1, help="Tokens of the whole sequence, on four ranks.")] = 4096,
-    heads: Annotated[int, typer.Option(min=1, help="Heads of queries, keys and values.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
+    heads: Heads = 8,
+    head_dim: HeadDim = 64,
     share: Annotated[
         float, typer.Option(help="Speed of the link, as a share of what hiding the transfers of direct would need.")
     ] = 0.5,
     full: Annotated[bool, typer.Option("--full", help="A full mask instead of a causal one.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; each shape runs once per round.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time forward and backward on two nodes of two CPU ranks each with a slow link between the nodes: direct, relay and heads.
 
     Needs root, for network namespaces, which are the nodes. Where it cannot make them, it prints why and measures nothing.
     """
     from cp_ring.bench.contest import Contest
-    from cp_ring.bench.machine import facts
     from cp_ring.bench.nodes import run
     from cp_ring.errors import ConfigError
 
@@ -35,15 +36,10 @@ def bench_nodes(
     if not share > 0:
         raise ConfigError(f"--share {share:g} must be above 0")
     results = run(Contest(seq_length, 4, heads, head_dim), repeats, share, full)
-    if as_json:
-        typer.echo(json.dumps({**facts(), "rows": results}))
+    if not told(results, as_json):
         return
-    from rich.console import Console
     from rich.table import Table
 
-    if "skipped" in results[0]:
-        Console().print(f"not measured: {results[0]['skipped']}", soft_wrap=True)
-        return
     table = Table("shape", "MiB between nodes", "free wire, median s", "slow wire, median s", "min - max s", "over direct",
                   title=f"{'full' if full else 'causal'}, {seq_length} x {heads} x {head_dim}, 2 nodes of 2 ranks, "
                         f"{results[0]['bytes_per_s'] / 1e6:.3g} MB/s between them")  # fmt: skip
@@ -52,6 +48,4 @@ def bench_nodes(
         moved = f"{result['bytes_between_nodes'] / 2**20:.1f}"
         times = f"{result['free_s']:.3f}", f"{result['median_s']:.3f}"
         table.add_row(result["shape"], moved, *times, spread, f"{result['over_direct']:.2f}")
-    Console().print(table)
-    made = facts()
-    Console().print(f"{made['date']}; {made['machine']}, load {made['load']}; torch {made['versions']['torch']}", soft_wrap=True)
+    print_measured(table)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
+from cp_ring.cli.options import AsJson, HeadDim, Heads
+from cp_ring.cli.tables import print_measured, told
+
 
 def bench_overlap(
     seq_length: Annotated[int, typer.Option(min=1, help="Tokens of the whole sequence, on two ranks.")] = 8192,
-    heads: Annotated[int, typer.Option(min=1, help="Heads of queries, keys and values.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
+    heads: Heads = 8,
+    head_dim: HeadDim = 64,
     ratio: Annotated[
         list[float] | None,
         typer.Option(help="Time of a full shard on the wire, divided by the time that a hop computes; repeatable."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; each wire runs once per round.")] = 7,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time forward and backward on two CPU ranks with a throttled link between them: how much communication is exposed.
 
     Needs root, for network namespaces. Where it cannot make them, it prints why and measures nothing. Default ratios: 0.5, 0.9.
     """
     from cp_ring.bench.attention import Contest
-    from cp_ring.bench.machine import facts
     from cp_ring.bench.overlap import run
     from cp_ring.errors import ConfigError
 
@@ -34,15 +35,10 @@ def bench_overlap(
     if bad:
         raise ConfigError(f"--ratio {bad[0]:g} must be above 0")
     results = run(Contest(seq_length, 2, heads, head_dim), ratio or [0.5, 0.9], repeats)
-    if as_json:
-        typer.echo(json.dumps({**facts(), "rows": results}))
+    if not told(results, as_json):
         return
-    from rich.console import Console
     from rich.table import Table
 
-    if "skipped" in results[0]:
-        Console().print(f"not measured: {results[0]['skipped']}", soft_wrap=True)
-        return
     table = Table("transfer / compute of a hop", "of them, ms", "step, median s", "min - max s", "exposed",
                   title=f"causal, {seq_length} x {heads} x {head_dim}, 2 ranks, throttled link")  # fmt: skip
     for result in results:
@@ -51,6 +47,4 @@ def bench_overlap(
         table.add_row(
             name, both, f"{result['median_s']:.3f}", f"{result['min_s']:.3f} - {result['max_s']:.3f}", f"{result['exposed']:.1%}"
         )
-    Console().print(table)
-    made = facts()
-    Console().print(f"{made['date']}; {made['machine']}, load {made['load']}; torch {made['versions']['torch']}", soft_wrap=True)
+    print_measured(table)

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from cp_ring.cli.options import AsJson
+
 
 def bench_plan(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
     repeats: Annotated[int, typer.Option(min=1, help="Each time is the best of this many.")] = 5,
 ) -> None:
     """Measure planning: time, memory, bytes on the wire and balance, each with its goal."""

@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from cp_ring.cli.options import AsJson, HeadDim
+
 
 def bench_replay(
     cp: Annotated[list[int] | None, typer.Option(min=1, help="Context-parallel size; repeatable. Default: 1, 2, 4, 8.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of one rank.")] = 8192,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 128,
+    head_dim: HeadDim = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     kernel: Annotated[str, typer.Option(help="As --cp-ring-kernel.")] = "auto",
@@ -22,7 +24,7 @@ def bench_replay(
     layout: Annotated[str, typer.Option(help="zigzag or balanced. Default: balanced with --document, else zigzag.")] = "",
     bandwidth: Annotated[float, typer.Option(help="GB per second of a simulated link, only with CUDA; 0 for none.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Each time is the median of so many.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run every rank of a group in turn on one device: efficiency against one kernel call, without a network."""
     import torch

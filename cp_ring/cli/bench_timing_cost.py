@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from cp_ring.cli.options import parse_tokens
+from cp_ring.cli.options import AsJson, parse_tokens
 
 
 def bench_timing_cost(
     tokens: Annotated[int, typer.Option(parser=parse_tokens, metavar="TOKENS", help="Tokens of a rank.")] = 512,
     repeats: Annotated[int, typer.Option(help="Pairs of calls.")] = 40,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what --cp-ring-timing costs: in steps that are recorded, and in steps that are not."""
     from cp_ring.bench import timing_cost

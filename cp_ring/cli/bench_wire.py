@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from cp_ring.cli.options import AsJson
+from cp_ring.cli.tables import print_measured, told
 
 
 def bench_wire(
@@ -14,13 +16,12 @@ def bench_wire(
         float, typer.Option(help="Time of plain's messages on the wire, divided by its time on the free wire.")
     ] = 3.0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; each codec runs once per round.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time forward and backward with each codec on two CPU ranks with a throttled link between them.
 
     Needs root, for network namespaces. Where it cannot make them, it prints why and measures nothing.
     """
-    from cp_ring.bench.machine import facts
     from cp_ring.bench.wire import run
     from cp_ring.errors import ConfigError
 
@@ -29,18 +30,13 @@ def bench_wire(
     if not ratio > 0:
         raise ConfigError(f"--ratio {ratio:g} must be above 0")
     results = run(seq_length, ratio, repeats)
-    if as_json:
-        typer.echo(json.dumps({**facts(), "results": results}))
+    if not told(results, as_json, "results"):
         return
-    from rich.console import Console
     from rich.table import Table
 
-    if "skipped" in results[0]:
-        Console().print(f"not measured: {results[0]['skipped']}", soft_wrap=True)
-        return
     table = Table("case", "codec", "median s", "min - max s", "times as fast as plain",
                   title=f"causal, {seq_length} tokens, 2 ranks, float32, a wire on which plain takes {ratio:g} x")  # fmt: skip
     for result in results:
         spread = f"{result['min_s']:.3f} - {result['max_s']:.3f}"
         table.add_row(result["case"], result["wire"], f"{result['median_s']:.3f}", spread, f"{result['faster']:.2f}")
-    Console().print(table)
+    print_measured(table)

@@ -8,6 +8,7 @@ import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.cost import AttentionSizes, Span, cost, timeline
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.tiles import Tile
 from cp_ring.plan.verify import Report, tiles_in_stream
@@ -88,10 +89,11 @@ def check_panel(panel: str, width: float) -> None:
 
 def _title(plan: RingPlan, report: Report, sizes: AttentionSizes, wide: bool) -> str:
     heads = f"{sizes.heads} heads, {sizes.kv_heads} for keys and values, of {sizes.head_dim}, {sizes.dtype}"
+    codec = "" if sizes.wire == "plain" else f", which travels as {sizes.wire}"
     facts = (
         f"{plan.mask.describe()}; {heads}",
         f"{plan.n:,} tokens on {plan.cp} ranks; {plan.layout.name} layout, {plan.route} route, {plan.schedule[-1]} remote hops",
-        f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full ring on the wire",
+        f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full ring on the wire{codec}",
     )
     return f"{facts[0]}; {facts[1]}\n{facts[2]}" if wide else "\n".join(facts)
 
@@ -135,6 +137,8 @@ def _draw_scores(axes: Axes, plan: RingPlan) -> None:
     colors = [color(r, h, plan.cp, hops) for r, h in zip(rank.tolist(), hop.tolist(), strict=True)]
     edge = 0.6 if len(shapes) <= 600 and plan.cp <= MAX_LEGEND else 0.0
     axes.add_collection(PolyCollection(shapes, facecolors=colors, edgecolors="white", linewidths=edge))
+    if (region := zoomed(plan.mask)) is not None:
+        _draw_inset(axes, shapes, colors, region)
     for shape, one, area, fill in zip(shapes, hop.tolist(), tiles.area().tolist(), colors, strict=True):
         if plan.cp > 1 and area**0.5 > plan.n / 40:
             x, y = _center(np.array(shape))
@@ -145,6 +149,35 @@ def _draw_scores(axes: Axes, plan: RingPlan) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MultipleLocator(max(plan.n // 8, 1)))
         axis.set_major_formatter(FuncFormatter(_tokens))
+
+
+def zoomed(mask: Mask) -> tuple[int, int] | None:
+    """The tokens of the four documents in the middle, to be drawn larger; None where documents are few, or none."""
+    if mask.name != "documents" or mask.segments is None:
+        return None
+    starts = [*mask.segments[0].tolist(), mask.n]
+    middle = (len(starts) - 1) // 2
+    begin, end = starts[middle], starts[min(middle + 4, len(starts) - 1)]
+    return (begin, end) if len(starts) > 12 and 0 < end - begin <= mask.n / 4 else None
+
+
+def _draw_inset(axes: Axes, shapes: list[list[tuple[int, int]]], colors: list[Color], region: tuple[int, int]) -> None:
+    """Some documents again, larger, where the score matrix is empty because documents do not see one another."""
+    begin, end = region
+    near = [
+        (shape, fill)
+        for shape, fill in zip(shapes, colors, strict=True)
+        if all(min(corner[axis] for corner in shape) < end and max(corner[axis] for corner in shape) > begin for axis in (0, 1))
+    ]
+    inset = axes.inset_axes((0.53, 0.53, 0.45, 0.45))
+    inset.add_collection(
+        PolyCollection([shape for shape, _ in near], facecolors=[fill for _, fill in near], edgecolors="white", linewidths=0.6)
+    )
+    inset.set(xlim=region, ylim=(end, begin), aspect="equal")
+    inset.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
+    label = f"tokens {begin:,} to {end:,}"
+    inset.text(0.97, 0.97, label, transform=inset.transAxes, ha="right", va="top", fontsize=9, color=INK)
+    axes.indicate_inset_zoom(inset, edgecolor=FAINT)
 
 
 def _center(shape: np.ndarray) -> tuple[float, float]:

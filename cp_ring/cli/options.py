@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
+Heads = Annotated[int, typer.Option(min=1, help="Heads of queries, keys and values.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Size of a head.")]
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)([kmg]?)", re.IGNORECASE)

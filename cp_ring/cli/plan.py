@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.bench import samples
+from cp_ring.cli import job_plan
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
@@ -27,6 +28,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.predict import Prediction, predict
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import RATES, Rates
+from cp_ring.plan.rates import read as read_rates
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
@@ -48,6 +50,17 @@ _MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS"
 
 def plan_command(
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.", rich_help_panel=_LAYOUT)],
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", is_eager=True, callback=job_plan.take,
+                       help="A job's YAML file, or the name of a packaged one: options that are not given are those of its first "
+                       "attention layer."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", is_eager=True, callback=job_plan.take,
+                     help="Override a key of JOB, or preset=NAME. Repeatable."),
+    ] = None,
     seq_length: Annotated[
         int | None,
         typer.Option(help="Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. Some masks "
@@ -123,18 +136,30 @@ def plan_command(
         typer.Option(metavar="RANKS", help="Neighboring ranks that exchange tokens for heads; 1 is the ring alone, auto the "
                      "fastest.", rich_help_panel=_LAYOUT),
     ] = "1",
+    rates: Annotated[
+        str | None,
+        typer.Option("--rates", metavar="FILE", help="Rates that `cp-ring bench rates --json` or preflight (links.json) has "
+                     "measured; what the file lacks is assumed.", rich_help_panel=_RATES),
+    ] = None,
     tflops: Annotated[
-        float, typer.Option(help="TFLOP per second of an attention kernel.", rich_help_panel=_RATES)
-    ] = RATES.flops / 1e12,
+        float | None,
+        typer.Option(help=f"TFLOP per second of an attention kernel; default {RATES.flops / 1e12:g}.", rich_help_panel=_RATES),
+    ] = None,
     node_bandwidth: Annotated[
-        float, typer.Option(help="GB per second that a rank receives from ranks of its node.", rich_help_panel=_RATES)
-    ] = RATES.inside / 1e9,
+        float | None,
+        typer.Option(help=f"GB per second that a rank receives from ranks of its node; default {RATES.inside / 1e9:g}.",
+                     rich_help_panel=_RATES),
+    ] = None,
     network_bandwidth: Annotated[
-        float, typer.Option(help="GB per second that a network card receives from other nodes.", rich_help_panel=_RATES)
-    ] = RATES.between / 1e9,
+        float | None,
+        typer.Option(help=f"GB per second that a network card receives from other nodes; default {RATES.between / 1e9:g}.",
+                     rich_help_panel=_RATES),
+    ] = None,
     ranks_per_card: Annotated[
-        int, typer.Option(help="Neighboring ranks that share a network card.", rich_help_panel=_RATES)
-    ] = RATES.ranks_per_card,
+        int | None,
+        typer.Option(help=f"Neighboring ranks that share a network card; default {RATES.ranks_per_card}.",
+                     rich_help_panel=_RATES),
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Compare splits of --lengths: padded, hybrid, zigzag, balanced.", rich_help_panel=_OUTPUT),
@@ -162,7 +187,7 @@ def plan_command(
         check_ending(draw)
         check_panel(panel, width)
     sizes = _sizes(heads, kv_heads, head_dim, dtype, mla, wire)
-    rates = _make_rates(tflops, node_bandwidth, network_bandwidth, ranks_per_card)
+    speeds = make_rates(rates, tflops, node_bandwidth, network_bandwidth, ranks_per_card)
     if compare:
         if lengths is None:
             raise PlanError("--compare needs --lengths: a file, lognormal:MEAN,SIGMA or preset:NAME")
@@ -171,7 +196,7 @@ def plan_command(
         from cp_ring.cli.compare import compare_command
 
         drawn = samples.lengths(lengths, seq_length, seed)
-        compare_command(lengths, drawn, cp, Layer(sizes, ranks_per_node=ranks_per_node, rates=rates), as_json)
+        compare_command(lengths, drawn, cp, Layer(sizes, ranks_per_node=ranks_per_node, rates=speeds), as_json)
         return
     if lengths is not None:
         if documents or documents_mean:
@@ -192,17 +217,17 @@ def plan_command(
                 shape = Shape(route, count, schedule)
             else:
                 shape, reason = choose([(allowed, 1)], cp, sizes, node_size, route=route, heads=count, schedule=schedule,
-                                       slot_shards=slot_shards, layout=chosen, rates=rates)  # fmt: skip
+                                       slot_shards=slot_shards, layout=chosen, rates=speeds)  # fmt: skip
             limit = max(slot_shards, ranks_per_node) if shape.route == "relay" else slot_shards
-            whole, build_ms = _timed(lambda: planned(allowed, chosen, shape, limit, node_size, rates))
+            whole, build_ms = _timed(lambda: planned(allowed, chosen, shape, limit, node_size, speeds))
         report, verify_ms = _timed(lambda: whole.verify(num_slots))
-        shapes = _shapes(allowed, chosen, sizes, ranks_per_node, node_size, rates, slot_shards)
+        shapes = _shapes(allowed, chosen, sizes, ranks_per_node, node_size, speeds, slot_shards)
     plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, sizes.of_rank(whole.heads))
     costs = cost(report, own_sizes, num_slots)
-    facts = summary(plan, report, costs, members_of_node(ranks_per_node, shape.heads)) | speed(whole, report, sizes, rates)
+    facts = summary(plan, report, costs, members_of_node(ranks_per_node, shape.heads)) | speed(whole, report, sizes, speeds)
     facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": shape.heads, "chosen": reason}
     facts |= {"bytes_between_nodes": {found["name"]: found["bytes_between_nodes"] for found in shapes}}
-    facts |= {"predicted": _predicted(whole, report, sizes, rates, ranks_per_node), "shapes": shapes}
+    facts |= {"predicted": _predicted(whole, report, sizes, speeds, ranks_per_node), "shapes": shapes}
     facts |= {"wire": wire, "predicted_exposed_seconds": _exposed(whole, report, sizes, ranks_per_node)}
     if as_json:
         typer.echo(json.dumps(facts))
@@ -211,7 +236,7 @@ def plan_command(
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
-        draw_plan(plan, draw, report, own_sizes, rates, members_of_node(ranks_per_node, shape.heads), panel, width)
+        draw_plan(plan, draw, report, own_sizes, speeds, members_of_node(ranks_per_node, shape.heads), panel, width)
         typer.echo(f"wrote {draw}", err=as_json)
 
 
@@ -243,13 +268,25 @@ def _exposed(
     return found
 
 
-def _make_rates(tflops: float, node_bandwidth: float, network_bandwidth: float, ranks_per_card: int) -> Rates:
-    given = {"--tflops": tflops, "--node-bandwidth": node_bandwidth, "--network-bandwidth": network_bandwidth,
-             "--ranks-per-card": ranks_per_card}  # fmt: skip
-    for option, value in given.items():
-        if not 0 < value < math.inf:
+def make_rates(
+    path: str | None,
+    tflops: float | None = None,
+    node_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
+    ranks_per_card: int | None = None,
+) -> Rates:
+    """The rates of a file, or those that all predictions assume, with the ones of the options in their place.
+
+    Raises `PlanError` that names the option.
+    """
+    options = {"flops": ("--tflops", tflops, 1e12), "inside": ("--node-bandwidth", node_bandwidth, 1e9),
+               "between": ("--network-bandwidth", network_bandwidth, 1e9),
+               "ranks_per_card": ("--ranks-per-card", ranks_per_card, 1)}  # fmt: skip
+    for option, value, _ in options.values():
+        if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{option} {value:g}: it must be a number above 0")
-    return Rates(1e12 * tflops, 1e9 * node_bandwidth, 1e9 * network_bandwidth, ranks_per_card)
+    given: dict[str, Any] = {name: value * unit for name, (_, value, unit) in options.items() if value is not None}
+    return replace(RATES if path is None else read_rates(path), **given)
 
 
 def _parse_heads(text: str) -> int | str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,3 +21,24 @@ def print_table(entries: list[dict[str, str]], whole: Sequence[str] = ()) -> Non
     for entry in entries:
         shown.add_row(*entry.values())
     Console().print(shown)
+
+
+def told(results: Sequence[dict[str, Any]], as_json: bool, name: str = "rows") -> bool:
+    """Prints a measurement as JSON under `name`, or why there is none; returns whether there is a table to print instead."""
+    from cp_ring.bench.machine import facts
+
+    if as_json:
+        print(json.dumps({**facts(), name: results}))
+    elif "skipped" in results[0]:
+        Console().print(f"not measured: {results[0]['skipped']}", soft_wrap=True)
+    return not as_json and "skipped" not in results[0]
+
+
+def print_measured(table: Table) -> None:
+    """Prints a table, and below it where and when it was measured."""
+    from cp_ring.bench.machine import facts
+
+    made = facts()
+    console = Console()
+    console.print(table)
+    console.print(f"{made['date']}; {made['machine']}, load {made['load']}; torch {made['versions']['torch']}", soft_wrap=True)

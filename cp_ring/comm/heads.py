@@ -34,7 +34,8 @@ from torch.profiler import record_function
 
 from cp_ring.comm.transport import MessageBatch, Pending, Transport
 from cp_ring.observe.spans import waiting
-from cp_ring.plan.heads import Exchange, HeadSplit
+from cp_ring.plan.head_split import HeadSplit
+from cp_ring.plan.heads import Exchange
 from cp_ring.plan.tables import Transfer
 
 MAX_RANGES = 4

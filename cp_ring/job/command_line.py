@@ -75,10 +75,12 @@ def build_command(job: JobConfig, corpus: Corpus | None, elsewhere: bool = False
     return Command(_environment(job, device) | visible, _torchrun(job), line)
 
 
-def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> tuple[list[str], argparse.Namespace]:
+def megatron_flags(
+    job: JobConfig, corpus: Corpus | None, device: str, parser: argparse.ArgumentParser | None = None
+) -> tuple[list[str], argparse.Namespace]:
     """The flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu), and what Megatron's parser reads from them.
 
-    Raises as `build_command` does.
+    parser: made by `build_parser` before, for several jobs. Raises as `build_command` does.
     """
     from cp_ring.megatron import argument_parser
 
@@ -87,7 +89,7 @@ def megatron_flags(job: JobConfig, corpus: Corpus | None, device: str) -> tuple[
         raise ConfigError(f"megatron.{packed[0]} needs cp_ring.enabled (--cp-ring), which masks documents")
     changes = {"cpu": device == "cpu", "run_dir": str(run_dir(job).absolute())}
     config = job.cp_ring.model_copy(update=changes | ({"document_mask": True} if packed else {}))
-    parser = argument_parser.build_parser()
+    parser = parser or argument_parser.build_parser()
     megatron = argument_parser.to_flags(parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel")
     megatron += argument_parser.to_flags(parser, _defaults(job, corpus) | job.megatron, "megatron")
     megatron += config.to_args()

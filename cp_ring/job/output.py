@@ -220,7 +220,8 @@ def _step_line(line: str, steps: int | None) -> tuple[int, str]:
     step, rate, memory = values.pop("step"), values.pop("tokens per second"), values.pop("memory")
     waited = values.pop(progress.WAITED, 0)
     del values["time"]
-    values.pop("timing", None)  # the rank that writes it has printed it
+    for name in ("timing", progress.GRADIENT_NORM, progress.LEARNING_RATE):  # the rank that writes them has printed them
+        values.pop(name, None)
     losses = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
     total = "" if steps is None else f"/{steps}"
     tail = f" | waited {waited * 1e3:.1f} ms for plans" if waited else ""

@@ -46,6 +46,12 @@ _SHARED = (
 _FORWARD = ("is_training", "return_max_logit", "rng_gen")
 _BACKWARD = ("o", "d_o", "aux_ctx_tensors", "dqkv_dtype", "deterministic")
 
+# Of these, what is new in every call.
+_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_MORE_TENSORS = ("o", "d_o", "aux_ctx_tensors")
+_MAX_CALLS = 4096
+"""Kinds of calls that are remembered: packed documents keep bringing new ones."""
+
 
 class Library(NamedTuple):
     """The parts of TransformerEngine that the adapter uses."""
@@ -133,7 +139,10 @@ class Call(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """TransformerEngine's functions with all arguments but the tensors. `backward` is None if another kernel computes it."""
+    """TransformerEngine's functions with all arguments but the tensors; those of `_dense` have the ends of sequences too.
+
+    `backward` is None if another kernel computes it.
+    """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
@@ -148,7 +157,8 @@ class TransformerEngineKernel:
 
     def __init__(self) -> None:
         self._backends: dict[Call, Any] = {}
-        self._bound: dict[tuple[object, ...], _Bound] = {}
+        self._bound: dict[tuple[Call, float, torch.device], _Bound] = {}
+        self._dense: dict[tuple[object, ...], _Bound] = {}
         self._widths: dict[tuple[torch.dtype, int, int, bool], tuple[int, int] | None] = {}
         # The lse of packed tiles is [t, h, 1], and [tiles, h, max_q, 1] before cuDNN 9.6. `forward_varlen` finds out.
         self._padded_lse = False
@@ -169,7 +179,7 @@ class TransformerEngineKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
         q_, k_, v_ = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        bound = self._bound.get(self._key(q_, k_, v_, hi, scale))
+        bound = self._dense.get(self._key(q_, k_, v_, hi, scale))
         if bound is not None:
             out, aux, *_ = bound.forward(q=q_.contiguous(), k=k_.contiguous(), v=v_.contiguous())
             return out.transpose(0, 1), aux[0].squeeze(3)
@@ -190,7 +200,7 @@ class TransformerEngineKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout_, q_, k_, v_, out_ = [x.transpose(0, 1) for x in (dout, q, k, v, out)]
-        bound = self._bound.get(self._key(q_, k_, v_, hi, scale))
+        bound = self._dense.get(self._key(q_, k_, v_, hi, scale))
         if bound is not None and bound.backward is not None:
             aux = [lse.float().unsqueeze(3).contiguous(), no_random_state((2,), q.device)]
             tensors = {"q": q_, "k": k_, "v": v_, "o": out_, "d_o": dout_}
@@ -237,40 +247,44 @@ class TransformerEngineKernel:
     def _attend(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        library = _loaded()
         tensors = {"q": pad(q, call.d), "k": pad(k, call.d), "v": pad(v, call.e)}
-        values = self._values(call, tensors, cu_q, cu_k, scale) | {
-            "is_training": True, "return_max_logit": False, "rng_gen": _generator(q.device),
-        }  # fmt: skip
-        out, aux, *_ = library.forward(**bind("transformer_engine", library.forward, values))
+        forward = self._functions(call, scale, q.device).forward
+        out, aux, *_ = forward(**_contiguous(tensors), **_ends(call, cu_q, cu_k))
         return out, aux[0]
 
     def _gradients(
         self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
         cu_q: Tensor, cu_k: Tensor, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        library = _loaded()
         tensors = {"q": pad(q, call.d), "k": pad(k, call.d), "v": pad(v, call.e), "o": pad(out, call.e), "d_o": pad(dout, call.e)}
+        backward = self._functions(call, scale, q.device).backward
+        assert backward is not None, "every call has a backward function"
         aux = [stats, no_random_state((2,), q.device)]
-        values = self._values(call, tensors, cu_q, cu_k, scale) | {
-            "aux_ctx_tensors": aux, "dqkv_dtype": library.dtypes[q.dtype], "deterministic": call.deterministic,
-        }  # fmt: skip
-        dq, dk, dv, *_ = library.backward(**bind("transformer_engine", library.backward, values))
+        dq, dk, dv, *_ = backward(**_contiguous(tensors), **_ends(call, cu_q, cu_k), aux_ctx_tensors=aux)
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
-    def _values(self, call: Call, tensors: dict[str, Tensor], cu_q: Tensor, cu_k: Tensor, scale: float) -> dict[str, Any]:
-        backend = self._backend(call)
-        if backend is None:
-            raise KernelError(f"kernel='transformer_engine': no fused backend for {call._asdict()}")
-        packed = call.layout == "thd"
-        return {name: x.contiguous() for name, x in tensors.items()} | {
-            "max_seqlen_q": call.queries, "max_seqlen_kv": call.keys, "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k,
-            "cu_seqlens_q_padded": cu_q if packed else None, "cu_seqlens_kv_padded": cu_k if packed else None,
-            "fake_dtype": call.dtype, "fused_attention_backend": backend, "attn_scale": scale, "dropout": 0.0,
-            "qkv_layout": "_".join([call.layout] * 3), "dqkv_layout": "_".join([call.layout] * 3), "o_format": call.layout,
-            "do_format": call.layout, "attn_bias_type": "no_bias", "attn_mask_type": call.mask, "softmax_type": "vanilla",
-            "window_size": call.window, "bottom_right_diagonal": False,
-        }  # fmt: skip
+    def _functions(self, call: Call, scale: float, device: torch.device) -> _Bound:
+        """TransformerEngine's functions with all arguments of a call but the tensors, worked out once."""
+        key = call, scale, device
+        if key not in self._bound:
+            backend, library = self._backend(call), _loaded()
+            if backend is None:
+                raise KernelError(f"kernel='transformer_engine': no fused backend for {call._asdict()}")
+            if len(self._bound) > _MAX_CALLS:
+                self._bound.clear()
+            values = {
+                "max_seqlen_q": call.queries, "max_seqlen_kv": call.keys, "fake_dtype": call.dtype,
+                "fused_attention_backend": backend, "attn_scale": scale, "dropout": 0.0,
+                "qkv_layout": "_".join([call.layout] * 3), "dqkv_layout": "_".join([call.layout] * 3), "o_format": call.layout,
+                "do_format": call.layout, "attn_bias_type": "no_bias", "attn_mask_type": call.mask, "softmax_type": "vanilla",
+                "window_size": call.window, "bottom_right_diagonal": False,
+            }  # fmt: skip
+            forward = values | {"is_training": True, "return_max_logit": False, "rng_gen": _generator(device)}
+            backward = values | {"dqkv_dtype": library.dtypes[call.dtype], "deterministic": call.deterministic}
+            self._bound[key] = _Bound(
+                _partial(library.forward, forward, _TENSORS), _partial(library.backward, backward, (*_TENSORS, *_MORE_TENSORS))
+            )
+        return self._bound[key]
 
     def _key(self, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float) -> tuple[object, ...]:
         """All that a dense call of tensors [s, b, h, d] depends on, except the values of the tensors."""
@@ -279,19 +293,17 @@ class TransformerEngineKernel:
     def _bind(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float, cu_q: Tensor, cu_k: Tensor
     ) -> None:  # fmt: skip
-        """Keeps the functions with all arguments but the tensors, for the next call of this key."""
+        """Keeps the functions with all arguments but the tensors, for the next dense call of this key."""
         if (call.d, call.e) != (q.shape[-1], v.shape[-1]):
             return  # head sizes are padded
-        if len(self._bound) > 4096:
-            self._bound.clear()
-        library, values = _loaded(), self._values(call, {}, cu_q, cu_k, scale)
-        forward = values | {"is_training": True, "return_max_logit": False, "rng_gen": _generator(q.device)}
-        backward = values | {"dqkv_dtype": library.dtypes[q.dtype], "deterministic": call.deterministic}
-        self._bound[self._key(q, k, v, hi, scale)] = _Bound(
-            _partial(library.forward, forward, ("q", "k", "v")),
-            None if dense_backward_may_be_nan(call.keys, call.causal, q.device)
-            else _partial(library.backward, backward, ("q", "k", "v", "o", "d_o", "aux_ctx_tensors")),
-        )  # fmt: skip
+        if len(self._dense) > _MAX_CALLS:
+            self._dense.clear()
+        (forward, backward), ends = self._functions(call, scale, q.device), _ends(call, cu_q, cu_k)
+        if backward is None or dense_backward_may_be_nan(call.keys, call.causal, q.device):
+            backward = None
+        else:
+            backward = partial(backward, **ends)
+        self._dense[self._key(q, k, v, hi, scale)] = _Bound(partial(forward, **ends), backward)
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, layout: str, causal: bool, packing: Packing | None = None) -> Call:
         """The call for tensors [s, b, h, d], or with a packing [t, h, d]."""
@@ -326,7 +338,7 @@ class TransformerEngineKernel:
     def _backend(self, call: Call) -> Any:
         """The fused backend that TransformerEngine names for the call; None if there is none."""
         if call not in self._backends:
-            if len(self._backends) > 4096:  # packed documents keep bringing new sizes
+            if len(self._backends) > _MAX_CALLS:
                 self._backends.clear()
             backend = _ask(_loaded(), call)
             self._backends[call] = None if int(backend) == int(_loaded().backends["No_Backend"]) else backend
@@ -359,6 +371,16 @@ def _loaded() -> Library:
     if isinstance(library, str):
         raise KernelError(f"kernel='transformer_engine': transformer_engine {library}")
     return library
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.contiguous() for name, x in tensors.items()}
+
+
+def _ends(call: Call, cu_q: Tensor, cu_k: Tensor) -> dict[str, Tensor | None]:
+    """The ends of sequences, or of packed tiles, which lie end to end."""
+    padded_q, padded_k = (cu_q, cu_k) if call.layout == "thd" else (None, None)
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k, "cu_seqlens_q_padded": padded_q, "cu_seqlens_kv_padded": padded_k}
 
 
 def _partial(function: Callable[..., Any], values: dict[str, Any], tensors: tuple[str, ...]) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ SIZES = "--hierarchical-context-parallel-sizes"
 
 
 class RingShape(NamedTuple):
-    """The shape of a layer's plan: the last arguments of `cp_ring.plan.heads.plan_of`, in their order."""
+    """The shape of a layer's plan: arguments of `cp_ring.plan.heads.plan_of` by name."""
 
     schedule: str
     slot_shards: int | None

@@ -6,6 +6,8 @@ Shapes: s tokens of this rank, b microbatch, h query and g key/value heads of th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch._compile import _disable_dynamo
 from torch.distributed import get_process_group_ranks
 
-from cp_ring.attention import AnyPlan, attend
+from cp_ring.attention import Results, attend
+from cp_ring.checks import AnyPlan
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat
@@ -120,50 +123,50 @@ class RingDotProductAttention(MegatronModule):
         """
         mask = _check_mask(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         _check_inputs(attention_bias, unknown)
-        packed = query.dim() == 3  # thd: the documents lie end to end, and Megatron has no batch dimension
         latents = None if self.tap is None else self.tap.take(self.config.qk_head_dim, self.config.v_head_dim)
+        packed = query.dim() == 3  # thd: the documents lie end to end, and Megatron has no batch dimension
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-            latents = None if latents is None else latents._replace(latent=latents.latent.unsqueeze(1))
+            latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
         if attention_mask is not None:
             self._check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
         step = compat.training_step()
         timing.at_step(step)
         plan = self._plan(query, mask, packed_seq_params)
         dropout = self._dropout(query, packed_seq_params) if self.dropout and self.training else None
+        results = self._results(step)
+        largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
+        group = self.cp_group if plan.cp > 1 else None
+        with _flag_in_errors(self.settings.kernel):
+            out, _ = attend(
+                query, key, value, plan, group,
+                results=results, latents=latents, dropout=dropout, largest=largest, **self._options(),
+            )  # fmt: skip
+        self._keep_largest(largest or ())
+        out = out.reshape(*out.shape[:2], -1)
+        return out.squeeze(1) if packed else out
+
+    def _results(self, step: int) -> Results | None:
+        """What a recomputation takes or fills; where it takes nothing, the watchdog knows the call by this layer and step."""
         results = results_for(self)
         if results is None or results.place is None:
             watchdog.enter(self.layer_number, step)
-        largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
-        try:
-            out, _ = attend(
-                query,
-                key,
-                value,
-                plan,
-                self.cp_group if plan.cp > 1 else None,
-                softmax_scale=self.softmax_scale,
-                sink=self.softmax_offset,
-                kernel=self.settings.kernel,
-                num_slots=self.settings.num_slots,
-                wire=self.wire,
-                latents=latents,
-                wire_dtype=self.settings.wire_dtype,
-                qkv_format="sbhd",
-                results=results,
-                compare_every=self.settings.compare_every,
-                sub_groups=self.sub_groups,
-                dropout=dropout,
-                largest=largest,
-            )
-        except KernelError as error:  # name the flag, not the parameter
-            kernel = self.settings.kernel
-            raise KernelError(str(error).replace(f"kernel={kernel!r}", f"--cp-ring-kernel {kernel}")) from None
-        for logits in largest or ():
+        return results
+
+    def _options(self) -> dict[str, Any]:
+        """What all calls of this layer have in common, as arguments of `attend`."""
+        settings = self.settings
+        return {
+            "softmax_scale": self.softmax_scale, "sink": self.softmax_offset, "kernel": settings.kernel,
+            "num_slots": settings.num_slots, "wire": self.wire, "wire_dtype": settings.wire_dtype, "qkv_format": "sbhd",
+            "compare_every": settings.compare_every, "sub_groups": self.sub_groups,
+        }  # fmt: skip
+
+    def _keep_largest(self, found: Sequence[torch.Tensor]) -> None:
+        """Adds the largest logits of a call to those that Megatron's clipping and log read."""
+        for logits in found:
             before = self.current_max_attn_logits
             self.current_max_attn_logits = logits if before is None else torch.maximum(before, logits)
-        out = out.reshape(*out.shape[:2], -1)
-        return out.squeeze(1) if packed else out
 
     def _make_tap(self) -> LatentTap | None:
         """What finds the latents of this layer, where they travel; see `cp_ring.megatron.latent.link`."""
@@ -184,7 +187,7 @@ class RingDotProductAttention(MegatronModule):
             )  # fmt: skip
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         with timing.waiting_for_plan():
-            return wait_for(documents.prepare(rank, used.route, self.window, mask == "causal", *shape))
+            return wait_for(documents.prepare(rank, self.window, mask == "causal", route=used.route, **shape._asdict()))
 
     def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout:
         """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in their batch rows."""
@@ -251,6 +254,15 @@ def _check_inputs(attention_bias: Any, unknown: dict[str, Any]) -> None:
         raise ConfigError("--cp-ring does not support an attention bias")
     if any(value is not None for value in unknown.values()):
         raise ConfigError(f"ring attention does not know these inputs: {', '.join(unknown)}")
+
+
+@contextmanager
+def _flag_in_errors(kernel: str) -> Iterator[None]:
+    """Errors of a kernel name the flag, not the parameter of `ring_attention`."""
+    try:
+        yield
+    except KernelError as error:
+        raise KernelError(str(error).replace(f"kernel={kernel!r}", f"--cp-ring-kernel {kernel}")) from None
 
 
 def _check_mask(mask_type: Any) -> str:

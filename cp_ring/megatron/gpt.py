@@ -155,7 +155,7 @@ def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
 
     def prepare(carried: MicrobatchMask) -> None:
         for window, _ in windows:
-            carried.prepare(rank, settings.route, window, True, *shape)
+            carried.prepare(rank, window, True, route=settings.route, **shape._asdict())
 
     return prepare
 

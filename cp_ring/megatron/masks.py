@@ -10,10 +10,10 @@ import functools
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from cp_ring.megatron.settings import layer_windows
 from cp_ring.plan.heads import HeadRankPlan, plan_of, rank_plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.ring_plan import PlanOptions
 from cp_ring.plan.tables import RankPlan
 
 KEY = "cp_ring_mask"
@@ -69,25 +70,18 @@ class MicrobatchMask(ABC):
         return type(self).__name__
 
     def prepare(
-        self,
-        rank: int,
-        route: str,
-        window: tuple[int, int] = (-1, -1),
-        causal: bool = True,
-        schedule: str = "auto",
-        slot_shards: int | None = None,
-        heads: int = 1,
-        node_size: int = 1,
+        self, rank: int, window: tuple[int, int] = (-1, -1), causal: bool = True, heads: int = 1, **options: Unpack[PlanOptions]
     ) -> Future[RankPlan | HeadRankPlan]:
         """Starts making the rank plan of `rank` on a worker thread, once for all layers with this window.
 
-        `route` to `node_size` are as in `rank_plan_of`. The plan of all ranks is made and proven for the first mask of each kind,
+        `heads` and `options` are as in `rank_plan_of`. The plan of all ranks is made and proven for the first mask of each kind,
         and then for one in `PROVE_EVERY` masks.
         """
-        key = (rank, route, window, causal, schedule, slot_shards, heads, node_size)
+        make = functools.partial(_make_plan, rank=rank, heads=heads, **options)
+        key = (rank, window, causal, heads, *sorted(options.items()))
         if key not in self._plans:
-            mask, how = self.mask(window, causal), (route, schedule, slot_shards, heads, node_size)
-            self._plans[key] = worker().submit(_make_plan, mask, self.layout, rank, how, (self.kind(), window, causal))
+            kind = self.layout.name, self.layout.cp, self.kind(), *key[1:]
+            self._plans[key] = worker().submit(make, self.mask(window, causal), self.layout, kind)
         return self._plans[key]
 
     def places(self, rank: int) -> torch.Tensor:
@@ -208,13 +202,12 @@ def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
 
 
 def _make_plan(
-    mask: Mask, layout: Layout, rank: int, how: tuple[str, str, int | None, int, int], kind: Iterable[Any]
+    mask: Mask, layout: Layout, kind: tuple[object, ...], *, rank: int, heads: int, **options: Unpack[PlanOptions]
 ) -> RankPlan | HeadRankPlan:
-    """`how` is the route, the schedule, the limit of its sources, the ranks that exchange heads, and those of a node."""
-    key = (layout.name, layout.cp, *how, *kind)
-    if key not in _proven or next(_made) % PROVE_EVERY == 0:
-        plan = plan_of(mask, layout, *how)
+    """The plan of one rank; that of all ranks is made and proven now and then. Plans of one `kind` are alike."""
+    if kind not in _proven or next(_made) % PROVE_EVERY == 0:
+        plan = plan_of(mask, layout, heads, **options)
         plan.verify()
-        _proven.add(key)
+        _proven.add(kind)
         return plan.rank_plan(rank)
-    return rank_plan_of(mask, layout, rank, *how)
+    return rank_plan_of(mask, layout, rank, heads, **options)

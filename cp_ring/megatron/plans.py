@@ -48,6 +48,9 @@ def make_plan(
     heads: neighboring ranks that exchange tokens for heads; node_size: neighboring ranks on one node.
     Raises `PlanError` if the mask, layout, route and schedule do not make a correct plan.
     """
-    plan = plan_of(_MASKS[mask](n, window=window), make_layout(layout, n, cp), route, schedule, slot_shards, heads, node_size)
+    plan = plan_of(
+        _MASKS[mask](n, window=window), make_layout(layout, n, cp), heads,
+        route=route, schedule=schedule, slot_shards=slot_shards, node_size=node_size,
+    )  # fmt: skip
     plan.verify()
     return plan

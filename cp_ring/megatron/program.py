@@ -81,6 +81,7 @@ def accept_model(config: Any) -> argparse.Namespace:
         )
     used.check_schedule(cp)
     comm_types.check(args, used)
+    used = validate.settle_shape(args, used)
     settings.configure(used, layers=validate.windows_of(args))
     return args
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron import compat
-from cp_ring.observe import clocks, progress, timing, trace
+from cp_ring.observe import clocks, links, progress, timing, trace
 from cp_ring.observe.findings import Alarms, Findings, RankTimes, combined, group_findings
 
 
@@ -25,7 +26,7 @@ class StepTiming:
     Args:
         sampler: what decides; its recording of a step is read at the end of the next one, when a device has passed its marks.
         group: returns the context-parallel group of this rank.
-        folder: where the last rank writes the trace of the steps that are traced.
+        folder: where the last rank writes the trace of the steps that are traced, and where preflight has written its speeds.
         say: gets the lines for people, on the last rank.
     """
 
@@ -69,7 +70,7 @@ class StepTiming:
         groups = [each for each in _gathered(found, world, last) if each is not None and each.calls]
         if not groups:
             return []
-        whole = combined(groups)
+        whole = replace(combined(groups), possible=links.possible(self.folder))
         self.say(f"cp_ring: {whole.line()}")
         for line in self._alarms.lines(whole):
             self.say(f"cp_ring: warning: {line}")

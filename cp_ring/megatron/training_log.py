@@ -1,4 +1,6 @@
-"""The records of a run: a line of steps.jsonl per logged step (losses, tokens per second, memory), and the file DONE at its end.
+"""The records of a run: a line of steps.jsonl per logged step, and the file DONE at its end.
+
+A line has the step's losses, gradient norm, learning rate, tokens per second and memory.
 
 `StepLine` is installed by the patch `step_line`; the entry modules call `finish` where training has returned.
 """
@@ -6,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import resource
 import sys
@@ -96,11 +99,13 @@ class StepLine:
         steps = max(1, (args.consumed_train_samples - done) // args.global_batch_size)
         memory, waited = worst_of_ranks(peak_memory(), take_waited() * 1e6 / steps)
         self.samples, self.seconds = args.consumed_train_samples, seconds
-        self._report(step, loss_dict, rate, memory, waited / 1e6)
+        extra = _logged(self.training_log, loss_dict, *rest, **named)
+        self._report(
+            step, loss_dict, rate, memory, extra | ({progress.WAITED: waited / 1e6} if waited / 1e6 > LONG_WAIT_S else {})
+        )
         return result
 
-    def _report(self, step: int, losses: dict[str, torch.Tensor], rate: float, memory: int, waited: float) -> None:
-        extra = {progress.WAITED: round(waited, 6)} if waited > LONG_WAIT_S else {}
+    def _report(self, step: int, losses: dict[str, torch.Tensor], rate: float, memory: int, extra: dict[str, float]) -> None:
         writer = self.get_writer()
         if writer:
             with progress.warning_once("TensorBoard's log"):  # also where the patch `tensorboard` is not in force
@@ -125,6 +130,13 @@ class StepLine:
                     writer.add_scalar(name, value, found.step)
         if wandb:
             wandb.log(scalars, now)  # it drops what belongs to an earlier step
+
+
+def _logged(training_log: Callable[..., Any], *args: Any, **named: Any) -> dict[str, float]:
+    """Gradient norm and learning rate from the arguments of Megatron's log function, as far as they are given there."""
+    given = inspect.signature(training_log).bind(*args, **named).arguments
+    found = {progress.GRADIENT_NORM: given.get("grad_norm"), progress.LEARNING_RATE: given.get("learning_rate")}
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def peak_memory() -> int:

@@ -70,6 +70,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         elif config.document_mask or config.kinds:
             raise ConfigError(f"{config.flag('document_mask' if config.document_mask else 'mask_kinds')} needs --cp-ring")
         check_loss_chunk(args, config)
+        check_microbatches(args, config)
         check_trace(args, config)
         check_sizes(args)
         if config.enabled:
@@ -127,7 +128,7 @@ def _as_settled(args: argparse.Namespace, config: ContextParallelConfig) -> Cont
 
 def settle(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
     """Puts in force what the flags leave to cp_ring: the shape and the codec. Says what was chosen, and why."""
-    shape = _settled_shape(args, config)
+    shape = settle_shape(args, config)
     wire = choose_wire(args, shape)
     choices_made = {"route": shape.route, "heads": shape.heads, "wire": wire}
     _settled[tuple(sys.argv)] = {name: value for name, value in choices_made.items() if getattr(config, name) == "auto"}
@@ -136,7 +137,7 @@ def settle(args: argparse.Namespace, config: ContextParallelConfig) -> ContextPa
     return chosen
 
 
-def _settled_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
     """The settings with the fastest route and number of heads where the flags ask for `auto`."""
     if "auto" not in (config.route, config.heads):
         return config
@@ -405,6 +406,30 @@ def check_loss_chunk(args: argparse.Namespace, config: ContextParallelConfig) ->
         if getattr(args, name, None):
             other = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} does not support {other}, which needs all logits at once: leave out either")
+
+
+def check_microbatches(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Checks that --cp-ring-balance-microbatches is for batch rows of unequal work, whose steps are known in advance."""
+    if not config.balance_microbatches:
+        return
+    flag = config.flag("balance_microbatches")
+    if not config.enabled:
+        raise ConfigError(f"{flag} needs --cp-ring")
+    packed = any(getattr(args, name, False) for name in ("sft", "dataloader_inter_document_masking"))
+    if not (packed or config.document_mask or config.kinds):
+        raise ConfigError(
+            f"{flag} needs batch rows of unequal work: --sft, --dataloader-inter-document-masking, --cp-ring-document-mask or "
+            "--cp-ring-mask-kinds"
+        )
+    if not args.calculate_per_token_loss:
+        raise ConfigError(
+            f"{flag} needs --calculate-per-token-loss: a mean of the means of microbatches depends on which batch rows share one"
+        )
+    if args.dataloader_type not in (None, "single", "cyclic"):
+        raise ConfigError(f"{flag} does not support --dataloader-type {args.dataloader_type}: give single or cyclic")
+    for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
+        if getattr(args, name, None):
+            raise ConfigError(f"{flag} needs steps of one size: leave out --{name.replace('_', '-')}")
 
 
 def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) -> None:

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from cp_ring.observe.links import BETWEEN, INSIDE, class_of
 from cp_ring.observe.timing import CallTimes, PostTime, WaitTime
 
-INSIDE, BETWEEN = "inside nodes", "between nodes"
 SLOW_RANK, NOTABLE = 1.10, 1.05
 """A rank this many times slower than the median of the others is slow."""
 SLOW_LINK, LINK_MATTERS = 3.0, 0.05
@@ -99,6 +99,7 @@ class Findings:
         balance_planned, balance_timed: the work of the busiest rank over the mean, in pairs and in seconds.
         plans: seconds that the rank that waited longest waited for plans of microbatches.
         clock_error: seconds by which times of different hosts may be off.
+        possible: bytes a second of a link class that preflight measured, before training.
     """
 
     step: int
@@ -116,6 +117,7 @@ class Findings:
     slowest_rank: SlowRank | None
     slowest_link: SlowLink | None
     clock_error: float = 0.0
+    possible: dict[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """As JSON, for steps.jsonl: times in milliseconds, rates in GB/s."""
@@ -132,6 +134,7 @@ class Findings:
             ],
             "waits_ms": {name: _ms(seconds) for name, seconds in self.waits.items()},
             "wire_gb_s": {name: round(rate / 1e9, 3) for name, (rate, _) in self.wire.items()},
+            "wire_possible_gb_s": {name: round(rate / 1e9, 3) for name, rate in self.possible.items()},
             "wire_at_least": [name for name, (_, at_least) in self.wire.items() if at_least],
             "balance_planned": round(self.balance_planned, 4),
             "balance_timed": round(self.balance_timed, 4),
@@ -161,9 +164,14 @@ class Findings:
         """The share of attention time that is waiting."""
         return self.exposed / self.attention if self.attention else 0.0
 
+    def _of_possible(self, name: str) -> str:
+        return f" of {self.possible[name] / 1e9:.3g}" if name in self.possible else ""
+
     def line(self) -> str:
         """One line for people."""
-        wire = ", ".join(f"{'at least ' * low}{rate / 1e9:.3g} GB/s {name}" for name, (rate, low) in self.wire.items())
+        wire = ", ".join(
+            f"{'at least ' * low}{rate / 1e9:.3g}{self._of_possible(name)} GB/s {name}" for name, (rate, low) in self.wire.items()
+        )
         parts = [
             f"attention {self.attention * 1e3:.1f} ms, {self.exposed * 1e3:.1f} ms of it waiting ({self.exposed_share:.1%})",
             f"wire {wire or 'not used'}",
@@ -301,7 +309,7 @@ def _by_hop(ranks: Sequence[RankTimes]) -> dict[tuple[str, int], tuple[float, fl
 
 
 def _class_of(message: TimedMessage, hosts: dict[int, str]) -> str:
-    return INSIDE if hosts[message.sender] == hosts[message.receiver] else BETWEEN
+    return class_of(hosts, message.sender, message.receiver)
 
 
 def _waits_by_class(found: Sequence[TimedMessage], hosts: dict[int, str]) -> dict[str, float]:
@@ -382,13 +390,13 @@ class _Streak:
     samples: list[Any] = field(default_factory=list)
     named: bool = False
 
-    def add(self, who: object, sample: Any) -> bool:
-        """Adds a sample that blames `who`, or nobody (None). True once, when it is sure."""
+    def add(self, who: object, sample: Any, doubt: bool = False) -> bool:
+        """Adds a sample that blames `who`, or nobody (None). True once, when it is sure; with `doubt` it is not yet."""
         if who != self.who:
             self.who, self.samples, self.named = who, [], False
         if who is not None:
             self.samples.append(sample)
-        sure = len(self.samples) >= SAMPLES and fmean(one.share for one in self.samples) >= SURE
+        sure = not doubt and len(self.samples) >= SAMPLES and fmean(one.share for one in self.samples) >= SURE
         first, self.named = sure and not self.named, sure or self.named
         return first
 
@@ -403,12 +411,13 @@ class Alarms:
         """The warnings that a sample gives: one when a rank or link has been slow for `SAMPLES` samples."""
         rank, link = found.slowest_rank, found.slowest_link
         slow_rank = rank.rank if rank is not None and rank.slower >= SLOW_RANK else None
+        lines = [_rank_line(self._rank.samples)] if self._rank.add(slow_rank, rank) else []
         slow_link = None
         if link is not None and link.slower >= SLOW_LINK and link.waited >= LINK_MATTERS:
-            ends = link.sender, link.receiver
-            slow_link = None if slow_rank in ends else ends
-        lines = [_rank_line(self._rank.samples)] if self._rank.add(slow_rank, rank) else []
-        return [*lines, _link_line(self._link.samples)] if self._link.add(slow_link, link) else lines
+            slow_link = link.sender, link.receiver
+        # In one sample a rank may seem slow by chance. One that seems so twice may be what makes its link slow.
+        doubt = slow_link is not None and slow_rank in slow_link and len(self._rank.samples) >= 2
+        return [*lines, _link_line(self._link.samples)] if self._link.add(slow_link, link, doubt) else lines
 
 
 def _rank_line(samples: Sequence[SlowRank]) -> str:

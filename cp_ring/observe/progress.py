@@ -17,6 +17,8 @@ STEPS = "steps.jsonl"
 DONE = "DONE"
 WAITED = "waited for plans"
 """Entry of a step: seconds that the slowest rank waited for the plans of its microbatches, where that is above 1 ms."""
+GRADIENT_NORM, LEARNING_RATE = "gradient norm", "learning rate"
+"""Entries of a step, where Megatron's log has them."""
 
 _warned: set[str] = set()
 

@@ -34,24 +34,27 @@ def _event() -> Mark:
 
 
 @dataclass(slots=True)
-class HopTime:
-    """The computation of a hop: `pairs` of queries and keys, and the times of its kernel calls where a trace is recorded."""
+class TimedBlock:
+    """Something that a hop begins and ends."""
 
     hop: int
-    pairs: int
-    begin: Mark
+    begin: Mark = None
     end: Mark = None
+
+
+@dataclass(slots=True)
+class HopTime(TimedBlock):
+    """The computation of a hop: `pairs` of queries and keys, and the times of its kernel calls where a trace is recorded."""
+
+    pairs: int = 0
     kernels: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class WaitTime:
+class WaitTime(TimedBlock):
     """A wait for the messages of a kind that were posted at a hop, and after which time the messages of each rank were there."""
 
-    kind: str
-    hop: int
-    begin: Mark
-    end: Mark = None
+    kind: str = ""
     arrivals: list[tuple[int, Mark]] = field(default_factory=list)
 
 
@@ -71,7 +74,7 @@ class _Block:
 
     __slots__ = ("_now", "_time")
 
-    def __init__(self, time: HopTime | WaitTime, now: Callable[[], Mark]):
+    def __init__(self, time: TimedBlock, now: Callable[[], Mark]):
         self._time, self._now = time, now
 
     def __enter__(self) -> None:
@@ -99,17 +102,17 @@ class CallTimes:
 
     def computing(self, hop: int, pairs: int) -> _Block:
         """A block that computes a hop."""
-        self.hops.append(HopTime(hop, pairs, None))
+        self.hops.append(HopTime(hop, pairs=pairs))
         return _Block(self.hops[-1], self.now)
 
     def waiting(self, kind: str, hop: int) -> _Block:
         """A block that waits for messages."""
-        self.waits.append(WaitTime(kind, hop, None))
+        self.waits.append(WaitTime(hop, kind=kind))
         return _Block(self.waits[-1], self.now)
 
     def resolve(self, seconds: Callable[[Mark], float]) -> None:
         """Replaces marks by seconds."""
-        blocks: list[HopTime | WaitTime] = [*self.hops, *self.waits]
+        blocks: list[TimedBlock] = [*self.hops, *self.waits]
         for one in blocks:
             one.begin, one.end = seconds(one.begin), seconds(one.end)
         if self.end is not None:

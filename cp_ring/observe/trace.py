@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def write(path: Path, steps: Mapping[int, Sequence[RankTimes]], clock_error: flo
 def chrome(steps: Mapping[int, Sequence[RankTimes]], clock_error: float) -> dict[str, Any]:
     """The trace as JSON."""
     first = min((call.begin - each.clock for ranks in steps.values() for each in ranks for call in each.calls), default=0.0)
-    events = [event for ranks in steps.values() for event in _events(ranks, first)]
+    links = count(1)  # Perfetto drops arrows whose identifiers are not whole numbers
+    events = [event for ranks in steps.values() for event in _events(ranks, first, links)]
     names = {each.rank: each.host for ranks in steps.values() for each in ranks}
     peers = {(event["pid"], event["tid"]) for event in events if event["tid"] != ATTENTION}
     labels = [_meta(rank, 0, "process_name", f"rank {rank} ({host})") for rank, host in sorted(names.items())]
@@ -65,11 +67,11 @@ def _slice(rank: int, thread: int, name: str, category: str, begin: float, end: 
     return {**event, "args": args}
 
 
-def _events(ranks: Sequence[RankTimes], first: float) -> Iterator[dict[str, Any]]:
+def _events(ranks: Sequence[RankTimes], first: float, ids: Iterator[int]) -> Iterator[dict[str, Any]]:
     for each in ranks:
         for call in each.calls:
             yield from _of_call(each.rank, call, each.clock + first)
-    yield from _of_messages(ranks, first)
+    yield from _of_messages(ranks, first, ids)
 
 
 def _of_call(rank: int, call: CallTimes, zero: float) -> Iterator[dict[str, Any]]:
@@ -93,7 +95,7 @@ def _of_call(rank: int, call: CallTimes, zero: float) -> Iterator[dict[str, Any]
             yield _slice(rank, ATTENTION, name, "wait", wait.begin - zero, wait.end - zero, **args) | {"cname": _RED}
 
 
-def _of_messages(ranks: Sequence[RankTimes], first: float) -> Iterator[dict[str, Any]]:
+def _of_messages(ranks: Sequence[RankTimes], first: float, ids: Iterator[int]) -> Iterator[dict[str, Any]]:
     """Messages at both ends, and the arrow between. Those of a link follow one another."""
     links: defaultdict[tuple[int, int], list[TimedMessage]] = defaultdict(list)
     for message in messages(ranks):
@@ -101,18 +103,19 @@ def _of_messages(ranks: Sequence[RankTimes], first: float) -> Iterator[dict[str,
     step = next((call.step for each in ranks for call in each.calls), 0)
     for (sender, receiver), of_link in links.items():
         free = 0.0
-        for number, message in enumerate(of_link):
+        for message in of_link:
             begin, end = max(message.sent - first, free), max(message.end - first, message.start - first, free)
             start = max(message.start - first, begin)
             free = end
             args = {"hop": message.hop, "bytes": message.size, "waited_us": round(message.waited * 1e6, 1), "kind": message.kind,
                     "step": step, "direction": message.direction}  # fmt: skip
-            name, link = f"{message.kind}, hop {message.hop}", f"{step}/{sender}/{receiver}/{number}"
+            name, link = f"{message.kind}, hop {message.hop}", next(ids)
             yield _slice(sender, TO + receiver, name, "sent message", begin, end, peer=receiver, message=link, **args)
             yield _slice(receiver, FROM + sender, name, "received message", start, end, peer=sender, message=link, **args)
             arrow = {"name": "message", "cat": "arrow", "id": link}
             yield {"ph": "s", "pid": sender, "tid": TO + receiver, "ts": round(begin * 1e6, 3), **arrow}
-            yield {"ph": "f", "bp": "e", "pid": receiver, "tid": FROM + sender, "ts": round(end * 1e6, 3), **arrow}
+            # An arrow ends in the slice that is open at its time, and a slice is no longer open at its end.
+            yield {"ph": "f", "bp": "e", "pid": receiver, "tid": FROM + sender, "ts": round(start * 1e6, 3), **arrow}
 
 
 def read(path: Path) -> dict[str, Any]:

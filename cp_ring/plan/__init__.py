@@ -1,6 +1,7 @@
 """Plans as data: masks, layouts, tiles, transfers, and the proof that they are right. No torch.distributed here."""
 
-from cp_ring.plan.heads import HeadPlan, HeadRankPlan, HeadSplit, split_heads
+from cp_ring.plan.head_split import HeadSplit, split_heads
+from cp_ring.plan.heads import HeadPlan, HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, Lowered, lower
 from cp_ring.plan.mask import Mask

@@ -15,15 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
+from cp_ring.plan.blocks import blocked_pairs
 from cp_ring.plan.cost import AttentionSizes, Crossing, crossing
-from cp_ring.plan.heads import HeadPlan, plan_of, split_heads
+from cp_ring.plan.head_split import split_heads
+from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import Transfers
-from cp_ring.plan.tiles import OPEN, Tiles
 
 Floats = NDArray[np.float64]
 
@@ -109,7 +110,7 @@ def compare(lengths: Ints, cp: int, layer: Layer, hybrid: Groups | None = None, 
     weighed = Layout.balanced(mask, cp, token_work=layer.token_flops / layer.pair_flops)
     found.append(_planned("balanced, weighed", plan_of(mask, weighed, node_size=node), layer))
     if 1 < node < cp:
-        relayed = plan_of(mask, balanced, "relay", slot_shards=max(4, node), node_size=node)
+        relayed = plan_of(mask, balanced, route="relay", slot_shards=max(4, node), node_size=node)
         found.append(_planned("balanced, relay", relayed, layer))
     heads = min(node, cp)
     if heads > 1 and layer.sizes.heads % heads == 0:
@@ -253,7 +254,7 @@ def _planned(name: str, plan: RingPlan | HeadPlan, layer: Layer) -> SplitCost:
     sizes = replace(layer.sizes, heads=layer.sizes.heads // heads, kv_heads=kv_heads)
     own = replace(layer, sizes=sizes)
     node = max(1, layer.ranks_per_node // heads)
-    pairs = _pairs(ring, layer.block)
+    pairs = blocked_pairs(ring, layer.block)
     keys, gradients = (_travel(table, ring.cp, node, own) for table in (ring.transfers, ring.gradients))
     tokens = plan.layout.tokens_per_rank
     exchanged, swap = _exchange(layer, heads, int(tokens.max()))
@@ -269,18 +270,6 @@ def _planned(name: str, plan: RingPlan | HeadPlan, layer: Layer) -> SplitCost:
     received = np.bincount(ring.transfers.receiver, ring.transfers.tokens, ring.cp).max() * own.key_bytes
     work = pairs.sum(1)
     return SplitCost(name, 0, float(work.max() / work.mean()), int(received) + exchanged, moved.keys + moved.exchange, *times)
-
-
-def _pairs(plan: RingPlan, block: int) -> Floats:
-    """Pairs in the blocks of each rank's tiles at each hop, [cp, cp]."""
-    tiles, place = plan.tiles, plan.tile_rank * plan.cp + plan.tile_hop
-    slide = tiles.k0 - tiles.q0
-    q, k = -(-(tiles.q1 - tiles.q0) // block), -(-(tiles.k1 - tiles.k0) // block)
-    low = np.where(tiles.lo == -OPEN, -OPEN, -((slide + block - 1 - tiles.lo) // block))
-    high = np.where(tiles.hi == OPEN, OPEN, (tiles.hi - slide + block - 1) // block)
-    none = np.zeros_like(q)
-    area = Tiles(np.stack([none, q, none, k, low, high])).fitted().area() * block * block
-    return np.bincount(place, area, plan.cp * plan.cp).reshape(plan.cp, plan.cp)
 
 
 def _travel(table: Transfers, cp: int, node: int, layer: Layer) -> Floats:

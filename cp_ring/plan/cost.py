@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.heads import HeadPlan, HeadSplit, split_heads
+from cp_ring.plan.head_split import HeadSplit, split_heads
+from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints

@@ -10,10 +10,8 @@ DeepSpeed-Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509; both at once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from math import gcd
+from typing import Unpack
 
 import numpy as np
 
@@ -22,7 +20,7 @@ from cp_ring.plan.identity import Part, digest_of_layout
 from cp_ring.plan.layout import Layout, check_rank
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, integer
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.ring_plan import PlanOptions, RingPlan
 from cp_ring.plan.tables import RankPlan
 from cp_ring.plan.verify import Report, check_layout
 
@@ -89,41 +87,21 @@ class HeadPlan:
     _rank_plans: dict[int, HeadRankPlan] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def build(
-        cls,
-        mask: Mask,
-        layout: Layout,
-        heads: int,
-        route: str = "direct",
-        schedule: str | Sequence[int] = "auto",
-        slot_shards: int | None = None,
-        node_size: int = 1,
-    ) -> HeadPlan:
-        """The plan of all ranks. `route`, `schedule` and `slot_shards` are those of the ring of `layout.cp / heads` members.
+    def build(cls, mask: Mask, layout: Layout, heads: int, **options: Unpack[PlanOptions]) -> HeadPlan:
+        """The plan of all ranks; `options` are those of the ring of `layout.cp / heads` members, but `node_size` counts ranks.
 
-        `node_size` counts ranks. Raises `PlanError` as `RingPlan.build` does, and if `heads` does not divide the ranks.
+        Raises `PlanError` as `RingPlan.build` does, and if `heads` does not divide the ranks.
         """
-        merged = layout.merged(heads)
-        members = members_of_node(node_size, heads)
-        return cls(RingPlan.build(mask, merged, route, schedule, slot_shards, members), layout, heads)
+        return cls(RingPlan.build(mask, layout.merged(heads), **_of_members(options, heads)), layout, heads)
 
     @classmethod
     def build_rank_plan(
-        cls,
-        mask: Mask,
-        layout: Layout,
-        rank: int,
-        heads: int,
-        route: str = "direct",
-        schedule: str | Sequence[int] = "auto",
-        slot_shards: int | None = None,
-        node_size: int = 1,
-    ) -> HeadRankPlan:
+        cls, mask: Mask, layout: Layout, rank: int, heads: int, **options: Unpack[PlanOptions]
+    ) -> HeadRankPlan:  # fmt: skip
         """One rank's plan, without planning for the others where the route allows it; see `RingPlan.build_rank_plan`."""
         merged = layout.merged(heads)
         check_rank(rank, layout.cp)
-        members = members_of_node(node_size, heads)
-        ring = RingPlan.build_rank_plan(mask, merged, rank // heads, route, schedule, slot_shards, members)
+        ring = RingPlan.build_rank_plan(mask, merged, rank // heads, **_of_members(options, heads))
         return _of_rank(ring, layout, merged, rank, heads)
 
     @property
@@ -169,40 +147,28 @@ class HeadPlan:
         return self.ring.verify(num_slots, rank_plans)
 
 
-def plan_of(
-    mask: Mask,
-    layout: Layout,
-    route: str = "direct",
-    schedule: str | Sequence[int] = "auto",
-    slot_shards: int | None = None,
-    heads: int = 1,
-    node_size: int = 1,
-) -> RingPlan | HeadPlan:
+def plan_of(mask: Mask, layout: Layout, heads: int = 1, **options: Unpack[PlanOptions]) -> RingPlan | HeadPlan:
     """The plan of all ranks: a `HeadPlan`, or the `RingPlan` that it is where each rank is its own member."""
-    if heads == 1:
-        return RingPlan.build(mask, layout, route, schedule, slot_shards, node_size)
-    return HeadPlan.build(mask, layout, heads, route, schedule, slot_shards, node_size)
+    return RingPlan.build(mask, layout, **options) if heads == 1 else HeadPlan.build(mask, layout, heads, **options)
 
 
 def rank_plan_of(
-    mask: Mask,
-    layout: Layout,
-    rank: int,
-    route: str = "direct",
-    schedule: str | Sequence[int] = "auto",
-    slot_shards: int | None = None,
-    heads: int = 1,
-    node_size: int = 1,
-) -> RankPlan | HeadRankPlan:
+    mask: Mask, layout: Layout, rank: int, heads: int = 1, **options: Unpack[PlanOptions]
+) -> RankPlan | HeadRankPlan:  # fmt: skip
     """As `plan_of`, of one rank, without planning for the others where the route allows it."""
     if heads == 1:
-        return RingPlan.build_rank_plan(mask, layout, rank, route, schedule, slot_shards, node_size)
-    return HeadPlan.build_rank_plan(mask, layout, rank, heads, route, schedule, slot_shards, node_size)
+        return RingPlan.build_rank_plan(mask, layout, rank, **options)
+    return HeadPlan.build_rank_plan(mask, layout, rank, heads, **options)
 
 
 def members_of_node(node_size: int, heads: int) -> int:
     """Members of the ring on one node of `node_size` ranks: 1 if a node does not hold whole members, or has one."""
     return node_size // heads if integer(node_size, "node_size") > 0 and node_size % heads == 0 else 1
+
+
+def _of_members(options: PlanOptions, heads: int) -> PlanOptions:
+    """The options of a ring whose members are `heads` ranks each."""
+    return options | {"node_size": members_of_node(options.get("node_size", 1), heads)}
 
 
 def _of_rank(ring: RankPlan, layout: Layout, merged: Layout, rank: int, heads: int) -> HeadRankPlan:
@@ -262,100 +228,3 @@ def _chunks(layout: Layout, rank: int) -> tuple[Ints, Ints]:
 def _in_stream(chunk: Ints, stream: Ints, token: Ints) -> Ints:
     at = np.searchsorted(chunk, token, "right") - 1
     return stream[at] + token - chunk[at]
-
-
-MAX_GROUPS = 3
-"""The exchange of one group of a rank's heads travels while another group is computed: at most so many groups."""
-
-
-@dataclass(frozen=True)
-class HeadSplit:
-    """Which heads each rank of a member computes, in which group: indexed by group and by the rank's place in the member.
-
-    queries: query heads `[start, end)`.
-    keys: key/value heads `[start, end)` that these query heads use; heads of several ranks may overlap.
-    repeated: for each key/value head that the kernel gets, which of `keys` it is, counted from their start. Kernels share
-        each key/value head among equally many query heads, so where a rank's query heads use some heads more than others,
-        these are repeated.
-    """
-
-    heads: int
-    kv_heads: int
-    size: int
-    queries: tuple[tuple[Span, ...], ...]
-    keys: tuple[tuple[Span, ...], ...]
-    repeated: tuple[tuple[tuple[int, ...], ...], ...]
-
-    @property
-    def groups(self) -> int:
-        return len(self.queries)
-
-    @property
-    def even(self) -> bool:
-        """Whether every key/value head goes to one rank, so that ranks together hold no more keys than before."""
-        return self.kv_heads % self.size == 0
-
-    @property
-    def kv_heads_of_rank(self) -> int:
-        """Key/value heads that a rank computes with, in all its groups, repeated ones included; on the rank with most."""
-        return max(sum(len(group[place]) for group in self.repeated) for place in range(self.size))
-
-
-@lru_cache(maxsize=256)
-def split_heads(heads: int, kv_heads: int, size: int) -> HeadSplit:
-    """`heads` query heads and `kv_heads` key/value heads over the `size` ranks of a member, proven (`check_heads`).
-
-    A rank with several key/value heads of its own gets them in 2 or 3 groups, if these are equal. Ranks that share
-    key/value heads get one group: several would send the same keys around the ring again.
-
-    Raises `PlanError` if `size` does not divide the query heads.
-    """
-    if integer(size, "heads") < 1 or heads % size:
-        raise PlanError(f"heads={size}: it must divide the {heads} query heads")
-    mine, shared = heads // size, heads // kv_heads
-    own_keys = kv_heads // size if kv_heads % size == 0 else 1
-    groups = next((count for count in range(2, MAX_GROUPS + 1) if own_keys % count == 0), 1)
-    width = mine // groups
-    # Query heads that have one key/value head in common everywhere: the kernel's key/value heads are for so many each.
-    block = gcd(width, shared)
-    queries, keys, repeated = [], [], []
-    for group in range(groups):
-        first = [place * mine + group * width for place in range(size)]
-        used = [[(start + offset) // shared for offset in range(0, width, block)] for start in first]
-        queries.append(tuple((start, start + width) for start in first))
-        keys.append(tuple((each[0], each[-1] + 1) for each in used))
-        repeated.append(tuple(_fewest([head - each[0] for head in each]) for each in used))
-    split = HeadSplit(heads, kv_heads, size, tuple(queries), tuple(keys), tuple(repeated))
-    check_heads(split)
-    return split
-
-
-def _fewest(used: list[int]) -> tuple[int, ...]:
-    """The heads in `used`, one for each block of query heads, with as few repetitions as equal shares allow."""
-    runs = [used.count(head) for head in dict.fromkeys(used)]
-    step = gcd(*runs)
-    return tuple(used[::step])
-
-
-def check_heads(split: HeadSplit) -> None:
-    """Each query head is computed by one rank in one group, with its own key/value head. Raises `PlanError` if not.
-
-    In a kernel call, query head i of H uses key/value head i // (H / G) of G. So for every query head of a rank, this head,
-    looked up in `repeated` and counted from the start of `keys`, must be the one that the query head has in the whole layer.
-    """
-    shared, done = split.heads // split.kv_heads, [0] * split.heads
-    for group in range(split.groups):
-        for place in range(split.size):
-            (start, end), (first, last) = split.queries[group][place], split.keys[group][place]
-            local = split.repeated[group][place]
-            where = f"rank {place} of a member, group {group}"
-            if (end - start) % len(local):
-                raise PlanError(f"{where}: {len(local)} key/value heads do not divide {end - start} query heads")
-            for head in range(start, end):
-                used = first + local[(head - start) // ((end - start) // len(local))]
-                if used != head // shared or not first <= used < last:
-                    raise PlanError(f"{where}: query head {head} uses key/value head {used}, not {head // shared}")
-                done[head] += 1
-    for head, times in enumerate(done):
-        if times != 1:
-            raise PlanError(f"query head {head} is computed {times} times")

@@ -10,13 +10,16 @@ first group before attention and that of the last one after it are exposed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_ring.plan.blocks import blocked_pairs
 from cp_ring.plan.cost import AttentionSizes, Cost, RankUpdates, accumulator_bytes, cost, exchanged, rank_updates, work_of_hops
-from cp_ring.plan.heads import HeadPlan, split_heads
+from cp_ring.plan.head_split import split_heads
+from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
@@ -94,7 +97,8 @@ def predict(
     split, links = split_heads(sizes.heads, sizes.kv_heads, heads), Links(plan.cp, ranks_per_node, rates)
     sizes = sizes.exchanging(heads)
     own, groups = sizes.of_rank(heads), split.groups if heads > 1 else 1
-    costs = cost(report, own)
+    exact = cost(report, own)
+    costs = exact if rates.block == 1 else _in_blocks(exact, ring, report, rates.block)
     of_places = zip(*(sizes.on_wire(sum(len(group[place]) for group in split.repeated)) for place in range(heads)), strict=True)
     tables = zip((ring.transfers, ring.gradients), of_places, strict=True)
     keys, gradients = (_ring_amounts(links, table, list(bytes_per_token)) for table, bytes_per_token in tables)
@@ -110,11 +114,17 @@ def predict(
         load = loads.get(rank // heads, np.max(list(loads.values()), axis=0))
         total, wait = np.cumsum(times + load), np.cumsum(times - busy)
         waits, slowest = np.where(total > slowest, wait, waits), np.maximum(total, slowest)
-    flops = np.cumsum([costs.forward_flops.sum(), costs.backward_flops.sum()]) * heads
+    flops = np.cumsum([exact.forward_flops.sum(), exact.backward_flops.sum()]) * heads
     share = flops / rates.flops / plan.cp / slowest
     carried = keys[2:].sum(-1) + exchange[0][2:] + exchange[1][2:]
     (forward, both), (exposed, exposed_both), (of_forward, of_both) = (pair.tolist() for pair in (slowest, waits, share))
     return Prediction(forward, both, exposed, exposed_both, of_forward, of_both, int(carried.max()))
+
+
+def _in_blocks(costs: Cost, ring: RingPlan, report: Report, block: int) -> Cost:
+    """The costs with the FLOPs of a kernel that computes whole blocks at the edges of the mask."""
+    ratio = blocked_pairs(ring, block, padded=False) / np.maximum(report.work, 1)
+    return replace(costs, forward_flops=costs.forward_flops * ratio, backward_flops=costs.backward_flops * ratio)
 
 
 def _hop_times(costs: Cost, member: int, links: Links, keys: Ints, gradients: Ints) -> tuple[Floats, Floats]:

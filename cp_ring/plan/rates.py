@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass, fields
+from typing import Any
 
 from cp_ring.errors import PlanError
 
@@ -32,6 +35,8 @@ class Rates:
     ranks_per_card: neighboring ranks of a node that share a network card.
     memory: bytes that a device reads and writes.
     call: seconds that a kernel call loses.
+    products: FLOP of the matrix products of other layers, relative to `flops`. 600 TFLOP/s are assumed of an H100, by default.
+    block: tokens of the square blocks in which a kernel computes beside the edges of a mask; 1 counts the allowed pairs alone.
 
     Raises `PlanError` unless all are above 0.
     """
@@ -42,6 +47,8 @@ class Rates:
     ranks_per_card: int = 1
     memory: float = MEMORY_BYTES_PER_SECOND
     call: float = SECONDS_PER_CALL
+    products: float = 1.5
+    block: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,3 +58,49 @@ class Rates:
 
 RATES = Rates()
 """The rates that all predictions assume where none are given."""
+
+NAMED = {
+    "h100-nvlink-400g": RATES,
+    "h100-nvlink-200g": Rates(between=2e10),
+    "h200-nvlink-400g": Rates(memory=4.3e12),
+    "a100-nvlink-200g": Rates(1.9e14, 2e11, 2e10, memory=1.7e12, products=1.25),
+}
+"""Rates by the names of devices and links. The links are those of vendors' data sheets, less what protocols take; all of them are
+assumptions, not measurements."""
+
+
+def named_or_read(text: str) -> Rates:
+    """The rates of a name in `NAMED`, or of a file. Raises `PlanError` that begins with --rates."""
+    if text in NAMED:
+        return NAMED[text]
+    if not os.path.exists(text):
+        raise PlanError(f"--rates {text}: no such file, nor one of {', '.join(NAMED)}")
+    return read(text)
+
+
+_IN_FILE = {"tflops": ("flops", 1e12), "link_gb_s": ("inside", 1e9), "network_gb_s": ("between", 1e9),
+            "memory_gb_s": ("memory", 1e9), "call_us": ("call", 1e-6), "ranks_per_card": ("ranks_per_card", 1)}  # fmt: skip
+
+
+def read(path: str) -> Rates:
+    """The rates of a JSON file, as `cp-ring bench rates --json` prints it and preflight writes it (links.json).
+
+    The file may have any of tflops, memory_gb_s, call_us, link_gb_s (ranks of a node), network_gb_s (other nodes) and
+    ranks_per_card; `RATES` has what it lacks, or has as null. Raises `PlanError` with the reason where the file has no rates.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found: Any = json.load(file)
+    except OSError as error:
+        raise PlanError(f"--rates {path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise PlanError(f"--rates {path}: not valid JSON") from None
+    given: dict[str, Any] = {}
+    if isinstance(found, dict):
+        given = {key: found[key] for key in _IN_FILE if found.get(key) is not None}
+    if not given:
+        raise PlanError(f"--rates {path}: it has none of {', '.join(_IN_FILE)}, as `cp-ring bench rates --json` prints them")
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise PlanError(f"--rates {path}: {key} {value!r}: it must be a number above 0")
+    return Rates(**{_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in given.items()})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -26,6 +27,15 @@ from cp_ring.plan.tables import Need, PlanTables, RankPlan
 from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 from cp_ring.plan.verify import Report, verify
 from cp_ring.plan.verify_ranks import verify_rank_plans
+
+
+class PlanOptions(TypedDict, total=False):
+    """What `RingPlan.build` takes besides mask and layout."""
+
+    route: str
+    schedule: str | Sequence[int]
+    slot_shards: int | None
+    node_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,18 +73,10 @@ class RingPlan(PlanTables):
         return cls._from_cut(mask, layout, route, hops, split_at_edges(mask.pieces, layout.edges), size)
 
     @classmethod
-    def build_rank_plan(
-        cls,
-        mask: Mask,
-        layout: Layout,
-        rank: int,
-        route: str = "direct",
-        schedule: str | Sequence[int] = "auto",
-        slot_shards: int | None = None,
-        node_size: int = 1,
-    ) -> RankPlan:
-        """One rank's plan, without planning for the others if the route is in `LOCAL`. Arguments and errors as in `build`."""
-        hops, size = _check(mask, layout, route, schedule, slot_shards, node_size)
+    def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, **options: Unpack[PlanOptions]) -> RankPlan:
+        """One rank's plan, without planning for the others if the route is in `LOCAL`. Options and errors as in `build`."""
+        route = options.get("route", "direct")
+        hops, size = _check(mask, layout, **options)
         check_rank(rank, layout.cp)
         if route not in LOCAL:
             return cls.build(mask, layout, route, hops, node_size=size).rank_plan(rank)
@@ -123,8 +125,13 @@ class RingPlan(PlanTables):
 
 
 def _check(
-    mask: Mask, layout: Layout, route: str, schedule: str | Sequence[int], slot_shards: int | None, node_size: int
-) -> tuple[Schedule, int]:  # fmt: skip
+    mask: Mask,
+    layout: Layout,
+    route: str = "direct",
+    schedule: str | Sequence[int] = "auto",
+    slot_shards: int | None = None,
+    node_size: int = 1,
+) -> tuple[Schedule, int]:
     """Raises `PlanError` if the arguments do not fit together; returns the schedule, and the node size of the order."""
     if mask.n != layout.n:
         raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")

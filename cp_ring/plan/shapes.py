@@ -82,7 +82,9 @@ def planned(
         near = members_of_node(node_size, shape.heads) if shape.route in NODE_AWARE else 1
         tokens = int(layout.merged(shape.heads).tokens_per_rank.max()) // layout.rows
         schedule = auto(layout.cp // shape.heads, tokens, slot_shards or SLOT_SHARDS, near, rates)
-    return plan_of(mask, layout, shape.route, schedule, slot_shards, shape.heads, node_size)
+    return plan_of(
+        mask, layout, shape.heads, route=shape.route, schedule=schedule, slot_shards=slot_shards, node_size=node_size
+    )  # fmt: skip
 
 
 def costed(

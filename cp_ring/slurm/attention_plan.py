@@ -35,7 +35,7 @@ def plan_of(job: JobConfig, per_node: int = 1) -> RingPlan | HeadPlan:
     kinds = given.get("cp_comm_type") or "p2p"
     kind = kinds if isinstance(kinds, str) else kinds[0]
     shape = ring_shape(kind, settings, cp, given.get("hierarchical_context_parallel_sizes"))
-    return head_plans.plan_of(Mask.causal(n), layout, settings.route, *shape)
+    return head_plans.plan_of(Mask.causal(n), layout, route=settings.route, **shape._asdict())
 
 
 def sizes_of(job: JobConfig) -> AttentionSizes:

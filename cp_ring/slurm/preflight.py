@@ -18,16 +18,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, KernelError
 from cp_ring.job import command_line as commands
 from cp_ring.job import config as configs
+from cp_ring.observe.links import slowest
 from cp_ring.plan.rates import Rates
 from cp_ring.slurm import attention_plan
-from cp_ring.slurm.placement import Placement, context_groups
-from cp_ring.slurm.preflight_checks import Facts, LinkSpeed, Problem, from_json, judge, slowest_rates, summary
+from cp_ring.slurm.placement import Placement
+from cp_ring.slurm.preflight_checks import Facts, Problem, from_json, judge, summary
+from cp_ring.slurm.preflight_links import TIMEOUT_S, measure_links, write_links
 
-TIMEOUT_S = 25
-MEASURED_HOPS = 16
 _PACKAGES = ("torch", "megatron-core", "cp-ring", "numpy")
 
 
@@ -95,12 +95,12 @@ def preflight(source: str, overrides: list[str]) -> int:
     store = _make_store(world)
     facts = _gather_facts(job, source, world, store)
     if world.size > 1 and _can_measure_links(job, world, store, facts):
-        _measure_links(job, world, store, facts)
+        measure_links(job, world.size, store, facts)
     store.set(f"facts/{world.rank}", json.dumps(dataclasses.asdict(facts)))
     if world.rank == 0:
         ranks = [from_json(json.loads(store.get(f"facts/{rank}"))) for rank in range(world.size)]
         problems = judge(job, ranks)
-        for line in report(job, ranks, problems):
+        for line in [*report(job, ranks, problems), *write_links(commands.run_dir(job), ranks)]:
             print(f"cp_ring: preflight: {line}", flush=True)
         print(f"cp_ring: preflight: {time.monotonic() - began:.1f} s", flush=True)
         store.set("verdict", "2" if any(problem.fatal for problem in problems) else "0")
@@ -129,9 +129,9 @@ def report(job: configs.JobConfig, ranks: list[Facts], problems: list[Problem]) 
     if fits and len(ranks) > 1:
         lines += attention_plan.describe_job(job, Placement(tuple(hosts), len(ranks) // len(hosts)))
     lines += summary(ranks)
-    measured = slowest_rates(ranks)
+    measured = slowest([facts.host for facts in ranks], [link for facts in ranks for link in facts.links])
     if fits and measured and job.parallel.context_parallel_size > 1:
-        rates = Rates(min(facts.flops for facts in ranks), *measured)
+        rates = Rates(min(1e12 * facts.speeds["tflops"] if facts.speeds else facts.flops for facts in ranks), *measured)
         made = attention_plan.predict(job, rates, len(ranks) // len(hosts))
         share = made.exposed_forward / made.forward
         lines.append(f"predicted at these speeds: {share:.0%} of the forward attention of a layer is spent waiting for transfers")
@@ -188,6 +188,7 @@ def _gather_facts(job: configs.JobConfig, source: str, world: World, store: Any)
     )
     facts.flops = _measure_flops(bool(facts.gpu))
     facts.missing = _find_missing(job, bool(facts.gpu))
+    facts.speeds = {} if facts.missing else _measure_speeds(bool(facts.gpu))
     return facts
 
 
@@ -285,51 +286,17 @@ def _measure_flops(gpu: bool) -> float:
     return 2 * size**3 / best
 
 
-def _measure_links(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> None:
-    """Measures every hop of the context-parallel groups and fills in `facts.links`. All groups run at once, as in training."""
+def _measure_speeds(gpu: bool) -> dict[str, Any]:
+    """What the attention kernel and the memory of this rank do in a second; {} where no kernel runs here."""
     import torch
-    import torch.distributed as dist
 
-    tp, cp = job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size
-    if job.parallel.ranks != world.size or cp == 1:
-        return
-    gpu = bool(facts.gpu)
-    dist.init_process_group(
-        "nccl" if gpu else "gloo",
-        store=dist.PrefixStore("links", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
-    )
-    device = "cuda" if gpu else "cpu"
-    dist.all_reduce(torch.zeros(1, device=device))  # torch needs all ranks in the first collective
-    group = next(group for group in context_groups(tp, cp, world.size).tolist() if world.rank in group)
-    place = group.index(world.rank)
-    large = torch.zeros((64 if gpu else 2) * 2**20, dtype=torch.uint8, device=device)
-    for hop in range(1, min(cp, MEASURED_HOPS + 1)):
-        sender, receiver = group[(place - hop) % cp], group[(place + hop) % cp]
-        latency = min(_exchange(large[:8], sender, receiver) for _ in range(5))
-        seconds = min(_exchange(large, sender, receiver) for _ in range(2))
-        facts.links.append(LinkSpeed(hop, sender, world.rank, large.numel() / seconds, latency))
-    dist.destroy_process_group()
+    from cp_ring.kernels import speed
 
-
-def _exchange(data: Any, sender: int, receiver: int) -> float:
-    """Seconds until the data of `sender` has arrived, while this rank sends as much to `receiver`."""
-    import torch
-    import torch.distributed as dist
-
-    buffer = torch.empty_like(data)
-    dist.barrier()
-    start = time.perf_counter()
-    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, buffer, sender), dist.P2POp(dist.isend, data, receiver)])
-    works[0].wait()
-    if data.is_cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    for work in works[1:]:
-        work.wait()
-    return seconds
+    torch.set_num_threads(1)  # as the ranks of a job have it on the CPU
+    try:
+        return speed.measure(torch.device("cuda" if gpu else "cpu"), repeats=2)
+    except KernelError:  # the job says why when it starts
+        return {}
 
 
 def main(source: str, overrides: list[str]) -> int:

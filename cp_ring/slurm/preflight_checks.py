@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cp_ring.job.config import JobConfig
+from cp_ring.observe.links import LinkSpeed, by_class
 
 CLOCK_S = 5.0
 FREE_BYTES = 2 * 2**30
@@ -23,22 +24,12 @@ class Problem:
     line: str
 
 
-@dataclass(frozen=True)
-class LinkSpeed:
-    """The speed of one link, measured by the receiving rank: the best rate in bytes per second, the latency in seconds."""
-
-    hop: int
-    sender: int
-    receiver: int
-    rate: float
-    latency: float
-
-
 @dataclass
 class Facts:
     """What one rank reports. Times are in seconds, sizes in bytes.
 
-    gpu: {} if there is none. missing: what the job needs and this host does not have, one line each.
+    gpu: {} if there is none. missing: what the job needs and this host does not have, one line each. flops: of a matrix product.
+    links: the hops of the context-parallel groups. pairs: links to all ranks. speeds: what `cp_ring.kernels.speed` measures.
     """
 
     rank: int
@@ -54,6 +45,8 @@ class Facts:
     flops: float
     gpu: dict[str, Any] = field(default_factory=dict)
     links: list[LinkSpeed] = field(default_factory=list)
+    pairs: list[LinkSpeed] = field(default_factory=list)
+    speeds: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
 
@@ -190,7 +183,7 @@ def slow_links(ranks: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def summary(ranks: Sequence[Facts]) -> Iterator[str]:
-    """One line per hop: bandwidth, latency and the slowest link."""
+    """One line per hop: bandwidth, latency and the slowest link; and one for each class of links between any two ranks."""
     links = [link for facts in ranks for link in facts.links]
     hosts = [facts.host for facts in ranks]
     for hop in sorted({link.hop for link in links}):
@@ -201,26 +194,19 @@ def summary(ranks: Sequence[Facts]) -> Iterator[str]:
             f"hop {hop}: {slow.rate / 1e6:,.1f} to {max(link.rate for link in mine) / 1e6:,.1f} MB/s, {latency * 1e6:,.0f} us; "
             f"slowest from rank {slow.sender} ({hosts[slow.sender]}) to rank {slow.receiver} ({hosts[slow.receiver]})"
         )
-
-
-def slowest_rates(ranks: Sequence[Facts]) -> tuple[float, float] | None:
-    """Bytes per second of the slowest link inside a node and of the slowest one between nodes; None if none was measured.
-
-    Where there are links of one class only, its rate stands for both.
-    """
-    hosts = [facts.host for facts in ranks]
-    rates: dict[bool, float] = {}
-    for link in (link for facts in ranks for link in facts.links):
-        away = hosts[link.sender] != hosts[link.receiver]
-        rates[away] = min(rates.get(away, link.rate), link.rate)
-    if not rates:
-        return None
-    return rates.get(False, rates.get(True, 0.0)), rates.get(True, rates.get(False, 0.0))
+    pairs = [link for facts in ranks for link in facts.pairs]
+    for name, of in by_class(hosts, pairs).items():
+        yield (
+            f"links {name}: {of['links']} measured, {of['slowest_gb_s'] * 1e3:,.1f} to {of['fastest_gb_s'] * 1e3:,.1f} MB/s, "
+            f"{of['latency_us']:,.0f} us"
+        )
+    if pairs and len(pairs) < len(ranks) * (len(ranks) - 1):
+        yield f"{len(pairs)} of {len(ranks) * (len(ranks) - 1)} links were measured in the time that preflight has"
 
 
 def from_json(data: Mapping[str, Any]) -> Facts:
     """The facts from JSON that `dataclasses.asdict` has made."""
-    return Facts(**{**data, "links": [LinkSpeed(**link) for link in data["links"]]})
+    return Facts(**{**data, **{name: [LinkSpeed(*link) for link in data[name]] for name in ("links", "pairs")}})
 
 
 def _one_per_host(ranks: Sequence[Facts]) -> list[Facts]:

@@ -1,10 +1,11 @@
-"""Two network namespaces on this machine, joined by a wire of a set speed."""
+"""Network namespaces on this machine, each two joined by a wire of their own, whose speed can be set."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -20,14 +21,15 @@ class Network(NamedTuple):
     interface: str
 
 
-class ThrottledLink:
-    """Two network namespaces, `ends`, joined by a veth pair.
+class ThrottledMesh:
+    """`size` network namespaces, `ends`; each two of them are joined by a veth pair of their own.
 
-    The namespaces have no names. So they end with this object, or with the process, even if it is killed. Raises `ConfigError`
-    with the reason where this machine or user cannot make them.
+    The namespaces have no names. So they end with this object, or with the process, even if it is killed. End number i has the
+    address 10.0.0.(i + 1), and reaches end number j by its device `cpj`. Raises `ConfigError` with the reason where this machine
+    or user cannot make them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if missing:
             raise ConfigError(f"a throttled link needs {', '.join(missing)}, not found (packages iproute2, util-linux)")
@@ -36,33 +38,65 @@ class ThrottledLink:
         self._files: list[int] = []
         try:
             # Only a thread enters the new namespace, not this process. The open file keeps the namespace alive.
-            for _ in range(2):
+            for _ in range(size):
                 with ThreadPoolExecutor(1) as thread:
                     self._files.append(thread.submit(_new_namespace).result())
-            first, second = (f"/proc/{os.getpid()}/fd/{file}" for file in self._files)
-            self.ends = Network(first, "cp0"), Network(second, "cp1")
-            _run_inside(self.ends[0], "ip link add cp0 type veth peer name cp1 netns", second)
-            for number, end in enumerate(self.ends, 1):
-                _run_inside(end, f"ip address add 10.0.0.{number}/24 dev {end.interface}")
-                _run_inside(end, f"ip link set {end.interface} up")
-                _run_inside(end, "ip link set lo up")  # by which ranks of one namespace talk
+            paths = [f"/proc/{os.getpid()}/fd/{file}" for file in self._files]
+            self.ends = [Network(path, f"cp{0 if place else 1}") for place, path in enumerate(paths)]
+            for place, end in enumerate(self.ends):
+                later = range(place + 1, size)
+                _run_inside(
+                    end, "ip", [f"link add cp{other} type veth peer name cp{place} netns {paths[other]}" for other in later]
+                )
+            for place, end in enumerate(self.ends):
+                _run_inside(end, "ip", _setup(place, size))
         except (OSError, ConfigError) as error:
             self.close()
             raise ConfigError(f"a throttled link needs network namespaces: {' '.join(str(error).split())}") from None
 
-    def throttle(self, bytes_per_second: float | None) -> None:
-        """Limits each direction by a token bucket (tbf); None removes the limit."""
-        for end in self.ends:
-            _run_inside(end, f"tc qdisc del dev {end.interface} root", check=False)
-            if bytes_per_second:
-                # The queue is long enough to drop nothing, because this does not measure how TCP recovers.
-                bucket = f"tbf rate {int(8 * bytes_per_second)}bit burst 128k limit 256m"
-                _run_inside(end, f"tc qdisc add dev {end.interface} root {bucket}")
+    def address(self, place: int) -> str:
+        return f"10.0.0.{place + 1}"
+
+    def throttle(self, bytes_per_second: float | None, sender: int, receiver: int, burst: str = "128k") -> None:
+        """Limits the wire from one end to another by a token bucket (tbf) that lets `burst` pass at once; None: no limit."""
+        end, device = self.ends[sender], f"cp{receiver}"
+        _run_inside(end, "tc", [f"qdisc del dev {device} root"], check=False)
+        if bytes_per_second:
+            # The queue is long enough to drop nothing, because this does not measure how TCP recovers.
+            bucket = f"tbf rate {int(8 * bytes_per_second)}bit burst {burst} limit 256m"
+            _run_inside(end, "tc", [f"qdisc add dev {device} root {bucket}"])
 
     def close(self) -> None:
         for file in self._files:
             os.close(file)
         self._files = []
+
+
+class ThrottledLink:
+    """Two network namespaces, `ends`, joined by a wire. It is a `ThrottledMesh` of two."""
+
+    def __init__(self) -> None:
+        self._mesh = ThrottledMesh(2)
+        self.ends = self._mesh.ends
+
+    def throttle(self, bytes_per_second: float | None) -> None:
+        """Limits each direction; None removes the limit."""
+        for sender, receiver in ((0, 1), (1, 0)):
+            self._mesh.throttle(bytes_per_second, sender, receiver)
+
+    def close(self) -> None:
+        self._mesh.close()
+
+
+def _setup(place: int, size: int) -> list[str]:
+    """Commands of `ip` for an end: the loopback device, by which ranks of one namespace talk, and the wires to the others.
+
+    Every rank needs one address for all of its peers. So the address is on one wire only, and routes lead to the others.
+    """
+    others = [other for other in range(size) if other != place]
+    lines = [f"address add 10.0.0.{place + 1}/32 dev cp{others[0]}", "link set lo up"]
+    lines += [f"link set cp{other} up" for other in others]
+    return lines + [f"route add 10.0.0.{other + 1}/32 dev cp{other} src 10.0.0.{place + 1}" for other in others]
 
 
 def _new_namespace() -> int:
@@ -77,7 +111,9 @@ def enter(network: Network) -> None:
     os.close(file)
 
 
-def _run_inside(end: Network, command: str, *more: str, check: bool = True) -> None:
-    done = subprocess.run(["nsenter", f"--net={end.namespace}", *command.split(), *more], capture_output=True, text=True)
+def _run_inside(end: Network, tool: str, lines: Iterable[str], check: bool = True) -> None:
+    """Runs lines of `ip` or `tc` in a namespace, in one process."""
+    text = "".join(f"{line}\n" for line in lines)
+    done = subprocess.run(["nsenter", f"--net={end.namespace}", tool, "-batch", "-"], input=text, capture_output=True, text=True)
     if check and done.returncode:
-        raise ConfigError(f"{command}: {done.stderr}")
+        raise ConfigError(f"{tool}: {done.stderr}")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring.cli import app, main
-from cp_ring.cli.drawing import draw, idle_times
+from cp_ring.cli.drawing import draw, idle_times, zoomed
 from cp_ring.errors import PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
 from cp_ring.plan.cost import AttentionSizes, Span, between_nodes, cost, timeline
@@ -77,6 +77,23 @@ def test_json_has_its_keys() -> None:
     assert facts["tokens_per_rank"] == [1024] * 4
     assert sum(facts["work_per_rank"]) == Mask.causal(4096, (512, 0)).area()
     assert facts["bytes_in_per_rank"] == facts["bytes_out_per_rank"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("gemma-style-window --set parallel.context_parallel_size=4", {"cp": 4, "n": 131072, "head_parallel": 1}),
+        ("quickstart --cp 8 --set megatron.cp_comm_type=a2a+p2p --set megatron.hierarchical_context_parallel_sizes=[4,2] "
+         "--set parallel.context_parallel_size=8", {"n": 2048, "head_parallel": 4, "cp": 2}),
+        ("quickstart --seq-length 4096 --set megatron.cp_comm_type=all_gather --set parallel.context_parallel_size=4",
+         {"n": 4096, "schedule": [0, 1, 1, 1]}),
+        ("deepseek-style-mla-moe --layout contiguous --set cp_ring.route=ring", {"route": "ring", "layout": "contiguous"}),
+    ],
+)  # fmt: skip
+def test_the_plan_of_a_job(options: str, expected: dict) -> None:
+    facts = json.loads(CliRunner().invoke(app, ["plan", *options.split(), "--json"]).stdout)
+    assert {name: facts[name] for name in expected} == expected
+    assert len(facts["shapes"]) > 3
 
 
 def test_bytes_between_nodes_by_shape() -> None:
@@ -245,7 +262,7 @@ def test_registered_layouts_and_routes_can_be_chosen(monkeypatch: pytest.MonkeyP
     assert (facts["layout"], facts["route"], facts["tokens_per_rank"]) == ("striped", "mine", [64] * 4)
     plan = RingPlan.build(Mask.causal(256), striped(Mask.causal(256), 4), "mine")
     plan.verify(rank_plans=True)
-    assert repr(RingPlan.build_rank_plan(plan.mask, plan.layout, 3, "mine")) == repr(plan.rank_plan(3))
+    assert repr(RingPlan.build_rank_plan(plan.mask, plan.layout, 3, route="mine")) == repr(plan.rank_plan(3))
     assert "striped" in str(run("--layout", "spiral").exception) and "mine" in str(run("--route", "scenic").exception)
 
 
@@ -308,7 +325,7 @@ def test_bad_input_is_one_line(options: list[str], message: str) -> None:
 
 
 def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
-    def full(*_):
+    def full(*_, **__):
         raise MemoryError("Unable to allocate 1 PiB")
 
     monkeypatch.setattr(RingPlan, "build", full)
@@ -343,6 +360,13 @@ def test_text_of_pictures_stays_text(tmp_path: Path, cp: int, panel: str) -> Non
     assert "causal, window 100" in text and "32 heads, 8 for keys and values, of 128, bf16" in text
     assert ("TFLOP/s a rank" in text) == (panel != "left"), "rates of the prediction"
     assert ("rank 3" in text) == (cp == 4), "a scale of colors instead of a legend"
+
+
+def test_many_documents_are_drawn_again_larger(tmp_path: Path) -> None:
+    many = Mask.documents([0, *range(10, 400, 13), 400])
+    assert zoomed(many) == (192, 244) and zoomed(Mask.documents([0, 100, 250, 400])) is None and zoomed(Mask.causal(400)) is None
+    draw(RingPlan.build(many, Layout.zigzag(400, 4)), str(tmp_path / "plan.svg"), panel="left", width=8)
+    assert "tokens 192 to 244" in (tmp_path / "plan.svg").read_text()
 
 
 def test_idle_time() -> None:

@@ -13,6 +13,7 @@ from cp_ring.cli import app, run_page, watch
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
 from cp_ring.slurm.status import status
+from tests import browser
 
 TIMING = {
     "step": 2, "attention_ms": 12.0, "exposed_ms": 3.0, "exposed_share": 0.25, "balance_planned": 1.0, "balance_timed": 1.1,
@@ -74,6 +75,36 @@ def test_page(run_dir, tmp_path):
     ):
         assert words in text, words
     assert not re.search(r"n<1>", text)
+
+
+LOOK = """
+const panel = (section) => {
+  const box = section.getBoundingClientRect();
+  const pictures = [...section.querySelectorAll('svg')].map((svg) => svg.getBoundingClientRect());
+  return {
+    id: section.id, title: section.querySelector('h2').innerText, width: box.width, height: box.height,
+    seen: section.innerText.length, pictures: pictures.map((each) => [each.width, each.height]),
+    words: [...section.querySelectorAll('svg text')].filter((text) => text.getBoundingClientRect().width > 0).length,
+  };
+};
+tell([...document.querySelectorAll('section')].map(panel));
+"""
+
+
+@pytest.mark.slow
+def test_a_real_browser_shows_each_panel(run_dir, tmp_path):
+    (tmp_path / "site").mkdir()
+    run_page.write(run_dir, tmp_path / "site" / "index.html")
+    seen = browser.visit(tmp_path / "site", LOOK, {}, tmp_path / "page.png")
+    assert set(seen.asked) <= {"/", "/look.js", "/hold.png", "/favicon.ico"}, "the page needs nothing else"
+    panels = {panel["id"]: panel for panel in seen.found}
+    assert list(panels) == ["state", "curves", "where-the-time-goes", "plan", "certificate-and-versions"]
+    for panel in panels.values():
+        assert panel["title"] and panel["width"] > 500 and panel["height"] > 50 and panel["seen"] > 20, panel
+    for name in ("curves", "plan"):
+        ((width, height),) = panels[name]["pictures"]
+        assert width > 500 and height > 200 and panels[name]["words"] > 10, "pictures are drawn, and their text is text"
+    assert (tmp_path / "page.png").stat().st_size > 20_000
 
 
 def test_restarts_are_seen_in_the_steps(run_dir):

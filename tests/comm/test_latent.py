@@ -56,7 +56,7 @@ def on_rank(group, case: LatentCase, plan: RingPlan, **options):
     parts = [plan.layout.shard(x, rank, 1) for x in (case.q, case.latent, case.rope, case.dout)]
     q, latent, rope, dout = (x.transpose(0, 1) if first else x for x in parts)
     q, latent, rope, weight = (x.detach().clone().requires_grad_() for x in (q, latent, rope, case.weight))
-    out = ring_attention(q, LatentKeys(latent, rope, weight, H, SIZES.nope), group=group, plan=plan, **options)
+    out = ring_attention(q, LatentKeys(latent, rope, weight, q.shape[2], SIZES.nope), group=group, plan=plan, **options)
     found = [out.detach(), *torch.autograd.grad(out, (q, latent, rope, weight), dout)]
     return [x.transpose(0, 1) for x in found[:4]] + found[4:] if first else found
 
@@ -83,6 +83,18 @@ def test_equals_brute_force(mask, cp):
     case, plan = LatentCase.draw(), RingPlan.build(MASKS[mask], Layout.zigzag(N, cp))
     with debugging():
         found = attend(case, plan)
+    for name, x, truth in zip(PARTS, found, truth_of(case, MASKS[mask]), strict=True):
+        assert error(x, truth) < LIMIT[torch.float32], name
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents", "window"])
+def test_two_tensor_parallel_ranks_of_two_are_one(mask):
+    """Each has half of the heads. What they owe to latents and rotated parts is summed, the rest lies side by side."""
+    case, plan = LatentCase.draw(), RingPlan.build(MASKS[mask], Layout.zigzag(N, 2))
+    halves = zip(case.q.chunk(2, 2), case.weight.chunk(2), case.dout.chunk(2, 2), strict=True)
+    parts = [attend(case._replace(q=q, weight=weight, dout=dout), plan) for q, weight, dout in halves]
+    out, dq, dlatent, drope, dweight = zip(*parts, strict=True)
+    found = [torch.cat(out, 2), torch.cat(dq, 2), sum(dlatent), sum(drope), torch.cat(dweight)]
     for name, x, truth in zip(PARTS, found, truth_of(case, MASKS[mask]), strict=True):
         assert error(x, truth) < LIMIT[torch.float32], name
 

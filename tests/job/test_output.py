@@ -8,7 +8,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.job.output import RankOutput, log_path
 from cp_ring.observe import progress
 
-STEP = {"lm loss": 2.5, "tokens per second": 1234.5, "memory": 2**30}
+STEP = {"lm loss": 2.5, progress.GRADIENT_NORM: 0.5, progress.LEARNING_RATE: 1e-3, "tokens per second": 1234.5, "memory": 2**30}
 
 
 def write(output, attempt, rank, stdout="", stderr=""):

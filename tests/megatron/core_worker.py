@@ -34,13 +34,15 @@ WINDOW = {"window_size": (11, 0)}
 
 @dataclass(frozen=True)
 class Case:
-    """A model: settings of its configuration, the mask type of its layers, how its tokens come, the fault that it must show."""
+    """A model: settings of its configuration, the mask type of its layers, how its tokens come, the fault that it must show, and
+    how its keys travel."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     fault: str = "mask widened"
     mask: str = "causal"
     data: str = "rows"
     stock: bool = True
+    wire: str = "auto"
 
 
 CASES = {
@@ -51,6 +53,7 @@ CASES = {
     "off_by_one": Case({"softmax_type": "off-by-one"}, "sink dropped"),
     "learnable_sinks": Case({"softmax_type": "learnable", **WINDOW}, "sink gradient dropped"),
     "mla": Case(LATENT, "scale of the head size", stock=False),
+    "mla_latent_wire": Case(LATENT, "weight gradient twice", stock=False, wire="latent"),
     "moe": Case({"num_moe_experts": 4, "moe_router_topk": 2}),
     "packed_thd": Case(data="thd", fault="boundary shifted by one", stock=False),
     "document_mask": Case(data="documents", fault="documents merged", stock=False),
@@ -138,7 +141,7 @@ def step(case: Case, cp: int, ring: bool, fault: str = "") -> dict[str, Any]:
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     try:
         kernel = "reference" if cp == 1 else "auto"
-        settings.configure(ContextParallelConfig.make(enabled=True, kernel=kernel), whole_rows=False)
+        settings.configure(ContextParallelConfig.make(enabled=True, kernel=kernel, wire=case.wire), whole_rows=False)
         inputs = batch(case, parallel_state.get_context_parallel_rank(), cp)
         mask, group = inputs.pop("mask"), parallel_state.get_context_parallel_group()
         hidden = causal_mask(case) if not ring else None

@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import gc
+import importlib
+import pkgutil
 import warnings
 
 from cp_ring.patches.cpu_runtime import functions_uncompiled
@@ -13,15 +15,16 @@ with warnings.catch_warnings(), functions_uncompiled():
     warnings.simplefilter("ignore")
     import megatron.core.tokenizers.text
     import megatron.training.training  # noqa: F401
+    import torch._dynamo  # torch imports it with the first optimizer  # noqa: F401
     from megatron.training.arguments import add_megatron_arguments
 
-    import cp_ring.megatron.certificate.certify
-    import cp_ring.megatron.checkpoints.loading
-    import cp_ring.megatron.checkpoints.saving
-    import cp_ring.megatron.gpt
-    import cp_ring.megatron.recompute
-    import cp_ring.patches.install
-    import cp_ring.run  # noqa: F401
+    import cp_ring
+    from cp_ring import patches
+
+    for package in (cp_ring, patches):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.startswith(("cp_ring.bench", "cp_ring.cli", "cp_ring.configs")):
+                importlib.import_module(module.name)
 
 with contextlib.suppress(ImportError):  # megatron-core before 0.18 does not have it
     from megatron.training.argument_utils import ArgumentGroupFactory as Factory

@@ -165,7 +165,7 @@ def _fill_a_deep_copy(params):
 def test_packed_parameters_that_are_reused_describe_what_they_hold_now(change):
     params = packed()
     before = documents_of(params, 16, 2, whole_row=False)
-    before.prepare(0, "direct").result()
+    before.prepare(0).result()
     after = documents_of(change(params), 16, 2, whole_row=False)
     assert before.end.tolist() == [5, 9, 25] and after.end.tolist() == [5, 9, 19]
     assert documents_of(packed(), 16, 2, whole_row=False) is before
@@ -232,7 +232,7 @@ def attend(group, seed, whole_row):
     generator = torch.Generator().manual_seed(seed)
     mine = torch.from_numpy(split.layout.positions(rank))
     q, k, v, dout = (torch.randn(64, 1, heads, 8, generator=generator)[mine].requires_grad_() for heads in (4, 2, 2, 4))
-    out = ring_attention(q, k, v, group, plan=split.prepare(rank, "direct").result(), kernel="reference", qkv_format="sbhd")
+    out = ring_attention(q, k, v, group, plan=split.prepare(rank).result(), kernel="reference", qkv_format="sbhd")
     out.backward(dout.detach())
     return [mine, *(x.detach() for x in (out, q.grad, k.grad, v.grad))]
 

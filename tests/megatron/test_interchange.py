@@ -12,6 +12,7 @@ def megatron():
     global RingDotProductAttention
     from cp_ring.megatron.core_attention import RingDotProductAttention
 
+
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
 STOCK = ["--cp-ring-cpu"]
 RING = [*STOCK, "--cp-ring", "--context-parallel-size", "2"]

@@ -78,6 +78,22 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
     assert "certificate" not in capfd.readouterr().out  # once a process
 
 
+@no_cuda
+def test_auto_is_the_shape_chosen_for_the_first_model(enabled, capfd):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, context_parallel_size=4, attention_dropout=0.0
+    )
+    enabled(route="auto", heads="auto", seq_length=4096)
+    program.accept_model(config)
+    chosen = settings.current()
+    assert chosen.route != "auto" and 4 % chosen.heads == 0
+    assert "chosen by predicted time, nodes of" in capfd.readouterr().out
+    program.accept_model(config)
+    assert settings.current() == chosen and "chosen" not in capfd.readouterr().out
+
+
 def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
     with pytest.raises(ConfigError, match="takes a ContextParallelConfig or settings by name, not both"):
         enabled(ContextParallelConfig.make(), route="ring")
@@ -85,6 +101,9 @@ def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
         enabled(rout="ring")
     with pytest.raises(ConfigError, match=r"--cp-ring-run-dir \(run_dir=\) needs a job of flags"):
         enabled(run_dir="x")
+    for name in ("route", "heads"):
+        with pytest.raises(ConfigError, match=rf"--cp-ring-{name} auto \({name}='auto'\) needs seq_length="):
+            enabled(**{name: "auto"})
     with pytest.raises(ConfigError, match=r"call cp_ring\.megatron\.enable first"):
         cp_ring.megatron.certify(None, None, None)
     with pytest.raises(AttributeError, match="has no attribute 'enabel'"):

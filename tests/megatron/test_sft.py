@@ -1,6 +1,7 @@
 """--sft: conversations packed into rows, and training on them: the same at any split, and without padding."""
 
 import json
+import re
 import shlex
 
 import numpy as np
@@ -139,6 +140,7 @@ def test_long_conversations_are_rejected_unless_cut(files, settings_of):
 
 SFT = shlex.split("--cp-ring-cpu --cp-ring --cp-ring-layout balanced --cp-ring-cut-long")
 FILL = ["--cp-ring-pack", "fill"]
+DEALT = ["--micro-batch-size", "2", "--cp-ring-balance-microbatches"]
 
 
 def sizes(tp=1, pp=1, cp=1):
@@ -151,9 +153,12 @@ SCRIPT = str(HERE / "packing_script.py")
 JOBS = {
     4: {
         "script_cp4": [SCRIPT, *SFT, *FILL, *sizes(cp=4), "--micro-batch-size", "2"],
+        "script_dp2cp2_dealt": [SCRIPT, *SFT, *FILL, *DEALT, *sizes(cp=2)],
         "script_pp2cp2": [SCRIPT, *SFT, *FILL, *sizes(pp=2, cp=2)],
         "cp4": [*SFT, *FILL, *sizes(cp=4)],
         "dp2cp2": [*SFT, *FILL, *sizes(cp=2), "--use-distributed-optimizer"],
+        "dp2cp2_dealt": [*SFT, *FILL, *DEALT, *sizes(cp=2), "--use-distributed-optimizer"],
+        "pp2cp2_dealt": [*SFT, *FILL, *DEALT, *sizes(pp=2, cp=2)],
         "pp2cp2": [*SFT, *FILL, *sizes(pp=2, cp=2)],
         "tp2cp2": [*SFT, *FILL, *sizes(tp=2, cp=2)],
         "cp4_two_rows": [*SFT, *FILL, *sizes(cp=4), "--micro-batch-size", "2"],
@@ -161,8 +166,14 @@ JOBS = {
         "cp4_first_fit": [*SFT, *sizes(cp=4)],
         "cp4_mtp": [*SFT, *FILL, *sizes(cp=4), "--mtp-num-layers", "1"],
     },
-    2: {"cp2": [*SFT, *FILL, *sizes(cp=2)]},
+    2: {"cp2": [*SFT, *FILL, *sizes(cp=2)], "cp2_dealt": [*SFT, *FILL, *DEALT, *sizes(cp=2)]},
     1: {"cp1": [*SFT, *FILL], "cp1_first_fit": SFT, "cp1_mtp": [*SFT, *FILL, "--mtp-num-layers", "1"]},
+}
+ZERO1 = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+RESUMED = {
+    "resumed_cp4": (4, sizes(cp=4)),
+    "resumed_dp2cp2": (4, [*DEALT, *sizes(cp=2)]),
+    "resumed_cp1": (1, sizes()),
 }
 BASELINES = {name: "cp1" + "".join(f"_{tail}" for tail in ("first_fit", "mtp") if name.endswith(tail)) for jobs in JOBS.values()
              for name in jobs}  # fmt: skip
@@ -186,6 +197,10 @@ def traces(tmp_path_factory):
     )
     for ranks, jobs in JOBS.items():
         train(ranks, {name: job + (mtp if "mtp" in name else load) for name, job in jobs.items()}, folder, flags)
+    saved = [*DEALT, *ZERO1, *sizes(cp=2), *load, *shlex.split(f"--save {folder}/half --save-interval 2 --exit-interval 2")]
+    train(4, {"until_2": [*SFT, *FILL, *saved]}, folder, flags)
+    for name, (ranks, job) in RESUMED.items():
+        train(ranks, {name: [*SFT, *FILL, *ZERO1, *job, "--load", f"{folder}/half"]}, folder, flags)
     return folder
 
 
@@ -202,19 +217,54 @@ def test_conversations_train_alike_at_every_split(traces, job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["boundary shifted by one", "documents merged", "boundary missed", "positions of zigzag"])
-def test_the_certificate_finds_planted_boundary_faults(traces, fault):
-    flags = [*SFT, *FILL, *sizes(cp=2), "--cp-ring-certify", "on"]
-    found = attempt(2, "fault", flags, traces, common(traces), fault)
-    assert found.code == 2 and not found.losses and "certif" in found.rejected, found
+@pytest.mark.parametrize("job", RESUMED)
+def test_a_checkpoint_resumes_at_another_split_with_the_same_conversations(traces, job):
+    """The checkpoint is that of two steps at dp 2 x cp 2, with rows dealt out by their work."""
+    resumed, alone = trace(traces, job), trace(traces, "cp1")
+    assert list(trace(traces, "until_2")) == [1, 2] and list(resumed) == [3, 4]
+    for step in resumed:
+        assert resumed[step]["rows"] == alone[step]["rows"], (job, step)
+        for name in ("loss", "grad_norm"):
+            assert resumed[step][name] == pytest.approx(alone[step][name], rel=1e-6), (job, step, name)
 
 
 @pytest.mark.slow
-def test_the_certificate_of_a_right_job_covers_the_packed_loss(traces):
-    right = attempt(2, "certified", [*SFT, *FILL, *sizes(cp=2), "--cp-ring-certify", "on"], traces, common(traces))
-    log = (traces / "certified.log").read_text()
+def test_rows_are_dealt_out_by_their_work(traces):
+    for job in ("cp2_dealt", "dp2cp2_dealt", "pp2cp2_dealt", "script_dp2cp2_dealt"):
+        log = (traces / f"{job}.log").read_text()
+        line = next(line for line in log.splitlines() if "--cp-ring-balance-microbatches: in the first step" in line)
+        dealt, read, *_ = map(float, re.findall(r"\d\.\d\d", line))
+        assert dealt <= read, line
+
+
+CERTIFIED = [*SFT, *FILL, *sizes(cp=2), "--cp-ring-certify", "on"]
+
+
+OF_BOTH = ("boundary shifted by one", "documents merged")
+PLANTED = {
+    "entry": (*OF_BOTH, "boundary missed", "positions of zigzag"),
+    "script": (*OF_BOTH, "rotary positions of zigzag"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("door", "fault"), [(door, fault) for door, faults in PLANTED.items() for fault in faults])
+def test_the_certificate_finds_planted_boundary_faults(tmp_path, door, fault):
+    flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
+    found = attempt(2, "fault", flags, tmp_path, common(tmp_path), fault)
+    assert found.code == 2 and not found.losses and "certif" in found.rejected, found
+    assert fault != "rotary positions of zigzag" or "loss of each token" in found.rejected, "attention knows no positions"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["entry", "script"])
+def test_the_certificate_of_a_right_job_covers_the_packed_loss(tmp_path, door):
+    flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
+    right = attempt(2, "certified", flags, tmp_path, common(tmp_path))
+    log = (tmp_path / "certified.log").read_text()
     line = next(line for line in log.splitlines() if line.startswith("cp_ring: certificate"))
-    assert right.code == 0 and len(right.losses) == 4 and "not covered" not in line and "documents" in line, line
+    assert right.code == 0 and len(right.losses) == 4 and "not covered" not in line, line
+    assert ("tiny model of 1 layer under packed" if door == "script" else "under documents") in line, line
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ def megatron():
     from cp_ring.megatron.core_attention import RingDotProductAttention
     from cp_ring.megatron.specs import with_ring_attention
 
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present")
 
 SIZES = {

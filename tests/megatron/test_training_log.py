@@ -37,15 +37,15 @@ class Megatron:
         self.scalars = {}
         self.logged = []
 
-    def training_log(self, losses, *rest):
-        self.logged.append(rest)
+    def training_log(self, losses, learning_rate, grad_norm):
+        self.logged.append((learning_rate, grad_norm))
         return "flag"
 
     def step(self, line, seconds, loss):
         self.args.curr_iteration += 1
         self.args.consumed_train_samples += 2
         self.seconds += seconds
-        return line({"lm loss": torch.tensor(loss)}, "x", "y")
+        return line({"lm loss": torch.tensor(loss)}, 1e-3, grad_norm=torch.tensor(0.5))
 
     def line(self):
         writer = SimpleNamespace(add_scalar=lambda name, value, step: self.scalars.setdefault(name, {}).update({step: value}))
@@ -63,7 +63,8 @@ def test_each_step_has_its_own_rate(one_rank, tmp_path, capsys):
     assert all(step["memory"] > 10 << 20 for step in steps)
     assert megatron.scalars["tokens per second"] == {1: 100.0, 2: 400.0}
     assert megatron.scalars["peak memory of a rank (bytes)"][2] > 10 << 20
-    assert megatron.logged == [("x", "y")] * 2
+    assert megatron.logged == [(1e-3, 0.5)] * 2
+    assert [(step["learning rate"], step["gradient norm"]) for step in steps] == [(1e-3, 0.5)] * 2
     assert not capsys.readouterr().out, "Megatron has printed the step"
 
 

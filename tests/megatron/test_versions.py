@@ -16,6 +16,7 @@ NAMES = [
     "window_on_alternate_layers",
     "sinks_and_window",
     "mla",
+    "mla_latent_wire",
     "moe",
     "mtp",
     "recompute_full",

@@ -2,8 +2,9 @@
 
 A job is {"name", "argv"}, where a first word that is no flag is a script for cp_ring.run; "fault" and "data" may name one of
 tests.parity.faults and deliveries. The trace of a job goes to FOLDER/name.RANK.jsonl: for each step its number, loss and gradient
-norm at full precision, a checksum of each sequence that this rank read, how many hops it has executed since the job began, and
-how many bytes it keeps for recomputations; for each validation pass its loss; and why it was rejected, if it was.
+norm at full precision, a checksum of each sequence that this rank read, how many hops it has executed and how many bytes of keys
+and of gradients it has sent since the job began, and how many bytes it keeps for recomputations; for each validation pass its
+loss; and why it was rejected, if it was.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ def observe(path: Path, ledger) -> None:
     def log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named):
         grad_norm = rest[3]
         line = {"step": iteration, "loss": float(loss_dict["lm loss"]) if loss_dict else None, "grad_norm": float(grad_norm)}
-        line |= {"rows": sorted(rows), "hops": ledger.hops, "kept": recompute.kept_bytes()}
+        line |= {"rows": sorted(rows), "hops": ledger.hops, "kept": recompute.kept_bytes(), "sent": dict(ledger.bytes_by_kind)}
         write(path, line)
         rows.clear()
         return training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named)

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,19 @@ def test_plants_at_random_places_are_named(seed, monkeypatch):
     assert seed % 2 or f"to rank {rank} on" in line
 
 
+def test_a_rank_that_seems_slow_once_does_not_hide_a_slow_link(monkeypatch):
+    """One that is slow in every sample does: what is slow is the rank, and so is what it sends."""
+    factors = {}
+    ring = VirtualRing(4, lambda r: factors.get(r, 1.0), lambda s, r: 8.0 if (s, r) == (0, 1) else 1.0, monkeypatch)
+    for slow, words in (([1, 2, None, None], "slow link"), ([1, 1, 1, 1, 1], "slow rank: rank 1 ")):
+        named, lines = Alarms(), []
+        for step, rank in enumerate(slow):
+            factors.clear()
+            factors[rank] = 1.5
+            lines += named.lines(group_findings(step, ring.sample(step, calls=1, schedule="ring")))
+        assert len(lines) == 1 and lines[0].startswith(words), lines
+
+
 def test_it_takes_consecutive_samples(monkeypatch):
     factors = {2: 1.3}
     ring = VirtualRing(4, lambda r: factors.get(r, 1.0), lambda *_: 1.0, monkeypatch)
@@ -100,6 +114,12 @@ def test_times_are_those_of_the_model(monkeypatch):
     assert set(record["wire_gb_s"]) == {INSIDE, "between nodes"} and record["wire_at_least"] == []
     assert "timing of step 1: attention" in found.line() and "GB/s inside nodes" in found.line()
     assert "cp" not in " ".join(found.scalars())
+
+
+def test_the_wire_is_shown_beside_what_is_possible(monkeypatch):
+    ring = VirtualRing(2, lambda _: 1.0, lambda *_: 1.0, monkeypatch)
+    found = replace(group_findings(1, ring.sample(1, calls=1)), possible={INSIDE: 2.5e9})
+    assert " of 2.5 GB/s inside nodes" in found.line() and found.record()["wire_possible_gb_s"] == {INSIDE: 2.5}
 
 
 def test_hidden_messages_give_a_lower_limit_of_the_wire(monkeypatch):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,6 +24,12 @@ LINK_S = 2e-3  # seconds a message takes
 _own = threading.local()
 
 
+def pairs_of(tensors: Sequence[torch.Tensor], named: Mapping[str, Any]) -> float:
+    """Pairs of queries and keys of a kernel call, full or causal, forward or backward, from its arguments."""
+    q, k = tensors[:2] if len(tensors) == 3 else tensors[1:3]
+    return q.shape[1] * k.shape[1] * (0.5 if named["hi"] < OPEN else 1.0)
+
+
 class VirtualRing:
     """`size` ranks. `compute(rank)` and `link(sender, receiver)` are factors of the time of a kernel call and of a message."""
 
@@ -36,9 +43,7 @@ class VirtualRing:
 
     def taking_time(self, kernel):
         def run(*tensors, **named):
-            q, k = tensors[:2] if len(tensors) == 3 else tensors[1:3]
-            band = 0.5 if named["hi"] < OPEN else 1.0
-            _own.time += q.shape[1] * k.shape[1] * band * PAIR_S * self.compute(_own.rank)
+            _own.time += pairs_of(tensors, named) * PAIR_S * self.compute(_own.rank)
             return kernel(*tensors, **named)
 
         return run

@@ -147,6 +147,21 @@ def _roll_across(last: Any, documents: Any) -> Any:
     return torch.arange(documents.layout.n) == documents.layout.n - 2
 
 
+def _rotary() -> Any:
+    from cp_ring.patches import rotary_documents
+
+    return rotary_documents, "_positions"
+
+
+def _rotary_by_zigzag(positions: Any, cu_seqlens: Any, rank: int, cp: int) -> Any:
+    """The rotary embeddings of a packed batch are those of another layout than its tokens."""
+    from cp_ring import Layout
+
+    in_sequence = torch.from_numpy(Layout.zigzag(int(cu_seqlens[-1]), cp).positions(rank))
+    document = torch.searchsorted(cu_seqlens.long(), in_sequence, right=True) - 1
+    return in_sequence, in_sequence - cu_seqlens.long()[document]
+
+
 def _loss() -> Any:
     from cp_ring.megatron import gpt
 
@@ -225,6 +240,7 @@ FAULTS = {
     "boundary shifted by one": lambda: (_documents(), "mask", _shifted),
     "boundary missed": lambda: (_gpt(), "boundaries", _boundary_missed),
     "documents merged": lambda: (_documents(), "mask", _merged),
+    "rotary positions of zigzag": lambda: (*_rotary(), _rotary_by_zigzag),
     "positions of zigzag": lambda: (_documents(), "positions", _positions_of_zigzag),
     "siblings seen": lambda: (_declared(), "mask", _siblings_seen),
     "spans cut at borders": lambda: (_declared(), "mask", _cut_at_borders),

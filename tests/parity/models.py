@@ -23,12 +23,15 @@ LATENT = f"""
     {ROPE} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 24
     --qk-layernorm --rope-type yarn --rotary-scaling-factor 4 --mscale 1 --mscale-all-dim 1
 """
+LATENT_PLAIN_ROPE = LATENT.replace("--rope-type yarn --rotary-scaling-factor 4 --mscale 1 --mscale-all-dim 1", "--rope-type rope")
+LATENT_WHOLE_QUERIES = LATENT.replace("--q-lora-rank 32 ", "").replace("--qk-layernorm", "")  # Megatron rejects a norm of none
 LEARNED = "--position-embedding-type learned_absolute"
 YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
 MULTIMODAL = "--position-embedding-type mrope --mrope-section 2 3 3"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LATENT_WIRE = "--cp-ring-wire latent"
-OF_LATENTS = ("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2", "relay")  # without the exchange of heads
+OF_LATENTS = ("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2")
+LATENTS_ALONE = dict.fromkeys(("a2a", "a2a+p2p"), "latents have no heads to exchange")
 UP_PROJECTION_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
 DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
 PREFIXES = "--cp-ring-mask-kinds shared-prefix"
@@ -113,22 +116,27 @@ MODELS = (
     Model("sinks_and_window", f"{UNTIED} --softmax-type learnable --window-size 11,0 --window-attn-skip-freq 2", "sink dropped"),
     Model("mla", LATENT, "scale of the head size", baseline=REFERENCE, drawn_by_tp=True),
     Model("mla_latent_wire", LATENT, "weight gradient twice", LATENT_WIRE, REFERENCE, splits=OF_LATENTS, tolerance=1e-6,
-        drawn_by_tp=True),
+        drawn_by_tp=True, rejected=LATENTS_ALONE),
+    Model("mla_latent_wire_without_q_lora_rank", LATENT_WHOLE_QUERIES, "weight gradient twice", LATENT_WIRE, REFERENCE,
+        splits=OF_LATENTS, tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
+    Model("mla_latent_wire_plain_rope", LATENT_PLAIN_ROPE, "rotated part not returned", LATENT_WIRE, REFERENCE, splits=OF_LATENTS,
+        tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
     Model("mla_latent_wire_with_recompute", f"{LATENT} {UP_PROJECTION_AGAIN}", "rotated part not returned", LATENT_WIRE, REFERENCE,
-        splits=OF_LATENTS, tolerance=1e-6, drawn_by_tp=True),
+        splits=OF_LATENTS, tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
     Model("mla_latent_wire_with_full_recompute", f"{LATENT} {RECOMPUTE}", "rotated part not returned", LATENT_WIRE, REFERENCE,
-        splits=("cp4",), tolerance=1e-6, drawn_by_tp=True),
+        splits=("cp4",), tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
     Model("mla_latent_wire_moe_mtp", f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1",
         "weight gradient twice", LATENT_WIRE, REFERENCE, splits=OF_LATENTS, experts=2, tolerance=1e-6, drawn_by_tp=True,
-        rejected=EXPERTS_ON_TP),
+        rejected=EXPERTS_ON_TP | LATENTS_ALONE),
     Model("mla_latent_wire_on_tp", LATENT, "latent not summed over tp", LATENT_WIRE, REFERENCE, splits=("tp2cp2",), tolerance=1e-6,
         drawn_by_tp=True),
     Model("mla_latent_wire_sequence_parallel", f"{LATENT} {SEQUENCE_PARALLEL}", "latent not summed over tp", LATENT_WIRE, REFERENCE,
         splits=("tp2cp2",), tolerance=1e-6, drawn_by_tp=True),
-    Model("mla_latent_wire_moe_sequence_parallel", f"{LATENT} --num-experts 4 --moe-router-topk 2 {SEQUENCE_PARALLEL}",
+    Model("mla_latent_wire_moe_mtp_sequence_parallel",
+        f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1 {SEQUENCE_PARALLEL}",
         "weight gradient twice", LATENT_WIRE, REFERENCE, splits=("tp2cp2",), tolerance=1e-6, drawn_by_tp=True),
     Model("mla_latent_wire_documents", f"{LATENT} --cp-ring-document-mask", "documents merged", f"{LATENT_WIRE} {BALANCED}", REFERENCE,
-        "documents", splits=("cp4",), tolerance=1e-6, drawn_by_tp=True),
+        "documents", splits=("cp4",), tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
     Model("mla_latent_wire_packed_thd", f"{LATENT} --cp-ring-document-mask", "boundary shifted by one", LATENT_WIRE, REFERENCE, "thd",
         splits=("cp2",), tolerance=1e-6, drawn_by_tp=True),
     Model("moe", EXPERTS, "positions of another split", experts=2, rejected=EXPERTS_ON_TP),

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.post_training.modelopt.hybrid import model_specs
@@ -34,6 +35,7 @@ def sequence_parallel(config: Any) -> TransformerBlockSubmodules:
     if latent:
         norms = dataclasses.replace(attention.submodules, q_layernorm=Norm, kv_layernorm=Norm)
         attention = dataclasses.replace(attention, submodules=norms)
+    LocalSpecProvider.layer_norm = lambda *_, **__: Norm  # of the layers that predict further tokens
     changes = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm, "self_attention": attention}
     layer = dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **changes))
     return TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=Norm)

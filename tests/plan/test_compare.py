@@ -12,6 +12,7 @@ from cp_ring.bench import samples
 from cp_ring.cli import app, main
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan import compare as module
+from cp_ring.plan.blocks import blocked_pairs
 from cp_ring.plan.compare import Layer, compare, padded, smallest_group
 from cp_ring.plan.rates import Rates
 
@@ -48,11 +49,11 @@ def test_a_single_document_is_the_same_for_all_that_need_no_group():
 def test_blocks_are_what_kernels_compute():
     mask = Mask.documents([0, 200, 456, 512])
     plan = RingPlan.build(mask, Layout.contiguous(512, 1))
-    assert module._pairs(plan, 128)[0, 0] == (3 + 3 + 1) * 128**2  # documents of 2, 2 and 1 blocks
-    assert module._pairs(plan, 1).sum() == mask.area()
+    assert blocked_pairs(plan, 128)[0, 0] == (3 + 3 + 1) * 128**2  # documents of 2, 2 and 1 blocks
+    assert blocked_pairs(plan, 1).sum() == mask.area()
     windowed = RingPlan.build(Mask.causal(1024, (128, 0)), Layout.zigzag(1024, 2))
     dense = Mask.causal(1024, (128, 0)).dense()
-    assert module._pairs(windowed, 1).sum() == dense.sum() <= module._pairs(windowed, 64).sum() <= 1024 * (128 + 3 * 64)
+    assert blocked_pairs(windowed, 1).sum() == dense.sum() <= blocked_pairs(windowed, 64).sum() <= 1024 * (128 + 3 * 64)
 
 
 def test_bytes_are_those_of_the_plan():

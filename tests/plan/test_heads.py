@@ -9,7 +9,8 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import HeadPlan, Layout, Mask, split_heads
-from cp_ring.plan.heads import Exchange, check_exchange, check_heads, plan_of
+from cp_ring.plan.head_split import check_heads
+from cp_ring.plan.heads import Exchange, check_exchange, plan_of
 
 
 def layouts(n: int, cp: int) -> list[Layout]:

@@ -40,7 +40,9 @@ def check_plan(plan: RingPlan) -> None:
             queries = np.concatenate([np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine])
             assert len(queries) == len(np.unique(queries))
     rank = plan.n % plan.cp
-    alone = RingPlan.build_rank_plan(plan.mask, plan.layout, rank, plan.route, plan.schedule, node_size=plan.node_size)
+    alone = RingPlan.build_rank_plan(
+        plan.mask, plan.layout, rank, route=plan.route, schedule=plan.schedule, node_size=plan.node_size
+    )
     assert repr(alone) == repr(plan.rank_plan(rank))
 
 

@@ -71,7 +71,7 @@ def test_a_rank_plan_built_alone_is_that_of_the_whole_plan(route: str) -> None:
     layout = Layout.balanced(mask, 8)
     plan = RingPlan.build(mask, layout, route)
     for rank in range(8):
-        assert repr(RingPlan.build_rank_plan(mask, layout, rank, route)) == repr(plan.rank_plan(rank))
+        assert repr(RingPlan.build_rank_plan(mask, layout, rank, route=route)) == repr(plan.rank_plan(rank))
 
 
 def test_plans_travel_to_other_processes_with_their_rank_plans() -> None:

@@ -11,13 +11,20 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from cp_ring.errors import ConfigError
+from cp_ring.cli import app
+from cp_ring.errors import ConfigError, PlanError
 from cp_ring.job import config
-from cp_ring.plan.rates import Rates
+from cp_ring.observe import links
+from cp_ring.observe.links import BETWEEN, INSIDE, LinkSpeed
+from cp_ring.plan import rates
+from cp_ring.plan.rates import RATES, Rates
 from cp_ring.slurm import attention_plan, preflight
+from cp_ring.slurm.placement import context_groups
 from cp_ring.slurm.preflight import World
-from cp_ring.slurm.preflight_checks import Facts, LinkSpeed, from_json, judge, summary
+from cp_ring.slurm.preflight_checks import Facts, from_json, judge, summary
+from cp_ring.slurm.preflight_links import measure, write_links
 from tests.slurm.job import TINY
 
 
@@ -109,6 +116,79 @@ def test_facts_survive_json():
     assert next(summary([healthy(rank) for rank in range(4)])).startswith(
         "hop 1: 1,000.0 to 1,000.0 MB/s, 100 us; slowest from rank 3 (n2)"
     )
+
+
+def measured(group, cp, limit):
+    import torch.distributed as dist
+
+    return measure(context_groups(1, cp, 4), dist.get_rank(group), "cpu", limit)
+
+
+@pytest.mark.parametrize(("cp", "hops"), [(4, 3), (2, 1)])
+def test_all_links_are_measured(pool, cp, hops):
+    """Each rank measures its hops and what it receives from every other rank."""
+    for rank, (of_ring, pairs) in enumerate(pool.run(measured, 4, cp, 60.0)):
+        assert [link.hop for link in of_ring] == list(range(1, hops + 1))
+        assert {link.sender // cp for link in of_ring} == {rank // cp}, "hops are those of the rank's own group"
+        assert sorted(link.sender for link in pairs) == [other for other in range(4) if other != rank]
+        assert all(link.receiver == rank and link.rate > 0 and link.latency > 0 for link in [*of_ring, *pairs])
+
+
+def test_no_round_begins_when_the_time_is_over(pool):
+    assert pool.run(measured, 4, 4, 0.0) == [([], [])] * 4
+
+
+def test_the_file_of_links(tmp_path):
+    """Timing reads from it what is possible, `cp-ring plan --rates` what to predict with."""
+    pairs = [[LinkSpeed(0, other, rank, 1e8 if other // 2 != rank // 2 else 1e9, 2e-5) for other in range(4) if other != rank]
+             for rank in range(4)]  # fmt: skip
+    ring = [[LinkSpeed(1, (rank - 1) % 4, rank, (4e8 if rank % 2 == 0 else 2e9), 1e-4)] for rank in range(4)]
+    speeds = [{"tflops": 0.1 + rank, "memory_gb_s": 8.0 - rank, "call_us": 3.0 + rank, "kernel": "Cpu"} for rank in range(4)]
+    ranks = [healthy(rank, links=ring[rank], pairs=pairs[rank], speeds=speeds[rank]) for rank in range(4)]
+    (line,) = write_links(tmp_path, ranks)
+    path = tmp_path / links.FILE
+    assert line.endswith(f"cp-ring plan --rates {path}") and list(tmp_path.iterdir()) == [path]
+    found = json.loads(path.read_text())
+    assert found["gb_s"][0] == [None, 1.0, 0.1, 0.1] and found["latency_us"][3][2] == 20.0 and found["hosts"][3] == "n2"
+    assert found["pairs"][BETWEEN] == {"links": 8, "gb_s": 0.1, "slowest_gb_s": 0.1, "fastest_gb_s": 0.1, "latency_us": 20.0}
+    assert found["ring"][INSIDE]["gb_s"] == 2.0 and found["ring"][BETWEEN]["links"] == 2
+    assert links.possible(str(tmp_path)) == {INSIDE: 2e9, BETWEEN: 4e8} and links.possible("") == {}
+    assert rates.read(str(path)) == Rates(1e11, 1e9, 1e8, memory=5e9, call=6e-6), "of the slowest rank and the slowest links"
+    words = ["plan", "--cp", "4", "--seq-length", "4096", "--json"]
+    slow, given = (
+        json.loads(CliRunner().invoke(app, [*words, "--rates", str(path), *more]).stdout) for more in ([], ["--tflops", "0.2"])
+    )
+    assert slow["predicted"]["forward_s"] > given["predicted"]["forward_s"] > 0
+    assert "links between nodes: 8 measured, 100.0 to 100.0 MB/s, 20 us" in list(summary(ranks))
+    others = [healthy(rank) for rank in (1, 2, 3)]
+    assert "3 of 12 links were measured in the time that preflight has" in list(summary([ranks[0], *others]))
+
+
+def test_where_no_link_was_measured_no_file_is_written(tmp_path):
+    assert list(write_links(tmp_path, [healthy(0, links=[])])) == [] and links.possible(str(tmp_path)) == {}
+    (line,) = write_links(tmp_path / "none", [healthy(rank) for rank in range(4)])
+    assert line.startswith("warning: ") and line.endswith("links.json cannot be written: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{", "not valid JSON"),
+        ("[1]", "it has none of tflops, link_gb_s"),
+        ('{"link_gb_s": null}', "it has none of tflops, link_gb_s"),
+        ('{"tflops": "fast"}', "tflops 'fast': it must be a number above 0"),
+        ('{"call_us": 0}', "call_us 0: it must be a number above 0"),
+    ],
+)
+def test_a_file_without_rates_is_rejected_in_a_line(tmp_path, text, reason):
+    path = tmp_path / "rates.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(PlanError, match=rf"--rates \S+rates.json: {re.escape(reason)}"):
+        rates.read(str(path))
+    path.write_text('{"network_gb_s": 2.5}')
+    assert rates.read(str(path)) == dataclasses.replace(RATES, between=2.5e9)
 
 
 def test_prediction_follows_the_slower_of_link_and_arithmetic(job):

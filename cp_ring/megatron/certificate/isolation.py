@@ -174,21 +174,21 @@ def _identity(group: Any) -> tuple[str, tuple[int, ...]]:
 
 
 @contextmanager
-def _statistics_restored() -> Iterator[None]:
-    """Afterwards restores what Megatron collects of the losses of predicted tokens and of experts, and of packed lengths."""
+def _losses_of_models_restored() -> Iterator[None]:
+    """Afterwards restores what Megatron collects of the losses of predicted tokens and of experts, and of packed batches."""
     from megatron.core.transformer import multi_token_prediction as mtp  # heavy, and installed with Megatron only
     from megatron.core.transformer.moe import moe_utils
 
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")  # the losses of experts since 0.18
-    training = sys.modules.get("megatron.training.training")  # lengths of packed sequences since 0.18
+    training = sys.modules.get("megatron.training.training")  # counts the tokens of packed batches since 0.19
     kept: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (training, "_seqlen_stats_in_iteration", lambda value: None),
-        (training, "_seqlen_stats_active", lambda value: value),
         (getattr(mtp, "MTPLossLoggingHelper", None), "tracker", lambda value: {}),
         (getattr(mtp, "MTPLossAutoScaler", None), "main_loss_backward_scale", lambda value: value),
         (moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", lambda value: value),
         (moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", lambda value: {}),
         (logging, "_MOE_METRICS_TRACKER", lambda value: None),
+        (training, "_seqlen_stats_in_iteration", lambda value: None),
+        (training, "_seqlen_stats_active", lambda value: False),
     ]
     with replaced(*((owner, name, fresh(getattr(owner, name))) for owner, name, fresh in kept if hasattr(owner, name))):
         yield
@@ -208,7 +208,7 @@ def states_restored() -> Iterator[None]:
         tracker = tensor_parallel.get_cuda_rng_tracker()
         stack.callback(tracker.set_states, dict(tracker.get_states()))
         stack.callback(settings.configure, settings.current())
-        stack.enter_context(_statistics_restored())
+        stack.enter_context(_losses_of_models_restored())
         try:
             yield
         finally:

@@ -1,0 +1,155 @@
+"""What Megatron itself says of a job that has not started: whether it accepts the arguments, and what its weights take.
+
+Megatron's validation is written for a rank with CUDA and TransformerEngine. Here it is asked on any machine, in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from cp_ring.config import ContextParallelConfig
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.validate import logits_without_te
+from cp_ring.megatron.wire import rejection as wire_rejection
+from cp_ring.plan.model_sizes import Experts, ModelSizes
+from cp_ring.plan.step import ParallelSizes
+from cp_ring.plan.wires import LatentSizes
+
+_HOPPER = (9, 0)
+_FUSED = {
+    "megatron.core.transformer.moe.moe_utils": (
+        "fused_permute",
+        "fused_permute_with_probs",
+        "fused_sort_chunks_by_index",
+        "fused_sort_chunks_by_index_with_probs",
+        "fused_unpermute",
+    ),
+    "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"),
+}
+"""Functions of TransformerEngine that Megatron's validation looks for."""
+
+
+def rejection(args: argparse.Namespace, ranks: int) -> str:
+    """Why Megatron's own validation rejects these parsed arguments for so many ranks, in one line; "" where it accepts them.
+
+    It is asked as on an H100 with TransformerEngine, whether there is one here or not. `args` stay as they are.
+    """
+    from megatron.training import arguments
+
+    asked = copy.deepcopy(args)
+    asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
+    config = ContextParallelConfig.from_args(asked)
+    with _as_on_a_gpu(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with logits_without_te(asked):
+                arguments.validate_args(asked)
+            arguments.core_transformer_config_from_args(asked)
+        except (Exception, SystemExit) as error:  # assertions, and whatever else a check of Megatron's raises
+            return " ".join(str(error).split()) or type(error).__name__
+    heads = config.heads if isinstance(config.heads, int) else 1
+    problem = wire_rejection(asked, heads) if config.wire == "latent" else ""
+    return f"--cp-ring-wire latent {problem}" if problem else ""
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Megatron's validation finds what a rank with an H100 and TransformerEngine has, where it is not there already."""
+    import importlib
+
+    import torch
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}))
+        if not torch.cuda.is_available():
+            properties = argparse.Namespace(major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132, total_memory=80 << 30)
+            answers: dict[str, Any] = {"get_device_capability": _HOPPER, "get_device_properties": properties, "device_count": 8}
+            for name, answer in answers.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer))
+        for name, functions in _FUSED.items():
+            module = importlib.import_module(name)
+            for function in functions:
+                if getattr(module, function, None) is None:
+                    stack.enter_context(mock.patch.object(module, function, object(), create=True))
+        yield
+
+
+def model_sizes(args: argparse.Namespace, windows: tuple[tuple[tuple[int, int], int], ...], vocabulary: int) -> ModelSizes:
+    """The model of parsed arguments, which Megatron has not completed yet.
+
+    Raises `ConfigError` for a model of which times are not known.
+    """
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path"):
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"cp-ring tune knows models of attention layers alone: leave out {flag}")
+    heads, latent = int(args.num_attention_heads), None
+    groups = args.num_query_groups if args.group_query_attention else heads
+    width = value_width = args.kv_channels or args.hidden_size // heads
+    if getattr(args, "multi_latent_attention", False):
+        latent = LatentSizes(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.qk_head_dim, args.v_head_dim)
+        groups, width, value_width = heads, latent.nope + latent.rope, latent.value
+    try:
+        return ModelSizes(
+            layers=args.num_layers,
+            hidden=args.hidden_size,
+            ffn=args.ffn_hidden_size or 4 * args.hidden_size,
+            heads=heads,
+            kv_heads=groups,
+            head_dim=width,
+            value_dim=value_width,
+            vocabulary=vocabulary,
+            windows=windows,
+            latent=latent,
+            query_latent=(getattr(args, "q_lora_rank", None) or 0) if latent else 0,
+            gated=bool(args.swiglu),
+            tied=not args.untie_embeddings_and_output_weights,
+            dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            experts=_experts(args),
+            loss_chunk=ContextParallelConfig.from_args(args).loss_chunk,
+        )
+    except PlanError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _experts(args: argparse.Namespace) -> Experts | None:
+    if not args.num_experts:
+        return None
+    frequency = args.moe_layer_freq
+    with_experts = sum(frequency) if isinstance(frequency, list) else len(range(0, args.num_layers, frequency or 1))
+    return Experts(
+        number=args.num_experts,
+        layers=with_experts,
+        top_k=args.moe_router_topk,
+        width=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        shared_width=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
+        parallel=args.expert_model_parallel_size,
+    )
+
+
+def weight_bytes(args: argparse.Namespace, sizes: ParallelSizes, vocabulary: int) -> float:
+    """Bytes of weights, gradients and the optimizer's states of the fullest rank, by Megatron's own report.
+
+    args: parsed, not completed by Megatron. The report divides the optimizer's states by the data parallel size alone; with
+    context parallelism Megatron shares them among the context-parallel ranks too, so it is told their product.
+    """
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    told = copy.copy(args)
+    told.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    told.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
+    told.moe_ffn_hidden_size = args.moe_ffn_hidden_size or told.ffn_hidden_size
+    told.padded_vocab_size = vocabulary
+    told.tensor_model_parallel_size, told.pipeline_model_parallel_size = sizes.tp, sizes.pp
+    told.data_parallel_size = sizes.dp * sizes.cp
+    told.world_size = sizes.tp * sizes.cp * sizes.pp * sizes.dp
+    told.expert_tensor_parallel_size = getattr(args, "expert_tensor_parallel_size", None) or 1
+    return float(compute_weight_and_optimizer_memory(told))

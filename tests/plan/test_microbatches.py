@@ -1,0 +1,51 @@
+"""The order of a step's batch rows: it keeps every row, and is never worse than the order as read."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.microbatches import balanced_order, imbalance
+
+STEPS = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)).flatmap(
+    lambda shape: st.lists(st.integers(0, 50), min_size=int(np.prod(shape)), max_size=int(np.prod(shape))).map(
+        lambda work: np.array(work, np.float64).reshape(shape)
+    )
+)
+
+
+@given(STEPS)
+@settings(max_examples=100, deadline=None)
+def test_every_row_stays_in_the_step_and_nothing_becomes_longer(work):
+    order = balanced_order(work)
+    assert order.shape == work.shape and sorted(order.flat) == list(range(work.size))
+    found, before = imbalance(work.reshape(-1)[order]), imbalance(work)
+    assert found[0] <= before[0] * (1 + 1e-9) and found[1] <= before[1] * (1 + 1e-9)
+
+
+def test_microbatches_and_ranks_become_equal():
+    work = np.array([[[9, 8], [7, 6]], [[1, 2], [3, 4]]], np.float64)
+    assert imbalance(work) == (1.7, 1.5)
+    assert imbalance(work.reshape(-1)[balanced_order(work)]) == (1.0, 1.0)
+    # One row a microbatch: the microbatches stay as long as they are, the ranks become equal.
+    single = np.array([[[8], [4]], [[5], [1]]], np.float64)
+    assert imbalance(single.reshape(-1)[balanced_order(single)])[1] == 1.0
+
+
+def test_a_long_tail_is_balanced_as_far_as_its_longest_row_allows():
+    work = np.random.default_rng(0).lognormal(0, 1, (4, 8, 4))
+    before, after = imbalance(work), imbalance(work.reshape(-1)[balanced_order(work)])
+    longest = work.max() / work.sum(2).mean()
+    assert before[0] > 2 and after[0] < max(1.1, longest + 0.3) and after[1] < 1.02 < before[1]
+
+
+def test_equal_rows_stay_where_they_are():
+    order = balanced_order(np.ones((2, 3, 2)))
+    assert order.reshape(-1).tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("work", [np.ones((2, 2)), np.ones((0, 1, 1)), np.full((1, 1, 1), np.nan), np.full((1, 1, 1), -1.0)])
+def test_bad_work_is_one_line(work):
+    with pytest.raises(PlanError, match="work must be finite and not negative"):
+        balanced_order(work)
