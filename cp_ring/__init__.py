@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.offload import Offload
     from cp_ring.plan import Layout, Mask, RingPlan
-    from cp_ring.sharding import roll, shard, unshard
+    from cp_ring.sharding import convert_layout, roll, shard, unshard
 
     __version__: str
     with_ring_attention: Any  # cp_ring.megatron.specs; not imported here, because nothing below cp_ring.megatron knows it
@@ -29,6 +29,7 @@ __all__ = [
     "PlanError",
     "RingPlan",
     "__version__",
+    "convert_layout",
     "ring_attention",
     "roll",
     "shard",
@@ -46,6 +47,7 @@ _MODULES = {
     "Offload": "cp_ring.offload",
     "PlanError": "cp_ring.errors",
     "RingPlan": "cp_ring.plan",
+    "convert_layout": "cp_ring.sharding",
     "ring_attention": "cp_ring.attention",
     "roll": "cp_ring.sharding",
     "shard": "cp_ring.sharding",

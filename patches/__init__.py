@@ -22,6 +22,7 @@ NAMES = (
     "recompute",
     "rotary_layout",
     "rotary_documents",
+    "recurrent_layers",
     "document_mask",
     "packed_batches",
     "microbatch_order",

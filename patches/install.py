@@ -47,6 +47,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "core_attention": True,
         "recompute": config.recompute == "keep",
         "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
+        "recurrent_layers": config.layout != "zigzag" and bool({"--hybrid-layer-pattern", "--hybrid-override-pattern"} & given),
         "rotary_documents": INTER_DOCUMENT in argv or splits_packed_batches(config, argv),
         "packed_batches": splits_packed_batches(config, argv),
         "document_mask": config.document_mask or bool(config.kinds),

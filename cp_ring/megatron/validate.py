@@ -469,17 +469,13 @@ def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) ->
 
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Layers whose state runs along the sequence support only Megatron's zigzag layout, and no documents."""
+    """Layers whose state runs along the sequence do not see the documents of a microbatch, nor its declared mask."""
     for name in _PATTERNS:
         pattern = getattr(args, name, None)
         if not pattern:
             continue
         shown = f"--{name.replace('_', '-')} {pattern}"
         recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
-        if recurrent and config.layout != "zigzag":
-            raise ConfigError(
-                f"--cp-ring-layout {config.layout} does not support the {recurrent[0]} layers of {shown}: give zigzag"
-            )
         if recurrent and (config.document_mask or config.kinds):
             flag = config.flag("document_mask" if config.document_mask else "mask_kinds")
             raise ConfigError(

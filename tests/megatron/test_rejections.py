@@ -156,14 +156,6 @@ def parse(monkeypatch):
             "--cp-ring-mask-kinds does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),
         (
-            ["--cp-ring-layout", "balanced", "--hybrid-override-pattern", "M*M*"],
-            "--cp-ring-layout balanced does not support the Mamba layers of --hybrid-override-pattern M*M*: give zigzag",
-        ),
-        (
-            ["--cp-ring-layout", "contiguous", "--hybrid-layer-pattern", "G*-"],
-            "--cp-ring-layout contiguous does not support the gated delta net layers of --hybrid-layer-pattern G*-: give zigzag",
-        ),
-        (
             ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-"],
             "--cp-ring-document-mask does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),

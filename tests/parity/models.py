@@ -35,6 +35,10 @@ LATENTS_ALONE = dict.fromkeys(("a2a", "a2a+p2p"), "latents have no heads to exch
 UP_PROJECTION_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
 DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
 PREFIXES = "--cp-ring-mask-kinds shared-prefix"
+MAMBA = f"""
+    {UNTIED} --hybrid-layer-pattern M*M- --spec tests.parity.recurrent hybrid
+    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4
+"""
 EXPERTS_ON_TP = {"tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"}
 SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"  # a norm that supports it
 BALANCED, CONTIGUOUS = "--cp-ring-layout balanced", "--cp-ring-layout contiguous"
@@ -226,6 +230,9 @@ MODELS = (
         "documents", splits=("cp4",)),
     Model("document_mask_balanced_yarn", f"{HEADS} {YARN} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE,
         "documents", splits=("cp4",)),
+    Model("mamba", MAMBA, "mask widened", layers=4, splits=("cp2", "cp4")),
+    Model("mamba_contiguous", MAMBA, "mask widened", CONTIGUOUS, layers=4, splits=("cp2", "cp4")),
+    Model("mamba_balanced", f"{MAMBA} --window-size 20,0", "mask widened", BALANCED, layers=4, splits=("cp2",)),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid", "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),
     Model("moe_sequence_parallel", EXPERTS, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",), experts=2),
