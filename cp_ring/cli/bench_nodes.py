@@ -36,7 +36,7 @@ def bench_nodes(
     if not share > 0:
         raise ConfigError(f"--share {share:g} must be above 0")
     results = run(Contest(seq_length, 4, heads, head_dim), repeats, share, full)
-    if not told(results, as_json):
+    if not told({"rows": results}, as_json):
         return
     from rich.table import Table
 

@@ -35,7 +35,7 @@ def bench_overlap(
     if bad:
         raise ConfigError(f"--ratio {bad[0]:g} must be above 0")
     results = run(Contest(seq_length, 2, heads, head_dim), ratio or [0.5, 0.9], repeats)
-    if not told(results, as_json):
+    if not told({"rows": results}, as_json):
         return
     from rich.table import Table
 

@@ -30,7 +30,7 @@ def bench_wire(
     if not ratio > 0:
         raise ConfigError(f"--ratio {ratio:g} must be above 0")
     results = run(seq_length, ratio, repeats)
-    if not told(results, as_json, "results"):
+    if not told({"results": results}, as_json):
         return
     from rich.table import Table
 

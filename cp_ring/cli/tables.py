@@ -23,15 +23,17 @@ def print_table(entries: list[dict[str, str]], whole: Sequence[str] = ()) -> Non
     Console().print(shown)
 
 
-def told(results: Sequence[dict[str, Any]], as_json: bool, name: str = "rows") -> bool:
-    """Prints a measurement as JSON under `name`, or why there is none; returns whether there is a table to print instead."""
+def told(measured: dict[str, Sequence[dict[str, Any]]], as_json: bool) -> bool:
+    """Prints a measurement, {name: results}, as JSON, or why there is none; returns whether there is a table to print instead."""
     from cp_ring.bench.machine import facts
 
     if as_json:
-        print(json.dumps({**facts(), name: results}))
-    elif "skipped" in results[0]:
-        Console().print(f"not measured: {results[0]['skipped']}", soft_wrap=True)
-    return not as_json and "skipped" not in results[0]
+        print(json.dumps({**facts(), **measured}))
+        return False
+    skipped = next((results[0]["skipped"] for results in measured.values() if "skipped" in results[0]), None)
+    if skipped:
+        Console().print(f"not measured: {skipped}", soft_wrap=True)
+    return not skipped
 
 
 def print_measured(table: Table) -> None:

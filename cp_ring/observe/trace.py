@@ -34,8 +34,9 @@ def write(path: Path, steps: Mapping[int, Sequence[RankTimes]], clock_error: flo
 def chrome(steps: Mapping[int, Sequence[RankTimes]], clock_error: float) -> dict[str, Any]:
     """The trace as JSON."""
     first = min((call.begin - each.clock for ranks in steps.values() for each in ranks for call in each.calls), default=0.0)
-    links = count(1)  # Perfetto drops arrows whose identifiers are not whole numbers
-    events = [event for ranks in steps.values() for event in _events(ranks, first, links)]
+    ids = count(1)  # Perfetto drops arrows whose identifiers are not whole numbers
+    free: defaultdict[tuple[int, int], float] = defaultdict(float)  # a sender may be in the next step when the receiver is not
+    events = [event for _, ranks in sorted(steps.items()) for event in _events(ranks, first, ids, free)]
     names = {each.rank: each.host for ranks in steps.values() for each in ranks}
     peers = {(event["pid"], event["tid"]) for event in events if event["tid"] != ATTENTION}
     labels = [_meta(rank, 0, "process_name", f"rank {rank} ({host})") for rank, host in sorted(names.items())]
@@ -67,11 +68,13 @@ def _slice(rank: int, thread: int, name: str, category: str, begin: float, end: 
     return {**event, "args": args}
 
 
-def _events(ranks: Sequence[RankTimes], first: float, ids: Iterator[int]) -> Iterator[dict[str, Any]]:
+def _events(
+    ranks: Sequence[RankTimes], first: float, ids: Iterator[int], free: dict[tuple[int, int], float]
+) -> Iterator[dict[str, Any]]:
     for each in ranks:
         for call in each.calls:
             yield from _of_call(each.rank, call, each.clock + first)
-    yield from _of_messages(ranks, first, ids)
+    yield from _of_messages(ranks, first, ids, free)
 
 
 def _of_call(rank: int, call: CallTimes, zero: float) -> Iterator[dict[str, Any]]:
@@ -95,18 +98,20 @@ def _of_call(rank: int, call: CallTimes, zero: float) -> Iterator[dict[str, Any]
             yield _slice(rank, ATTENTION, name, "wait", wait.begin - zero, wait.end - zero, **args) | {"cname": _RED}
 
 
-def _of_messages(ranks: Sequence[RankTimes], first: float, ids: Iterator[int]) -> Iterator[dict[str, Any]]:
-    """Messages at both ends, and the arrow between. Those of a link follow one another."""
+def _of_messages(
+    ranks: Sequence[RankTimes], first: float, ids: Iterator[int], free: dict[tuple[int, int], float]
+) -> Iterator[dict[str, Any]]:
+    """Messages at both ends, and the arrow between. Those of a link follow one another: `free` is when its last one ended."""
     links: defaultdict[tuple[int, int], list[TimedMessage]] = defaultdict(list)
     for message in messages(ranks):
         links[message.sender, message.receiver].append(message)
     step = next((call.step for each in ranks for call in each.calls), 0)
     for (sender, receiver), of_link in links.items():
-        free = 0.0
         for message in of_link:
-            begin, end = max(message.sent - first, free), max(message.end - first, message.start - first, free)
+            begin = max(message.sent - first, free[sender, receiver])
+            end = max(message.end - first, message.start - first, begin)
             start = max(message.start - first, begin)
-            free = end
+            free[sender, receiver] = end
             args = {"hop": message.hop, "bytes": message.size, "waited_us": round(message.waited * 1e6, 1), "kind": message.kind,
                     "step": step, "direction": message.direction}  # fmt: skip
             name, link = f"{message.kind}, hop {message.hop}", next(ids)
