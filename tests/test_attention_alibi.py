@@ -25,7 +25,7 @@ PLANS = {
     "window": lambda: plan_of(WINDOW, Layout.zigzag(N, 2)),
     "documents, balanced": lambda: plan_of(DOCUMENTS, Layout.balanced(DOCUMENTS, 4, 4)),
     "both ways": lambda: plan_of(BOTH_WAYS, Layout.zigzag(N, 2)),
-    "contiguous, ring": lambda: plan_of(CAUSAL, Layout.contiguous(N, 4), "ring", "ring"),
+    "contiguous, ring": lambda: plan_of(CAUSAL, Layout.contiguous(N, 4), route="ring", schedule="ring"),
     "heads": lambda: plan_of(CAUSAL, Layout.zigzag(N, 4), heads=2),
 }
 
