@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cp_ring.comm.latent import LatentKeys
     from cp_ring.config import ContextParallelConfig
     from cp_ring.errors import ConfigError, KernelError, PlanError
+    from cp_ring.offload import Offload
     from cp_ring.plan import Layout, Mask, RingPlan
     from cp_ring.sharding import convert_layout, roll, shard, unshard
 
@@ -24,6 +25,7 @@ __all__ = [
     "LatentKeys",
     "Layout",
     "Mask",
+    "Offload",
     "PlanError",
     "RingPlan",
     "__version__",
@@ -42,6 +44,7 @@ _MODULES = {
     "LatentKeys": "cp_ring.comm.latent",
     "Layout": "cp_ring.plan",
     "Mask": "cp_ring.plan",
+    "Offload": "cp_ring.offload",
     "PlanError": "cp_ring.errors",
     "RingPlan": "cp_ring.plan",
     "convert_layout": "cp_ring.sharding",

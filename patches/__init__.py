@@ -28,6 +28,7 @@ NAMES = (
     "microbatch_order",
     "mtp_roll",
     "moe_aux_loss",
+    "fsdp2",
     "loss_chunks",
     "loss_bias",
     "optimizer_step",

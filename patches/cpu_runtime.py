@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from packaging.specifiers import SpecifierSet
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from cp_ring.errors import ConfigError
@@ -119,6 +120,13 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         torch.set_rng_state(state)
 
 
+_from_group = DeviceMesh.from_group
+
+
+def _mesh_of_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+    return _from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
 def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))  # torch.manual_seed would call torch.cuda.manual_seed_all again
 
@@ -179,6 +187,7 @@ def _torch_replacements() -> Iterator[Replacement]:
         yield torch.cuda, name, value
     for name, value in (("get_rng_state", _get_rng_state), ("set_rng_state", _set_rng_state), ("manual_seed", _manual_seed)):
         yield torch.cuda.random, name, value
+    yield DeviceMesh, "from_group", staticmethod(_mesh_of_group)
     yield torch.Tensor, "cuda", _itself
     yield torch.Tensor, "pin_memory", _itself
     yield torch.nn.Module, "cuda", _itself

@@ -56,6 +56,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "loss_chunks": config.loss_chunk > 0,
         "mtp_roll": "--mtp-num-layers" in given,
         "moe_aux_loss": "--num-experts" in given,
+        "fsdp2": "--use-torch-fsdp2" in given,
     }
     return [name for name, needed in wanted.items() if needed]
 

@@ -9,4 +9,4 @@ from tests.job import wire_curve
 def test_quantized_keys_train_as_plain_ones_do(tmp_path):
     plain, *others = (wire_curve.losses(tmp_path, name, 300, 300, 512)[300] for name in ("plain", "int8", "fp8"))
     assert plain < 4.5, "it has learned"
-    assert others == pytest.approx([plain] * 2, rel=wire_curve.LIMIT)
+    assert max(others) <= plain * (1 + wire_curve.LIMIT)
