@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from cp_ring.comm.latent import LatentKeys
     from cp_ring.config import ContextParallelConfig
     from cp_ring.errors import ConfigError, KernelError, PlanError
+    from cp_ring.offload import Offload
     from cp_ring.plan import Layout, Mask, RingPlan
-    from cp_ring.sharding import roll, shard, unshard
+    from cp_ring.sharding import convert_layout, roll, shard, unshard
 
     __version__: str
     with_ring_attention: Any  # cp_ring.megatron.specs; not imported here, because nothing below cp_ring.megatron knows it
@@ -24,9 +25,11 @@ __all__ = [
     "LatentKeys",
     "Layout",
     "Mask",
+    "Offload",
     "PlanError",
     "RingPlan",
     "__version__",
+    "convert_layout",
     "ring_attention",
     "roll",
     "shard",
@@ -41,8 +44,10 @@ _MODULES = {
     "LatentKeys": "cp_ring.comm.latent",
     "Layout": "cp_ring.plan",
     "Mask": "cp_ring.plan",
+    "Offload": "cp_ring.offload",
     "PlanError": "cp_ring.errors",
     "RingPlan": "cp_ring.plan",
+    "convert_layout": "cp_ring.sharding",
     "ring_attention": "cp_ring.attention",
     "roll": "cp_ring.sharding",
     "shard": "cp_ring.sharding",

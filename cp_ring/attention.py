@@ -46,6 +46,7 @@ from cp_ring.observe import watchdog
 from cp_ring.observe.spans import span, traced
 from cp_ring.observe.timing import note_rank, timed
 from cp_ring.observe.watchdog import WATCH, Place
+from cp_ring.offload import Offload, Waiting, tensor_of
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.head_split import split_heads
@@ -74,7 +75,7 @@ def ring_attention(
     softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False,
     deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire: str | None = None,
     wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
-    dropout_p: float = 0.0, dropout_seed: int | None = None,
+    dropout_p: float = 0.0, dropout_seed: int | None = None, alibi_slopes: Tensor | Sequence[float] | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -86,7 +87,7 @@ def ring_attention(
     softmax_scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True],
     deterministic: bool | None = None, kernel: str = "auto", num_slots: int = 2, wire: str | None = None,
     wire_dtype: str = "input", qkv_format: str = "bshd", timeout: float | None = None,
-    dropout_p: float = 0.0, dropout_seed: int | None = None,
+    dropout_p: float = 0.0, dropout_seed: int | None = None, alibi_slopes: Tensor | Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -118,6 +119,7 @@ def ring_attention(
     timeout: float | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
+    alibi_slopes: Tensor | Sequence[float] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is sharded across the ranks of `group`; differentiable.
 
@@ -177,6 +179,9 @@ def ring_attention(
             `dropout_seed`, head, batch row and positions alone, so they are the same on any number of ranks. The kernels `cpu`
             and `reference` support it, and hold the scores of some queries at a time.
         dropout_seed: a whole number of up to 64 bits, the same on all ranks, and another one in each call.
+        alibi_slopes: [h], ALiBi: a score of head i gets - alibi_slopes[i] * |query - key|, by positions in the sequence, or in
+            the batch row. The slopes are constants of all query heads of the call. The kernels `cpu` and `reference` support it,
+            and hold the scores of some queries at a time.
 
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64 for float64 inputs).
@@ -210,12 +215,13 @@ def ring_attention(
             schedule=schedule, heads=heads, node_size=_node_size(transport) if node_size is None else node_size,
             sizes=sizes_of(q, k, v, batch),
         )  # fmt: skip
+    by_position = _by_position(plan, group, q, qkv_format, dropout_p, dropout_seed, alibi_slopes)
     out, lse = attend(
         q, k, v, plan, group,
         softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots,
-        wire=wire or _default_wire(plan, latents, dropout_p), latents=latents, wire_dtype=wire_dtype, qkv_format=qkv_format,
+        wire=wire or _default_wire(plan, latents, by_position), latents=latents, wire_dtype=wire_dtype, qkv_format=qkv_format,
         deterministic=deterministic, return_lse=return_lse,
-        dropout=_dropout(plan, group, q, qkv_format, dropout_p, dropout_seed),
+        dropout=by_position,
     )  # fmt: skip
     if not return_lse:
         return out
@@ -325,9 +331,10 @@ def _kernel(
 
 
 def _marked(q: Tensor, k: Tensor, dropout: Dropout, wire: str) -> tuple[Tensor, Tensor]:
-    """q and k [s, b, heads, d] with the positions of their tokens, by which the kernel drops weights."""
+    """q and k [s, b, heads, d] with the positions of their tokens, by which the kernel drops weights and biases scores."""
     if wire != Plain.name:
-        raise ConfigError(f"wire={wire!r} does not support dropout_p={dropout.p:g}, for which positions travel with the keys")
+        asked = f"dropout_p={dropout.p:g}" if dropout.p else "alibi_slopes"
+        raise ConfigError(f"wire={wire!r} does not support {asked}, for which positions travel with the keys")
     return dropout.mark(q, k)
 
 
@@ -358,21 +365,24 @@ def _attend_over_heads(
 class Results:
     """Out [s, b, h, e] in the dtype of q and lse [b, h, s] of one forward pass, kept for its recomputation; empty at first.
 
-    With the exchange of heads, those of each group of heads are kept apart.
+    With the exchange of heads, those of each group of heads are kept apart. With `offload` they wait in host memory.
     """
 
-    out: Tensor | None = None
-    lse: Tensor | None = None
+    out: Tensor | Waiting | None = None
+    lse: Tensor | Waiting | None = None
     place: Place | None = None
     groups: dict[int, Results] = field(default_factory=dict)
+    offload: Offload | None = None
 
     def of_group(self, group: int) -> Results:
         """The results of a group of heads."""
-        return self.groups.setdefault(group, Results())
+        return self.groups.setdefault(group, Results(offload=self.offload))
 
     def fill(self, out: Tensor, lse: Tensor) -> None:
         # Copies: the caller owns the tensors of the first run and may change them in place.
         self.out, self.lse = out.detach().clone(), lse.detach().clone()
+        if self.offload is not None:
+            self.out, self.lse = self.offload.put(self.out, self.lse)
 
     def at(self, place: Place) -> Place:
         """The place of the call that fills the results; the call that takes them has the same place."""
@@ -382,7 +392,7 @@ class Results:
     def take(self) -> tuple[Tensor, Tensor] | None:
         """Out and lse, which are removed from here; None if empty."""
         out, lse, self.out, self.lse = self.out, self.lse, None, None
-        return None if out is None or lse is None else (out, lse)
+        return None if out is None or lse is None else (tensor_of(out), tensor_of(lse))
 
     def size(self) -> int:
         """Bytes that are held."""
@@ -524,21 +534,35 @@ def _node_size(transport: Transport | None) -> int:
     return 1 if ranks is None else node_size_of(ranks, ranks_per_node())
 
 
-def _dropout(plan: AnyPlan, group: object, q: Tensor, qkv_format: str, p: float, seed: int | None) -> Dropout | None:
-    """The dropout of a call whose plan knows the positions of all tokens; None for p = 0."""
+def _by_position(
+    plan: AnyPlan, group: object, q: Tensor, qkv_format: str, p: float, seed: int | None, slopes: Tensor | Sequence[float] | None
+) -> Dropout | None:
+    """Dropout and ALiBi of a call whose plan knows the positions of all tokens; None without both."""
     if not 0 <= p < 1:
         raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
-    if not p:
+    if not p and slopes is None:
         return None
-    if not isinstance(seed, int):
+    if p and not isinstance(seed, int):
         raise ConfigError(f"dropout_seed={seed!r}: dropout needs a whole number, the same on all ranks and another in each call")
     if not isinstance(plan, RingPlan | HeadPlan):
-        raise ConfigError(f"dropout_p={p}: give the plan of all ranks, which has the positions of tokens, not that of one rank")
+        name = f"dropout_p={p}" if p else "alibi_slopes"
+        raise ConfigError(f"{name}: give the plan of all ranks, which has the positions of tokens, not that of one rank")
     transport = transport_for(group, q.device)  # type: ignore[arg-type]
     positions = torch.from_numpy(plan.layout.positions(transport.rank if transport else 0))
     if plan.layout.rows > 1:
         positions = positions.view(plan.layout.rows, -1).T % (plan.n // plan.layout.rows)
-    return Dropout(p, mixed(seed), positions)
+    return Dropout(p, mixed(seed) if seed is not None else 0, positions, slopes=_slopes(slopes, q))
+
+
+def _slopes(slopes: Tensor | Sequence[float] | None, q: Tensor) -> tuple[float, ...]:
+    if slopes is None:
+        return ()
+    if isinstance(slopes, Tensor) and slopes.requires_grad:
+        raise ConfigError("alibi_slopes are constants: detach them, there is no gradient of them")
+    found = torch.as_tensor(slopes, dtype=torch.float64)
+    if found.shape != q.shape[2:3] or not bool(found.isfinite().all()):
+        raise PlanError(f"alibi_slopes must hold one finite number for each of {q.shape[2]} query heads")
+    return tuple(found.tolist())
 
 
 def _watch(timeout: float) -> None:
@@ -556,11 +580,11 @@ def _agree(
     agree = getattr(call.transport, "agree", None)
     if agree is None:
         return
-    p, key = (0.0, 0) if dropout is None else (dropout.p, dropout.key)
+    p, key, slopes = (0.0, 0, ()) if dropout is None else (dropout.p, dropout.key, dropout.slopes)
     values = (q.dtype, q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], call.scale, call.codec.name,
-              call.wire_dtype, sink is not None, Latents(*inputs).sizes if inputs else (), p)  # fmt: skip
+              call.wire_dtype, sink is not None, Latents(*inputs).sizes if inputs else (), p, slopes)  # fmt: skip
     names = ("dtype", "batch", "query heads", "key/value heads", "head size", "head size of values", "softmax_scale",
-             "wire", "wire_dtype", "sink", "sizes of latents", "dropout_p")  # fmt: skip
+             "wire", "wire_dtype", "sink", "sizes of latents", "dropout_p", "alibi_slopes")  # fmt: skip
 
     def facts() -> list[Fact]:
         plan = [Fact(*part) for part in rank_plan.identity]
@@ -570,9 +594,9 @@ def _agree(
     agree((rank_plan.digest, *values), facts, every)
 
 
-def _default_wire(plan: AnyPlan, latents: Latents | None, dropout_p: float) -> str:
-    """What keys travel as: latents where there are some, but these have no heads to exchange, and no places for dropout."""
-    plain = latents is None or isinstance(plan, HeadPlan | HeadRankPlan) or dropout_p > 0
+def _default_wire(plan: AnyPlan, latents: Latents | None, by_position: Dropout | None) -> str:
+    """What keys travel as: latents where there are some, but these have no heads to exchange, and no places for positions."""
+    plain = latents is None or isinstance(plan, HeadPlan | HeadRankPlan) or by_position is not None
     return Plain.name if plain else LatentCodec.name
 
 

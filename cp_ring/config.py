@@ -137,6 +137,11 @@ class ContextParallelConfig(BaseModel):
         description="Where activations are recomputed: keep out and lse of attention, per layer and microbatch, so that the "
         "ring runs once; or replay the ring.",
     )
+    offload: bool = Field(
+        False,
+        description="Keep what attention layers save for backward (q, k, v, out and lse, or out and lse where activations are "
+        "recomputed) in host memory between forward and backward, fetched one layer ahead.",
+    )
     loss_chunk: int = Field(
         0,
         ge=0,

@@ -6,15 +6,20 @@ Without --cp-ring, --cp-ring-cpu or --help among the flags, nothing in Megatron 
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
 
 from cp_ring import patches, signals
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import argument_parser
+from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.rejection import reject, rejecting
+from cp_ring.megatron.settings import SFT
 from cp_ring.observe import standard_streams
 from cp_ring.patches.install import install, log_steps, splits_packed_batches
 
@@ -80,10 +85,33 @@ def _check_batches(script: Path, config: ContextParallelConfig) -> None:
             f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "
             "--dataloader-inter-document-masking does"
         )
+    _check_packed(config)
     if config.enabled and config.layout != "zigzag" and not config.kinds and not splits_packed_batches(config, sys.argv[1:]):
         raise ConfigError(
             f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag; "
             "balanced can split packed batches (--sft, --dataloader-inter-document-masking)"
+        )
+
+
+def _check_packed(config: ContextParallelConfig) -> None:
+    """Raises `ConfigError` where the installed Megatron's scripts cannot split the batches of --sft."""
+    version = megatron_version()
+    if not (config.enabled and SFT in sys.argv and version and SpecifierSet("<0.18").contains(version, prereleases=True)):
+        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    given = parser.parse_known_args(sys.argv[1:])[0]
+    cp, tp = given.context_parallel_size, given.tensor_model_parallel_size
+    if cp > 1 and config.layout == "zigzag":
+        raise ConfigError(
+            f"--sft with --context-parallel-size {cp}: the scripts of megatron-core {version} do not tell TransformerEngine how "
+            "documents are padded; give --cp-ring-layout balanced, or use megatron-core 0.18"
+        )
+    if tp > 1 and SpecifierSet("<0.17").contains(version, prereleases=True):
+        raise ConfigError(
+            f"--sft with --tensor-model-parallel-size {tp}: the scripts of megatron-core {version} send packed lengths that the "
+            "other tensor-parallel ranks do not receive; use megatron-core 0.17"
         )
 
 

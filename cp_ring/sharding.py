@@ -1,4 +1,4 @@
-"""shard, unshard and roll: tensors of a whole sequence, and the parts of them that ranks hold."""
+"""shard, unshard, roll and convert_layout: tensors of a whole sequence, and the parts of them that ranks hold."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import MessageBatch, Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.conversion import Conversion, conversion
 from cp_ring.plan.identity import digest_of_layout
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints
@@ -106,6 +107,33 @@ def roll(
     return rolled.movedim(0, dim)
 
 
+@_disable_dynamo
+def convert_layout(
+    x: Tensor,
+    before: Layout | RingPlan | None = None,
+    after: Layout | RingPlan | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    dim: int = 1,
+) -> Tensor:
+    """This rank's part of `after`, from its part of `before`: for layers that want their tokens split in another way.
+
+    A collective, as `unshard`, and differentiable: gradients go the way back. Only tokens that change ranks travel, in one
+    message between two ranks; the plan of the messages is proven when it is made. The layouts are for the same number of tokens,
+    which a rank need not hold equally many of; each is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where
+    x is not this rank's part of `before`, or the layouts do not fit together.
+    """
+    transport = transport_for(group, x.device)
+    before = _layout_of_part(before, x, transport, dim)
+    after = _layout(after, before.n, before.cp)
+    plan = conversion(before, after)
+    if transport is None:
+        return x
+    _agree(transport, "convert_layout", before, x.movedim(dim, 0), 0)
+    _agree(transport, "convert_layout to", after, x.movedim(dim, 0), 0)
+    converted: Tensor = _Convert.apply(x.movedim(dim, 0), plan, transport)
+    return converted.movedim(0, dim)
+
+
 def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, shift: int) -> None:
     """Raises `PlanError` on all ranks where they make different calls: other layouts, dtypes, sizes [tokens, ...] or shifts."""
     agree = getattr(transport, "agree", None)
@@ -159,6 +187,40 @@ class _Roll(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         shift, layout, transport, rank = ctx.arguments
         return _rolled(gradient, -shift, layout, transport, rank), None, None, None, None
+
+
+class _Convert(torch.autograd.Function):
+    """[tokens of the rank before, ...] to [tokens of the rank after, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: Conversion, transport: Transport) -> Tensor:
+        ctx.arguments = plan, transport
+        return _converted(x, plan, transport)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        plan, transport = ctx.arguments
+        return _converted(gradient, plan.inverse, transport), None, None
+
+
+def _converted(x: Tensor, plan: Conversion, transport: Transport) -> Tensor:
+    rank, cp = transport.rank, transport.size
+    out = x.new_empty((int(plan.after.tokens_per_rank[rank]), *x.shape[1:]))
+    leaving, arriving = [x[:0]] * cp, [x[:0]] * cp
+    for sent in plan.sends(rank):
+        leaving[sent.peer] = torch.cat([x[start:end] for start, end in sent.ranges])
+    receives = plan.receives(rank)
+    for received in receives:
+        arriving[received.peer] = x.new_empty((received.tokens, *x.shape[1:]))
+    _exchange(transport, leaving, arriving, "convert")
+    for source, target, count in plan.stays(rank):
+        out[target : target + count] = x[source : source + count]
+    for received in receives:
+        parts = arriving[received.peer].split([end - start for start, end in received.ranges])
+        for (start, end), part in zip(received.ranges, parts, strict=True):
+            out[start:end] = part
+    return out
 
 
 def _rolled(x: Tensor, shift: int, layout: Layout, transport: Transport | None, rank: int) -> Tensor:

@@ -26,12 +26,13 @@ def _with_ring(constructor: Callable[..., None]) -> Callable[..., None]:
     def construct(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-        from cp_ring.megatron.latent import link
+        from cp_ring.megatron import latent, offload
         from cp_ring.megatron.specs import ring_submodules
 
         constructor(self, config, ring_submodules(submodules), *args, **kwargs)
         if isinstance(self, MultiLatentAttention):
-            link(self)
+            latent.link(self)
+        offload.link(self)
 
     return construct
 

@@ -16,10 +16,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from packaging.specifiers import SpecifierSet
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from cp_ring.megatron.compat import has_training_loop
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.compat import has_training_loop, megatron_version
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 CPU = torch.device("cpu")
@@ -116,6 +120,13 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         torch.set_rng_state(state)
 
 
+_from_group = DeviceMesh.from_group
+
+
+def _mesh_of_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+    return _from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
 def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))  # torch.manual_seed would call torch.cuda.manual_seed_all again
 
@@ -133,6 +144,16 @@ def _device_properties(*args: Any, **kwargs: Any) -> SimpleNamespace:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # From architecture 10 on, Megatron no longer demands CUDA_DEVICE_MAX_CONNECTIONS=1.
     return SimpleNamespace(name="cpu", major=10, minor=0, total_memory=memory, multi_processor_count=os.cpu_count())
+
+
+def _partitioned_indices(cu_seqlens: torch.Tensor, tokens: int, cp: int, rank: int) -> torch.Tensor:
+    """As `transformer_engine_torch.thd_get_partitioned_indices`: the tokens of a rank, of documents that are split one by one."""
+    from cp_ring.plan.layout import Layout
+
+    edges = np.unique(cu_seqlens.numpy())
+    if edges[-1] != tokens:
+        raise ConfigError(f"cu_seqlens end at {edges[-1]}, but there are {tokens} tokens")
+    return torch.from_numpy(Layout.per_document_zigzag(edges, cp).positions(rank))
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
@@ -166,6 +187,7 @@ def _torch_replacements() -> Iterator[Replacement]:
         yield torch.cuda, name, value
     for name, value in (("get_rng_state", _get_rng_state), ("set_rng_state", _set_rng_state), ("manual_seed", _manual_seed)):
         yield torch.cuda.random, name, value
+    yield DeviceMesh, "from_group", staticmethod(_mesh_of_group)
     yield torch.Tensor, "cuda", _itself
     yield torch.Tensor, "pin_memory", _itself
     yield torch.nn.Module, "cuda", _itself
@@ -192,6 +214,7 @@ def _megatron_replacements() -> Iterator[Replacement]:
     import multiprocessing.spawn
 
     with functions_uncompiled():
+        from megatron.core import utils
         from megatron.core.tensor_parallel import random
 
     init_process_group, barrier = torch.distributed.init_process_group, torch.distributed.barrier
@@ -210,6 +233,8 @@ def _megatron_replacements() -> Iterator[Replacement]:
     yield torch.distributed, "barrier", barrier_without_devices
     yield multiprocessing.spawn, "get_preparation_data", preparation_data_with_patch
     yield random, "_set_cuda_rng_state", _set_rng_state
+    if utils.tex is None:  # TransformerEngine, by which Megatron splits packed documents
+        yield utils, "tex", SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
     if has_training_loop():  # users of megatron.core alone may lack it
         yield from _training_replacements()
 
@@ -232,7 +257,20 @@ def _training_replacements() -> Iterator[Replacement]:
 _MODE = CudaMeansCpu()
 
 
+def _moe_utils() -> Any:
+    """Megatron's module that, before 0.17, lacks a name without TransformerEngine; None where there is no such module."""
+    version = megatron_version()
+    if version is None or not SpecifierSet("<0.17").contains(version, prereleases=True):
+        return None
+    from megatron.core.transformer.moe import moe_utils
+
+    return moe_utils
+
+
 def _enter() -> None:
+    module = _moe_utils()
+    if module is not None and not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None  # which the router of experts compares with None
     torch.compiler.set_stance("force_eager")  # Megatron compiles small fusions; on the CPU that needs a C++ compiler
     _MODE.__enter__()
 

@@ -71,6 +71,7 @@ def _wanted(config: ContextParallelConfig) -> list[str]:
         "core_attention": True,
         "recompute": config.recompute == "keep",
         "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
+        "recurrent_layers": config.layout != "zigzag",
         "document_mask": config.document_mask or bool(config.kinds),
         "loss_bias": True,
         "loss_chunks": config.loss_chunk > 0,

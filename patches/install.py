@@ -47,6 +47,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "core_attention": True,
         "recompute": config.recompute == "keep",
         "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
+        "recurrent_layers": config.layout != "zigzag" and bool({"--hybrid-layer-pattern", "--hybrid-override-pattern"} & given),
         "rotary_documents": INTER_DOCUMENT in argv or splits_packed_batches(config, argv),
         "packed_batches": splits_packed_batches(config, argv),
         "document_mask": config.document_mask or bool(config.kinds),
@@ -55,6 +56,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "loss_chunks": config.loss_chunk > 0,
         "mtp_roll": "--mtp-num-layers" in given,
         "moe_aux_loss": "--num-experts" in given,
+        "fsdp2": "--use-torch-fsdp2" in given,
     }
     return [name for name, needed in wanted.items() if needed]
 

@@ -47,6 +47,7 @@ def roll_in_documents(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """For each token, the value of the next token in its document, or zero for the last one; and the sum of the result.
 
+    Of a loss mask the sum is the mean over ranks, as Megatron averages what it divides by it.
     tensor [batch, n / cp], of any dtype. The signature is that of Megatron's `roll_tensor`.
     """
     if tensor is None:
@@ -58,9 +59,10 @@ def roll_in_documents(
     whole = _gather(tensor, documents, cp_group)
     rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), 0)
     mine = documents.shard(rolled, rank).view(tensor.shape)
-    if isinstance(tensor, MaskOfAllRanks):
-        mine = MaskOfAllRanks.of(mine, rolled.sum() / documents.layout.cp)
-    return mine, mine.sum()
+    if not tensor.is_floating_point():
+        return mine, mine.sum()
+    total = rolled.sum() / documents.layout.cp  # of a loss mask
+    return (MaskOfAllRanks.of(mine, total) if isinstance(tensor, MaskOfAllRanks) else mine), total
 
 
 def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
@@ -113,14 +115,14 @@ def _replacements() -> Iterator[Replacement]:
 
     found = [loaded for name, loaded in list(sys.modules.items()) if name.startswith("megatron.core") and loaded]
     yield from replace_everywhere(found, "roll_tensor", roll_in_documents)
-    yield from replace_everywhere(found, "process_mtp_loss", _with_all_tokens(module.process_mtp_loss))
+    if hasattr(module, "process_mtp_loss"):  # Megatron 0.16 divides by nothing but the sum after the roll
+        yield from replace_everywhere(found, "process_mtp_loss", _with_all_tokens(module.process_mtp_loss))
 
 
 PATCH = Patch(
     name="mtp_roll",
     what="multi-token prediction shifts tokens within their documents under every layout, and counts tokens over all ranks",
     why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens are split over ranks",
-    versions=">=0.19,<0.20",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6205",
 )

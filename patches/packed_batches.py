@@ -35,6 +35,22 @@ def split_packed(split: Any, batch: dict[str, Any], *args: Any, cp_group: Any = 
     return batch | {name: layout.shard(tensor, group.rank(), 1) for name, tensor in held.items()}
 
 
+def split_thd(
+    batch: dict[str, Any], cu_seqlens: torch.Tensor, cu_seqlens_padded: Any, max_seqlen: torch.Tensor, *sizes: Any
+) -> tuple[dict[str, Any], Any]:
+    """As Megatron's `get_thd_batch_on_this_cp_rank` before 0.18, which has the split and the parameters of packed sequences."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    offsets = cu_seqlens.reshape(-1)
+    batch = batch | {"cu_seqlens": offsets, "cu_seqlens_padded": cu_seqlens_padded}
+    mine = split_packed(None, batch)
+    longest = int(max_seqlen.max())
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    return {name: value for name, value in mine.items() if not name.startswith("cu_seqlens")}, params
+
+
 def _replacements() -> Iterator[Replacement]:
     import sys
 
@@ -44,8 +60,11 @@ def _replacements() -> Iterator[Replacement]:
     from cp_ring.megatron.sft import PackedWithOffsets
 
     found = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.") and module]
-    name = "get_batch_on_this_cp_rank"
-    yield from replace_everywhere(found, name, functools.partial(split_packed, getattr(utils, name)))
+    if hasattr(utils, "get_thd_batch_on_this_cp_rank"):  # until 0.17, where other batches have a split of their own
+        yield from replace_everywhere(found, "get_thd_batch_on_this_cp_rank", split_thd)
+    else:
+        name = "get_batch_on_this_cp_rank"
+        yield from replace_everywhere(found, name, functools.partial(split_packed, getattr(utils, name)))
     yield sft_dataset, "SFTDataset", PackedWithOffsets
 
 
@@ -53,6 +72,5 @@ PATCH = Patch(
     name="packed_batches",
     what="packed batches of a script are split by --cp-ring-layout balanced; --sft packs conversations without padding",
     why="Megatron's splits pad each document or leave ranks with unequal work, and its batches have no hook for another one",
-    versions=">=0.19,<0.20",
     replacements=_replacements,
 )

@@ -11,6 +11,7 @@ import http.server
 import json
 import shutil
 import subprocess
+import tempfile
 import threading
 import urllib.parse
 from dataclasses import dataclass, field
@@ -57,12 +58,16 @@ def visit(site: Path, script: str, files: dict[str, Path], screenshot: Path | No
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     home = f"http://127.0.0.1:{server.server_port}"
-    options = ["--no-sandbox", "--disable-gpu", "--window-size=1600,1000", f"--screenshot={screenshot or '/dev/null'}"]
-    try:
-        subprocess.run([program, *options, f"{home}/{fragment.replace('HOME', home)}"], capture_output=True, timeout=SECONDS)
-    finally:
-        result.told.set()
-        server.shutdown()
+    address = f"{home}/{fragment.replace('HOME', home)}"
+    with tempfile.TemporaryDirectory() as folder:
+        picture = screenshot or Path(folder) / "page.png"
+        options = ["--no-sandbox", "--disable-gpu", "--window-size=1600,1000", f"--user-data-dir={folder}/profile"]
+        try:
+            done = subprocess.run([program, *options, f"--screenshot={picture}", address], capture_output=True, timeout=SECONDS)
+        finally:
+            result.told.set()
+            server.shutdown()
+    assert result.found is not None, done.stderr.decode()[-2000:]
     return result
 
 

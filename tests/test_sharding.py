@@ -116,3 +116,32 @@ def test_errors_are_one_line():
         cp_ring.unshard(x, Layout.zigzag(40, 1))
     with pytest.raises(PlanError, match="cu_seqlens must rise from 0 to the 48 tokens of the whole sequence"):
         cp_ring.roll(x, -1, cu_seqlens=[0, 40])
+
+
+def _convert(group, x, before, after):
+    part = cp_ring.shard(x, before, group).detach().requires_grad_()
+    converted = cp_ring.convert_layout(part, before, after, group)
+    (gradient,) = torch.autograd.grad((converted * converted.detach()).sum(), part)
+    return converted.detach(), gradient
+
+
+@pytest.mark.parametrize("n", [N, 47])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_converted_parts_are_those_of_the_other_layout(pool, cp, n):
+    known = {"zigzag": Layout.zigzag(n, cp), "contiguous": Layout.contiguous(n, cp)}
+    known["balanced"] = Layout.balanced(Mask.documents([0, 5, 31, n]), cp)
+    known["odd"] = Layout(n, cp, torch.tensor([0, 3, n]).numpy(), torch.tensor([cp - 1, 0]).numpy())
+    x = torch.randn(2, n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for before, after in (("zigzag", "contiguous"), ("contiguous", "zigzag"), ("balanced", "contiguous"), ("odd", "balanced")):
+        parts = pool.run(_convert, cp, x, known[before], known[after])
+        assert torch.equal(known[after].unshard([part[0] for part in parts], 1), x)
+        assert torch.equal(known[before].unshard([part[1] for part in parts], 1), x)
+
+
+def test_tokens_that_lie_right_do_not_travel():
+    from cp_ring.observe.counters import record
+
+    x = whole(None)
+    with record() as ledger:
+        LocalRing(2).run(lambda group: _convert(group, x[..., None], None, Layout.contiguous(N, 2)))
+    assert ledger.bytes_received == 2 * (N // 2) * 2 * 8  # half of the tokens, 2 batch rows, float64, there and back

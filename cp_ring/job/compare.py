@@ -29,7 +29,7 @@ _TRACED = ("step", "lm loss", progress.GRADIENT_NORM, progress.LEARNING_RATE)
 
 
 class Baseline(NamedTuple):
-    """What the job is compared with: the job, its name for people, and why nothing closer to the job serves."""
+    """What the job is compared with: the job, its name for people, and why nothing closer to the job can run."""
 
     job: configs.JobConfig
     name: str

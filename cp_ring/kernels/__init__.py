@@ -44,7 +44,7 @@ def choose(
 
     `d` is the head size of queries and keys, `e` that of values. `packed` says that the plan has many tiles of many sizes
     (packed documents). Then kernels that take many tiles in one call come first, because the others pay for each tile.
-    `dropout` asks for one that supports attention dropout.
+    `dropout` asks for one that supports attention dropout and ALiBi.
 
     Raises `KernelError` if the name is unknown or the kernel rejects these tensors. A named kernel is never replaced by another.
     """
@@ -74,9 +74,9 @@ def _chosen(
         if reason is None and exact and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
         if reason is None and dropout and dropout_dtype(kernel) is None:
-            reason = "draws attention dropout by another rule than that of positions, or not at all"
+            reason = "draws attention dropout by another rule than that of positions, or not at all, and has no ALiBi of tiles"
         if reason is None and dropout and name == "auto" and kernel.name == "reference":
-            reason = "computes dropout in float64, which is so slow that it must be named"
+            reason = "computes dropout and ALiBi in float64, which is so slow that it must be named"
         if reason is None:
             _log.info("attention kernel: %s (%s; %s on %s, head sizes %d and %d)", kernel.name, name, dtype, device.type, d, e)
             return kernel

@@ -1,9 +1,13 @@
-"""Attention dropout that is the same on any number of ranks, under any layout, route, schedule and exchange of heads.
+"""What depends on positions: attention dropout and ALiBi, the same on any number of ranks, layout, route, schedule and heads.
 
 Whether a weight is kept is a function of a key, the head, the batch row, and the positions of query and key in the batch row: a
 counter-based generator (Philox 4x32-10; Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405) computes it wherever the
 pair is computed, in forward and again in backward. Positions travel with the tokens, as whole numbers in columns behind the head
 size of queries and keys. So plans, messages and the exchange of heads need not know of them.
+
+ALiBi (Press et al., https://arxiv.org/abs/2108.12409) subtracts slope * |query - key| from a score, with a slope for each query
+head. The positions are those of dropout, so it goes the same way. No library kernel can stand in: flash-attn measures distances
+from the bottom-right corner of what it is called with, which of a tile below the diagonal is a distance of the other sign.
 
 Shapes: s tokens of this rank, b batch rows, h query heads, g key/value heads, d head size.
 """
@@ -27,18 +31,20 @@ _BLOCK = 1 << 21  # scores that are held at a time
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of one call of attention.
+    """Dropout and biases of one call of attention.
 
-    p: the probability with which a weight is dropped; others are divided by 1 - p.
+    p: the probability with which a weight is dropped, 0 for none; others are divided by 1 - p.
     key: 64 bits that differ from call to call: of a seed, a layer and a step.
     position: where this rank's tokens are in their batch rows, int64 [s] or [s, b].
     first_head: number of this rank's first query head in the whole layer.
+    slopes: ALiBi's slope of each query head from `first_head` on; none without it.
     """
 
     p: float
     key: int
     position: Tensor
     first_head: int = 0
+    slopes: tuple[float, ...] = ()
 
     def mark(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [s, b, h, d] and k [s, b, g, d] with `COLUMNS` more columns, which say where a token is."""
@@ -55,7 +61,7 @@ class Dropout:
         """The kernel that reads what `mark` wrote, in the place of `kernel`, which must have a `dropout_dtype`."""
         dtype = dropout_dtype(kernel)
         assert dtype is not None, f"{kernel.name} has no dropout"
-        return DropoutKernel(kernel.name, self.p, self.key, dtype)
+        return DropoutKernel(kernel.name, self.p, self.key, dtype, self.slopes, self.first_head)
 
 
 def dropout_dtype(kernel: AttentionKernel) -> torch.dtype | None:
@@ -71,6 +77,8 @@ class DropoutKernel:
     p: float
     key: int
     dtype: torch.dtype
+    slopes: tuple[float, ...] = ()
+    first_head: int = 0
 
     capabilities = Capabilities(bands=True, deterministic=True)
 
@@ -123,14 +131,24 @@ class DropoutKernel:
         heads = q.shape[2]
         scores = self._heads(q[..., :-COLUMNS], heads) @ self._heads(k[..., :-COLUMNS], heads).mT * scale
         offset = torch.arange(k.shape[1], device=q.device) - torch.arange(first, first + q.shape[1], device=q.device)[:, None]
+        if self.slopes:
+            scores = scores - self._bias(q, k).to(scores.dtype)
         return scores.masked_fill((offset < lo) | (offset > hi), -math.inf)
 
-    def _kept(self, q: Tensor, k: Tensor) -> Tensor:
-        """[b, h, q, k]: 1 / (1 - p) where a weight is kept, else 0."""
+    def _bias(self, q: Tensor, k: Tensor) -> Tensor:
+        """ALiBi's slope * distance, float64 [b, h, q, k]. A slope belongs to a head, wherever heads were exchanged to."""
+        heads = _number(q[0, 0, :, -COLUMNS + 4 : -COLUMNS + 6]) - self.first_head
+        slopes = torch.tensor(self.slopes, dtype=torch.float64, device=q.device)[heads]
+        distance = (_positions(q)[:, :, None] - _positions(k)[:, None]).abs()
+        return slopes[:, None, None] * distance[:, None]
+
+    def _kept(self, q: Tensor, k: Tensor) -> Tensor | float:
+        """[b, h, q, k]: 1 / (1 - p) where a weight is kept, else 0. 1 without dropout."""
+        if not self.p:
+            return 1.0
         marks = q[..., -COLUMNS:]
         heads = _number(marks[0, 0, :, 4:6]).tolist()
-        kept = keep(self.key, self.p, heads, _number(marks[:, :, 0, 6:8]), _number(marks[:, :, 0, :4]),
-                    _number(k[:, :, 0, -COLUMNS : -COLUMNS + 4]))  # fmt: skip
+        kept = keep(self.key, self.p, heads, _number(marks[:, :, 0, 6:8]), _positions(q), _positions(k))
         return kept.to(torch.promote_types(q.dtype, self.dtype)) / (1 - self.p)
 
 
@@ -180,6 +198,11 @@ def _bytes(numbers: Tensor, count: int) -> Tensor:
 def _number(parts: Tensor) -> Tensor:
     """The inverse of `_bytes`, of any dtype that has bytes exactly; int64."""
     return (parts.to(torch.int64) << torch.arange(0, 8 * parts.shape[-1], 8, device=parts.device)).sum(-1)
+
+
+def _positions(marked: Tensor) -> Tensor:
+    """The positions of queries or keys in their batch rows, int64 [b, s]."""
+    return _number(marked[:, :, 0, -COLUMNS : -COLUMNS + 4])
 
 
 def _padded(x: Tensor) -> Tensor:

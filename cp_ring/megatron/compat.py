@@ -95,7 +95,6 @@ def missing_features(version: str | None = None) -> list[tuple[str, str]]:
     version = version or megatron_version()
     later = (
         (">=0.17", "multi-latent attention and experts without TransformerEngine", "needs megatron-core 0.17"),
-        (">=0.19", "--mtp-num-layers in cp_ring.pretrain_gpt", "needs megatron-core 0.19"),
         (">=0.19", "--cp-ring-loss-chunk", "needs megatron-core 0.19"),
         (">=0.19", "--moe-z-loss-coeff at its full weight under context parallelism", "needs megatron-core 0.19"),
     )

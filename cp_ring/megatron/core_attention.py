@@ -26,6 +26,7 @@ from cp_ring.megatron.comm_types import check_heads, check_logits, ring_shape
 from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.dropout import dropout_of
 from cp_ring.megatron.latent import LatentTap
+from cp_ring.megatron.offload import offload, saving
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
@@ -137,7 +138,7 @@ class RingDotProductAttention(MegatronModule):
         results = self._results(step)
         largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
         group = self.cp_group if plan.cp > 1 else None
-        with _flag_in_errors(self.settings.kernel):
+        with _flag_in_errors(self.settings.kernel), saving([self.softmax_offset, *(latents or ())]):
             out, _ = attend(
                 query, key, value, plan, group,
                 results=results, latents=latents, dropout=dropout, largest=largest, **self._options(),
@@ -151,6 +152,8 @@ class RingDotProductAttention(MegatronModule):
         results = results_for(self)
         if results is None or results.place is None:
             watchdog.enter(self.layer_number, step)
+        if results is not None and self.settings.offload:
+            results.offload = offload()
         return results
 
     def _options(self) -> dict[str, Any]:

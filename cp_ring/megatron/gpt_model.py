@@ -27,15 +27,15 @@ def build(
     Raises `ConfigError` for a kind of model that needs a later Megatron.
     """
     args = get_args()
-    if args.mtp_num_layers is not None:
-        raise ConfigError("--mtp-num-layers needs megatron-core 0.19 with cp_ring.pretrain_gpt")
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if getattr(args, name, None):
             raise ConfigError(f"--{name.replace('_', '-')} needs megatron-core 0.19 with cp_ring.pretrain_gpt")
     config = config or core_transformer_config_from_args(args)
+    layers = _layer_spec(args, config, vp_stage)
     wanted = {
         "config": config,
-        "transformer_layer_spec": _layer_spec(args, config, vp_stage),
+        "transformer_layer_spec": layers,
+        "mtp_block_spec": _mtp_spec(args, config, layers, vp_stage),
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
         "pre_process": pre_process,
@@ -61,3 +61,15 @@ def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
     return block(
         config, use_transformer_engine=args.transformer_impl == "transformer_engine", **compat.known_arguments(block, options)
     )
+
+
+def _mtp_spec(args: argparse.Namespace, config: Any, layers: Any, vp_stage: int | None) -> Any:
+    """The layers that predict more tokens, each like the last one of `layers`; None without --mtp-num-layers."""
+    if args.mtp_num_layers is None:
+        return None
+    block = gpt_layer_specs.get_gpt_mtp_block_spec
+    if not getattr(layers, "layer_specs", [layers]):  # this stage has none
+        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config, args.transformer_impl == "transformer_engine", args.normalization
+        )[-1]
+    return block(config, layers, use_transformer_engine=args.transformer_impl == "transformer_engine", vp_stage=vp_stage)

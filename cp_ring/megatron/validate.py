@@ -34,20 +34,28 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("no_persist_layer_norm", True, ""),
 )
 
-# Features that ring attention does not support: attribute, the value that does not ask for it, flag, name of the feature.
+_GRAPHS = "CUDA graphs, which no GPU has tried with its messages between ranks"
+_HOST = (
+    "Megatron's own offloading of attention, which needs TransformerEngine's and was not tried; give --cp-ring-offload instead"
+)
+
+# Features that ring attention does not support: attribute, the value that does not ask for it, flag, and the feature, with the
+# reason or what to do instead.
 _REJECTED: tuple[tuple[str, Any, str, str], ...] = (
-    ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence"),
+    ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence; --sft with "
+     "--cp-ring-layout balanced shares the work of short documents instead"),
     ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
     ("use_kitchen_attention", False, "--use-kitchen-attention", "other attention variants"),
-    ("cuda_graph_impl", "none", "--cuda-graph-impl", "CUDA graphs"),
-    ("enable_cuda_graph", False, "--enable-cuda-graph", "CUDA graphs"),
-    ("external_cuda_graph", False, "--external-cuda-graph", "CUDA graphs"),
-    ("cpu_offloading_num_layers", 0, "--cpu-offloading-num-layers", "offloaded activations of attention"),
-    ("use_megatron_fsdp", False, "--use-megatron-fsdp", "fully sharded parameters"),
-    ("use_torch_fsdp2", False, "--use-torch-fsdp2", "fully sharded parameters"),
-    ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm", "attention in a schedule plan of its own"),
+    ("cuda_graph_impl", "none", "--cuda-graph-impl", _GRAPHS),
+    ("enable_cuda_graph", False, "--enable-cuda-graph", _GRAPHS),
+    ("external_cuda_graph", False, "--external-cuda-graph", _GRAPHS),
+    ("cpu_offloading_num_layers", 0, "--cpu-offloading-num-layers", _HOST),
+    ("use_megatron_fsdp", False, "--use-megatron-fsdp", "Megatron's FSDP, which needs CUDA and was not tried; give "
+     "--use-torch-fsdp2 or --use-distributed-optimizer instead"),
+    ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm", "two microbatches at a time, whose "
+     "messages would have to be in one order on all ranks"),
     ("batch_invariant_mode", False, "--batch-invariant-mode", "kernels that are invariant to the batch"),
-)
+)  # fmt: skip
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
@@ -280,11 +288,24 @@ def check_attention(args: argparse.Namespace) -> None:
             raise ConfigError(f"--cp-ring does not support {what}: leave out {shown}")
     offloaded = [module for module in getattr(args, "offload_modules", None) or [] if module in ("core_attn", "attn_proj")]
     if getattr(args, "fine_grained_activation_offloading", False) and offloaded:
-        raise ConfigError(
-            f"--cp-ring does not offload activations of attention: leave {' and '.join(offloaded)} out of --offload-modules"
-        )
+        raise ConfigError(f"--cp-ring does not support {_HOST}: leave {' and '.join(offloaded)} out of --offload-modules")
+    _check_offload(args)
+    if getattr(args, "use_torch_fsdp2", False) and getattr(args, "ckpt_format", "") == "torch_dcp":
+        raise ConfigError("--ckpt-format torch_dcp has no manifest by which a checkpoint is verified: give torch_dist")
     if getattr(args, "position_embedding_type", None) == "relative":
         raise ConfigError("--cp-ring does not support an attention bias: --position-embedding-type relative makes one")
+
+
+def _check_offload(args: argparse.Namespace) -> None:
+    """Checks that --cp-ring-offload has something to move: not where core attention alone is recomputed."""
+    if not getattr(args, "cp_ring_offload", current().offload):
+        return
+    modules = getattr(args, "recompute_modules", None) or ["core_attn"]
+    if getattr(args, "recompute_granularity", None) == "selective" and "core_attn" in modules:
+        raise ConfigError(
+            "--cp-ring-offload moves q, k and v, which --recompute-granularity selective of core_attn holds on the device: leave "
+            "core_attn out of --recompute-modules"
+        )
 
 
 @contextmanager
@@ -448,17 +469,13 @@ def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) ->
 
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Layers whose state runs along the sequence support only Megatron's zigzag layout, and no documents."""
+    """Layers whose state runs along the sequence do not see the documents of a microbatch, nor its declared mask."""
     for name in _PATTERNS:
         pattern = getattr(args, name, None)
         if not pattern:
             continue
         shown = f"--{name.replace('_', '-')} {pattern}"
         recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
-        if recurrent and config.layout != "zigzag":
-            raise ConfigError(
-                f"--cp-ring-layout {config.layout} does not support the {recurrent[0]} layers of {shown}: give zigzag"
-            )
         if recurrent and (config.document_mask or config.kinds):
             flag = config.flag("document_mask" if config.document_mask else "mask_kinds")
             raise ConfigError(

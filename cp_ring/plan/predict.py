@@ -2,9 +2,9 @@
 
 In this model a hop of a rank lasts as long as the longest of three things: what it computes, what arrives during it, and what
 leaves during it. These are the keys of the next hop, and in backward also the gradients of the last one. A network card may
-be shared by several ranks: then what all of them send or receive at a hop goes through it. Merges, sums and kernel calls cost
-time besides. Where ranks exchange heads, the exchange of one group of heads hides behind attention on another; that of the
-first group before attention and that of the last one after it are exposed.
+be shared by several ranks: then what all of them send or receive at a hop goes through it. Merges, sums, kernel calls and
+exchanges of heads cost time besides. Where ranks exchange heads, the exchange of one group of heads hides behind attention on
+another; that of the first group before attention and that of the last one after it are exposed.
 """
 
 from __future__ import annotations
@@ -105,13 +105,14 @@ def predict(
     loads = _overheads(ring, own, rates, groups, updates)
     exchange = _exchange_amounts(plan, links, sizes) if heads > 1 else np.zeros((4, 4, plan.cp), np.int64)
     before, after, back_before, back_after = (links.seconds(amounts) for amounts in exchange)
+    of_exchange = 2 * groups * rates.call if heads > 1 else 0.0  # before and after attention, in forward and in backward
     slowest, waits = np.zeros(2), np.zeros(2)
     for rank in range(plan.cp):
         busy, times = _hop_times(costs, rank // heads, links, keys[:, rank], gradients[:, rank])
         for which, (first, last) in enumerate(((before[rank], after[rank]), (back_before[rank], back_after[rank]))):
             hidden = (first + last) * (groups - 1) / groups
             times[which] = max(times[which], hidden) + (first + last) / groups
-        load = loads.get(rank // heads, np.max(list(loads.values()), axis=0))
+        load = loads.get(rank // heads, np.max(list(loads.values()), axis=0)) + of_exchange
         total, wait = np.cumsum(times + load), np.cumsum(times - busy)
         waits, slowest = np.where(total > slowest, wait, waits), np.maximum(total, slowest)
     flops = np.cumsum([exact.forward_flops.sum(), exact.backward_flops.sum()]) * heads

@@ -34,7 +34,7 @@ class Rates:
     between: bytes that a network card receives from other nodes, and sends to them at the same time.
     ranks_per_card: neighboring ranks of a node that share a network card.
     memory: bytes that a device reads and writes.
-    call: seconds that a kernel call loses.
+    call: seconds that a kernel call loses, and an exchange of heads.
     products: FLOP of the matrix products of other layers, relative to `flops`. 600 TFLOP/s are assumed of an H100, by default.
     block: tokens of the square blocks in which a kernel computes beside the edges of a mask; 1 counts the allowed pairs alone.
 

@@ -192,7 +192,7 @@ def reasons(best: Tuned, others: Sequence[Tuned], by_cp: dict[int, Tuned | float
 
     by_cp: the best one of each context-parallel size, or the least memory that it needs where none fits.
     """
-    lines = [f"the next, {others[0].sizes.name}: {_difference(best, others[0])}"] if others else []
+    lines = [f"the next, {_name(best, others[0])}: {_difference(best, others[0])}"] if others else []
     cps = sorted(by_cp)
     place = cps.index(best.sizes.cp)
     for cp in [*cps[max(place - 1, 0) : place], *cps[place + 1 : place + 2]]:
@@ -206,6 +206,11 @@ def reasons(best: Tuned, others: Sequence[Tuned], by_cp: dict[int, Tuned | float
     close = sum(other.step < (1 + SURE) * best.step for other in others)
     lines += [f"within {SURE:.0%} of it: {close} of the others, which the model cannot tell apart for sure"] if close else []
     return lines
+
+
+def _name(best: Tuned, other: Tuned) -> str:
+    """The sizes of the other, and its micro batch where the sizes are the same."""
+    return other.sizes.name + (f", micro batch {other.micro_batch}" if other.sizes == best.sizes else "")
 
 
 def _difference(best: Tuned, other: Tuned) -> str:

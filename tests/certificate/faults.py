@@ -124,6 +124,18 @@ def _script_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
     return faulty
 
 
+PACKED = {"labels of packed rows rolled within a rank": _labels_rolled_locally, "loss mask of packed rows of ones": _mask_of_ones}
+"""Faults of the split of packed batches alone, which scripts have (--sft)."""
+
+
+def _packed_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
+    def faulty(split: Any, batch: Parts, *args: Any, **kwargs: Any) -> Parts:
+        wrong = batch.get("cu_seqlens") is not None
+        return _script_split(fault)(split, batch, *args, **kwargs) if wrong else split(batch, *args, **kwargs)
+
+    return faulty
+
+
 # Faults of the loss: (loss, number of tokens, report) to what is returned instead.
 
 
@@ -272,6 +284,8 @@ def _places(name: str, step: Any) -> list[Any]:
             return [(gpt, "on_this_cp_rank", _own_split(SPLITS[name]))]
         return [(gpt, "loss_function", _faulty_loss(LOSSES[name]))]
     script = step.__globals__
+    if name in PACKED:
+        return [(script, "get_batch_on_this_cp_rank", _packed_split(PACKED[name]))]
     if name in SPLITS:
         return [(script, "get_batch_on_this_cp_rank", _script_split(SPLITS[name]))]
     loss = "loss_func" if "loss_func" in script else "loss_function"

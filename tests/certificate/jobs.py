@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.certificate.faults import FAULTS
+from tests.certificate.faults import FAULTS, PACKED
 from tests.parity.models import COMMON, EXPERTS, LATENT, UNTIED
 
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
@@ -65,7 +65,7 @@ FAULTY = (
     Job("long-script", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16), True),
     Job("learned-script", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS, True),
     Job("four-script", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR, True),
-    Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss --sft", OF_DOCUMENTS, True),
+    Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss --sft", (*OF_DOCUMENTS, *PACKED), True),
     Job("prediction-script", 2, f"{UNTIED} --mtp-num-layers 1 --calculate-per-token-loss", OF_PREDICTION, True),
 )
 assert set(FAULTS) == {fault for job in FAULTY for fault in job.faults if not job.by_script}

@@ -39,6 +39,7 @@ STEPS = {
     "i": Step(("training:training",), 150, "Megatron GPT at cp 1 and 2, with TransformerEngine's and local layers"),
     "j": Step(("rings:suite", "replays:memory", "rings:processes"), 180, "conformance, memory, two processes"),
     "k": Step(("replays:million",), 90, "ranks of cp 64 over 1,048,576 tokens"),
+    "l": Step(("offloading:offloading",), 60, "saved tensors of layers in host memory: bits, bytes, time"),
 }
 
 

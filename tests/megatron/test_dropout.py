@@ -101,3 +101,35 @@ def test_no_kernel_for_cuda_is_chosen_by_itself(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="--cp-ring-kernel auto does not support --attention-dropout"):
         validate.check_dropout(Arguments)
+
+
+@no_cuda
+def test_hidden_dropout_draws_the_masks_of_stock_megatron(applied, one_rank):
+    from tests.megatron.test_recompute import batches, build, forward
+
+    tokens = batches()[0]
+
+    def loss(model, seed=5):
+        torch.manual_seed(seed)
+        return float(forward(model, tokens).detach())
+
+    stock = loss(build())
+    applied("core_attention")
+    model = build()
+    assert abs(loss(model) / stock - 1) < 1e-6
+    assert abs(loss(model, seed=6) / stock - 1) > 1e-5  # other masks show
+
+
+@no_cuda
+def test_hidden_dropout_has_one_random_state_on_all_context_parallel_ranks(one_rank, monkeypatch):
+    """Megatron's own seeds do not depend on the context-parallel rank, so the i-th tokens of all ranks get one mask."""
+    initialize = pytest.importorskip("megatron.training.initialize")
+    from megatron.core import parallel_state
+
+    found = []
+    for rank in (0, 1):
+        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
+        initialize._set_random_seed(7)
+        found.append(states())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(state, found[1][name]) for name, state in found[0].items())

@@ -164,3 +164,20 @@ def test_a_saved_checkpoint_of_another_model_is_rejected(traces):
     args.num_query_groups = 4
     with pytest.raises(ConfigError, match=r"--num-query-groups: the checkpoint of iteration 8 in .* has num_query_groups 2"):
         inspection.check_model(args)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_fsdp2_resume_at_other_sizes(tmp_path):
+    ring = ["--cp-ring", "--cp-ring-cpu", "--use-torch-fsdp2", "--context-parallel-size"]
+    rest = ["--train-iters", "4", "--override-opt_param-scheduler", "--load", str(tmp_path / "saved")]
+    train(4, {"whole": [*ring, "2", "--train-iters", "4"]}, tmp_path)
+    train(4, {"half": [*ring, "2", "--train-iters", "2", "--save", str(tmp_path / "saved"), "--save-interval", "2"]}, tmp_path)
+    train(4, {"same": [*ring, "2", *rest], "cp4": [*ring, "4", *rest]}, tmp_path)
+    train(2, {"cp1": [*ring, "1", *rest]}, tmp_path)
+    wanted = trace(tmp_path, "whole")
+    for name in ("same", "cp4", "cp1"):
+        found = trace(tmp_path, name)
+        assert sorted(found) == [3, 4]
+        for number, step in found.items():
+            for value in ("loss", "grad_norm"):
+                assert step[value] == pytest.approx(wanted[number][value], rel=1e-6)

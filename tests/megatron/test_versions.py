@@ -18,6 +18,7 @@ NAMES = [
     "mla",
     "mla_latent_wire",
     "moe",
+    "mtp",
     "recompute_full",
     "packed_thd",
     "document_mask_balanced",

@@ -35,6 +35,10 @@ LATENTS_ALONE = dict.fromkeys(("a2a", "a2a+p2p"), "latents have no heads to exch
 UP_PROJECTION_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
 DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
 PREFIXES = "--cp-ring-mask-kinds shared-prefix"
+MAMBA = f"""
+    {UNTIED} --hybrid-layer-pattern M*M- --spec tests.parity.recurrent hybrid
+    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4
+"""
 EXPERTS_ON_TP = {"tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"}
 SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"  # a norm that supports it
 BALANCED, CONTIGUOUS = "--cp-ring-layout balanced", "--cp-ring-layout contiguous"
@@ -209,6 +213,13 @@ MODELS = (
     Model("qk_clip_mla", f"{LATENT} --bf16 --qk-clip --qk-clip-threshold 0.05 {RECOMPUTE}", "scale of the head size",
         baseline=REFERENCE, tolerance=2**-8,
         splits=("cp2", "tp2cp2"), drawn_by_tp=True),
+    Model("offload", UNTIED, "mask widened", ring="--cp-ring-offload"),
+    Model("offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--cp-ring-offload", splits=("cp2", "pp2cp2")),
+    Model("offload_mla_latent_wire", LATENT, "weight gradient twice", f"{LATENT_WIRE} --cp-ring-offload", REFERENCE,
+        splits=("cp2", "tp2cp2"), tolerance=1e-6, drawn_by_tp=True),
+    Model("fsdp2", UNTIED, "mask widened", ring="--use-torch-fsdp2", splits=("cp2", "cp4", "tp2cp2", "dp2cp2")),
+    Model("fsdp2_offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--use-torch-fsdp2 --cp-ring-offload",
+        splits=("dp2cp2",)),
     Model("attention_scale", f"{UNTIED} --use-mup --mup-base-hidden-size 32", "scale of the head size"),
     Model("yarn", f"{HEADS} {YARN}", "positions of another split"),
     Model("mrope", f"{HEADS} {MULTIMODAL}", "positions of another split"),
@@ -219,6 +230,9 @@ MODELS = (
         "documents", splits=("cp4",)),
     Model("document_mask_balanced_yarn", f"{HEADS} {YARN} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE,
         "documents", splits=("cp4",)),
+    Model("mamba", MAMBA, "mask widened", layers=4, splits=("cp2", "cp4")),
+    Model("mamba_contiguous", MAMBA, "mask widened", CONTIGUOUS, layers=4, splits=("cp2", "cp4")),
+    Model("mamba_balanced", f"{MAMBA} --window-size 20,0", "mask widened", BALANCED, layers=4, splits=("cp2",)),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid", "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),
     Model("moe_sequence_parallel", EXPERTS, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",), experts=2),

@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing as mp
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,3 +290,26 @@ def test_rotary_embeddings_that_follow_the_layout_can_clear_their_cache(applied)
     assert [hasattr(owner.forward, "cache_clear") for owner in owners] == before
     assert before[1]
     owners[1].forward.cache_clear()
+
+
+@no_cuda
+def test_fsdp2_divides_gradients_and_loads_the_step(applied, one_rank):
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    config = SimpleNamespace(transformer_impl="local", recompute_granularity=None)
+    model = TorchFullyShardedDataParallel(config, SimpleNamespace(), torch.nn.Linear(4, 4, bias=False))
+    (weight,) = model.parameters()
+    model(torch.ones(2, 4)).sum().backward()
+    applied("fsdp2")
+    model.scale_gradients(torch.tensor(0.25))
+    assert torch.equal(weight.grad.to_local(), torch.full((4, 4), 0.5))
+    adam = torch.optim.Adam([{"params": [weight], "lr": 0.1, "wd_mult": 1.0}])
+    optimizer = FP32Optimizer(adam, OptimizerConfig(), lambda *_: None)
+    adam.step()
+    saved = optimizer.state_dict()
+    group = saved["param_groups"][0] | {"lr": 0.3}
+    optimizer.load_state_dict({"state": {"common_step": torch.tensor(7.0)}, "param_groups": [group]})
+    assert float(adam.state[weight]["step"]) == 7 and adam.param_groups[0]["lr"] == 0.3
+    assert hasattr(adam.state[weight]["exp_avg"], "_local_tensor")  # loaded in place, so not replaced

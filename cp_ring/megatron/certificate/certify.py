@@ -100,12 +100,14 @@ def run_probes(
     if failures and failures[0].fatal:
         raise ConfigError(f"--cp-ring-certify: {failures[0]}")
     certificate = Certificate(about=record.about(args))
-    certificate.merge([found.attention + ([] if failures else found.loss) for found in of_ranks])
+    everywhere = set.intersection(*({probe.mask for probe in found.loss} for found in of_ranks))
+    certificate.merge([found.attention + [p for p in found.loss if p.mask in everywhere] for found in of_ranks])
     certificate.not_covered = list(mine.not_covered)
     certificate.about["up_to"] = least_reach([found.up_to for found in of_ranks], args)
     if failures:
         certificate.failure = str(failures[0])
-        certificate.not_covered.append(f"the loss ({failures[0]})")
+        what = "the loss of packed sequences" if "causal" in everywhere else "the loss"
+        certificate.not_covered.append(f"{what} ({failures[0]})")
     certificate.seconds = time.monotonic() - start
     return certificate
 
@@ -193,14 +195,12 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     if reason:
         found.not_covered.append(f"the loss of {reason}")
         return
-    masks = [mask for mask in masks_of(args) if mask != "packed"]
-    packed = "packed" in masks_of(args) and "causal" in masks  # of a script: that of cp_ring.pretrain_gpt has documents
-    if packed and splits_whole_rows(args):
-        masks.append("packed")
-    elif packed:
-        found.not_covered.append("the loss of packed sequences")
+    script = not hasattr(args, "transformer_config") and not loss_probe.is_own(step)
+    masks = [mask for mask in masks_of(args) if mask != "packed" or script]
     without = tiny_model.uncovered_experts(args) if getattr(args, "num_experts", None) else ""
     found.not_covered += [f"{without}, in the loss"] if without else []
+    if "packed" in masks_of(args) and "causal" in masks and not script:
+        found.not_covered.append("the loss of packed sequences")
     config = tiny_model.transformer_config(args)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     before = settings.current()
@@ -214,11 +214,6 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     finally:
         settings.configure(before)
         dist.destroy_process_group(alone)
-
-
-def splits_whole_rows(args: argparse.Namespace) -> bool:
-    """Whether a script's packed batches are split all together, and not each document by itself, with padding."""
-    return settings.packed_in_whole_rows() and not hasattr(args, "transformer_config")
 
 
 def _kernel_in_float32(name: str, kind: LayerKind) -> str:

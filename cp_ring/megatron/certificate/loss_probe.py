@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,8 @@ from cp_ring.megatron.certificate.probe_batch import (
     SplitBatch,
     declared_of_rows,
     documents_of_rows,
+    packed_offsets,
+    packed_positions,
     random_offsets,
     samples_of_rows,
     spans_between,
@@ -65,13 +68,15 @@ class Microbatch:
     spans: list[Spans | Rule]
 
     @classmethod
-    def draw(cls, kind: LayerKind, seed: int) -> Microbatch:
+    def draw(cls, kind: LayerKind, seed: int, cp: int) -> Microbatch:
         """Random tokens, in documents where the mask of `kind` has them; the loss mask differs between ranks."""
         random = torch.Generator().manual_seed(seed)
         if kind.mask.startswith(PREFIX):
             return cls._declared(kind, random)
-        n, documents = kind.tokens, kind.mask in ("documents", "packed")
-        spans = [spans_between(random_offsets(n, 3 if documents else 0, seed)) for seed in range(1, kind.batch_size + 1)]
+        n, documents = kind.tokens, kind.mask != "causal"
+        offsets = [random_offsets(n, 3 if documents else 0, number) for number in range(1, kind.batch_size + 1)]
+        offsets = [packed_offsets(n, cp)] if kind.mask == "packed" else offsets
+        spans = [spans_between(of_row) for of_row in offsets]
         tokens = torch.randint(VOCABULARY, (len(spans), n + 1), generator=random)
         mask = (torch.rand(len(spans), n, generator=random) < torch.linspace(0.4, 1.0, n)).float()
         positions = torch.empty(len(spans), n, dtype=torch.int64)
@@ -80,8 +85,11 @@ class Microbatch:
                 positions[batch_row, start:end] = torch.arange(end - start)
                 mask[batch_row, end - 1] *= not documents
         data = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "position_ids": positions}
-        offsets = _offsets(spans, n) if kind.mask == "packed" else {}
-        return cls(data | {"loss_mask": mask} | offsets, list(spans))
+        data |= {"loss_mask": mask}
+        if kind.mask == "packed":  # as the data sets of Megatron's scripts have it
+            data["cu_seqlens"] = torch.from_numpy(offsets[0])[None].to(torch.int32)
+            data["max_seqlen"] = torch.tensor([int(np.diff(offsets[0]).max())], dtype=torch.int32)
+        return cls(data, list(spans))
 
     @classmethod
     def _declared(cls, kind: LayerKind, random: torch.Generator) -> Microbatch:
@@ -117,15 +125,6 @@ class Microbatch:
         return last
 
 
-def _offsets(spans: list[Spans], n: int) -> dict[str, Tensor]:
-    """The documents of batch rows as Megatron's packing data sets give them: `cu_seqlens` [b, n + 1], `max_seqlen` [b]."""
-    filled = torch.full((len(spans), n + 1), n, dtype=torch.int32)
-    for batch_row, of_row in enumerate(spans):
-        filled[batch_row, : len(of_row)] = torch.tensor([start for start, _ in of_row], dtype=torch.int32)
-    longest = [max(end - start for start, end in of_row) for of_row in spans]
-    return {"cu_seqlens": filled, "max_seqlen": torch.tensor(longest, dtype=torch.int32)}
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The results of a step: losses of this rank's tokens [b, s], the reported loss, gradients by parameter.
@@ -156,7 +155,7 @@ def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, ste
     """
     own = not hasattr(args, "transformer_config") and is_own(step)
     step = _own_step() if own or step is None else step
-    batch = Microbatch.draw(kinds[0], seed)
+    batch = Microbatch.draw(kinds[0], seed, args.context_parallel_size)
     tiny = tiny_args(args, kinds, len(batch.spans))
     with arguments_in_force(tiny, one_stage(alone)):
         model = build(tiny)
@@ -264,21 +263,14 @@ def split_of(args: argparse.Namespace) -> SplitBatch:
 def _positions(batch: Microbatch, kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> Tensor:
     """Where the tokens of a rank are in their batch rows, int64 [b, s], as the job's own split has them."""
     whole = torch.arange(kind.tokens).expand(len(batch.spans), -1)
+    if kind.mask == "packed":
+        return packed_positions(batch.data["cu_seqlens"][0].numpy().astype(np.int64), rank, cp)[None]
     if kind.mask == "documents":
         spans = [spans for spans in batch.spans if not isinstance(spans, Rule)]
         return torch.as_tensor(documents_of_rows(spans, kind.tokens, cp).shard(whole, rank))
-    if kind.mask == "packed":
-        return torch.as_tensor(_packed_layout(batch, cp).shard(whole, rank, 1))
     if kind.mask.startswith(PREFIX):
         return torch.as_tensor(declared_of_rows(batch.data[KEY], cp).shard(whole, rank))
     return split({"tokens": whole}, rank, cp)["tokens"]
-
-
-def _packed_layout(batch: Microbatch, cp: int) -> Any:
-    """How the job splits a packed batch row that is split all together."""
-    from cp_ring.megatron.documents import packed_layout  # imports Megatron
-
-    return packed_layout(batch.data["cu_seqlens"][0].numpy(), cp)
 
 
 def _train(args: argparse.Namespace, model: Any, batch: Microbatch, step: ForwardStep, *weights: Tensor | None) -> list[Outcome]:

@@ -107,9 +107,9 @@ class DenseAttention(torch.nn.Module):
         self.scale = scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """query [n, b, h, d], key [n, b, g, d], value [n, b, g, e] to [n, b, h * e]; of packed documents all without b."""
+        """query [n, b, h, d], key [n, b, g, d], value [n, b, g, e] to [n, b, h * e]; b is left out where documents are packed."""
         if query.dim() == 3:
-            return self.forward(query[:, None], key[:, None], value[:, None]).squeeze(1)
+            return self.forward(query[:, None], key[:, None], value[:, None])[:, 0]
         positions = torch.arange(query.shape[0], device=query.device)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         outputs = []

@@ -106,33 +106,38 @@ def documents_of_rows(spans: list[Spans], n: int, cp: int) -> Any:
 def _packed(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
     from megatron.core.packed_seq_params import PackedSeqParams  # heavy, and installed with Megatron only
 
-    n = kind.tokens
-    if packed_in_whole_rows():
-        padded = real = random_offsets(n, 3, 1)
-        positions = _positions_in_whole_row(real, rank, cp)
-    else:
-        padded = random_offsets(n // (4 * cp), 3, 1) * (4 * cp)
-        length = np.diff(padded) - np.arange(1, len(padded)) % 3 - 1  # one to three tokens of padding
-        real = np.append(0, np.cumsum(length))
-        ends = zip(padded[:-1].tolist(), padded[1:].tolist(), strict=True)
-        positions = torch.cat([_zigzag(start, end, rank, cp) for start, end in ends])
-    spans = [(int(start), int(start + size)) for start, size in zip(padded[:-1], np.diff(real), strict=True)]
+    padded = packed_offsets(kind.tokens, cp)
+    length = np.diff(padded)
+    if not packed_in_whole_rows():
+        length = length - np.arange(1, len(padded)) % 3 - 1  # one to three tokens of padding
+    real = np.append(0, np.cumsum(length))
+    spans = [(int(start), int(start + size)) for start, size in zip(padded[:-1], length, strict=True)]
     offsets = [torch.from_numpy(edges).to(torch.int32) for edges in (real, padded)]
     longest = int(np.diff(padded).max())
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[0], cu_seqlens_q_padded=offsets[1],
         cu_seqlens_kv_padded=offsets[1], max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
-    return ProbeBatch(n, positions[None], [spans], packed, thd=True)
+    return ProbeBatch(kind.tokens, packed_positions(padded, rank, cp)[None], [spans], packed, thd=True)
 
 
-def _positions_in_whole_row(offsets: np.ndarray, rank: int, cp: int) -> Tensor:
-    """Positions of a rank where all documents are split together: by Megatron's zigzag, or by the job's layout."""
-    if current().layout != "balanced":
-        return _zigzag(0, int(offsets[-1]), rank, cp)
-    from cp_ring.megatron.documents import packed_layout  # imports Megatron
+def packed_offsets(n: int, cp: int) -> np.ndarray:
+    """Offsets, int64, of packed documents that fill n tokens, of such lengths as the job's split needs."""
+    if packed_in_whole_rows():
+        return random_offsets(n, 3, 1)
+    return random_offsets(n // (4 * cp), 3, 1) * (4 * cp)
 
-    return torch.from_numpy(packed_layout(offsets, cp).positions(rank))
+
+def packed_positions(offsets: np.ndarray, rank: int, cp: int) -> Tensor:
+    """Where the tokens of a rank are in a batch row of packed documents, int64 [s]."""
+    if packed_in_whole_rows():
+        if current().layout != "balanced":
+            return _zigzag(0, int(offsets[-1]), rank, cp)
+        from cp_ring.megatron.documents import packed_layout  # imports Megatron
+
+        return torch.from_numpy(packed_layout(offsets, cp).positions(rank))
+    ends = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    return torch.cat([_zigzag(start, end, rank, cp) for start, end in ends])
 
 
 def _zigzag(start: int, end: int, rank: int, cp: int) -> Tensor:

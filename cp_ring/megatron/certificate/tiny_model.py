@@ -19,6 +19,8 @@ from cp_ring.megatron.certificate.layer_kinds import LayerKind
 VOCABULARY = 128
 HIDDEN = 64
 EXPERTS = 4
+PACKING = ("sft", "dataloader_inter_document_masking")
+"""Arguments with which the batches of Megatron's scripts are packed."""
 
 
 def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int) -> argparse.Namespace:
@@ -48,15 +50,14 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "use_torch_fsdp2", "check_for_nan_in_loss_and_grad", "gradient_accumulation_fusion", "tp_comm_overlap",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "cpu_offloading",
         "fine_grained_activation_offloading", "init_model_with_meta_device", "moe_shared_expert_overlap", "fp8_param_gather",
-        "overlap_moe_expert_parallel_comm", "check_for_spiky_loss",
-        "moe_grouped_gemm", "log_num_zeros_in_grad", "moe_pad_expert_input_to_capacity",
+        "overlap_moe_expert_parallel_comm", "check_for_spiky_loss", "moe_grouped_gemm", "log_num_zeros_in_grad",
+        "moe_pad_expert_input_to_capacity",
         "moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_layer_recompute", "moe_permute_fusion",
-        "moe_router_fusion",
+        "moe_router_fusion", *(() if kinds[0].mask == "packed" else PACKING),
     )  # fmt: skip
     changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False) | _experts(args)
-    if kinds[0].mask != "packed":
-        changes |= dict.fromkeys(("sft", "dataloader_inter_document_masking"), False)
-    changes["cp_comm_type"] = [kind.comm_type for kind in kinds]
+    if len(comm_types.types_by_layer(args)) > 1:
+        changes["cp_comm_type"] = [kind.comm_type for kind in kinds]
     if args.window_size is not None:
         window = max(kinds, key=lambda kind: kind.probed[0]).probed
         changes |= {"window_size": window, "window_attn_skip_freq": [int(kind.window[0] >= 0) for kind in kinds]}
@@ -80,9 +81,6 @@ def _resized(config: Any, values: argparse.Namespace) -> Any:
     for name in vars(config):
         if hasattr(values, name):
             setattr(made, name, getattr(values, name))
-    kinds = made.cp_comm_type if isinstance(made.cp_comm_type, list) else [made.cp_comm_type]
-    if len(set(kinds)) == 1:
-        made.cp_comm_type = kinds[0]  # Megatron 0.16 takes a list to be that of the next layers
     made.init_method = made.output_layer_init_method = init_method_normal(made.init_method_std)
     return made
 

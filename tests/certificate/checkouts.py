@@ -1,0 +1,111 @@
+"""The certificate in checkouts of Megatron-LM: each of their `pretrain_gpt.py` with each model under each split.
+
+`python -m tests.certificate.checkouts CHECKOUT...` prints a table, and exits with 1 if a job does not pass or a part of one is
+not covered. Each checkout's own megatron.core and megatron.training run, so that each has a process of its own. A checkout must
+have built its data set helpers (`make` in megatron/core/datasets).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.certificate.jobs import Job
+from tests.parity.models import EXPERTS, UNTIED
+
+ROOT = Path(__file__).parents[2]
+SPLITS = {
+    "cp2": (2, "--context-parallel-size 2"),
+    "cp4": (4, "--context-parallel-size 4"),
+    "tp2cp2": (4, "--context-parallel-size 2 --tensor-model-parallel-size 2"),
+}
+MODELS = {
+    "plain": UNTIED,
+    "mtp": f"{UNTIED} --mtp-num-layers 1",
+    "moe": EXPERTS,
+    "window": f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2",
+    "sft": f"{UNTIED} --sft",
+    "sft-balanced": f"{UNTIED} --sft --cp-ring-layout balanced",
+}
+
+EXPERTS_ON_TP = "--num-layers 1 --sequence-parallel --spec tests.certificate.specs experts"  # Megatron's norms need whole rows
+SCRIPTS_FAIL = {
+    "0.16.1": ("sft-cp2", "sft-cp4", "sft-tp2cp2", "sft-balanced-tp2cp2"),
+    "0.17.1": ("sft-cp2", "sft-cp4", "sft-tp2cp2"),
+}
+"""Jobs that the scripts of these versions cannot run, which cp_ring rejects with a line that says why."""
+
+
+def job(model: str, split: str) -> Job:
+    """The job of this model under this split, through the script."""
+    ranks, sizes = SPLITS[split]
+    more = EXPERTS_ON_TP if model == "moe" and "tensor" in sizes else ""
+    return Job(f"{model}-{split}", ranks, f"{MODELS[model]} {sizes} {more} --calculate-per-token-loss", by_script=True)
+
+
+def examine_here(checkout: str, models: list[str], splits: list[str]) -> list[dict[str, Any]]:
+    """The entries of a checkout, whose Megatron is the one of this process."""
+    from tests.certificate import __main__ as campaign
+
+    jobs = [job(model, split) for model in models for split in splits]
+    with tempfile.TemporaryDirectory(prefix="cp_ring-checkouts-") as folder:
+        return campaign.right(jobs, str(Path(checkout) / campaign.SCRIPT), Path(folder))
+
+
+def examine(checkout: str, models: list[str], splits: list[str]) -> list[dict[str, Any]]:
+    """The entries of a checkout: {"job", "passed", "why", "not_covered"}, from a process with its Megatron."""
+    path = os.pathsep.join([str(Path(checkout).resolve()), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", __name__ if __name__ != "__main__" else "tests.certificate.checkouts", "--json", checkout]
+    command += ["--models", *models, "--splits", *splits]
+    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    entries: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return entries
+
+
+def version_of(checkout: str) -> str:
+    """The version of megatron.core in a checkout."""
+    from cp_ring.megatron.compat import _read_version
+
+    return _read_version(str(Path(checkout) / "megatron" / "core" / "package_info.py"))
+
+
+def cell(entry: dict[str, Any], rejected: bool = False) -> str:
+    """What became of a job, in a few words; `rejected` if cp_ring must reject it."""
+    lines = entry["why"].strip().splitlines() or [""]
+    if rejected and not entry["passed"] and any("cp_ring: error: --sft with" in line for line in lines):
+        return "rejected"
+    if not entry["passed"]:
+        return f"fails: {lines[-1][:160]}"
+    return "covered" if not entry["not_covered"] else "not covered: " + ", ".join(entry["not_covered"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.certificate.checkouts", description=__doc__)
+    parser.add_argument("checkouts", nargs="+", help="folders with Megatron-LM's pretrain_gpt.py and megatron/")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
+    parser.add_argument("--json", action="store_true", help="of one checkout, in this process: print its entries")
+    given = parser.parse_args()
+    if given.json:
+        print(json.dumps(examine_here(given.checkouts[0], given.models, given.splits)))
+        return 0
+    bad = 0
+    for checkout in given.checkouts:
+        version = version_of(checkout)
+        for entry in examine(checkout, given.models, given.splits):
+            impossible = entry["job"] in SCRIPTS_FAIL.get(version, ())
+            shown = cell(entry, impossible)
+            bad += shown != ("rejected" if impossible else "covered")
+            print(f"{version}  {entry['job']:20}  {shown}", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
