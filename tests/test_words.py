@@ -39,6 +39,8 @@ BATCH_ROWS = {
     "cp_ring/cli/bench_attention.py": r'"rows": results',
     "cp_ring/cli/bench_host.py": r'"rows": results',
     "cp_ring/cli/bench_lengths.py": r'"rows": results',
+    "cp_ring/cli/bench_nodes.py": r'"rows": results',
+    "cp_ring/cli/bench_overlap.py": r'"rows": results',
     "cp_ring/cli/bench_replay.py": r'"rows": results',
 }  # fmt: skip
 

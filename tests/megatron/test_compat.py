@@ -47,4 +47,4 @@ def test_parts_of_two_versions_are_rejected(monkeypatch, tmp_path):
 
 def test_what_older_versions_lack_is_told():
     assert compat.missing_features("0.19.2") == []
-    assert any("--mtp-num-layers" in what for what, _ in compat.missing_features("0.18.2"))
+    assert any("--cp-ring-loss-chunk" in what for what, _ in compat.missing_features("0.18.2"))
