@@ -259,7 +259,7 @@ def attend(
     `compare_every` is `every` of `Agreement.check`. `sub_groups` are groups of the ranks that exchange heads and of those of a
     ring, where such groups exist; else the messages of both go over the connections of `group`. `latents` are what k and v were
     made from, and what travels with `wire="latent"`. To `largest` is appended the largest logit of each query head, float32 [h],
-    of the tiles of this rank, where they are computed; not with the exchange of heads.
+    of the tiles of this rank, where they are computed; with the exchange of heads, -inf for the heads of other ranks.
     """
     check_values(num_slots, wire, wire_dtype, qkv_format, softmax_scale)
     check_tensors(q, k, v, sink)
@@ -353,8 +353,11 @@ def _attend_over_heads(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
         results = None if call.results is None else call.results.of_group(group)
-        of_ring = replace(call, transport=ring, results=results, codec=call.codec if ring else Plain)
+        kernel = call.kernel.anew() if isinstance(call.kernel, LogitKernel) else call.kernel
+        of_ring = replace(call, kernel=kernel, transport=ring, results=results, codec=call.codec if ring else Plain)
         found: tuple[Tensor, Tensor] = _RingAttention.apply(q, k, v, sink, of_ring)
+        if isinstance(call.kernel, LogitKernel) and isinstance(kernel, LogitKernel):
+            call.kernel.add(kernel, split.queries[group][exchange.place][0], split.heads)
         return found
 
     out, lses = over_heads(exchange, q, k, v, sink, attention)

@@ -44,6 +44,19 @@ class LogitKernel:
         """As `AttentionKernel.backward`."""
         return self._kernel.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
 
+    def anew(self) -> LogitKernel:
+        """The same kernel before its first call, for calls that have a part of the heads; `add` takes what it has found."""
+        return LogitKernel(self._kernel, self._columns)
+
+    def add(self, part: LogitKernel, first: int, heads: int) -> None:
+        """Adds the largest logits of `part`, whose heads are those from `first` on of `heads`; others begin with -inf."""
+        if part.largest is None:
+            return
+        if self.largest is None:
+            self.largest = part.largest.new_full((heads,), -math.inf)
+        own = self.largest[first : first + len(part.largest)]
+        torch.maximum(own, part.largest, out=own)
+
     def _see(self, q: Tensor, k: Tensor, lo: int, hi: int, scale: float) -> None:
         d, heads, keys = q.shape[3] - self._columns, q.shape[2], k.shape[1]
         # Heads that share a key/value head are more queries of it: [b, g, q, h / g, d].

@@ -102,17 +102,6 @@ def check(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     for kind, shape in shapes(args, config):
         check_heads(kind, shape, getattr(args, "num_attention_heads", None), args.tensor_model_parallel_size)
         _check_schedule(config, shape, cp)
-        if getattr(args, "qk_clip", False) or getattr(args, "log_max_attention_logit", False):
-            check_logits(shape.heads)
-
-
-def check_logits(heads: int) -> None:
-    """Raises `ConfigError` where `heads` ranks exchange heads, so that the heads of a kernel call are not those of its rank."""
-    if heads > 1:
-        raise ConfigError(
-            "--qk-clip and --log-max-attention-logit need the ring alone: give --cp-comm-type p2p or all_gather, and "
-            "--cp-ring-heads 1"
-        )
 
 
 def _without_auto(config: ContextParallelConfig, kinds: Sequence[str]) -> ContextParallelConfig:

@@ -22,7 +22,7 @@ from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat
 from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
-from cp_ring.megatron.comm_types import check_heads, check_logits, ring_shape
+from cp_ring.megatron.comm_types import check_heads, ring_shape
 from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.dropout import dropout_of
 from cp_ring.megatron.latent import LatentTap
@@ -82,8 +82,6 @@ class RingDotProductAttention(MegatronModule):
         self.shape = ring_shape(cp_comm_type, self.settings, self.cp_group.size(), sizes, get_process_group_ranks(self.cp_group))
         check_heads(cp_comm_type, self.shape, config.num_attention_heads, self.tp_group.size())
         self.logits_wanted = bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False))
-        if self.logits_wanted:
-            check_logits(self.shape.heads)
         self.sub_groups = compat.hierarchical_groups(self.cp_group, self.shape.heads)
         # Without Megatron's command line, nothing has chosen for auto.
         self.wire = "plain" if self.settings.wire == "auto" or self.cp_group.size() == 1 else self.settings.wire

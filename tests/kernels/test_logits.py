@@ -11,6 +11,7 @@ from cp_ring import Layout, Mask, RingPlan
 from cp_ring.attention import attend
 from cp_ring.kernels import logits
 from cp_ring.kernels.dropout import Dropout
+from cp_ring.plan.heads import HeadPlan
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 
@@ -47,6 +48,18 @@ def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, kernel, monkeypatch):
     out, found = of_ranks(case, plan, kernel=kernel)
     torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
     assert torch.equal(out, plain) or kernel == "reference"  # which takes other calls than without logits
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_each_rank_has_those_of_its_own_heads(heads):
+    case, mask = Case.draw(N, b=2, h=8, g=4, d=8), Mask.causal(N, window=(9, 0))
+    scores = torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2)) * 8**-0.5
+    truth = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).amax((0, 2, 3))
+    _, found = of_ranks(case, HeadPlan.build(mask, Layout.zigzag(N, 4), heads))
+    torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
+    for rank, largest in enumerate(found):
+        own = torch.arange(8) // (8 // heads) == rank % heads
+        assert torch.equal(largest > -math.inf, own)
 
 
 def test_beside_dropout_it_is_that_of_all_pairs():

@@ -147,8 +147,6 @@ def parse(monkeypatch):
         (["--experimental-attention-variant", "dsa"], "leave out --experimental-attention-variant dsa"),
         (["--use-kitchen-attention"], "leave out --use-kitchen-attention"),
         (["--qk-clip"], "--qk-clip needs --bf16 or --fp16"),
-        ([*CP4, "--cp-comm-type", "a2a", "--bf16", "--qk-clip"], "--qk-clip and --log-max-attention-logit need the ring alone"),
-        ([*CP4, "--cp-ring-heads", "2", "--bf16", "--log-max-attention-logit"], "--log-max-attention-logit need the ring alone"),
         (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
         (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),
         (
