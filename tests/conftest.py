@@ -11,6 +11,7 @@ import torch
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.kernels import _chosen
+from cp_ring.megatron import settings
 from cp_ring.testing.network import ThrottledMesh
 from cp_ring.testing.rank_pool import Ranks
 from tests import needs
@@ -94,6 +95,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def same_random_tensors() -> None:
     """A test draws the same numbers of torch whichever tests ran before; pytest-randomly does so for random and numpy."""
     torch.manual_seed(1)
+
+
+@pytest.fixture(autouse=True)
+def same_settings() -> Iterator[None]:
+    """A test may change the settings of the process; the next one finds them as they were."""
+    before = settings.current(), settings.packed_in_whole_rows(), settings.layer_windows()
+    yield
+    settings.configure(*before)
 
 
 @pytest.fixture(autouse=True)
