@@ -10,6 +10,7 @@ SETTING = Setting(tokens=64, calls=2, pair_s=1.5e-5)
 RATE = SETTING.shard_bytes / 0.15
 
 
+@pytest.mark.slow  # and alone: other tests beside it are as slow as what is planted
 @pytest.mark.parametrize("plant", [Plant(0, slower=2.0), Plant(2, slower=1.6), Plant(0, 3, rate=RATE), Plant(2, 1, rate=RATE)])
 def test_a_plant_is_named(pool, mesh, plant):
     lines, records = try_plant(pool, mesh, SETTING, plant)
