@@ -94,11 +94,7 @@ def tune_command(
         return
     if config is None or gpus is None:
         raise PlanError("cp-ring tune needs a configuration and --gpus, as in: cp-ring tune llama3-8b-128k --gpus 64")
-    for option, value in (("--gpus", gpus), ("--ranks-per-node", ranks_per_node)):
-        if value < 1:
-            raise PlanError(f"{option} {value}: it must be at least 1")
-    if gpus > ranks_per_node and gpus % ranks_per_node:
-        raise PlanError(f"--gpus {gpus}: they are no whole number of nodes of --ranks-per-node {ranks_per_node}")
+    _check_machines(gpus, ranks_per_node)
     if draw:
         from cp_ring.cli.drawing import check_ending
 
@@ -117,6 +113,22 @@ def tune_command(
         lossy=lossy,
     )
     result = tune(job, request)
+    _tell(result, config, gpus, rates, write, draw, as_json)
+
+
+def _check_machines(gpus: int, ranks_per_node: int) -> None:
+    """Raises `PlanError` unless the GPUs are some on one node, or whole nodes."""
+    for option, value in (("--gpus", gpus), ("--ranks-per-node", ranks_per_node)):
+        if value < 1:
+            raise PlanError(f"{option} {value}: it must be at least 1")
+    if gpus > ranks_per_node and gpus % ranks_per_node:
+        raise PlanError(f"--gpus {gpus}: they are no whole number of nodes of --ranks-per-node {ranks_per_node}")
+
+
+def _tell(
+    result: TuneResult, config: str, gpus: int, rates: str, write: str | None, draw: str | None, as_json: bool
+) -> None:  # fmt: skip
+    """Writes, prints and draws what was found, as asked."""
     if write:
         _write(write, result.best[0][1], config)
     if as_json:
