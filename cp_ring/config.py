@@ -32,6 +32,9 @@ MASK_KINDS = (
 )  # fmt: skip
 """Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
 
+UNTRIED = ("cuda-graphs", "megatron-fsdp", "moe-overlap", "megatron-offload")
+"""Features of Megatron for which ring attention is written, and which no GPU run has shown yet: rejected unless allowed."""
+
 PLUGINS = "cp_ring.plugins"
 """Entry point group of packages that add kernels, layouts or routes: each entry names a module that registers them.
 
@@ -148,6 +151,11 @@ class ContextParallelConfig(BaseModel):
         description="Compute logits and loss of so many tokens of a rank at a time, and the logits again in backward, where "
         "those of all tokens would not fit into memory; 0 computes all at once.",
     )
+    allow_untried: str = Field(
+        "",
+        description="Features of Megatron, separated by commas, to accept although no GPU run has shown them with ring attention "
+        f"yet: {', '.join(UNTRIED)}.",
+    )
     run_dir: str = Field("", description="Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.")
 
     hop_timeout: float = Field(
@@ -209,9 +217,9 @@ class ContextParallelConfig(BaseModel):
         except PlanError as error:
             raise ValueError(str(error).partition(": ")[2]) from None
 
-    @field_validator("mask_kinds", mode="before")
+    @field_validator("mask_kinds", "allow_untried", mode="before")
     @classmethod
-    def _kinds_as_text(cls, value: Any) -> Any:
+    def _names_as_text(cls, value: Any) -> Any:
         """Reads a list too, as YAML has it."""
         return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
@@ -222,6 +230,16 @@ class ContextParallelConfig(BaseModel):
             if kind not in MASK_KINDS:
                 raise PydanticCustomError(
                     "unknown_name", "{kind} is no kind of mask; known are {known}", {"kind": kind, "known": ", ".join(MASK_KINDS)}
+                )
+        return value
+
+    @field_validator("allow_untried")
+    @classmethod
+    def _known_untried(cls, value: str) -> str:
+        for name in value.split(",") if value else ():
+            if name not in UNTRIED:
+                raise PydanticCustomError(
+                    "unknown_name", "{name} is none of them; known are {known}", {"name": name, "known": ", ".join(UNTRIED)}
                 )
         return value
 

@@ -117,7 +117,7 @@ def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: s
 
 def _run_rank_checks(args: argparse.Namespace, job: JobConfig, config: ContextParallelConfig, line: list[str]) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
-    from cp_ring.megatron import comm_types, validate
+    from cp_ring.megatron import comm_types, features, validate
 
     args.world_size = job.parallel.ranks
     if "--cp-ring-cpu" in line:
@@ -127,7 +127,7 @@ def _run_rank_checks(args: argparse.Namespace, job: JobConfig, config: ContextPa
     validate.check_sizes(args)
     validate.check_norms(args)
     if job.cp_ring.enabled:
-        validate.check_attention(args)
+        features.check_attention(args)
         validate.check_documents(args, config)
         job.cp_ring.check_schedule(job.parallel.context_parallel_size)
         comm_types.check(args, job.cp_ring)

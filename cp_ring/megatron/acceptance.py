@@ -17,7 +17,7 @@ from unittest import mock
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.validate import logits_without_te
+from cp_ring.megatron.features import logits_without_te
 from cp_ring.megatron.wire import rejection as wire_rejection
 from cp_ring.plan.model_sizes import Experts, ModelSizes
 from cp_ring.plan.step import ParallelSizes

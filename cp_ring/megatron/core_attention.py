@@ -25,12 +25,12 @@ from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.comm_types import check_heads, ring_shape
 from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.dropout import dropout_of
+from cp_ring.megatron.features import check_window
 from cp_ring.megatron.latent import LatentTap
 from cp_ring.megatron.offload import offload, saving
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
-from cp_ring.megatron.validate import check_window
 from cp_ring.megatron.wire import rejection
 from cp_ring.observe import debug, timing, watchdog
 

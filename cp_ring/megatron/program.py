@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, settings, validate
+from cp_ring.megatron import comm_types, features, settings, validate
 from cp_ring.megatron.rejection import note
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
@@ -71,7 +71,7 @@ def accept_model(config: Any) -> argparse.Namespace:
     Raises `ConfigError` for what ring attention does not support. A flag `--x-y` in it is the field `x_y` of the configuration.
     """
     args, used = arguments_of(config), settings.current()
-    validate.check_attention(args)
+    features.check_attention(args)
     validate.check_documents(args, used)
     validate.check_loss_chunk(args, used)
     cp = config.context_parallel_size

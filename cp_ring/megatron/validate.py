@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cp_ring.config import ContextParallelConfig, choices
+from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, compat, implementations, shape_choice
+from cp_ring.megatron import comm_types, features, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
-from cp_ring.megatron.settings import LayerWindows, configure, current
+from cp_ring.megatron.settings import LayerWindows, configure
 from cp_ring.megatron.wire import choose_wire
 
 # Settings that Megatron needs without CUDA: attribute, value, and the flag that can contradict it ("" if there is none).
@@ -33,29 +32,6 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("apply_rope_fusion", False, ""),
     ("no_persist_layer_norm", True, ""),
 )
-
-_GRAPHS = "CUDA graphs, which no GPU has tried with its messages between ranks"
-_HOST = (
-    "Megatron's own offloading of attention, which needs TransformerEngine's and was not tried; give --cp-ring-offload instead"
-)
-
-# Features that ring attention does not support: attribute, the value that does not ask for it, flag, and the feature, with the
-# reason or what to do instead.
-_REJECTED: tuple[tuple[str, Any, str, str], ...] = (
-    ("hybrid_context_parallel", False, "--hybrid-context-parallel", "a context-parallel size per sequence; --sft with "
-     "--cp-ring-layout balanced shares the work of short documents instead"),
-    ("experimental_attention_variant", None, "--experimental-attention-variant", "other attention variants"),
-    ("use_kitchen_attention", False, "--use-kitchen-attention", "other attention variants"),
-    ("cuda_graph_impl", "none", "--cuda-graph-impl", _GRAPHS),
-    ("enable_cuda_graph", False, "--enable-cuda-graph", _GRAPHS),
-    ("external_cuda_graph", False, "--external-cuda-graph", _GRAPHS),
-    ("cpu_offloading_num_layers", 0, "--cpu-offloading-num-layers", _HOST),
-    ("use_megatron_fsdp", False, "--use-megatron-fsdp", "Megatron's FSDP, which needs CUDA and was not tried; give "
-     "--use-torch-fsdp2 or --use-distributed-optimizer instead"),
-    ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm", "two microbatches at a time, whose "
-     "messages would have to be in one order on all ranks"),
-    ("batch_invariant_mode", False, "--batch-invariant-mode", "kernels that are invariant to the batch"),
-)  # fmt: skip
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
@@ -73,7 +49,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             run_on_cpu(args, sys.argv[1:])
         if config.enabled:
             args.create_attention_mask_in_dataloader = False  # s x s booleans that ring attention does not need
-            check_attention(args)
+            features.check_attention(args)
             check_documents(args, config)
         elif config.document_mask or config.kinds:
             raise ConfigError(f"{config.flag('document_mask' if config.document_mask else 'mask_kinds')} needs --cp-ring")
@@ -262,85 +238,6 @@ def _check_batch(args: argparse.Namespace, data_parallel: int) -> None:
             )
 
 
-def check_attention(args: argparse.Namespace) -> None:
-    """Checks that the flags ask for nothing that ring attention does not support."""
-    check_dropout(args)
-    asked = [name for name in ("qk_clip", "log_max_attention_logit") if getattr(args, name, False)]
-    if asked and not (args.bf16 or args.fp16):
-        flag = "--" + asked[0].replace("_", "-")
-        raise ConfigError(f"{flag} needs --bf16 or --fp16: Megatron looks for the layers in the wrapper of such models")
-    tp = args.tensor_model_parallel_size
-    if "qk_clip" in asked and tp > 1 and not getattr(args, "multi_latent_attention", False):
-        raise ConfigError(
-            f"--qk-clip with --tensor-model-parallel-size {tp} needs --multi-latent-attention: Megatron clips the weights of "
-            "other layers as if a rank had all heads; leave it out, or give --tensor-model-parallel-size 1"
-        )
-    if len(comm_types.types_by_layer(args)) > 1:
-        compat.check_comm_types_by_layer()
-    check_windows(args)
-    backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
-    if backend != "auto":
-        note(f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel chooses its kernel")
-    for name, neutral, flag, what in _REJECTED:
-        value = getattr(args, name, None)
-        if value and value != neutral:
-            shown = flag if value is True else f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            raise ConfigError(f"--cp-ring does not support {what}: leave out {shown}")
-    offloaded = [module for module in getattr(args, "offload_modules", None) or [] if module in ("core_attn", "attn_proj")]
-    if getattr(args, "fine_grained_activation_offloading", False) and offloaded:
-        raise ConfigError(f"--cp-ring does not support {_HOST}: leave {' and '.join(offloaded)} out of --offload-modules")
-    _check_offload(args)
-    if getattr(args, "use_torch_fsdp2", False) and getattr(args, "ckpt_format", "") == "torch_dcp":
-        raise ConfigError("--ckpt-format torch_dcp has no manifest by which a checkpoint is verified: give torch_dist")
-    if getattr(args, "position_embedding_type", None) == "relative":
-        raise ConfigError("--cp-ring does not support an attention bias: --position-embedding-type relative makes one")
-
-
-def _check_offload(args: argparse.Namespace) -> None:
-    """Checks that --cp-ring-offload has something to move: not where core attention alone is recomputed."""
-    if not getattr(args, "cp_ring_offload", current().offload):
-        return
-    modules = getattr(args, "recompute_modules", None) or ["core_attn"]
-    if getattr(args, "recompute_granularity", None) == "selective" and "core_attn" in modules:
-        raise ConfigError(
-            "--cp-ring-offload moves q, k and v, which --recompute-granularity selective of core_attn holds on the device: leave "
-            "core_attn out of --recompute-modules"
-        )
-
-
-@contextmanager
-def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
-    """Within the block `args` ask for no attention logits: Megatron checks for TransformerEngine, which ring attention does not
-    need for them. Raises `ConfigError` for what else Megatron would check."""
-    wanted = {name: getattr(args, name, False) for name in ("qk_clip", "log_max_attention_logit")}
-    if wanted["qk_clip"] and not (0 < args.qk_clip_alpha < 1 and args.qk_clip_threshold > 0):
-        raise ConfigError(
-            f"--qk-clip-alpha {args.qk_clip_alpha} must be between 0 and 1, --qk-clip-threshold {args.qk_clip_threshold} above 0"
-        )
-    for name in wanted:
-        setattr(args, name, False)
-    try:
-        yield
-    finally:
-        vars(args).update(wanted)
-
-
-def check_dropout(args: argparse.Namespace) -> None:
-    """Checks that the kernel supports attention dropout."""
-    named = getattr(args, "cp_ring_kernel", None) or current().kernel
-    if not args.attention_dropout or named not in choices("kernel"):
-        return
-    import torch  # not at the top: most early checks do without
-
-    from cp_ring.kernels import supports_dropout
-
-    if torch.cuda.is_available() if named == "auto" else not supports_dropout(named):
-        raise ConfigError(
-            f"--cp-ring-kernel {named} does not support --attention-dropout {args.attention_dropout}, which must be the same at "
-            "any context parallel size: give --attention-dropout 0, or a kernel that does (cpu, reference)"
-        )
-
-
 def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Prints the memory of --cp-ring-recompute keep, or that recomputing only attention saves nothing. `args` are complete."""
     modules = getattr(args, "recompute_modules", None) or ["core_attn"]
@@ -482,27 +379,6 @@ def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> No
                 f"{flag} does not reach the {recurrent[0]} layers of {shown}, whose state would run across documents: "
                 "leave it out"
             )
-
-
-def check_windows(args: argparse.Namespace) -> None:
-    """Checks that --window-size is a window, and that --window-attn-skip-freq fits --num-layers."""
-    window, frequency = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
-    if window is None:
-        return
-    check_window(window, causal=True)
-    if isinstance(frequency, list) and len(frequency) < args.num_layers:
-        raise ConfigError(f"--window-attn-skip-freq has {len(frequency)} entries for --num-layers {args.num_layers}")
-    if isinstance(frequency, int) and frequency < 1:
-        raise ConfigError(f"--window-attn-skip-freq {frequency} must be at least 1")
-
-
-def check_window(window: Any, causal: bool) -> None:
-    """Raises `ConfigError` unless `window` is (left, right), each -1 or more, and right at most 0 where the mask is causal."""
-    shown = f"--window-size {window}"
-    if len(window) != 2 or any(side != int(side) or side < -1 for side in window):
-        raise ConfigError(f"{shown}: give two integers, the numbers of keys before and after a query, each -1 (all) or more")
-    if causal and window[1] > 0:
-        raise ConfigError(f"{shown}: a causal layer sees nothing after its own position; give {window[0]},0")
 
 
 def check_layers(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import dropout, validate
+from cp_ring.megatron import dropout, features
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
 
@@ -97,10 +97,10 @@ def test_no_kernel_for_cuda_is_chosen_by_itself(monkeypatch):
     class Arguments:
         attention_dropout, cp_ring_kernel = 0.1, "auto"
 
-    validate.check_dropout(Arguments)
+    features.check_dropout(Arguments)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="--cp-ring-kernel auto does not support --attention-dropout"):
-        validate.check_dropout(Arguments)
+        features.check_dropout(Arguments)
 
 
 @no_cuda

@@ -13,7 +13,7 @@ import torch
 from cp_ring import ContextParallelConfig, Layout, Mask, patches
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
-from cp_ring.megatron import argument_parser, compat, implementations, rejection, settings, validate
+from cp_ring.megatron import argument_parser, compat, features, implementations, rejection, settings, validate
 from cp_ring.megatron.checkpoints import inspection
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
 
@@ -128,25 +128,33 @@ def parse(monkeypatch):
             "--cp-comm-type all_gather and --cp-ring-route relay exclude one another",
         ),
         (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
-        (["--cuda-graph-impl", "local"], "leave out --cuda-graph-impl local"),
-        (["--cuda-graph-impl", "transformer_engine"], "leave out --cuda-graph-impl transformer_engine"),
-        (["--enable-cuda-graph"], "leave out --enable-cuda-graph"),
-        (["--external-cuda-graph"], "leave out --external-cuda-graph"),
+        (["--cuda-graph-impl", "local"], "--cuda-graph-impl local: no GPU run has shown CUDA graphs"),
+        (["--cuda-graph-impl", "transformer_engine"], "accept it by --cp-ring-allow-untried cuda-graphs"),
+        (["--enable-cuda-graph"], "--enable-cuda-graph: no GPU run has shown CUDA graphs"),
+        (["--external-cuda-graph"], "--external-cuda-graph: no GPU run has shown CUDA graphs"),
         (
             ["--fine-grained-activation-offloading", "--offload-modules", "attn_norm", "core_attn", "attn_proj"],
-            "give --cp-ring-offload instead: leave core_attn and attn_proj out of --offload-modules",
+            "--offload-modules core_attn attn_proj: no GPU run has shown Megatron's own offloading of attention",
         ),
-        (["--cpu-offloading-num-layers", "1"], "leave out --cpu-offloading-num-layers 1"),
+        (["--cpu-offloading-num-layers", "1"], "--cpu-offloading-num-layers 1: no GPU run has shown"),
         (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
-        (["--use-megatron-fsdp"], "leave out --use-megatron-fsdp"),
+        (
+            ["--use-megatron-fsdp"],
+            "--use-megatron-fsdp: no GPU run has shown Megatron's FSDP, instead of --use-torch-fsdp2, with",
+        ),
         (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp has no manifest"),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
-        (["--overlap-moe-expert-parallel-comm"], "leave out --overlap-moe-expert-parallel-comm"),
+        (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
         (["--batch-invariant-mode"], "leave out --batch-invariant-mode"),
         (["--position-embedding-type", "relative"], "an attention bias: --position-embedding-type relative"),
         (["--experimental-attention-variant", "dsa"], "leave out --experimental-attention-variant dsa"),
         (["--use-kitchen-attention"], "leave out --use-kitchen-attention"),
         (["--qk-clip"], "--qk-clip needs --bf16 or --fp16"),
+        (["--cp-ring-allow-untried", "fp4"], "--cp-ring-allow-untried 'fp4': fp4 is none of them; known are cuda-graphs"),
+        (
+            ["--cp-ring-allow-untried", "cuda-graphs", "--cuda-graph-impl", "local", "--use-megatron-fsdp"],
+            "accept it by --cp-ring-allow-untried megatron-fsdp",
+        ),
         (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
         (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),
         (
@@ -197,7 +205,7 @@ def test_sizes_of_a_job_before_a_rank_starts(override, named):
 
 def test_every_rejected_flag_is_one_of_megatron():
     known = argument_parser.build_parser()._option_string_actions
-    assert [flag for name, _, flag, _ in validate._REJECTED if flag not in known or known[flag].dest != name] == []
+    assert [its.flag for its in features._REJECTED if its.flag not in known or known[its.flag].dest != its.name] == []
 
 
 @pytest.mark.parametrize(

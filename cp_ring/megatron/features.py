@@ -1,0 +1,177 @@
+"""Which of Megatron's features ring attention supports. Each check raises `ConfigError` with a line that names the flag."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cp_ring.config import ContextParallelConfig, choices
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import comm_types, compat
+from cp_ring.megatron.rejection import note
+from cp_ring.megatron.settings import current
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of Megatron that ring attention rejects.
+
+    name, flag: Megatron's argument and its flag.
+    what: the feature, with the reason or what to do instead.
+    untried: its name for --cp-ring-allow-untried, which accepts it, if ring attention is written for it.
+    """
+
+    name: str
+    flag: str
+    what: str
+    untried: str = ""
+
+
+_GRAPHS = ("CUDA graphs", "cuda-graphs")
+_HOST = ("Megatron's own offloading of attention, instead of --cp-ring-offload,", "megatron-offload")
+_VARIANT = "other attention variants"
+
+_REJECTED = (
+    Feature(
+        "hybrid_context_parallel",
+        "--hybrid-context-parallel",
+        "a context-parallel size per sequence; --sft with --cp-ring-layout balanced shares the work of short documents instead",
+    ),
+    Feature("experimental_attention_variant", "--experimental-attention-variant", _VARIANT),
+    Feature("use_kitchen_attention", "--use-kitchen-attention", _VARIANT),
+    Feature("batch_invariant_mode", "--batch-invariant-mode", "kernels that are invariant to the batch"),
+    Feature("cuda_graph_impl", "--cuda-graph-impl", *_GRAPHS),
+    Feature("enable_cuda_graph", "--enable-cuda-graph", *_GRAPHS),
+    Feature("external_cuda_graph", "--external-cuda-graph", *_GRAPHS),
+    Feature("cpu_offloading_num_layers", "--cpu-offloading-num-layers", *_HOST),
+    Feature("use_megatron_fsdp", "--use-megatron-fsdp", "Megatron's FSDP, instead of --use-torch-fsdp2,", "megatron-fsdp"),
+    Feature(
+        "overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", "two microbatches at a time", "moe-overlap"
+    ),
+)
+
+
+def check_attention(args: argparse.Namespace) -> None:
+    """Checks that the flags ask for nothing that ring attention does not support."""
+    check_dropout(args)
+    _check_logits(args)
+    if len(comm_types.types_by_layer(args)) > 1:
+        compat.check_comm_types_by_layer()
+    check_windows(args)
+    backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
+    if backend != "auto":
+        note(f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel chooses its kernel")
+    _check_features(args)
+    _check_offload(args)
+    if getattr(args, "use_torch_fsdp2", False) and getattr(args, "ckpt_format", "") == "torch_dcp":
+        raise ConfigError("--ckpt-format torch_dcp has no manifest by which a checkpoint is verified: give torch_dist")
+    if getattr(args, "position_embedding_type", None) == "relative":
+        raise ConfigError("--cp-ring does not support an attention bias: --position-embedding-type relative makes one")
+
+
+def _check_logits(args: argparse.Namespace) -> None:
+    """Checks that Megatron can find the layers whose largest logits it wants, and clip their weights."""
+    asked = [name for name in ("qk_clip", "log_max_attention_logit") if getattr(args, name, False)]
+    if asked and not (args.bf16 or args.fp16):
+        flag = "--" + asked[0].replace("_", "-")
+        raise ConfigError(f"{flag} needs --bf16 or --fp16: Megatron looks for the layers in the wrapper of such models")
+    tp = args.tensor_model_parallel_size
+    if "qk_clip" in asked and tp > 1 and not getattr(args, "multi_latent_attention", False):
+        raise ConfigError(
+            f"--qk-clip with --tensor-model-parallel-size {tp} needs --multi-latent-attention: Megatron clips the weights of "
+            "other layers as if a rank had all heads; leave it out, or give --tensor-model-parallel-size 1"
+        )
+
+
+def _check_features(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for a feature of `_REJECTED`, and for one that no GPU has shown yet unless it is allowed."""
+    for feature in _REJECTED:
+        value = getattr(args, feature.name, None)
+        if value and value != "none":
+            shown = [feature.flag] if value is True else [feature.flag, *map(str, value if isinstance(value, list) else [value])]
+            _reject(args, feature, " ".join(shown))
+    if getattr(args, "fine_grained_activation_offloading", False):
+        modules = [module for module in args.offload_modules or [] if module in ("core_attn", "attn_proj")]
+        if modules:
+            _reject(args, Feature("offload_modules", "--offload-modules", *_HOST), f"--offload-modules {' '.join(modules)}")
+
+
+def _reject(args: argparse.Namespace, feature: Feature, shown: str) -> None:
+    if not feature.untried:
+        raise ConfigError(f"--cp-ring does not support {feature.what}: leave out {shown}")
+    flag, allowed = ContextParallelConfig.flag("allow_untried"), getattr(args, "cp_ring_allow_untried", current().allow_untried)
+    if feature.untried not in allowed.split(","):
+        raise ConfigError(
+            f"{shown}: no GPU run has shown {feature.what} with ring attention yet: leave it out, or accept it by "
+            f"{flag} {feature.untried}"
+        )
+    note(f"warning: {shown}: no GPU run has shown {feature.what} with ring attention yet ({flag} {feature.untried})")
+
+
+def _check_offload(args: argparse.Namespace) -> None:
+    """Checks that --cp-ring-offload has something to move: not where core attention alone is recomputed."""
+    if not getattr(args, "cp_ring_offload", current().offload):
+        return
+    modules = getattr(args, "recompute_modules", None) or ["core_attn"]
+    if getattr(args, "recompute_granularity", None) == "selective" and "core_attn" in modules:
+        raise ConfigError(
+            "--cp-ring-offload moves q, k and v, which --recompute-granularity selective of core_attn holds on the device: leave "
+            "core_attn out of --recompute-modules"
+        )
+
+
+@contextmanager
+def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
+    """Within the block `args` ask for no attention logits: Megatron checks for TransformerEngine, which ring attention does not
+    need for them. Raises `ConfigError` for what else Megatron would check."""
+    wanted = {name: getattr(args, name, False) for name in ("qk_clip", "log_max_attention_logit")}
+    if wanted["qk_clip"] and not (0 < args.qk_clip_alpha < 1 and args.qk_clip_threshold > 0):
+        raise ConfigError(
+            f"--qk-clip-alpha {args.qk_clip_alpha} must be between 0 and 1, --qk-clip-threshold {args.qk_clip_threshold} above 0"
+        )
+    for name in wanted:
+        setattr(args, name, False)
+    try:
+        yield
+    finally:
+        vars(args).update(wanted)
+
+
+def check_dropout(args: argparse.Namespace) -> None:
+    """Checks that the kernel supports attention dropout."""
+    named = getattr(args, "cp_ring_kernel", None) or current().kernel
+    if not args.attention_dropout or named not in choices("kernel"):
+        return
+    import torch  # not at the top: most early checks do without
+
+    from cp_ring.kernels import supports_dropout
+
+    if torch.cuda.is_available() if named == "auto" else not supports_dropout(named):
+        raise ConfigError(
+            f"--cp-ring-kernel {named} does not support --attention-dropout {args.attention_dropout}, which must be the same at "
+            "any context parallel size: give --attention-dropout 0, or a kernel that does (cpu, reference)"
+        )
+
+
+def check_windows(args: argparse.Namespace) -> None:
+    """Checks that --window-size is a window, and that --window-attn-skip-freq fits --num-layers."""
+    window, frequency = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    if window is None:
+        return
+    check_window(window, causal=True)
+    if isinstance(frequency, list) and len(frequency) < args.num_layers:
+        raise ConfigError(f"--window-attn-skip-freq has {len(frequency)} entries for --num-layers {args.num_layers}")
+    if isinstance(frequency, int) and frequency < 1:
+        raise ConfigError(f"--window-attn-skip-freq {frequency} must be at least 1")
+
+
+def check_window(window: Any, causal: bool) -> None:
+    """Raises `ConfigError` unless `window` is (left, right), each -1 or more, and right at most 0 where the mask is causal."""
+    shown = f"--window-size {window}"
+    if len(window) != 2 or any(side != int(side) or side < -1 for side in window):
+        raise ConfigError(f"{shown}: give two integers, the numbers of keys before and after a query, each -1 (all) or more")
+    if causal and window[1] > 0:
+        raise ConfigError(f"{shown}: a causal layer sees nothing after its own position; give {window[0]},0")
