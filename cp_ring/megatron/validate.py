@@ -15,6 +15,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, features, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
+from cp_ring.megatron.layer_pattern import PATTERNS, RECURRENT, attention_layers, pattern_of
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
 from cp_ring.megatron.wire import choose_wire
@@ -32,10 +33,6 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("apply_rope_fusion", False, ""),
     ("no_persist_layer_norm", True, ""),
 )
-
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-
-_RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # letters of a hybrid layer pattern
 
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
@@ -71,18 +68,19 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 def windows_of(args: argparse.Namespace) -> LayerWindows | None:
     """The windows of the attention layers of the flags; None where these do not say how many layers there are."""
-    pattern = next((p for name in _PATTERNS if (p := getattr(args, name, None))), None)
-    count = pattern.count("*") if pattern else args.num_layers
-    if not count:
+    if not pattern_of(args) and not args.num_layers:
+        return None
+    layers = attention_layers(args)
+    if not layers:
         return None
     window, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
     if window is None:
-        return (((-1, -1), count),)
+        return (((-1, -1), len(layers)),)
     if every is None:
-        return (((int(window[0]), int(window[1])), count),)
-    narrow = sum(bool(every[i] if isinstance(every, list) else (i + 1) % every) for i in range(count))
-    found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), count - narrow))
-    return tuple((its, layers) for its, layers in found if layers)
+        return (((int(window[0]), int(window[1])), len(layers)),)
+    narrow = sum(bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers)
+    found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
+    return tuple((its, count) for its, count in found if count)
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
@@ -367,12 +365,12 @@ def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) ->
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Layers whose state runs along the sequence do not see the documents of a microbatch, nor its declared mask."""
-    for name in _PATTERNS:
+    for name in PATTERNS:
         pattern = getattr(args, name, None)
         if not pattern:
             continue
         shown = f"--{name.replace('_', '-')} {pattern}"
-        recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
+        recurrent = [kind for letter, kind in RECURRENT.items() if letter in pattern]
         if recurrent and (config.document_mask or config.kinds):
             flag = config.flag("document_mask" if config.document_mask else "mask_kinds")
             raise ConfigError(

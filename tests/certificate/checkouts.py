@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.certificate.jobs import Job
+from tests.certificate.jobs import HETEROGENEOUS, HYBRID, OF_HYBRID, Job
 from tests.parity.models import EXPERTS, UNTIED
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +30,8 @@ MODELS = {
     "mtp": f"{UNTIED} --mtp-num-layers 1",
     "moe": EXPERTS,
     "window": f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2",
+    "hybrid": HYBRID,
+    "heterogeneous": HETEROGENEOUS,
     "sft": f"{UNTIED} --sft",
     "sft-balanced": f"{UNTIED} --sft --cp-ring-layout balanced",
 }
@@ -46,7 +48,8 @@ def job(model: str, split: str) -> Job:
     """The job of this model under this split, through the script."""
     ranks, sizes = SPLITS[split]
     more = EXPERTS_ON_TP if model == "moe" and "tensor" in sizes else ""
-    return Job(f"{model}-{split}", ranks, f"{MODELS[model]} {sizes} {more} --calculate-per-token-loss", by_script=True)
+    flags = f"{MODELS[model]} {sizes} {more} --calculate-per-token-loss"
+    return Job(f"{model}-{split}", ranks, flags, by_script=True, script=OF_HYBRID if model == "hybrid" else "")
 
 
 def examine_here(checkout: str, models: list[str], splits: list[str]) -> list[dict[str, Any]]:
