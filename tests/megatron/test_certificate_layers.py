@@ -17,7 +17,8 @@ from cp_ring.megatron.layer_pattern import attention_layers, main_layers
 def flags(pattern, **more):
     values = {
         "hybrid_layer_pattern": pattern, "num_layers": len(main_layers(pattern)), "window_size": None, "spec": None,
-        "cp_comm_type": None, "tensor_model_parallel_size": 1, "context_parallel_size": 2, "micro_batch_size": 1, "mamba_num_groups": 4,
+        "cp_comm_type": None, "tensor_model_parallel_size": 1, "context_parallel_size": 2, "micro_batch_size": 1,
+        "mamba_num_groups": 4,
     }  # fmt: skip
     return Namespace(**values | more)
 
