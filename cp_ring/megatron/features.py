@@ -10,7 +10,7 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig, choices
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, compat
+from cp_ring.megatron import comm_types, compat, graphs
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import current
 
@@ -30,7 +30,7 @@ class Feature:
     untried: str = ""
 
 
-_GRAPHS = ("CUDA graphs", "cuda-graphs")
+_GRAPHS = Feature("cuda_graph_impl", "--cuda-graph-impl", "CUDA graphs that hold attention", "cuda-graphs")
 _HOST = ("Megatron's own offloading of attention, instead of --cp-ring-offload,", "megatron-offload")
 _VARIANT = "other attention variants"
 
@@ -43,9 +43,6 @@ _REJECTED = (
     Feature("experimental_attention_variant", "--experimental-attention-variant", _VARIANT),
     Feature("use_kitchen_attention", "--use-kitchen-attention", _VARIANT),
     Feature("batch_invariant_mode", "--batch-invariant-mode", "kernels that are invariant to the batch"),
-    Feature("cuda_graph_impl", "--cuda-graph-impl", *_GRAPHS),
-    Feature("enable_cuda_graph", "--enable-cuda-graph", *_GRAPHS),
-    Feature("external_cuda_graph", "--external-cuda-graph", *_GRAPHS),
     Feature("cpu_offloading_num_layers", "--cpu-offloading-num-layers", *_HOST),
     Feature("use_megatron_fsdp", "--use-megatron-fsdp", "Megatron's FSDP, instead of --use-torch-fsdp2,", "megatron-fsdp"),
     Feature(
@@ -93,6 +90,11 @@ def _check_features(args: argparse.Namespace) -> None:
         if value and value != "none":
             shown = [feature.flag] if value is True else [feature.flag, *map(str, value if isinstance(value, list) else [value])]
             _reject(args, feature, " ".join(shown))
+    if graphs.hold_attention(args):
+        _reject(args, _GRAPHS, graphs.given(args))
+        graphs.check(args)
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        _check_overlap(args)
     if getattr(args, "fine_grained_activation_offloading", False):
         modules = [module for module in args.offload_modules or [] if module in ("core_attn", "attn_proj")]
         if modules:
@@ -109,6 +111,16 @@ def _reject(args: argparse.Namespace, feature: Feature, shown: str) -> None:
             f"{flag} {feature.untried}"
         )
     note(f"warning: {shown}: no GPU run has shown {feature.what} with ring attention yet ({flag} {feature.untried})")
+
+
+def _check_overlap(args: argparse.Namespace) -> None:
+    """Checks that microbatches carry nothing that Megatron's schedule of two microbatches at a time does not hand to layers."""
+    flag = graphs.changing(args)
+    if flag:
+        raise ConfigError(
+            f"--overlap-moe-expert-parallel-comm does not support {flag}: Megatron's scripts do not hand documents to the layers "
+            "of this schedule; leave out either"
+        )
 
 
 def _check_offload(args: argparse.Namespace) -> None:
