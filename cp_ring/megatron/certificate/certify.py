@@ -14,9 +14,10 @@ from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.certificate import attention_probe, loss_probe, record, tiny_model
 from cp_ring.megatron.certificate.attention_probe import Subject
-from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, probe_groups, states_restored
+from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, made_by_members, probe_groups, states_restored
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind, find_layer_kinds, masks_of
 from cp_ring.megatron.certificate.loss_probe import ForwardStep
+from cp_ring.megatron.certificate.recurrent_twin import uncovered_states
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
 from cp_ring.megatron.layer_pattern import config_of_layer
@@ -199,10 +200,15 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
         return
     found.not_covered += [f"{layers}, in the loss" for layers in uncovered_layers(args)]
     config = tiny_model.transformer_config(args)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with made_by_members():
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     before = settings.current()
     try:
         for mask in _masks_of_loss(args, step):
+            reason = uncovered_states(args, mask)
+            if reason:
+                found.not_covered.append(reason)
+                continue
             kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
             tokens = max(kind.tokens for kind in kinds)
             kinds = [replace(kind, tokens=tokens) for kind in kinds]
