@@ -138,7 +138,7 @@ class RingDotProductAttention(MegatronModule):
         results = self._results(step)
         largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
         group = self.cp_group if plan.cp > 1 else None
-        with _flag_in_errors(self.settings.kernel), saving([self.softmax_offset, *(latents or ())]):
+        with _flag_in_errors(self.settings.kernel), saving([self.softmax_offset, *(latents or ())], self.config):
             out, _ = attend(
                 query, key, value, plan, group,
                 results=results, latents=latents, dropout=dropout, largest=largest, **self._options(),

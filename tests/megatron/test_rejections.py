@@ -153,10 +153,21 @@ def parse(monkeypatch):
         ([*GRAPH, "--cuda-graph-warmup-steps", "0"], "--cuda-graph-warmup-steps 0 leaves no step before the capture"),
         ([*GRAPH, *FULL, "--hidden-dropout", "0.1"], "--hidden-dropout 0.1 would draw other numbers in a recomputation"),
         (
-            ["--fine-grained-activation-offloading", "--offload-modules", "attn_norm", "core_attn", "attn_proj"],
-            "--offload-modules core_attn attn_proj: no GPU run has shown Megatron's own offloading of attention",
+            [
+                "--cp-ring-offload",
+                "--fine-grained-activation-offloading",
+                "--offload-modules",
+                "attn_norm",
+                "core_attn",
+                "attn_proj",
+            ],
+            "--cp-ring-offload and --offload-modules core_attn attn_proj move the same tensors to host memory",
         ),
-        (["--cpu-offloading-num-layers", "1"], "--cpu-offloading-num-layers 1: no GPU run has shown"),
+        (["--cp-ring-offload", "--cpu-offloading-num-layers", "1"], "--cp-ring-offload and --cpu-offloading-num-layers 1 move"),
+        (
+            ["--attention-output-gate", "--fine-grained-activation-offloading", "--offload-modules", "core_attn"],
+            "--offload-modules core_attn with --attention-output-gate: Megatron frees",
+        ),
         (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
         (
             ["--use-megatron-fsdp"],

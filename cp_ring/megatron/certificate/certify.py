@@ -14,7 +14,7 @@ from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.certificate import attention_probe, loss_probe, record, tiny_model
 from cp_ring.megatron.certificate.attention_probe import Subject
-from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, probe_groups, states_restored
+from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, made_by_members, probe_groups, states_restored
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind, find_layer_kinds, masks_of
 from cp_ring.megatron.certificate.loss_probe import ForwardStep
 from cp_ring.megatron.certificate.report import Certificate, Probe
@@ -202,7 +202,8 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     if "packed" in masks_of(args) and "causal" in masks and not script:
         found.not_covered.append("the loss of packed sequences")
     config = tiny_model.transformer_config(args)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with made_by_members():
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     before = settings.current()
     try:
         for mask in masks:

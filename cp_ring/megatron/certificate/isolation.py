@@ -150,9 +150,19 @@ def _new_group(backend: str, ranks: tuple[int, ...], number: int) -> Any:
     torch would name it by how many groups the rank is in, which differs between pipeline stages.
     """
     name = f"cp_ring_certificate_{number}_{backend}_" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-    with replaced((dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name)):
+    with replaced((dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name)), made_by_members():
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
         return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+
+
+@contextmanager
+def made_by_members() -> Iterator[None]:
+    """Process groups that are made in the block wait for their members only.
+
+    Where the job's group is bound to a device, torch splits its NCCL communicator, and NCCL waits for all ranks of the job.
+    """
+    with replaced((dist.distributed_c10d._get_default_group(), "bound_device_id", None)):
+        yield
 
 
 def _groups_of_megatron() -> dict[str, Any]:
