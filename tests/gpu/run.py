@@ -40,6 +40,8 @@ STEPS = {
     "j": Step(("rings:suite", "replays:memory", "rings:processes"), 180, "conformance, memory, two processes"),
     "k": Step(("replays:million",), 90, "ranks of cp 64 over 1,048,576 tokens"),
     "l": Step(("offloading:offloading",), 60, "saved tensors of layers in host memory: bits, bytes, time"),
+    "m": Step(("graphs:captured", "training:graphs"), 120, "ring attention in CUDA graphs: bits, time a hop, Megatron's losses"),
+    "n": Step(("training:overlap",), 120, "experts that exchange tokens beside another microbatch, on two streams"),
 }
 
 
