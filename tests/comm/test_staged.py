@@ -19,6 +19,7 @@ class Mailbox:
 
 def test_only_moved_rows_pass_through_the_host(monkeypatch):
     made, waits, box = [], [], Mailbox()
+
     def empty(shape, dtype, device, pin_memory):
         assert device == "cpu", "torch.set_default_device may name a GPU, whose memory cannot be pinned"
         return made.append(shape) or torch.zeros(shape)
