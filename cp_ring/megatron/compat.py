@@ -90,11 +90,22 @@ def check_comm_types_by_layer() -> None:
         )
 
 
+def check_gated_delta_net(shown: str) -> None:
+    """Raises `ConfigError` where Megatron's gated delta net layers know nothing of context parallelism."""
+    version = megatron_version()
+    if version and _within(version, "<0.18"):
+        raise ConfigError(
+            f"{shown}: gated delta net layers need megatron-core 0.18 with --context-parallel-size above 1; those of {version} "
+            "begin anew at each rank"
+        )
+
+
 def missing_features(version: str | None = None) -> list[tuple[str, str]]:
     """Features that `version` of Megatron (by default the installed one) lacks or gets wrong, each with advice."""
     version = version or megatron_version()
     later = (
         (">=0.17", "multi-latent attention and experts without TransformerEngine", "needs megatron-core 0.17"),
+        (">=0.18", "gated delta net layers under context parallelism", "needs megatron-core 0.18"),
         (">=0.19", "--cp-ring-loss-chunk", "needs megatron-core 0.19"),
         (">=0.19", "--moe-z-loss-coeff at its full weight under context parallelism", "needs megatron-core 0.19"),
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, features, implementations, shape_choice
+from cp_ring.megatron import comm_types, compat, features, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
@@ -34,6 +34,8 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
 )
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+_PACKED = ("sft", "dataloader_inter_document_masking")
 
 _RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # letters of a hybrid layer pattern
 
@@ -71,7 +73,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 def windows_of(args: argparse.Namespace) -> LayerWindows | None:
     """The windows of the attention layers of the flags; None where these do not say how many layers there are."""
-    pattern = next((p for name in _PATTERNS if (p := getattr(args, name, None))), None)
+    pattern, _ = _pattern(args)
     count = pattern.count("*") if pattern else args.num_layers
     if not count:
         return None
@@ -333,7 +335,7 @@ def check_microbatches(args: argparse.Namespace, config: ContextParallelConfig) 
     flag = config.flag("balance_microbatches")
     if not config.enabled:
         raise ConfigError(f"{flag} needs --cp-ring")
-    packed = any(getattr(args, name, False) for name in ("sft", "dataloader_inter_document_masking"))
+    packed = any(getattr(args, name, False) for name in _PACKED)
     if not (packed or config.document_mask or config.kinds):
         raise ConfigError(
             f"{flag} needs batch rows of unequal work: --sft, --dataloader-inter-document-masking, --cp-ring-document-mask or "
@@ -366,19 +368,38 @@ def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) ->
 
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Layers whose state runs along the sequence do not see the documents of a microbatch, nor its declared mask."""
-    for name in _PATTERNS:
-        pattern = getattr(args, name, None)
-        if not pattern:
-            continue
-        shown = f"--{name.replace('_', '-')} {pattern}"
-        recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
-        if recurrent and (config.document_mask or config.kinds):
-            flag = config.flag("document_mask" if config.document_mask else "mask_kinds")
-            raise ConfigError(
-                f"{flag} does not reach the {recurrent[0]} layers of {shown}, whose state would run across documents: "
-                "leave it out"
-            )
+    """Checks that layers whose state runs along the sequence can have the documents of a microbatch."""
+    pattern, shown = _pattern(args)
+    recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
+    if not recurrent:
+        return
+    others = [kind for kind in config.kinds if kind not in ("documents", "causal")]
+    if others:
+        raise ConfigError(
+            f"--cp-ring-mask-kinds {others[0]} does not reach the {recurrent[0]} layers of {shown}, whose state runs along the "
+            "sequence: they support documents and causal"
+        )
+    if "G" in pattern and args.context_parallel_size > 1:
+        compat.check_gated_delta_net(shown)
+    with_documents = config.document_mask or config.kinds or any(getattr(args, name, False) for name in _PACKED)
+    if not with_documents:
+        return
+    if "M" in pattern and not getattr(args, "use_mamba_mem_eff_path", True):
+        raise ConfigError(
+            f"--disable-mamba-mem-eff-path: the Mamba layers of {shown} then have no documents (Megatron supports them on the "
+            "other path alone): leave it out"
+        )
+    if "G" in pattern and getattr(args, "deterministic_mode", False):
+        raise ConfigError(
+            f"--deterministic-mode: the gated delta net layers of {shown} then have no documents (fla's kernels have them, which "
+            "are not deterministic): leave it out"
+        )
+
+
+def _pattern(args: argparse.Namespace) -> tuple[str, str]:
+    """The layers of a hybrid model, one letter each, and the flag that gives them; "" for other models."""
+    name = next((name for name in _PATTERNS if getattr(args, name, None)), "")
+    return (getattr(args, name), f"--{name.replace('_', '-')} {getattr(args, name)}") if name else ("", "")
 
 
 def check_layers(args: argparse.Namespace) -> None:

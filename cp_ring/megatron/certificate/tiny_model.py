@@ -36,7 +36,7 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "micro_batch_size": batch_size, "max_position_embeddings": kinds[0].tokens,
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
         "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "moe_layer_freq": 1, "pipeline_dtype": None,
+        "moe_layer_freq": 1, "pipeline_dtype": None, "cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": [],
     }  # fmt: skip
     nothing = (
         "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
@@ -51,7 +51,7 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "cpu_offloading",
         "fine_grained_activation_offloading", "init_model_with_meta_device", "moe_shared_expert_overlap", "fp8_param_gather",
         "overlap_moe_expert_parallel_comm", "check_for_spiky_loss", "moe_grouped_gemm", "log_num_zeros_in_grad",
-        "moe_pad_expert_input_to_capacity",
+        "moe_pad_expert_input_to_capacity", "enable_cuda_graph", "external_cuda_graph", "delay_wgrad_compute",
         "moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_layer_recompute", "moe_permute_fusion",
         "moe_router_fusion", *(() if kinds[0].mask == "packed" else PACKING),
     )  # fmt: skip
