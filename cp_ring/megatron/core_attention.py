@@ -19,7 +19,7 @@ from cp_ring.attention import Results, attend
 from cp_ring.checks import AnyPlan
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.kernels.dropout import Dropout
-from cp_ring.megatron import compat
+from cp_ring.megatron import compat, graphs
 from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.comm_types import check_heads, ring_shape
@@ -74,6 +74,8 @@ class RingDotProductAttention(MegatronModule):
         self.current_max_attn_logits: torch.Tensor | None = None  # [h]; Megatron's clip_qk reads it after a step, and resets it
         self.settings = current()
         watchdog.start(self.settings.hop_timeout)
+        if graphs.hold_attention(config):
+            watchdog.WATCH.asks_device = False
         if self.settings.debug:
             debug.switch_on()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -136,7 +138,7 @@ class RingDotProductAttention(MegatronModule):
         results = self._results(step)
         largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
         group = self.cp_group if plan.cp > 1 else None
-        with _flag_in_errors(self.settings.kernel), saving([self.softmax_offset, *(latents or ())]):
+        with _flag_in_errors(self.settings.kernel), saving([self.softmax_offset, *(latents or ())], self.config):
             out, _ = attend(
                 query, key, value, plan, group,
                 results=results, latents=latents, dropout=dropout, largest=largest, **self._options(),

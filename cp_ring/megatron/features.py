@@ -10,7 +10,7 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig, choices
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, compat
+from cp_ring.megatron import comm_types, compat, graphs
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import current
 
@@ -30,8 +30,7 @@ class Feature:
     untried: str = ""
 
 
-_GRAPHS = ("CUDA graphs", "cuda-graphs")
-_HOST = ("Megatron's own offloading of attention, instead of --cp-ring-offload,", "megatron-offload")
+_GRAPHS = Feature("cuda_graph_impl", "--cuda-graph-impl", "CUDA graphs that hold attention", "cuda-graphs")
 _VARIANT = "other attention variants"
 
 _REJECTED = (
@@ -43,10 +42,6 @@ _REJECTED = (
     Feature("experimental_attention_variant", "--experimental-attention-variant", _VARIANT),
     Feature("use_kitchen_attention", "--use-kitchen-attention", _VARIANT),
     Feature("batch_invariant_mode", "--batch-invariant-mode", "kernels that are invariant to the batch"),
-    Feature("cuda_graph_impl", "--cuda-graph-impl", *_GRAPHS),
-    Feature("enable_cuda_graph", "--enable-cuda-graph", *_GRAPHS),
-    Feature("external_cuda_graph", "--external-cuda-graph", *_GRAPHS),
-    Feature("cpu_offloading_num_layers", "--cpu-offloading-num-layers", *_HOST),
     Feature("use_megatron_fsdp", "--use-megatron-fsdp", "Megatron's FSDP, instead of --use-torch-fsdp2,", "megatron-fsdp"),
     Feature(
         "overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", "two microbatches at a time", "moe-overlap"
@@ -93,10 +88,11 @@ def _check_features(args: argparse.Namespace) -> None:
         if value and value != "none":
             shown = [feature.flag] if value is True else [feature.flag, *map(str, value if isinstance(value, list) else [value])]
             _reject(args, feature, " ".join(shown))
-    if getattr(args, "fine_grained_activation_offloading", False):
-        modules = [module for module in args.offload_modules or [] if module in ("core_attn", "attn_proj")]
-        if modules:
-            _reject(args, Feature("offload_modules", "--offload-modules", *_HOST), f"--offload-modules {' '.join(modules)}")
+    if graphs.hold_attention(args):
+        _reject(args, _GRAPHS, graphs.given(args))
+        graphs.check(args)
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        _check_overlap(args)
 
 
 def _reject(args: argparse.Namespace, feature: Feature, shown: str) -> None:
@@ -111,16 +107,44 @@ def _reject(args: argparse.Namespace, feature: Feature, shown: str) -> None:
     note(f"warning: {shown}: no GPU run has shown {feature.what} with ring attention yet ({flag} {feature.untried})")
 
 
+def _check_overlap(args: argparse.Namespace) -> None:
+    """Checks that microbatches carry nothing that Megatron's schedule of two microbatches at a time does not hand to layers."""
+    flag = graphs.changing(args)
+    if flag:
+        raise ConfigError(
+            f"--overlap-moe-expert-parallel-comm does not support {flag}: Megatron's scripts do not hand documents to the layers "
+            "of this schedule; leave out either"
+        )
+
+
 def _check_offload(args: argparse.Namespace) -> None:
-    """Checks that --cp-ring-offload has something to move: not where core attention alone is recomputed."""
+    """Checks that one feature at most moves the tensors of attention to host memory, and that it has something to move."""
+    megatrons = _host_memory(args)
+    if megatrons and "core_attn" in megatrons and getattr(args, "attention_output_gate", False):
+        raise ConfigError(
+            f"{megatrons} with --attention-output-gate: Megatron frees the memory of values, in which the gate lies too, before "
+            "it uses the gate: leave core_attn out"
+        )
     if not getattr(args, "cp_ring_offload", current().offload):
         return
+    if megatrons:
+        raise ConfigError(f"--cp-ring-offload and {megatrons} move the same tensors to host memory: give one of them")
     modules = getattr(args, "recompute_modules", None) or ["core_attn"]
     if getattr(args, "recompute_granularity", None) == "selective" and "core_attn" in modules:
         raise ConfigError(
             "--cp-ring-offload moves q, k and v, which --recompute-granularity selective of core_attn holds on the device: leave "
             "core_attn out of --recompute-modules"
         )
+
+
+def _host_memory(args: argparse.Namespace) -> str:
+    """Megatron's flag that moves tensors of attention to host memory, "" without one."""
+    modules = getattr(args, "offload_modules", None) or []
+    of_attention = [module for module in modules if module in ("core_attn", "attn_proj")]
+    if getattr(args, "fine_grained_activation_offloading", False) and of_attention:
+        return f"--offload-modules {' '.join(of_attention)}"
+    layers = getattr(args, "cpu_offloading_num_layers", 0)
+    return f"--cpu-offloading-num-layers {layers}" if layers else ""
 
 
 @contextmanager

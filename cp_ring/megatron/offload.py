@@ -1,7 +1,11 @@
-"""--cp-ring-offload: what attention layers save for backward waits in host memory; see `cp_ring.offload`.
+"""What attention layers save for backward waits in host memory: by --cp-ring-offload (`cp_ring.offload`), or by Megatron.
 
-A layer's out is also what its output projection saves. So the layer that holds both is linked: what `linear_proj` saves of out is
-the copy in host memory.
+A layer's out is also what its output projection saves. So with --cp-ring-offload the layer that holds both is linked: what
+`linear_proj` saves of out is the copy in host memory.
+
+Megatron's own ways are hooks for saved tensors around a layer or a part of it: fine-grained offloading, and that of
+TransformerEngine (--cpu-offloading-num-layers). Both leave tensors that are marked as not to be moved. TransformerEngine before
+2.10, or with NVTE_CPU_OFFLOAD_V1=1, moves only tensors that are marked, as its own attention marks them.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from cp_ring.megatron.settings import current
 from cp_ring.offload import Offload
@@ -24,12 +29,33 @@ def offload() -> Offload:
     return _offload
 
 
-def saving(keep: Iterable[Tensor | None]) -> AbstractContextManager[None]:
+def saving(keep: Iterable[Tensor | None], config: Any = None) -> AbstractContextManager[Any]:
     """The context of one call of attention: its saved tensors, except those of `keep`, wait in host memory.
 
+    config: that of the layer, which holds the context of TransformerEngine's offloading.
     It does nothing while activations are recomputed, because the backward of such a call follows at once.
     """
-    return _offload.layer(keep) if current().offload and torch.is_grad_enabled() and not _in_backward() else nullcontext()
+    kept = [x for x in keep if x is not None]
+    for x in kept:
+        x._TE_do_not_offload = True  # type: ignore[attr-defined]
+    if not torch.is_grad_enabled() or _in_backward():
+        return nullcontext()
+    context = getattr(config, "_cpu_offloading_context", None)
+    if hasattr(context, "on_save_for_backward"):
+        return _marked(kept, context)
+    return _offload.layer(kept) if current().offload else nullcontext()
+
+
+def _marked(keep: Iterable[Tensor], context: Any) -> saved_tensors_hooks:
+    """The hooks of `context`, TransformerEngine's, which get tensors marked as to be moved, except those of `keep`."""
+    stay = {x.data_ptr() for x in keep}
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.data_ptr() not in stay:
+            tensor.activation_offloading = True  # type: ignore[attr-defined]
+        return context.on_save_for_backward(tensor)
+
+    return saved_tensors_hooks(pack, context.on_get_saved_tensor)
 
 
 def link(attention: Any) -> None:

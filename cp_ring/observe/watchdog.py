@@ -44,6 +44,8 @@ class Watch:
     """Notes of the hot path. `waits` has the batch that each waiting thread waits for, and since when.
 
     Threads of one process may wait at the same time, each in a group of its own; the place is then that of the last one.
+    `asks_device`: whether the thread may ask the device if messages are there. While a CUDA graph is captured it must not, and
+    what a graph repeats it does not see.
     """
 
     place: Place = Place()
@@ -53,13 +55,14 @@ class Watch:
     beats: int = 0
     sampled: tuple[Any, ...] | None = None
     pauses: int = 0
+    asks_device: bool = True
 
     def begin(self, batch: Any, works: Sequence[Any]) -> None:
         """Notes that this rank starts to wait for a batch of messages."""
         self.beats += 1
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
-        if self.sampled is None and (batch.receives or batch.sends)[0][1][0].is_cuda:
+        if self.sampled is None and self.asks_device and (batch.receives or batch.sends)[0][1][0].is_cuda:
             self.sampled = (_describe(self, batch), now, works)  # on CUDA `wait` returns at once, and the device waits
 
     def end(self) -> None:

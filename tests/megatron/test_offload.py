@@ -1,6 +1,7 @@
-"""--cp-ring-offload: the same bits, exact bytes, and the device forgets what waits in host memory."""
+"""Saved tensors in host memory, by --cp-ring-offload and by Megatron: the same bits, exact bytes, and the device forgets them."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_ring import ContextParallelConfig
 from cp_ring.megatron import offload, recompute, settings
+from tests.megatron import host_memory
+from tests.megatron.launch import HERE, attempt
 from tests.megatron.test_recompute import BYTES, FULL, HEADS, HIDDEN, LAYERS, ROWS, TOKENS, batches, build, forward, step
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
@@ -69,3 +72,94 @@ def test_nothing_moves_without_gradients(configured):
     with torch.no_grad():
         forward(build(), batches()[0])
     assert offload.offload().host_bytes() == 0
+
+
+def steps(model, after=lambda: None):
+    """Losses and gradients of two steps of two microbatches each; `after` ends a step, as Megatron's schedule does."""
+    torch.manual_seed(5)
+    found = []
+    for _ in range(2):
+        for tokens in batches():
+            loss = forward(model, tokens)
+            loss.backward()
+            found.append(loss.detach())
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data -= 0.1 * parameter.grad
+        model.zero_grad()
+        after()
+    return found
+
+
+@no_cuda
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"num_query_groups": 2, "qk_layernorm": True}, marks=pytest.mark.slow),
+        pytest.param({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, marks=pytest.mark.slow),
+    ],
+)
+def test_fine_grained_offloading_of_megatron(configured, more):
+    configured()
+    expected = steps(build(**more))
+    with host_memory.fine_grained() as offloading:
+        model = build(**more, **host_memory.SETTINGS)
+        outs = []
+        for layer in model.decoder.layers:
+            layer.self_attention.core_attention.register_forward_hook(lambda *call: outs.append((call[1][2], call[2])))
+        loss = forward(model, batches()[0])
+        # The first step moves all layers. Megatron frees the memory of what it has moved, whoever still holds it.
+        assert len(outs) == LAYERS and all(x.untyped_storage().nbytes() == 0 for _, x in outs)
+        freed = [x.untyped_storage().nbytes() == 0 for x, _ in outs]
+        assert all(freed) or (more.get("recompute_modules") and not any(freed))
+        loss.backward()
+        offloading.FineGrainedActivationOffloadingInterface.reset_instance()
+        model.zero_grad()
+        found = steps(model, offloading.FineGrainedActivationOffloadingInterface.reset)
+        moved = host_memory.moved_bytes(offloading)
+    assert len(found) == len(expected) and all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    # The last layer stays where it is: its backward follows at once. out is what the output projection saves too.
+    of_attention = LAYER if not more.get("num_query_groups") else LAYER - ROWS * TOKENS * HIDDEN * 4
+    counted = {} if more.get("recompute_modules") else {"core_attn": (LAYERS - 1) * of_attention}
+    assert moved == {**counted, "attn_proj": (LAYERS - 1) * ROWS * TOKENS * HIDDEN * 4}
+
+
+@no_cuda
+def test_offloading_of_transformer_engine_takes_marked_tensors(configured):
+    configured()
+    expected = steps(build())
+    with host_memory.marked_only() as store:
+        model = build(cpu_offloading=True, cpu_offloading_num_layers=LAYERS - 1, cpu_offloading_weights=False)
+        found = steps(model)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    head, runs = (TOKENS, ROWS, HEADS, HIDDEN // HEADS), 4 * LAYERS
+    assert store.moved.count(head) == 4 * runs and store.moved.count((ROWS, HEADS, TOKENS)) == runs
+    assert head not in store.left and store.left.count((HEADS,)) == runs  # a learned sink is a weight
+
+
+INTERLEAVED = [
+    *("--pipeline-model-parallel-size", "2", "--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2"),
+    *("--context-parallel-size", "2"),
+]
+SPLITS = {
+    "cp2": (2, ["--context-parallel-size", "2"]),
+    "interleaved": (4, INTERLEAVED),
+    "a2a": (2, ["--context-parallel-size", "2", "--cp-comm-type", "a2a"]),
+}
+
+
+@no_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_training_is_the_same_bits(tmp_path, split):
+    """As without, by --cp-ring-offload and by Megatron's fine-grained offloading."""
+    ranks, flags = SPLITS[split]
+    job = ["--cp-ring", "--cp-ring-cpu", "--train-iters", "3", *flags]
+    kinds = {"plain": job, "ours": [*job, "--cp-ring-offload"], "fine-grained": [str(HERE / "fine_grained_script.py"), *job]}
+    found = {name: attempt(ranks, name, line, tmp_path) for name, line in kinds.items()}
+    assert [outcome.code for outcome in found.values()] == [0, 0, 0], found["fine-grained"].output
+    expected = found.pop("plain")
+    assert all((x.losses, x.grad_norms) == (expected.losses, expected.grad_norms) for x in found.values())
+    moved = [int(count) for count in re.findall(r"moved (\d+)", found["fine-grained"].output)]  # ranks write to one log
+    assert len(moved) == ranks and all(moved)

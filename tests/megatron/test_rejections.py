@@ -13,13 +13,16 @@ import torch
 from cp_ring import ContextParallelConfig, Layout, Mask, patches
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
-from cp_ring.megatron import argument_parser, compat, features, implementations, rejection, settings, validate
+from cp_ring.megatron import argument_parser, compat, features, graphs, implementations, rejection, settings, validate
 from cp_ring.megatron.checkpoints import inspection
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
 
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 CP4 = ["--context-parallel-size", "4"]
 SIZES = ["--hierarchical-context-parallel-sizes"]
+SCOPE = "--cuda-graph-scope"  # since 0.18 another name of --cuda-graph-modules
+UNTRIED = ["--cp-ring-allow-untried", "cuda-graphs,moe-overlap"]
+GRAPH = ["--cuda-graph-impl", "local", *UNTRIED]
 BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
@@ -128,15 +131,43 @@ def parse(monkeypatch):
             "--cp-comm-type all_gather and --cp-ring-route relay exclude one another",
         ),
         (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
-        (["--cuda-graph-impl", "local"], "--cuda-graph-impl local: no GPU run has shown CUDA graphs"),
+        (["--cuda-graph-impl", "local"], "--cuda-graph-impl local: no GPU run has shown CUDA graphs that hold attention"),
         (["--cuda-graph-impl", "transformer_engine"], "accept it by --cp-ring-allow-untried cuda-graphs"),
         (["--enable-cuda-graph"], "--enable-cuda-graph: no GPU run has shown CUDA graphs"),
         (["--external-cuda-graph"], "--external-cuda-graph: no GPU run has shown CUDA graphs"),
+        (["--cuda-graph-impl", "local", SCOPE, "mlp"], "mlp: no GPU run has shown CUDA graphs that hold attention"),
+        (["--cuda-graph-impl", "transformer_engine", SCOPE, "attn", "mlp"], "attn mlp: no GPU run has shown CUDA graphs"),
+        ([SCOPE, "full_iteration"], "full_iteration: no GPU run has shown CUDA graphs"),
+        ([*GRAPH, "--cp-ring-document-mask"], "--cp-ring-document-mask brings other documents or masks in each step"),
+        ([*GRAPH, "--cp-ring-mask-kinds", "prefix"], "--cp-ring-mask-kinds brings other documents or masks in each step"),
+        ([*GRAPH, "--sft"], "--sft brings other documents or masks in each step"),
+        ([*GRAPH, "--cp-ring-timing", "5"], "--cp-ring-timing looks at each hop from the host"),
+        ([*GRAPH, "--cp-ring-trace", "1"], "--cp-ring-trace looks at each hop from the host"),
+        ([*GRAPH, "--cp-ring-debug"], "--cp-ring-debug looks at each hop from the host"),
+        ([*GRAPH, "--cp-ring-offload"], "--cp-ring-offload chooses in Python what moves to host memory"),
+        ([*GRAPH, "--log-max-attention-logit", "--bf16"], "--log-max-attention-logit collects values in Python"),
+        ([*GRAPH, "--attention-dropout", "0.1"], "--attention-dropout 0.1 would drop the same weights in each step"),
+        ([*GRAPH, "--cp-ring-kernel", "reference"], "--cp-ring-kernel reference waits for the host"),
+        ([*GRAPH, "--cp-ring-wire", "latent"], "--cp-ring-wire latent finds latents by hooks"),
+        ([*GRAPH, *CP4], "--distributed-backend gloo cannot be captured: give nccl"),
+        ([*GRAPH, "--cuda-graph-warmup-steps", "0"], "--cuda-graph-warmup-steps 0 leaves no step before the capture"),
+        ([*GRAPH, *FULL, "--hidden-dropout", "0.1"], "--hidden-dropout 0.1 would draw other numbers in a recomputation"),
         (
-            ["--fine-grained-activation-offloading", "--offload-modules", "attn_norm", "core_attn", "attn_proj"],
-            "--offload-modules core_attn attn_proj: no GPU run has shown Megatron's own offloading of attention",
+            [
+                "--cp-ring-offload",
+                "--fine-grained-activation-offloading",
+                "--offload-modules",
+                "attn_norm",
+                "core_attn",
+                "attn_proj",
+            ],
+            "--cp-ring-offload and --offload-modules core_attn attn_proj move the same tensors to host memory",
         ),
-        (["--cpu-offloading-num-layers", "1"], "--cpu-offloading-num-layers 1: no GPU run has shown"),
+        (["--cp-ring-offload", "--cpu-offloading-num-layers", "1"], "--cp-ring-offload and --cpu-offloading-num-layers 1 move"),
+        (
+            ["--attention-output-gate", "--fine-grained-activation-offloading", "--offload-modules", "core_attn"],
+            "--offload-modules core_attn with --attention-output-gate: Megatron frees",
+        ),
         (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
         (
             ["--use-megatron-fsdp"],
@@ -145,6 +176,10 @@ def parse(monkeypatch):
         (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp has no manifest"),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
         (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
+        (
+            ["--overlap-moe-expert-parallel-comm", *UNTRIED, "--cp-ring-document-mask"],
+            "--overlap-moe-expert-parallel-comm does not support --cp-ring-document-mask",
+        ),
         (["--batch-invariant-mode"], "leave out --batch-invariant-mode"),
         (["--position-embedding-type", "relative"], "an attention bias: --position-embedding-type relative"),
         (["--experimental-attention-variant", "dsa"], "leave out --experimental-attention-variant dsa"),
@@ -430,6 +465,28 @@ def test_good_flags_pass_and_come_into_force(parse):
     args = parse(*BASE, "--context-parallel-size", "4", "--cp-ring-num-slots", "3")
     assert args.cp_ring_num_slots == "3" and settings.current().num_slots == 3
     assert not args.create_attention_mask_in_dataloader
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--cuda-graph-impl", "local", SCOPE, "moe_router"],
+        ["--cuda-graph-impl", "transformer_engine", SCOPE, "mlp", "moe_router", "moe_preprocess"],
+        ["--cuda-graph-impl", "local", SCOPE, "mlp", "mamba", "--hybrid-layer-pattern", "M*-"],
+        GRAPH,
+    ],
+)
+def test_graphs_without_attention_and_those_that_are_allowed(parse, flags):
+    """Graphs of other modules hold nothing of ring attention; with attention they are accepted by name."""
+    assert graphs.hold_attention(parse(*BASE, *flags)) is (flags is GRAPH)
+
+
+def test_who_sends_batches_by_way_of_the_host():
+    whole = SimpleNamespace(cuda_graph_impl="full_iteration", tensor_model_parallel_size=1)
+    graphs.check_reading(whole)
+    whole.tensor_model_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 2 by way of the host.*run Megatron-LM"):
+        graphs.check_reading(whole)
 
 
 @pytest.mark.parametrize("version", ["0.16.0", "0.20.0", "0.20.0rc1", None])
