@@ -15,6 +15,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, compat, features, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
+from cp_ring.megatron.layer_pattern import PATTERNS, RECURRENT, attention_layers, pattern_of
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
 from cp_ring.megatron.wire import choose_wire
@@ -33,11 +34,7 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("no_persist_layer_norm", True, ""),
 )
 
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-
 _PACKED = ("sft", "dataloader_inter_document_masking")
-
-_RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # letters of a hybrid layer pattern
 
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
@@ -73,18 +70,19 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 def windows_of(args: argparse.Namespace) -> LayerWindows | None:
     """The windows of the attention layers of the flags; None where these do not say how many layers there are."""
-    pattern, _ = _pattern(args)
-    count = pattern.count("*") if pattern else args.num_layers
-    if not count:
+    if not pattern_of(args) and not args.num_layers:
+        return None
+    layers = attention_layers(args)
+    if not layers:
         return None
     window, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
     if window is None:
-        return (((-1, -1), count),)
+        return (((-1, -1), len(layers)),)
     if every is None:
-        return (((int(window[0]), int(window[1])), count),)
-    narrow = sum(bool(every[i] if isinstance(every, list) else (i + 1) % every) for i in range(count))
-    found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), count - narrow))
-    return tuple((its, layers) for its, layers in found if layers)
+        return (((int(window[0]), int(window[1])), len(layers)),)
+    narrow = sum(bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers)
+    found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
+    return tuple((its, count) for its, count in found if count)
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
@@ -370,7 +368,7 @@ def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) ->
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Checks that layers whose state runs along the sequence can have the documents of a microbatch."""
     pattern, shown = _pattern(args)
-    recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
+    recurrent = [kind for letter, kind in RECURRENT.items() if letter in pattern]
     if not recurrent:
         return
     others = [kind for kind in config.kinds if kind not in ("documents", "causal")]
@@ -398,7 +396,7 @@ def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> No
 
 def _pattern(args: argparse.Namespace) -> tuple[str, str]:
     """The layers of a hybrid model, one letter each, and the flag that gives them; "" for other models."""
-    name = next((name for name in _PATTERNS if getattr(args, name, None)), "")
+    name = next((name for name in PATTERNS if getattr(args, name, None)), "")
     return (getattr(args, name), f"--{name.replace('_', '-')} {getattr(args, name)}") if name else ("", "")
 
 

@@ -39,8 +39,10 @@ STEPS = {
     "i": Step(("training:training",), 240, "Megatron GPT at cp 1 and 2, with TransformerEngine's and local layers"),
     "j": Step(("rings:suite",), 300, "the conformance suite for each kernel"),
     "k": Step(("replays:million",), 90, "ranks of cp 64 over 1,048,576 tokens"),
-    "m": Step(("replays:memory", "rings:processes"), 150, "peak memory for more and more ranks, two processes"),
     "l": Step(("offloading:offloading",), 60, "saved tensors of layers in host memory: bits, bytes, time"),
+    "m": Step(("graphs:captured", "training:graphs"), 120, "ring attention in CUDA graphs: bits, time a hop, Megatron's losses"),
+    "n": Step(("training:overlap",), 120, "experts that exchange tokens beside another microbatch, on two streams"),
+    "o": Step(("replays:memory", "rings:processes"), 150, "peak memory for more and more ranks, two processes"),
 }
 
 

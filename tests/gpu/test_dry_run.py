@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cp_ring import ring_attention
-from tests.gpu import emulated, offloading, run, step, training
+from tests.gpu import emulated, graphs, offloading, run, step, training
 from tests.gpu.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +155,16 @@ def test_profiles(tmp_path):
     assert {"cp_ring: forward, hop 0", "cp_ring: forward, hop 1"} <= set(found["forward", 3]["spans"])
     assert {"cp_ring: backward, hop 0", "cp_ring: backward, hop 1"} <= set(found["backward", 3]["spans"])
     assert all(line["host_us_a_hop"] > 0 and line["device_s"] for line in found.values())
+
+
+def test_graphs(tmp_path):
+    """Without CUDA the operations are recorded and repeated, which takes the same checks."""
+    job = Job("m", "cpu", str(tmp_path / "out"))
+    for exact in (False, True):
+        graphs.compare(job, "cpu", exact)
+    found = lines(tmp_path / "out")
+    assert len(found) == 10 and not job.failed
+    assert all(line["graph_over_call"] > 0 for line in found if "graph_over_call" in line)
 
 
 @pytest.mark.slow

@@ -54,6 +54,32 @@ def training(job: Job) -> None:
             job.check("least loss over the first", min(one) / one[0], 0.999, layers=layers)
 
 
+def graphs(job: Job) -> None:
+    """Losses with CUDA graphs of whole layers, attention in them, are those without."""
+    if not job.cuda:
+        job.row(skipped="Megatron's CUDA graphs, which need CUDA")
+        return
+    wanted = _train(job, 1, ["--hidden-dropout", "0"])
+    asked = ["--cuda-graph-impl", "local", "--cp-ring-allow-untried", "cuda-graphs"]
+    found = _train(job, 1, ["--hidden-dropout", "0", *asked])
+    if wanted and found:
+        off = max(abs(x / y - 1) for x, y in zip(found, wanted, strict=True))
+        job.check("losses with graphs over those without", off, BF16)
+
+
+def overlap(job: Job) -> None:
+    """Losses of two microbatches at a time (--overlap-moe-expert-parallel-comm), on a second stream, are those of one."""
+    experts = shlex.split(
+        "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    )
+    flags = ["--hidden-dropout", "0", "--bf16", *experts]
+    wanted = _train(job, 2, flags)
+    found = _train(job, 2, [*flags, "--overlap-moe-expert-parallel-comm", "--cp-ring-allow-untried", "moe-overlap"])
+    if wanted and found:
+        off = max(abs(x / y - 1) for x, y in zip(found, wanted, strict=True))
+        job.check("losses with two microbatches at a time over those with one", off, BF16 if job.cuda else FLOAT32)
+
+
 def _train(job: Job, cp: int, flags: list[str]) -> list[float]:
     """The losses of 5 training steps on `cp` ranks of this device; none if the job failed."""
     local = [] if "--transformer-impl" in flags else ["--transformer-impl", "transformer_engine" if job.cuda else "local"]
