@@ -194,11 +194,7 @@ def parse(monkeypatch):
         (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),
         (
             ["--cp-ring-mask-kinds", "images", "--hybrid-layer-pattern", "M*-"],
-            "--cp-ring-mask-kinds does not reach the Mamba layers of --hybrid-layer-pattern M*-",
-        ),
-        (
-            ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-"],
-            "--cp-ring-document-mask does not reach the Mamba layers of --hybrid-layer-pattern M*-",
+            "--cp-ring-mask-kinds images does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),
         (["--sft", "--dataloader-inter-document-masking"], "name two kinds of data sets: give only one"),
         (["--cp-ring-document-mask", "--sft"], "--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data"),
