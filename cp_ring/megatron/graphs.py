@@ -85,6 +85,10 @@ def _reasons(args: argparse.Namespace) -> Iterator[str]:
         yield f"{_flag(name)} collects values in Python, which a graph leaves out: leave it out"
     if _value(args, "cp_ring_offload"):
         yield "--cp-ring-offload chooses in Python what moves to host memory, which a graph leaves out: leave it out"
+    moved = {"core_attn", "attn_proj"} & set(getattr(args, "offload_modules", None) or ())
+    if getattr(args, "cpu_offloading_num_layers", 0) or (moved and getattr(args, "fine_grained_activation_offloading", False)):
+        flag = f"--offload-modules {' '.join(sorted(moved))}" if moved else "--cpu-offloading-num-layers"
+        yield f"{flag} was not tried in a graph: leave it out"
     if getattr(args, "attention_dropout", 0):
         yield f"--attention-dropout {args.attention_dropout} would drop the same weights in each step: give --attention-dropout 0"
     if _value(args, "cp_ring_kernel") in ("cpu", "reference"):
