@@ -343,7 +343,8 @@ def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
     """The forward step of the twin: whole batch rows, no packing; the sum of the losses that count, and their number."""
     batch = {name: tensor.to(own_device()) for name, tensor in next(iterator).items() if isinstance(tensor, Tensor)}
     mask = batch["loss_mask"]
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    more = {"loss_mask": mask} if compat.takes(model, "loss_mask") else {}
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
 
     def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         total, count = (losses.reshape(-1).float() * mask.reshape(-1)).sum(), mask.sum()
