@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cp_ring import Layout, patches
+from cp_ring.megatron import graphs as ours
 from tests import recorded
 from tests.megatron import worker
 from tests.megatron.launch import TINY, fork, trace
@@ -90,7 +91,7 @@ def stand_ins(monkeypatch) -> None:
     monkeypatch.setattr(Graph, "replays", 0)
 
 
-def model(**changes):
+def model(layer=None, **changes):
     """A GPT of two layers, with the same weights each time."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -103,7 +104,8 @@ def model(**changes):
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0, hidden_dropout=0.0,
         use_cpu_initialization=True, normalization="RMSNorm", add_bias_linear=False, masked_softmax_fusion=False, **changes,
     )  # fmt: skip
-    spec = with_ring_attention(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    spec = with_ring_attention(get_gpt_layer_local_spec(changes.get("num_moe_experts"), normalization="RMSNorm"))
+    spec.module = layer or spec.module
     made = GPTModel(config, spec, vocab_size=64, max_sequence_length=N, position_embedding_type="rope")
     for parameter in made.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
@@ -150,6 +152,24 @@ def compare(graphs, rank: int = 0, cp: int = 1, **changes) -> list[Graph]:
 @pytest.mark.parametrize("changes", [{}, {"softmax_type": "learnable", "window_size": (5, 0)}], ids=str)
 def test_layers_in_graphs_train_as_without(graphs, changes):
     compare(graphs, **changes)
+
+
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "experts"), [([], {}), (["attn"], {}), (["mamba"], {}), (["moe_router"], {}), (["moe"], PADDED)],
+    ids=str,
+)  # fmt: skip
+def test_which_graphs_hold_attention(graphs, modules, experts):
+    """Where Megatron captures a layer as a whole, attention is in it, whatever the modules are called."""
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+    experts = {**experts, "num_moe_experts": 4} if "moe" in "".join(modules) else {}
+    layer_kind = {"layer": MoETransformerLayer} if experts else {}
+    made = model(cuda_graph_impl="local", cuda_graph_modules=modules, **experts, **layer_kind)
+    whole = [hasattr(layer, "cudagraph_manager") for layer in made.decoder.layers]
+    assert whole == [ours.hold_attention(made.config)] * 2
 
 
 def two_ranks(rank: int, ranks: int, port: int, folder: Path) -> None:
