@@ -49,6 +49,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
         "recurrent_layers": bool(given & {"--hybrid-layer-pattern", "--hybrid-override-pattern"}),
         "rotary_documents": INTER_DOCUMENT in argv or splits_packed_batches(config, argv),
+        "sft_batches": SFT in argv and not config.document_mask,
         "packed_batches": splits_packed_batches(config, argv),
         "document_mask": config.document_mask or bool(config.kinds),
         "microbatch_order": config.balance_microbatches,

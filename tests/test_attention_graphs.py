@@ -195,6 +195,7 @@ def test_the_watchdog_does_not_ask_the_device_where_graphs_hold_attention(monkey
         is_cuda = True
 
     batch = type("Batch", (), {"receives": [(None, [OnDevice()])], "sends": [], "kind": "keys", "hop": 1})()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for asks, captures in ((True, False), (False, False), (True, True)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
         monkeypatch.setattr(watchdog, "_describe", lambda *_: {})

@@ -121,6 +121,14 @@ def known_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dic
     return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}
 
 
+def takes(model: Any, name: str) -> bool:
+    """Whether the forward of a model, in any wrappers, takes `name`: a hybrid model of 0.16 has no `loss_mask`."""
+    while hasattr(model, "module"):
+        model = model.module
+    known = inspect.signature(getattr(model, "forward", model)).parameters
+    return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
+
+
 def known_fields(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
     """The `values` that this version's `config_class` (a dataclass) has fields for."""
     names = {field.name for field in dataclasses.fields(config_class)}

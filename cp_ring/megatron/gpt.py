@@ -193,7 +193,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    more = {name: batch[name] for name in ("loss_mask", "packed_seq_params")}
+    more = {name: batch[name] for name in ("loss_mask", "packed_seq_params") if compat.takes(model, name)}
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
     return output, functools.partial(loss_function, batch["loss_mask"])

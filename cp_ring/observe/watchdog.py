@@ -112,7 +112,7 @@ def paused() -> Iterator[None]:
 
 def _on_device(x: Any) -> bool:
     """Whether the device works on x now: not where a CUDA graph is captured, whose messages are never complete."""
-    return bool(x.is_cuda) and not torch.cuda.is_current_stream_capturing()
+    return bool(x.is_cuda) and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:

@@ -31,17 +31,18 @@ STEPS = {
     "a": Step(("tiles:accuracy",), 90, "each kernel on the ring's tiles against float64; times of plans"),
     "b": Step(("tiles:speeds",), 75, "speeds of these tiles, and of single calls"),
     "c": Step(("replays:profiles",), 60, "device time by kernel name, host time a hop, launches, memory"),
-    "d": Step(("rings:accuracy",), 90, "rings of 2, 4 and 8 ranks against float64, over one call"),
-    "e": Step(("rings:merging",), 60, "merges and sums by Triton against torch operations"),
+    "d": Step(("rings:accuracy",), 150, "rings of 2, 4 and 8 ranks against float64, over one call"),
+    "e": Step(("rings:merging", "rings:wires"), 90, "merges and sums by Triton against torch operations; quantized keys"),
     "f": Step(("tiles:packed_and_dense",), 45, "packed calls against dense ones; deterministic gradients"),
     "g": Step(("replays:efficiencies",), 150, "replays at cp 1 to 16 under each schedule, beside single calls"),
-    "h": Step(("training:recomputation",), 90, "recompute keep and replay with hidden dropout: the same bits"),
-    "i": Step(("training:training",), 150, "Megatron GPT at cp 1 and 2, with TransformerEngine's and local layers"),
-    "j": Step(("rings:suite", "replays:memory", "rings:processes"), 180, "conformance, memory, two processes"),
+    "h": Step(("training:recomputation",), 150, "recompute keep and replay with hidden dropout: the same bits"),
+    "i": Step(("training:training",), 240, "Megatron GPT at cp 1 and 2, with TransformerEngine's and local layers"),
+    "j": Step(("rings:suite",), 300, "the conformance suite for each kernel"),
     "k": Step(("replays:million",), 90, "ranks of cp 64 over 1,048,576 tokens"),
     "l": Step(("offloading:offloading",), 60, "saved tensors of layers in host memory: bits, bytes, time"),
     "m": Step(("graphs:captured", "training:graphs"), 120, "ring attention in CUDA graphs: bits, time a hop, Megatron's losses"),
     "n": Step(("training:overlap",), 120, "experts that exchange tokens beside another microbatch, on two streams"),
+    "o": Step(("replays:memory", "rings:processes"), 150, "peak memory for more and more ranks, two processes"),
 }
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import emulated, graphs, run, step
+from cp_ring import ring_attention
+from tests.gpu import emulated, graphs, offloading, run, step, training
 from tests.gpu.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +95,9 @@ def test_tiles(tmp_path):
     assert {line["kernel"] for line in checks} == {
         "transformer_engine", "transformer_engine, thd", "cudnn", "flash", "flash_aten", "cpu"
     }  # fmt: skip
-    assert {line["check"] for line in checks} == {"out", "lse", "dq, merged lse", "dk, merged lse", "dv, merged lse"}
+    assert {line["check"] for line in checks} == {
+        "out", "lse", "dq, merged lse", "dk, merged lse", "dv, merged lse", "draws from the default generator"
+    }  # fmt: skip
     assert {line["tile"] for line in checks} == {"256 x 128", "128 x 256", "causal 184 x 184", "72 x 184"}
 
 
@@ -125,6 +128,22 @@ def test_an_error_of_a_step_is_a_line(tmp_path, monkeypatch):
     (line,) = lines(out)
     assert line["holds"] is False
     assert "an illegal memory access" in line["error"]
+
+
+def test_same_bits_are_wanted_of_deterministic_kernels_alone(tmp_path, monkeypatch):
+    """The fastest kernels add gradients up in any order, so two runs of them differ on a GPU."""
+    asked = []
+
+    def recorded(*inputs, **options):
+        asked.append(options["deterministic"])
+        return ring_attention(*inputs, **options)
+
+    monkeypatch.setattr(offloading, "ring_attention", recorded)
+    assert step.run("l", "cpu", str(tmp_path / "out"))
+    assert asked == [True] * 2 * offloading.LAYERS
+    monkeypatch.setattr(training, "_train", lambda job, cp, flags: asked.append("--deterministic-mode" in flags) or [1.0])
+    assert step.run("h", "cpu", str(tmp_path / "out"))
+    assert asked[2 * offloading.LAYERS :] == [True, True]
 
 
 @pytest.mark.slow

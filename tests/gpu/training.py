@@ -31,8 +31,11 @@ BF16, FLOAT32 = 2**-8, 1e-5
 
 
 def recomputation(job: Job) -> None:
-    """`--cp-ring-recompute` keep and replay give the same losses, bit by bit, with hidden dropout."""
-    flags = shlex.split("--hidden-dropout 0.1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    """`--cp-ring-recompute` keep and replay give the same losses, bit by bit, with hidden dropout and deterministic kernels."""
+    flags = shlex.split(
+        "--hidden-dropout 0.1 --deterministic-mode "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
     cp = 2 if job.cuda else 1
     losses = {kind: _train(job, cp, [*flags, "--cp-ring-recompute", kind, "--no-cp-ring-certify"]) for kind in ("keep", "replay")}
     if all(losses.values()):

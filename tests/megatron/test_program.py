@@ -13,7 +13,7 @@ import torch
 import cp_ring.megatron
 from cp_ring import ContextParallelConfig, patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat, program, settings
+from cp_ring.megatron import compat, program, rejection, settings
 from tests.megatron.launch import HERE, launch
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
@@ -92,6 +92,19 @@ def test_auto_is_the_shape_chosen_for_the_first_model(enabled, capfd):
     assert "chosen by predicted time, nodes of" in capfd.readouterr().out
     program.accept_model(config)
     assert settings.current() == chosen and "chosen" not in capfd.readouterr().out
+
+
+@no_cuda
+def test_the_fused_rotary_embedding_is_switched_off_where_it_cannot_have_the_positions(enabled, capfd):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    enabled(layout="balanced", document_mask=True, seq_length=64, micro_batch_size=2)
+    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
+    config.apply_rope_fusion = True  # which needs TransformerEngine when it is made
+    rejection._noted.clear()
+    program.accept_model(config)
+    assert config.apply_rope_fusion is False
+    assert "--micro-batch-size 2 has different positions" in capfd.readouterr().out
 
 
 def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):

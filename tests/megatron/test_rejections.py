@@ -201,6 +201,14 @@ def parse(monkeypatch):
             ["--cp-ring-mask-kinds", "images", "--hybrid-layer-pattern", "M*-"],
             "--cp-ring-mask-kinds images does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),
+        (
+            ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-", "--disable-mamba-mem-eff-path"],
+            "--disable-mamba-mem-eff-path: the Mamba layers of --hybrid-layer-pattern M*- then have no documents",
+        ),
+        (
+            ["--cp-ring-mask-kinds", "documents", "--hybrid-layer-pattern", "G*-", "--deterministic-mode"],
+            "--deterministic-mode: the gated delta net layers of --hybrid-layer-pattern G*- then have no documents",
+        ),
         (["--sft", "--dataloader-inter-document-masking"], "name two kinds of data sets: give only one"),
         (["--cp-ring-document-mask", "--sft"], "--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data"),
         (["--cp-ring-pack", "loosely"], "--cp-ring-pack 'loosely': input should be 'first-fit', 'in-order' or 'fill'"),
@@ -631,13 +639,29 @@ def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--micro-batch-size", "2"],
             "--cp-ring-layout balanced with --micro-batch-size 2 has different positions in each microbatch and batch row",
         ),
+        (
+            ["--dataloader-inter-document-masking", "--context-parallel-size", "2"],
+            "--dataloader-inter-document-masking splits documents all together",
+        ),
     ],
 )
-def test_the_fused_rotary_embedding_has_one_position_for_a_token(parse, flags, message):
+def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(parse, capsys, flags, message):
     args = parse(*BASE, "--global-batch-size", "8", *flags)  # the CPU has no fused one
-    args.apply_rope_fusion = True
-    with pytest.raises(ConfigError, match=message):
+    rejection._noted.clear()
+    for _ in range(2):  # Megatron parses a command line more than once
+        args.apply_rope_fusion = True
         validate.check_documents(args, ContextParallelConfig.from_args(args))
+        assert args.apply_rope_fusion is False
+    printed = capsys.readouterr().out
+    assert printed.count("is switched off (--no-rope-fusion)") == 1
+    assert message in printed
+
+
+def test_the_fused_rotary_embedding_stays_where_tokens_have_one_position(parse):
+    args = parse(*BASE, "--cp-ring-layout", "balanced", "--cp-ring-document-mask")
+    args.apply_rope_fusion = True
+    validate.check_documents(args, ContextParallelConfig.from_args(args))
+    assert args.apply_rope_fusion is True
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,11 @@ def _losses_of_models_restored() -> Iterator[None]:
         yield
 
 
+def _copied(state: Any) -> Any:
+    """A state of Megatron's tracker. A generator, which CUDA graphs need, goes on where a tensor is replaced."""
+    return state.clone_state() if isinstance(state, torch.Generator) else state
+
+
 @contextmanager
 def states_restored() -> Iterator[None]:
     """Afterwards restores random states, cp_ring's settings, and what Megatron and the watchdog collect while a model runs."""
@@ -216,7 +221,7 @@ def states_restored() -> Iterator[None]:
         if torch.cuda.is_available():
             stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state())
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        stack.callback(tracker.set_states, dict(tracker.get_states()))
+        stack.callback(tracker.set_states, {name: _copied(state) for name, state in tracker.get_states().items()})
         stack.callback(settings.configure, settings.current())
         stack.enter_context(_losses_of_models_restored())
         try:
