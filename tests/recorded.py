@@ -113,7 +113,8 @@ def repeat(operations: list[Operation]) -> None:
     with torch.no_grad():
         for operation in operations:
             if operation.function.namespace == "c10d":
-                posted.append(operation.function(*operation.args, **operation.kwargs))
+                results = operation.function(*operation.args, **operation.kwargs)
+                posted.append(results[-1] if isinstance(results, tuple) else results)
                 continue
             while posted:
                 dist.Work.unbox(posted.pop()).wait()

@@ -147,6 +147,11 @@ def parse(monkeypatch):
         ([*GRAPH, "--cp-ring-offload"], "--cp-ring-offload chooses in Python what moves to host memory"),
         ([*GRAPH, "--log-max-attention-logit", "--bf16"], "--log-max-attention-logit collects values in Python"),
         ([*GRAPH, "--attention-dropout", "0.1"], "--attention-dropout 0.1 would drop the same weights in each step"),
+        (
+            ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--attention-dropout", "0.1"],
+            "--attention-dropout 0.1 keeps a count among Megatron's random states",
+        ),
+        ([*GRAPH, "--fine-grained-activation-offloading", "--offload-modules", "core_attn"], "core_attn was not tried in"),
         ([*GRAPH, "--cp-ring-kernel", "reference"], "--cp-ring-kernel reference waits for the host"),
         ([*GRAPH, "--cp-ring-wire", "latent"], "--cp-ring-wire latent finds latents by hooks"),
         ([*GRAPH, *CP4], "--distributed-backend gloo cannot be captured: give nccl"),
