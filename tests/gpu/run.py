@@ -40,6 +40,8 @@ STEPS = {
     "j": Step(("rings:suite", "replays:memory", "rings:processes"), 180, "conformance, memory, two processes"),
     "k": Step(("replays:million",), 90, "ranks of cp 64 over 1,048,576 tokens"),
     "l": Step(("offloading:offloading",), 60, "saved tensors of layers in host memory: bits, bytes, time"),
+    "m": Step(("training:sharding",), 120, "Megatron GPT with FSDP of torch and of Megatron, beside one without"),
+    "n": Step(("training:megatrons_offloading",), 150, "Megatron GPT with Megatron's own offloading, beside one without"),
 }
 
 
