@@ -174,11 +174,9 @@ def parse(monkeypatch):
             "--offload-modules core_attn with --attention-output-gate: Megatron frees",
         ),
         (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
-        (
-            ["--use-megatron-fsdp"],
-            "--use-megatron-fsdp: no GPU run has shown Megatron's FSDP, instead of --use-torch-fsdp2, with",
-        ),
         (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp has no manifest"),
+        (["--use-megatron-fsdp", "--async-save"], "--async-save with --use-megatron-fsdp writes checkpoints without a"),
+        (["--use-megatron-fsdp", "--save", "x"], "--save with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16"),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
         (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
         (
@@ -192,8 +190,8 @@ def parse(monkeypatch):
         (["--qk-clip"], "--qk-clip needs --bf16 or --fp16"),
         (["--cp-ring-allow-untried", "fp4"], "--cp-ring-allow-untried 'fp4': fp4 is none of them; known are cuda-graphs"),
         (
-            ["--cp-ring-allow-untried", "cuda-graphs", "--cuda-graph-impl", "local", "--use-megatron-fsdp"],
-            "accept it by --cp-ring-allow-untried megatron-fsdp",
+            ["--cp-ring-allow-untried", "cuda-graphs", "--cuda-graph-impl", "local", "--overlap-moe-expert-parallel-comm"],
+            "accept it by --cp-ring-allow-untried moe-overlap",
         ),
         (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
         (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),
