@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cp_ring.observe import threads
@@ -63,7 +64,8 @@ class Watch:
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
         if self.sampled is None and self.asks_device and (batch.receives or batch.sends)[0][1][0].is_cuda:
-            self.sampled = (_describe(self, batch), now, works)  # on CUDA `wait` returns at once, and the device waits
+            device = (batch.receives or batch.sends)[0][1][0].device
+            self.sampled = (_describe(self, batch), now, works, device)  # on CUDA `wait` returns at once, and the device waits
 
     def end(self) -> None:
         """Notes that the batch of this thread has arrived."""
@@ -172,7 +174,7 @@ class Watchdog:
     def waited(self) -> float:
         """How many seconds this rank has been in its present wait."""
         now, since, sampled = time.monotonic(), WATCH.longest()[1], WATCH.sampled
-        if sampled is not None and all(work.is_completed() for work in sampled[2]):
+        if sampled is not None and _completed(*sampled[2:]):
             WATCH.sampled = sampled = None
         seconds = [now - max(start, self._awake) for start in (since, sampled[1] if sampled else 0.0) if start]
         frame = _collective(sys._current_frames().get(self._main))
@@ -226,6 +228,15 @@ class Watchdog:
         if _collective(frame) is not None:
             mine |= {"waits": "collective", "seconds": time.monotonic() - self._stack_since}
         return mine
+
+
+def _completed(works: Sequence[Any], device: torch.device) -> bool:
+    """Whether the messages are complete. On another device than their own, the question would take memory of that one.
+
+    The device of a new thread is the first one, which is that of another rank.
+    """
+    with torch.cuda.device(device):
+        return all(work.is_completed() for work in works)
 
 
 def _say(line: str) -> None:
