@@ -399,7 +399,7 @@ def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> No
 def _pattern(args: argparse.Namespace) -> tuple[str, str]:
     """The layers of a hybrid model, one letter each, and the flag that gives them; "" for other models."""
     name = next((name for name in PATTERNS if getattr(args, name, None)), "")
-    return (getattr(args, name), f"--{name.replace('_', '-')} {getattr(args, name)}") if name else ("", "")
+    return pattern_of(args), f"--{name.replace('_', '-')} {pattern_of(args)}"
 
 
 def check_layers(args: argparse.Namespace) -> None:

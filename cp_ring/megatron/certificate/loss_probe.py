@@ -39,6 +39,7 @@ from cp_ring.megatron.certificate.probe_batch import (
     samples_of_rows,
     spans_between,
 )
+from cp_ring.megatron.certificate.recurrent_twin import recur_alone
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.routing import routed_by_rank
 from cp_ring.megatron.certificate.tiny_model import (
@@ -171,6 +172,7 @@ def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, ste
         twin = build(whole)
         twin.load_state_dict(model.state_dict())
         _attend_densely(twin, batch.spans)
+        recur_alone(twin, batch.spans, kinds[0].tokens)
         plain, *weighted = _train(whole, twin, batch, _whole_rows if own else step, None, *weights)
     twins = plain, weighted[0] if weighted else plain
     return _compare(ours, *twins, own, positions[rank].to(own_device()), (name_of(tiny, model), kinds[0].mask))
