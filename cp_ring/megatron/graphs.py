@@ -62,7 +62,7 @@ def check(args: argparse.Namespace) -> None:
 
 def check_dropout(args: argparse.Namespace) -> None:
     """Raises `ConfigError` where a graph, also one without attention, would take what counts microbatches for a generator."""
-    if implementation(args) != "none" and getattr(args, "attention_dropout", 0.0):
+    if implementation(args) != "none" and getattr(args, "attention_dropout", 0):
         raise ConfigError(
             f"{given(args)}: --attention-dropout {args.attention_dropout} keeps a count among Megatron's random states, of which "
             "CUDA graphs take generators only: give --attention-dropout 0"
