@@ -60,6 +60,15 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{given(args)} puts attention into a CUDA graph: {reason}")
 
 
+def check_dropout(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` where a graph, also one without attention, would take what counts microbatches for a generator."""
+    if implementation(args) != "none" and getattr(args, "attention_dropout", 0.0):
+        raise ConfigError(
+            f"{given(args)}: --attention-dropout {args.attention_dropout} keeps a count among Megatron's random states, of which "
+            "CUDA graphs take generators only: give --attention-dropout 0"
+        )
+
+
 def check_reading(args: argparse.Namespace) -> None:
     """Raises `ConfigError` where a graph would hold how `cp_ring.pretrain_gpt` reads a batch, which waits for the host."""
     if implementation(args) == _FULL and args.tensor_model_parallel_size > 1:

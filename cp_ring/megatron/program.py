@@ -73,6 +73,7 @@ def accept_model(config: Any) -> argparse.Namespace:
     args, used = arguments_of(config), settings.current()
     features.check_attention(args)
     validate.check_documents(args, used)
+    config.apply_rope_fusion = args.apply_rope_fusion
     validate.check_loss_chunk(args, used)
     cp = config.context_parallel_size
     if cp > 1 and args.seq_length % (2 * cp):

@@ -15,7 +15,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, compat, features, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
-from cp_ring.megatron.layer_pattern import PATTERNS, RECURRENT, attention_layers, pattern_of
+from cp_ring.megatron.layer_pattern import RECURRENT, attention_layers, pattern_of, shown_pattern
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
 from cp_ring.megatron.wire import choose_wire
@@ -274,8 +274,8 @@ def note_gather(args: argparse.Namespace, config: ContextParallelConfig) -> None
 
 
 def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Checks that the flags about documents agree. Sets the flags of Megatron's data set that --cp-ring-document-mask needs."""
-    _check_positions(args, config)
+    """Checks that the flags about documents agree, and sets the flags of Megatron that documents need."""
+    _unfuse_rotary(args, config)
     _check_hybrid(args, config)
     if config.kinds and config.document_mask:
         raise ConfigError(
@@ -296,13 +296,6 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
         args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
     elif args.reset_attention_mask:
         raise ConfigError("--reset-attention-mask makes masks of s x s tokens: give --cp-ring-document-mask instead")
-    together = inter_document or (getattr(args, "sft", False) and config.layout == "balanced")
-    if together and not config.document_mask and args.context_parallel_size > 1 and args.apply_rope_fusion:
-        flag = "--dataloader-inter-document-masking" if inter_document else "--sft with --cp-ring-layout balanced"
-        raise ConfigError(
-            f"{flag} splits documents in a way that the fused rotary embedding does not support: "
-            "give --no-rope-fusion, or --cp-ring-document-mask instead"
-        )
 
 
 def check_trace(args: argparse.Namespace, config: ContextParallelConfig) -> None:
@@ -350,24 +343,33 @@ def check_microbatches(args: argparse.Namespace, config: ContextParallelConfig) 
             raise ConfigError(f"{flag} needs steps of one size: leave out --{name.replace('_', '-')}")
 
 
-def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Checks that the fused rotary embedding can have the positions, where they differ from microbatch to microbatch."""
-    if not (config.kinds or (config.layout == "balanced" and config.document_mask)):
-        return
-    rotary = args.position_embedding_type not in ("learned_absolute", "none")
-    latent = getattr(args, "multi_latent_attention", False)
-    if rotary and args.apply_rope_fusion and (args.micro_batch_size > 1 or latent):
+def _unfuse_rotary(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Switches off the fused rotary embedding, with a note, where it cannot have the positions of the tokens."""
+    if args.apply_rope_fusion and (reason := _why_unfused(args, config)):
+        args.apply_rope_fusion = False
+        note(f"{reason}, which the fused rotary embedding does not support: it is switched off (--no-rope-fusion)")
+
+
+def _why_unfused(args: argparse.Namespace, config: ContextParallelConfig) -> str:
+    if args.position_embedding_type in ("learned_absolute", "none"):
+        return ""
+    if config.kinds or (config.layout == "balanced" and config.document_mask):
         asked = "--cp-ring-mask-kinds" if config.kinds else "--cp-ring-layout balanced"
-        why = "--multi-latent-attention" if latent else f"--micro-batch-size {args.micro_batch_size}"
-        raise ConfigError(
-            f"{asked} with {why} has different positions in each microbatch and batch row, which the fused rotary embedding does "
-            "not support: give --no-rope-fusion"
-        )
+        latent = getattr(args, "multi_latent_attention", False)
+        other = "--multi-latent-attention" if latent else f"--micro-batch-size {args.micro_batch_size}"
+        several = latent or args.micro_batch_size > 1
+        return f"{asked} with {other} has different positions in each microbatch and batch row" if several else ""
+    inter_document = getattr(args, "dataloader_inter_document_masking", False)
+    together = inter_document or (getattr(args, "sft", False) and config.layout == "balanced")
+    if together and not config.document_mask and args.context_parallel_size > 1:
+        flag = "--dataloader-inter-document-masking" if inter_document else "--sft with --cp-ring-layout balanced"
+        return f"{flag} splits documents all together"
+    return ""
 
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Checks that layers whose state runs along the sequence can have the documents of a microbatch."""
-    pattern, shown = _pattern(args)
+    pattern, shown = pattern_of(args), shown_pattern(args)
     recurrent = [kind for letter, kind in RECURRENT.items() if letter in pattern]
     if not recurrent:
         return
@@ -392,12 +394,6 @@ def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> No
             f"--deterministic-mode: the gated delta net layers of {shown} then have no documents (fla's kernels have them, which "
             "are not deterministic): leave it out"
         )
-
-
-def _pattern(args: argparse.Namespace) -> tuple[str, str]:
-    """The layers of a hybrid model, one letter each, and the flag that gives them; "" for other models."""
-    name = next((name for name in PATTERNS if getattr(args, name, None)), "")
-    return (getattr(args, name), f"--{name.replace('_', '-')} {getattr(args, name)}") if name else ("", "")
 
 
 def check_layers(args: argparse.Namespace) -> None:

@@ -63,9 +63,9 @@ class Watch:
         self.beats += 1
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
-        if self.sampled is None and self.asks_device and (batch.receives or batch.sends)[0][1][0].is_cuda:
-            device = (batch.receives or batch.sends)[0][1][0].device
-            self.sampled = (_describe(self, batch), now, works, device)  # on CUDA `wait` returns at once, and the device waits
+        first = (batch.receives or batch.sends)[0][1][0]
+        if self.sampled is None and self.asks_device and _on_device(first):
+            self.sampled = (_describe(self, batch), now, works, first.device)  # on CUDA `wait` returns at once; the device waits
 
     def end(self) -> None:
         """Notes that the batch of this thread has arrived."""
@@ -109,6 +109,11 @@ def paused() -> Iterator[None]:
         yield
     finally:
         WATCH.pauses = max(WATCH.pauses - 1, 0)
+
+
+def _on_device(x: Any) -> bool:
+    """Whether the device works on x now: not where a CUDA graph is captured, whose messages are never complete."""
+    return bool(x.is_cuda) and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:

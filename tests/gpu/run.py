@@ -43,6 +43,8 @@ STEPS = {
     "m": Step(("graphs:captured", "training:graphs"), 120, "ring attention in CUDA graphs: bits, time a hop, Megatron's losses"),
     "n": Step(("training:overlap",), 120, "experts that exchange tokens beside another microbatch, on two streams"),
     "o": Step(("replays:memory", "rings:processes"), 150, "peak memory for more and more ranks, two processes"),
+    "p": Step(("training:sharding",), 120, "Megatron GPT with FSDP of torch and of Megatron, beside one without"),
+    "q": Step(("training:megatrons_offloading",), 150, "Megatron GPT with Megatron's own offloading, beside one without"),
 }
 
 

@@ -147,6 +147,11 @@ def parse(monkeypatch):
         ([*GRAPH, "--cp-ring-offload"], "--cp-ring-offload chooses in Python what moves to host memory"),
         ([*GRAPH, "--log-max-attention-logit", "--bf16"], "--log-max-attention-logit collects values in Python"),
         ([*GRAPH, "--attention-dropout", "0.1"], "--attention-dropout 0.1 would drop the same weights in each step"),
+        (
+            ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--attention-dropout", "0.1"],
+            "--attention-dropout 0.1 keeps a count among Megatron's random states",
+        ),
+        ([*GRAPH, "--fine-grained-activation-offloading", "--offload-modules", "core_attn"], "core_attn was not tried in"),
         ([*GRAPH, "--cp-ring-kernel", "reference"], "--cp-ring-kernel reference waits for the host"),
         ([*GRAPH, "--cp-ring-wire", "latent"], "--cp-ring-wire latent finds latents by hooks"),
         ([*GRAPH, *CP4], "--distributed-backend gloo cannot be captured: give nccl"),
@@ -169,11 +174,9 @@ def parse(monkeypatch):
             "--offload-modules core_attn with --attention-output-gate: Megatron frees",
         ),
         (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
-        (
-            ["--use-megatron-fsdp"],
-            "--use-megatron-fsdp: no GPU run has shown Megatron's FSDP, instead of --use-torch-fsdp2, with",
-        ),
         (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp has no manifest"),
+        (["--use-megatron-fsdp", "--async-save"], "--async-save with --use-megatron-fsdp writes checkpoints without a"),
+        (["--use-megatron-fsdp", "--save", "x"], "--save with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16"),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
         (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
         (
@@ -187,18 +190,22 @@ def parse(monkeypatch):
         (["--qk-clip"], "--qk-clip needs --bf16 or --fp16"),
         (["--cp-ring-allow-untried", "fp4"], "--cp-ring-allow-untried 'fp4': fp4 is none of them; known are cuda-graphs"),
         (
-            ["--cp-ring-allow-untried", "cuda-graphs", "--cuda-graph-impl", "local", "--use-megatron-fsdp"],
-            "accept it by --cp-ring-allow-untried megatron-fsdp",
+            ["--cp-ring-allow-untried", "cuda-graphs", "--cuda-graph-impl", "local", "--overlap-moe-expert-parallel-comm"],
+            "accept it by --cp-ring-allow-untried moe-overlap",
         ),
         (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
         (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),
         (
             ["--cp-ring-mask-kinds", "images", "--hybrid-layer-pattern", "M*-"],
-            "--cp-ring-mask-kinds does not reach the Mamba layers of --hybrid-layer-pattern M*-",
+            "--cp-ring-mask-kinds images does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),
         (
-            ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-"],
-            "--cp-ring-document-mask does not reach the Mamba layers of --hybrid-layer-pattern M*-",
+            ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-", "--disable-mamba-mem-eff-path"],
+            "--disable-mamba-mem-eff-path: the Mamba layers of --hybrid-layer-pattern M*- then have no documents",
+        ),
+        (
+            ["--cp-ring-mask-kinds", "documents", "--hybrid-layer-pattern", "G*-", "--deterministic-mode"],
+            "--deterministic-mode: the gated delta net layers of --hybrid-layer-pattern G*- then have no documents",
         ),
         (["--sft", "--dataloader-inter-document-masking"], "name two kinds of data sets: give only one"),
         (["--cp-ring-document-mask", "--sft"], "--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data"),
@@ -630,13 +637,29 @@ def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--micro-batch-size", "2"],
             "--cp-ring-layout balanced with --micro-batch-size 2 has different positions in each microbatch and batch row",
         ),
+        (
+            ["--dataloader-inter-document-masking", "--context-parallel-size", "2"],
+            "--dataloader-inter-document-masking splits documents all together",
+        ),
     ],
 )
-def test_the_fused_rotary_embedding_has_one_position_for_a_token(parse, flags, message):
+def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(parse, capsys, flags, message):
     args = parse(*BASE, "--global-batch-size", "8", *flags)  # the CPU has no fused one
-    args.apply_rope_fusion = True
-    with pytest.raises(ConfigError, match=message):
+    rejection._noted.clear()
+    for _ in range(2):  # Megatron parses a command line more than once
+        args.apply_rope_fusion = True
         validate.check_documents(args, ContextParallelConfig.from_args(args))
+        assert args.apply_rope_fusion is False
+    printed = capsys.readouterr().out
+    assert printed.count("is switched off (--no-rope-fusion)") == 1
+    assert message in printed
+
+
+def test_the_fused_rotary_embedding_stays_where_tokens_have_one_position(parse):
+    args = parse(*BASE, "--cp-ring-layout", "balanced", "--cp-ring-document-mask")
+    args.apply_rope_fusion = True
+    validate.check_documents(args, ContextParallelConfig.from_args(args))
+    assert args.apply_rope_fusion is True
 
 
 @pytest.mark.parametrize(
