@@ -68,7 +68,7 @@ def run_in_order(ranks) -> None:
 def plans(names, routes, schedules):
     for name in names:
         for route in routes:
-            for schedule in schedules:
+            for schedule in schedules if route == "direct" else ["auto"]:
                 options = {"node_size": 2} if route == "relay" else {}
                 yield (
                     f"{name} {route} {schedule}",
