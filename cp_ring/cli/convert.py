@@ -82,8 +82,8 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(f"... and {cp - MAX_RANKS_SHOWN} more ranks (--json has all)")
     between = facts["bytes_between_nodes"] / 2**20
     console.print(
-        f"{facts['share_of_tokens_that_travel']:.1%} of the tokens travel, {between:,.1f} MiB between nodes; gradients go the way "
-        f"back; proven: built in {facts['build_ms']:.1f} ms, verified in {facts['verify_ms']:.1f} ms"
+        f"{facts['share_of_tokens_that_travel']:.1%} of the tokens travel, {between:,.1f} MiB between nodes; gradients go the "
+        f"way back; proven: built in {facts['build_ms']:.1f} ms, verified in {facts['verify_ms']:.1f} ms"
     )
 
 

@@ -216,9 +216,11 @@ def plan_command(
         offsets = offsets if lengths is None else np.cumsum([0, *drawn])
         allowed = _make_mask(mask, seq_length, offsets, window, full, prefix)
         if convert:
-            layouts = [_make_layout(name, allowed, offsets, cp, chunks_per_rank if name == "balanced" else None)
-                       for name in names_of(convert)]  # fmt: skip
-            convert_command(*layouts, heads * head_dim * sizes.element, ranks_per_node, as_json, draw)
+            before, after = (
+                _make_layout(name, allowed, offsets, cp, chunks_per_rank if name == "balanced" else None)
+                for name in names_of(convert)
+            )
+            convert_command(before, after, heads * head_dim * sizes.element, ranks_per_node, as_json, draw)
             return
         chosen = _make_layout(layout, allowed, offsets, cp, chunks_per_rank)
         node_size, reason = ranks_per_node if cp % ranks_per_node == 0 else 1, None
