@@ -32,7 +32,7 @@ MASK_KINDS = (
 )  # fmt: skip
 """Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
 
-UNTRIED = ("cuda-graphs", "megatron-fsdp", "moe-overlap")
+UNTRIED = ("cuda-graphs", "moe-overlap")
 """Features of Megatron for which ring attention is written, and which no GPU run has shown yet: rejected unless allowed."""
 
 PLUGINS = "cp_ring.plugins"

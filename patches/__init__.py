@@ -30,6 +30,7 @@ NAMES = (
     "mtp_roll",
     "moe_aux_loss",
     "fsdp2",
+    "megatron_fsdp",
     "loss_chunks",
     "loss_bias",
     "optimizer_step",

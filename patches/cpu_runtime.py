@@ -34,6 +34,8 @@ class CudaMeansCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.device and args and _on_cpu(args[0]) is CPU:
+            return CPU
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(args[0]).replace("torch.", "torch.cuda.", 1)
         if kwargs:

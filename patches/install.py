@@ -58,6 +58,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "mtp_roll": "--mtp-num-layers" in given,
         "moe_aux_loss": "--num-experts" in given,
         "fsdp2": "--use-torch-fsdp2" in given,
+        "megatron_fsdp": "--use-megatron-fsdp" in given,
     }
     return [name for name, needed in wanted.items() if needed]
 

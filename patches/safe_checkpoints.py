@@ -12,10 +12,11 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.training.checkpointing as checkpointing
     import megatron.training.initialize as initialize
     import megatron.training.training as training
+    import torch
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from cp_ring.megatron.checkpoints import loading, saving
+    from cp_ring.megatron.checkpoints import fsdp, loading, saving
 
     modules = [checkpointing, training, async_utils]
     yield from replace_everywhere(modules, "save_checkpoint", saving.guarded(checkpointing.save_checkpoint))
@@ -30,6 +31,7 @@ def _replacements() -> Iterator[Replacement]:
     opener = "maybe_msc" if hasattr(checkpointing, "maybe_msc") else "open_file"  # until 0.18 it is a function
     yield checkpointing, opener, saving.Opener(getattr(checkpointing, opener))
     yield dist_checkpointing, "save", saving.written_aside(dist_checkpointing.save)
+    yield torch.distributed.checkpoint, "save", fsdp.written_aside(torch.distributed.checkpoint.save)
     yield FileSystemWriter, "finish", saving.tolerant(FileSystemWriter.finish)
     yield from _writers()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,9 +108,16 @@ def record(call: Callable[[], Any]) -> tuple[list[Operation], list[str]]:
 
 
 def repeat(operations: list[Operation]) -> None:
-    """All of them again, as a graph is replayed."""
+    """All of them again, as a graph is replayed. Messages of a process group are waited for before the next other operation."""
+    posted: list[Any] = []
     with torch.no_grad():
         for operation in operations:
+            if operation.function.namespace == "c10d":
+                results = operation.function(*operation.args, **operation.kwargs)
+                posted.append(results[-1] if isinstance(results, tuple) else results)
+                continue
+            while posted:
+                dist.Work.unbox(posted.pop()).wait()
             operation.repeat()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cp_ring import Layout, Mask, PlanError, RingPlan, ring_attention
 from cp_ring.kernels import calls
+from cp_ring.observe import watchdog
 from cp_ring.observe.watchdog import Watch
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
@@ -189,11 +190,16 @@ def test_every_message_is_waited_for(name):
         assert transport.posted > forward and transport.waited == transport.posted
 
 
-def test_the_watchdog_does_not_ask_the_device_where_graphs_hold_attention():
+def test_the_watchdog_does_not_ask_the_device_where_graphs_hold_attention(monkeypatch):
     class OnDevice:
         is_cuda = True
 
     batch = type("Batch", (), {"receives": [(None, [OnDevice()])], "sends": [], "kind": "keys", "hop": 1})()
-    watch = Watch(asks_device=False)
-    watch.begin(batch, [])
-    assert watch.sampled is None and watch.longest()[0] is batch
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for asks, captures in ((True, False), (False, False), (True, True)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        monkeypatch.setattr(watchdog, "_describe", lambda *_: {})
+        watch = Watch(asks_device=asks)
+        watch.begin(batch, [])
+        assert (watch.sampled is not None) is (asks and not captures)
+        assert watch.longest()[0] is batch

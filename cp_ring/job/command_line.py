@@ -192,9 +192,12 @@ def _environment(job: JobConfig, device: str) -> dict[str, str]:
     """Variables of torchrun and its ranks. A variable that is already set keeps its value.
 
     Each rank gets one thread, because ranks on one machine share its cores. Gloo needs the loopback interface by name, because
-    a host name can resolve to an address that no other rank listens on. Megatron requires one CUDA connection.
+    a host name can resolve to an address that no other rank listens on. Megatron requires one CUDA connection, and rejects one
+    where parameters are sharded.
     """
-    wanted = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    wanted = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+    if device != "cpu" and not any(job.megatron.get(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp")):
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     wanted |= {"PET_SHUTDOWN_TIMEOUT": "600", "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # time to save
     if job.launch.max_restarts:  # else restarted ranks read old addresses from a store that is still alive
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

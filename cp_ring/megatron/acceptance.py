@@ -47,7 +47,7 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
     config = ContextParallelConfig.from_args(asked)
-    with _as_on_a_gpu(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with _as_on_a_gpu(_connections(asked)), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with logits_without_te(asked):
@@ -60,15 +60,21 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
     return f"--cp-ring-wire latent {problem}" if problem else ""
 
 
+def _connections(args: argparse.Namespace) -> str:
+    """CUDA connections of a rank: before Blackwell Megatron demands one, and several with sharded parameters."""
+    sharded = getattr(args, "use_torch_fsdp2", False) or getattr(args, "use_megatron_fsdp", False)
+    return "8" if sharded else "1"
+
+
 @contextlib.contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
+def _as_on_a_gpu(connections: str) -> Iterator[None]:
     """Megatron's validation finds what a rank with an H100 and TransformerEngine has, where it is not there already."""
     import importlib
 
     import torch
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}))
+        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": connections}))
         if not torch.cuda.is_available():
             properties = argparse.Namespace(major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132, total_memory=80 << 30)
             answers: dict[str, Any] = {"get_device_capability": _HOPPER, "get_device_properties": properties, "device_count": 8}

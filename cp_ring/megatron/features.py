@@ -42,7 +42,6 @@ _REJECTED = (
     Feature("experimental_attention_variant", "--experimental-attention-variant", _VARIANT),
     Feature("use_kitchen_attention", "--use-kitchen-attention", _VARIANT),
     Feature("batch_invariant_mode", "--batch-invariant-mode", "kernels that are invariant to the batch"),
-    Feature("use_megatron_fsdp", "--use-megatron-fsdp", "Megatron's FSDP, instead of --use-torch-fsdp2,", "megatron-fsdp"),
     Feature(
         "overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", "two microbatches at a time", "moe-overlap"
     ),
@@ -61,10 +60,25 @@ def check_attention(args: argparse.Namespace) -> None:
         note(f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel chooses its kernel")
     _check_features(args)
     _check_offload(args)
-    if getattr(args, "use_torch_fsdp2", False) and getattr(args, "ckpt_format", "") == "torch_dcp":
-        raise ConfigError("--ckpt-format torch_dcp has no manifest by which a checkpoint is verified: give torch_dist")
+    _check_sharded(args)
     if getattr(args, "position_embedding_type", None) == "relative":
         raise ConfigError("--cp-ring does not support an attention bias: --position-embedding-type relative makes one")
+
+
+def _check_sharded(args: argparse.Namespace) -> None:
+    """Checks that checkpoints of sharded parameters can be written and verified."""
+    if getattr(args, "use_torch_fsdp2", False) and getattr(args, "ckpt_format", "") == "torch_dcp":
+        raise ConfigError("--ckpt-format torch_dcp has no manifest by which a checkpoint is verified: give torch_dist")
+    if not getattr(args, "use_megatron_fsdp", False):
+        return
+    if getattr(args, "async_save", False):
+        raise ConfigError("--async-save with --use-megatron-fsdp writes checkpoints without a manifest: leave out --async-save")
+    stored = next((f"--{name}" for name in ("save", "load") if getattr(args, name, None)), "")
+    if stored and getattr(args, "swiglu", False) and not (args.bf16 or args.fp16):
+        raise ConfigError(
+            f"{stored} with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16: Megatron looks for the weights in the "
+            "wrapper of such models"
+        )
 
 
 def _check_logits(args: argparse.Namespace) -> None:
@@ -91,6 +105,7 @@ def _check_features(args: argparse.Namespace) -> None:
     if graphs.hold_attention(args):
         _reject(args, _GRAPHS, graphs.given(args))
         graphs.check(args)
+    graphs.check_others(args)
     if getattr(args, "overlap_moe_expert_parallel_comm", False):
         _check_overlap(args)
 

@@ -19,6 +19,11 @@ def pattern_of(args: argparse.Namespace) -> str:
     return next((str(pattern) for name in PATTERNS if (pattern := getattr(args, name, None))), "")
 
 
+def shown_pattern(args: argparse.Namespace) -> str:
+    """The flag of the hybrid layer pattern with its value, as in `--hybrid-layer-pattern M*M-`; "" without one."""
+    return next((f"--{name.replace('_', '-')} {pattern}" for name in PATTERNS if (pattern := getattr(args, name, None))), "")
+
+
 def main_layers(pattern: str) -> str:
     """The letters of the layers of a pattern, without borders of pipeline stages and layers that predict further tokens."""
     return pattern.split("/")[0].replace("|", "")

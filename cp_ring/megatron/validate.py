@@ -15,7 +15,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, compat, features, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
-from cp_ring.megatron.layer_pattern import PATTERNS, RECURRENT, attention_layers, pattern_of
+from cp_ring.megatron.layer_pattern import RECURRENT, attention_layers, pattern_of, shown_pattern
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
 from cp_ring.megatron.wire import choose_wire
@@ -369,7 +369,7 @@ def _why_unfused(args: argparse.Namespace, config: ContextParallelConfig) -> str
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Checks that layers whose state runs along the sequence can have the documents of a microbatch."""
-    pattern, shown = _pattern(args)
+    pattern, shown = pattern_of(args), shown_pattern(args)
     recurrent = [kind for letter, kind in RECURRENT.items() if letter in pattern]
     if not recurrent:
         return
@@ -394,12 +394,6 @@ def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> No
             f"--deterministic-mode: the gated delta net layers of {shown} then have no documents (fla's kernels have them, which "
             "are not deterministic): leave it out"
         )
-
-
-def _pattern(args: argparse.Namespace) -> tuple[str, str]:
-    """The layers of a hybrid model, one letter each, and the flag that gives them; "" for other models."""
-    name = next((name for name in PATTERNS if getattr(args, name, None)), "")
-    return pattern_of(args), f"--{name.replace('_', '-')} {pattern_of(args)}"
 
 
 def check_layers(args: argparse.Namespace) -> None:

@@ -296,6 +296,8 @@ LAYERS: dict[str, Any] = {
     "capacity of all ranks on each": _router("apply_router_token_dropping", _capacity_of_all_ranks),
     "sinkhorn skipped": _router("sinkhorn", _unbalanced),
     "states run in the order of ranks": _states_out_of_order,
+    "states run across documents": known._parity("state across documents"),
+    "states begin anew too late": known._parity("state begins anew too late"),
 }
 FAULTS = (*ATTENTION, *LAYERS, *SPLITS, *LOSSES)
 

@@ -53,7 +53,7 @@ OF_BATCH = ("second batch row like the first",)
 OF_POSITIONS = ("position ids of each rank from 0",)
 OF_FOUR = ("stale slot at four ranks",)
 OF_DROPOUT, OF_EXPERTS = ("dropout by places on the rank",), ("aux loss weighed twice",)
-OF_CAPACITY, OF_SINKHORN, OF_STATES = ("capacity of all ranks on each",), ("sinkhorn skipped",), tuple(LAYERS)[2:]
+OF_CAPACITY, OF_SINKHORN, OF_STATES = ("capacity of all ranks on each",), ("sinkhorn skipped",), tuple(LAYERS)[2:3]
 OF_OTHER_LAYERS = ("rotary positions of one rank shifted", "label at a chunk's border", "loss mask not split")
 OF_LATENTS, OF_LATENTS_ON_TP = ("weight gradient twice", "rotated part not returned"), ("latent not summed over tp",)
 OF_BF16 = ("gradients of keys summed in bf16",)
@@ -77,6 +77,7 @@ FAULTY = (
     Job("capacity", 2, f"{CAPACITY} --calculate-per-token-loss", OF_CAPACITY),
     Job("sinkhorn", 2, f"{SINKHORN} --calculate-per-token-loss", OF_SINKHORN),
     Job("hybrid", 2, f"{HYBRID} --calculate-per-token-loss", (*OF_STATES, *OF_OTHER_LAYERS)),
+    Job("hybrid-documents", 2, f"{HYBRID} --cp-ring-document-mask", tuple(LAYERS)[3:]),
     Job("heterogeneous", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS),
     Job("latents", 2, _LATENTS, OF_LATENTS),
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
@@ -117,6 +118,8 @@ def right_job(number: int, with_script: bool) -> Job:
         ranks = int(rng.choice([2, 4]))
         more = f"{pick('', '--calculate-per-token-loss')} {pick('', '--bf16')} --seq-length {64 * rng.integers(1, 5)}"
         more += f" --max-position-embeddings 256 --cp-ring-route {pick('direct', 'ring')}"
+        if not by_script and rng.random() < 0.4:
+            more += f" --cp-ring-document-mask --cp-ring-layout {pick('zigzag', 'balanced')}"
         return _of_other_layers(number, other < 0.08, ranks, by_script, more)
     ranks, sizes = 2, "--context-parallel-size 2"
     if rng.random() < 0.25:

@@ -1,4 +1,5 @@
-"""Steps that train a small GPT with Megatron on this device: recomputation, and context parallel sizes 1 and 2."""
+"""Steps that train a small GPT with Megatron on this device: recomputation, context parallel sizes 1 and 2, sharded parameters,
+and Megatron's own offloading."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.gpu.job import Job
 
@@ -28,6 +31,10 @@ SIZES = {
     "--max-position-embeddings 256 --vocab-size 4095 --cp-ring-cpu",
 }
 BF16, FLOAT32 = 2**-8, 1e-5
+SHARDED = {
+    "torch": "--use-torch-fsdp2",
+    "Megatron": "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params",
+}
 
 
 def recomputation(job: Job) -> None:
@@ -62,9 +69,7 @@ def graphs(job: Job) -> None:
     wanted = _train(job, 1, ["--hidden-dropout", "0"])
     asked = ["--cuda-graph-impl", "local", "--cp-ring-allow-untried", "cuda-graphs"]
     found = _train(job, 1, ["--hidden-dropout", "0", *asked])
-    if wanted and found:
-        off = max(abs(x / y - 1) for x, y in zip(found, wanted, strict=True))
-        job.check("losses with graphs over those without", off, BF16)
+    _compare(job, "losses with graphs over those without", found, wanted)
 
 
 def overlap(job: Job) -> None:
@@ -75,19 +80,49 @@ def overlap(job: Job) -> None:
     flags = ["--hidden-dropout", "0", "--bf16", *experts]
     wanted = _train(job, 2, flags)
     found = _train(job, 2, [*flags, "--overlap-moe-expert-parallel-comm", "--cp-ring-allow-untried", "moe-overlap"])
-    if wanted and found:
-        off = max(abs(x / y - 1) for x, y in zip(found, wanted, strict=True))
-        job.check("losses with two microbatches at a time over those with one", off, BF16 if job.cuda else FLOAT32)
+    _compare(job, "losses with two microbatches at a time over those with one", found, wanted)
 
 
-def _train(job: Job, cp: int, flags: list[str]) -> list[float]:
-    """The losses of 5 training steps on `cp` ranks of this device; none if the job failed."""
+def sharding(job: Job) -> None:
+    """Losses with sharded parameters are those without: one rank on a GPU, cp 2 over gloo on the CPU."""
+    cp, common = (1, ["--distributed-backend", "nccl"]) if job.cuda else (2, [])
+    plain = _train(job, cp, common)
+    for kind, flags in SHARDED.items():
+        _compare(job, f"losses with FSDP of {kind} over those without", _train(job, cp, [*common, *flags.split()]), plain)
+
+
+def megatrons_offloading(job: Job) -> None:
+    """Losses with Megatron's own offloading of attention are those without; on the CPU with stand-ins, fine-grained alone."""
+    cp = 1 if job.cuda else 2
+    plain = _train(job, cp, [])
+    if not job.cuda:
+        moved = _train(job, cp, [], module="tests.megatron.fine_grained_script")
+        _compare(job, "losses with fine-grained offloading over those without", moved, plain)
+        return
+    fine = "--fine-grained-activation-offloading --offload-modules core_attn attn_proj --min-offloaded-tensor-size 1024"
+    layers, first = "--cpu-offloading-num-layers 1", {"NVTE_CPU_OFFLOAD_V1": "1"}
+    for flags, variables in ((fine, first), (layers, {}), (layers, first)):
+        moved = _train(job, cp, flags.split(), variables)
+        _compare(job, f"losses with {flags.split()[0]} over those without", moved, plain, **variables)
+
+
+def _compare(job: Job, what: str, found: list[float], expected: list[float], **facts: str) -> None:
+    if found and expected:
+        off = max(abs(x / y - 1) for x, y in zip(found, expected, strict=True))
+        job.check(what, off, BF16 if job.cuda else FLOAT32, **facts)
+
+
+def _train(
+    job: Job, cp: int, flags: list[str], variables: Mapping[str, str] = MappingProxyType({}), module: str = "tests.gpu.pretrain"
+) -> list[float]:
+    """The losses of 5 training steps on `cp` ranks of this device, which run `module`; none if the job failed."""
     local = [] if "--transformer-impl" in flags else ["--transformer-impl", "transformer_engine" if job.cuda else "local"]
     with tempfile.TemporaryDirectory() as folder:
         line = [*MODEL, *shlex.split(SIZES[job.cuda]), *local, *flags, "--context-parallel-size", str(cp)]
-        command = [sys.executable, "-m", "tests.gpu.pretrain", *line, "--cp-ring-run-dir", folder]
+        command = [sys.executable, "-m", module, *line, "--cp-ring-run-dir", folder]
         shared = {"WORLD_SIZE": str(cp), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        shared |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+        connections = "8" if any("fsdp" in flag for flag in flags) else "1"  # Megatron rejects one with FSDP
+        shared |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": connections, "OMP_NUM_THREADS": "1", **variables}
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(cp)]
         ranks = []
         for rank, log in enumerate(logs):

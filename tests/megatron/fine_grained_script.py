@@ -3,10 +3,16 @@
 Each rank ends with a line of the bytes that it moved to host memory.
 """
 
-from megatron.training import argument_utils
+import sys
 
-from cp_ring import pretrain_gpt
-from tests.megatron import host_memory
+from cp_ring.patches.install import install
+
+install(sys.argv[1:])  # the CPU runtime, before Megatron is imported
+
+from megatron.training import argument_utils  # noqa: E402
+
+from cp_ring import pretrain_gpt  # noqa: E402
+from tests.megatron import host_memory  # noqa: E402
 
 make_config = argument_utils.core_transformer_config_from_args
 

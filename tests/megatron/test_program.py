@@ -32,6 +32,11 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     assert found["cp 2"] == pytest.approx(found["cp 1"], rel=1e-5) and found["cp 1"][0] - found["cp 1"][2] > 0.1
     assert "tiny model of 1 layer under causal" in found["printed"] and "not covered" not in found["printed"]
     assert found["wrong split"].startswith("--cp-ring-certify: tiny model of 1 layer, causal: loss")
+    assert found["hybrid"] == ["tiny model of 4 layers under causal"]
+    assert found["heterogeneous"] == ["tiny model of 4 layers under causal"]
+    assert found["packed"] == ["tiny model of 1 layer under packed"]
+    wrong = ("wrong hybrid", "wrong heterogeneous", "wrong packed", "documents dropped")
+    assert all(found[name].startswith("--cp-ring-certify: tiny model of") for name in wrong), found
     assert "a causal layer sees nothing after its own position" in found["wrong settings"]
     assert found["attention"] == "RingDotProductAttention"
     assert found["loaded"] and found["damaged"].endswith("is not what was written: its checksum is another")

@@ -147,6 +147,15 @@ def parse(monkeypatch):
         ([*GRAPH, "--cp-ring-offload"], "--cp-ring-offload chooses in Python what moves to host memory"),
         ([*GRAPH, "--log-max-attention-logit", "--bf16"], "--log-max-attention-logit collects values in Python"),
         ([*GRAPH, "--attention-dropout", "0.1"], "--attention-dropout 0.1 would drop the same weights in each step"),
+        (
+            ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--attention-dropout", "0.1"],
+            "--attention-dropout 0.1 keeps a count among Megatron's random states",
+        ),
+        (
+            ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--cp-ring-offload"],
+            "moe_router: --cp-ring-offload adds hooks to layers, which Megatron's graphs reject",
+        ),
+        ([*GRAPH, "--fine-grained-activation-offloading", "--offload-modules", "core_attn"], "core_attn was not tried in"),
         ([*GRAPH, "--cp-ring-kernel", "reference"], "--cp-ring-kernel reference waits for the host"),
         ([*GRAPH, "--cp-ring-wire", "latent"], "--cp-ring-wire latent finds latents by hooks"),
         ([*GRAPH, *CP4], "--distributed-backend gloo cannot be captured: give nccl"),
@@ -169,11 +178,9 @@ def parse(monkeypatch):
             "--offload-modules core_attn with --attention-output-gate: Megatron frees",
         ),
         (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
-        (
-            ["--use-megatron-fsdp"],
-            "--use-megatron-fsdp: no GPU run has shown Megatron's FSDP, instead of --use-torch-fsdp2, with",
-        ),
         (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp has no manifest"),
+        (["--use-megatron-fsdp", "--async-save"], "--async-save with --use-megatron-fsdp writes checkpoints without a"),
+        (["--use-megatron-fsdp", "--save", "x"], "--save with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16"),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
         (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
         (
@@ -187,8 +194,8 @@ def parse(monkeypatch):
         (["--qk-clip"], "--qk-clip needs --bf16 or --fp16"),
         (["--cp-ring-allow-untried", "fp4"], "--cp-ring-allow-untried 'fp4': fp4 is none of them; known are cuda-graphs"),
         (
-            ["--cp-ring-allow-untried", "cuda-graphs", "--cuda-graph-impl", "local", "--use-megatron-fsdp"],
-            "accept it by --cp-ring-allow-untried megatron-fsdp",
+            ["--cp-ring-allow-untried", "cuda-graphs", "--cuda-graph-impl", "local", "--overlap-moe-expert-parallel-comm"],
+            "accept it by --cp-ring-allow-untried moe-overlap",
         ),
         (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
         (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),

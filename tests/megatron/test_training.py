@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.checkpoints import inspection
+from cp_ring.megatron.checkpoints import inspection, manifest
 from tests.megatron.launch import trace, train
 
 CPU = ["--cp-ring-cpu"]
@@ -181,3 +181,37 @@ def test_checkpoints_of_fsdp2_resume_at_other_sizes(tmp_path):
         for number, step in found.items():
             for value in ("loss", "grad_norm"):
                 assert step[value] == pytest.approx(wanted[number][value], rel=1e-6)
+
+
+MEGATRON_FSDP = [
+    *("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
+    *("--data-parallel-sharding-strategy", "optim_grads_params"),
+]
+
+
+@pytest.mark.slow
+def test_checkpoints_of_megatron_fsdp_resume_at_other_sizes(tmp_path):
+    ring = ["--cp-ring", "--cp-ring-cpu", "--bf16", *MEGATRON_FSDP, "--context-parallel-size"]
+    saved = tmp_path / "saved"
+    half = ["--train-iters", "4", "--exit-interval", "2", "--save", str(saved), "--save-interval", "2", "--load", str(saved)]
+    rest = ["--train-iters", "4", "--load", str(saved)]
+    train(2, {"whole": [*ring, "2", "--train-iters", "4"], "half": [*ring, "2", *half], "same": [*ring, "2", *rest]}, tmp_path)
+    train(4, {"dp2": [*ring, "2", *rest]}, tmp_path)
+    train(1, {"cp1": [*ring, "1", *rest]}, tmp_path)
+    wanted = trace(tmp_path, "whole")
+    # The first start has nothing to load, and trains as without --load.
+    assert all(trace(tmp_path, "half")[number] == wanted[number] for number in (1, 2))
+    for name, tolerance in (("same", 0), ("dp2", 1e-4), ("cp1", 1e-4)):  # other sizes add bf16 gradients in another order
+        found = trace(tmp_path, name)
+        assert sorted(found) == [3, 4]
+        for number, step in found.items():
+            for value in ("loss", "grad_norm"):
+                assert step[value] == pytest.approx(wanted[number][value], rel=tolerance, abs=0)
+    checkpoint = saved / "iter_0000002"
+    assert inspection.defect(checkpoint) == "" and not list(saved.glob(".*saving*"))
+    shard = sorted(checkpoint.glob("*.distcp"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert manifest.defect(checkpoint) == f"{shard} is not what was written: its checksum is another"
+    (checkpoint / manifest.NAME).unlink()
+    shard.write_bytes(b"?")
+    assert inspection.defect(checkpoint).startswith(f"{shard} holds 1 of ")

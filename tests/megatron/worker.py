@@ -69,6 +69,15 @@ def reject(message: str) -> None:
     raise Rejected(message)
 
 
+def import_stand_ins(argv: list[str]) -> None:
+    """Imports the stand-ins for CUDA kernels before the patches are applied, which wrap them."""
+    from cp_ring.patches.cpu_runtime import functions_uncompiled
+
+    if STAND_INS in argv:
+        with functions_uncompiled():
+            importlib.import_module(STAND_INS)
+
+
 def run(job: dict, folder: Path) -> None:
     """Trains as the job's flags say."""
     from cp_ring import pretrain_gpt
@@ -76,7 +85,6 @@ def run(job: dict, folder: Path) -> None:
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.megatron import rejection
     from cp_ring.observe.counters import record
-    from cp_ring.patches.cpu_runtime import functions_uncompiled
     from cp_ring.patches.install import install
 
     by_script = not job["argv"][0].startswith("-")
@@ -87,9 +95,7 @@ def run(job: dict, folder: Path) -> None:
     path.unlink(missing_ok=True)
     rejection.reject = reject
     try:
-        if STAND_INS in job["argv"]:  # patches wrap them
-            with functions_uncompiled():
-                importlib.import_module(STAND_INS)
+        import_stand_ins(job["argv"])
         install(sys.argv[1:])
         with record() as ledger, delivered(job["data"]), planted(job["fault"]):
             observe(path, ledger)

@@ -47,6 +47,8 @@ DELTA_NET = f"""
 EXPERTS_ON_TP = {"tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"}
 SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"  # a norm that supports it
 BALANCED, CONTIGUOUS = "--cp-ring-layout balanced", "--cp-ring-layout contiguous"
+MEGATRON_FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
+OF_MEGATRON_FSDP = ("cp2", "cp4", "tp2cp2", "dp2cp2")
 STOCK = ""  # stock Megatron's own attention
 REFERENCE = "--cp-ring --cp-ring-kernel reference"  # where stock attention has no such model on the CPU
 
@@ -222,6 +224,20 @@ MODELS = (
     Model("offload_mla_latent_wire", LATENT, "weight gradient twice", f"{LATENT_WIRE} --cp-ring-offload", REFERENCE,
         splits=("cp2", "tp2cp2"), tolerance=1e-6, drawn_by_tp=True),
     Model("fsdp2", UNTIED, "mask widened", ring="--use-torch-fsdp2", splits=("cp2", "cp4", "tp2cp2", "dp2cp2")),
+    Model("megatron_fsdp", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params", splits=OF_MEGATRON_FSDP,
+        tolerance=1e-6),
+    Model("megatron_fsdp_optim", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim", splits=OF_MEGATRON_FSDP, tolerance=1e-6),
+    Model("megatron_fsdp_optim_grads", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads", splits=("dp2cp2",),
+        tolerance=1e-6),
+    Model("megatron_fsdp_learnable_sinks", f"{UNTIED} --softmax-type learnable", "sink dropped",
+        ring=f"{MEGATRON_FSDP} optim_grads_params", splits=("cp2", "tp2cp2", "dp2cp2"), tolerance=1e-6),
+    Model("megatron_fsdp_moe", EXPERTS, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params", splits=("cp2", "dp2cp2"),
+        tolerance=1e-6),
+    Model("megatron_fsdp_offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened",
+        ring=f"{MEGATRON_FSDP} optim_grads_params --cp-ring-offload", splits=("cp2", "dp2cp2"), tolerance=1e-6),
+    Model("megatron_fsdp_bf16", f"{UNTIED} --bf16", "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params",
+        splits=("cp2", "dp2cp2"), tolerance=2**-8),
+    Model("fsdp2_bf16", f"{UNTIED} --bf16", "mask widened", ring="--use-torch-fsdp2", splits=("cp2", "dp2cp2"), tolerance=2**-8),
     Model("fsdp2_offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--use-torch-fsdp2 --cp-ring-offload",
         splits=("dp2cp2",)),
     Model("attention_scale", f"{UNTIED} --use-mup --mup-base-hidden-size 32", "scale of the head size"),

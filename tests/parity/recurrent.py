@@ -6,7 +6,6 @@ or offsets in one batch row.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net, mamba_mixer
 from torch import Tensor
 
-if importlib.util.find_spec("megatron.core.models.hybrid"):  # since 0.18
-    from tests.parity.specs import hybrid  # noqa: F401
+from tests.parity.specs import hybrid  # noqa: F401
 
 
 def scan(

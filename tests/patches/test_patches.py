@@ -327,3 +327,30 @@ def test_fsdp2_divides_gradients_and_loads_the_step(applied, one_rank):
     optimizer.load_state_dict({"state": {"common_step": torch.tensor(7.0)}, "param_groups": [group]})
     assert float(adam.state[weight]["step"]) == 7 and adam.param_groups[0]["lr"] == 0.3
     assert hasattr(adam.state[weight]["exp_avg"], "_local_tensor")  # loaded in place, so not replaced
+
+
+@no_cuda
+def test_megatron_fsdp_completes_the_state_of_the_optimizer_without_a_step(applied, one_rank):
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    parts = [DTensor.from_local(torch.full((size, 4), 2.0), mesh, [Shard(0)]) for size in (3, 0)]
+    own, other = map(torch.nn.Parameter, parts)
+    adam = torch.optim.AdamW([own, other], lr=0.1, weight_decay=0.5)
+    optimizer = SimpleNamespace(
+        optimizer=adam, state=adam.state, ddp_config=SimpleNamespace(use_megatron_fsdp=True),
+        _param_name={own: "own", other: "other"}.get, _param_groups_to_param2group_meta=lambda groups: {},
+    )  # fmt: skip
+    applied("megatron_fsdp")
+    assert "RingDotProductAttention" in FullyShardedDataParallel._MODULE_TYPE_REGISTRY["column"]
+    DistributedOptimizer._init_optimizer_states_with_dummy_values(optimizer)
+    assert torch.equal(own.to_local(), torch.full((3, 4), 2.0)) and float(adam.state[own]["step"]) == 0
+    assert (adam.param_groups[0]["lr"], adam.param_groups[0]["weight_decay"]) == (0.1, 0.5) and other not in adam.state
+    own.grad = torch.ones_like(own)
+    adam.step()
+    listed = DistributedOptimizer.sharded_param_state_fsdp_dtensor(optimizer)["state"]
+    assert listed["other"].keys() == listed["own"].keys() and listed["other"]["exp_avg"].to_local().shape == (0, 4)
+    assert float(listed["other"]["step"]) == float(listed["own"]["step"]) == 1

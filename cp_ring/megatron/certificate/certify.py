@@ -17,6 +17,7 @@ from cp_ring.megatron.certificate.attention_probe import Subject
 from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, made_by_members, probe_groups, states_restored
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind, find_layer_kinds, masks_of
 from cp_ring.megatron.certificate.loss_probe import ForwardStep
+from cp_ring.megatron.certificate.recurrent_twin import uncovered_states
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
 from cp_ring.megatron.layer_pattern import config_of_layer
@@ -204,6 +205,10 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     before = settings.current()
     try:
         for mask in _masks_of_loss(args, step):
+            reason = uncovered_states(args, mask)
+            if reason:
+                found.not_covered.append(reason)
+                continue
             kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
             tokens = max(kind.tokens for kind in kinds)
             kinds = [replace(kind, tokens=tokens) for kind in kinds]

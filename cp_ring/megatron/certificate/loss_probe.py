@@ -39,7 +39,7 @@ from cp_ring.megatron.certificate.probe_batch import (
     samples_of_rows,
     spans_between,
 )
-from cp_ring.megatron.certificate.recurrent_twin import recur_alone
+from cp_ring.megatron.certificate.recurrent_twin import run_by_document
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.routing import routed_by_rank
 from cp_ring.megatron.certificate.tiny_model import (
@@ -172,7 +172,7 @@ def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, ste
         twin = build(whole)
         twin.load_state_dict(model.state_dict())
         _attend_densely(twin, batch.spans)
-        recur_alone(twin, batch.spans, kinds[0].tokens)
+        run_by_document(twin, batch.spans)
         plain, *weighted = _train(whole, twin, batch, _whole_rows if own else step, None, *weights)
     twins = plain, weighted[0] if weighted else plain
     return _compare(ours, *twins, own, positions[rank].to(own_device()), (name_of(tiny, model), kinds[0].mask))
@@ -343,7 +343,8 @@ def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
     """The forward step of the twin: whole batch rows, no packing; the sum of the losses that count, and their number."""
     batch = {name: tensor.to(own_device()) for name, tensor in next(iterator).items() if isinstance(tensor, Tensor)}
     mask = batch["loss_mask"]
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    more = {"loss_mask": mask} if compat.takes(model, "loss_mask") else {}
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
 
     def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         total, count = (losses.reshape(-1).float() * mask.reshape(-1)).sum(), mask.sum()

@@ -1,60 +1,65 @@
-"""Recurrent layers of the certificate's twin: each document by itself, through the layer's own kernel, with a new state."""
+"""Mamba and gated delta net layers of the twin, which run each document by itself: then no state can cross into another."""
 
 from __future__ import annotations
 
+import argparse
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cp_ring.megatron.certificate.oracle import Rule, Spans
+from cp_ring.megatron.layer_pattern import RECURRENT, pattern_of
 
-_RECURRENT = ("MambaMixer", "GatedDeltaNet")
+_CLASSES = (("mamba_mixer", "MambaMixer"), ("gated_delta_net", "GatedDeltaNet"))
 
 
-def recur_alone(twin: Any, spans: Sequence[Spans | Rule], n: int) -> None:
-    """Makes each recurrent layer of `twin` run on each document of its batch rows of `n` tokens alone."""
-    edges = [_edges(of_row, n) for of_row in spans]
-    if all(len(of_row) == 2 for of_row in edges):
+def uncovered_states(args: argparse.Namespace, mask: str) -> str:
+    """What of recurrent layers this module cannot run, in words, or "": a part of a document on each tensor-parallel rank."""
+    found = [kind for letter, kind in RECURRENT.items() if letter in pattern_of(args)]
+    shared = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
+    return f"the loss of {found[0]} layers under {mask} with --sequence-parallel" if found and shared and mask != "causal" else ""
+
+
+def run_by_document(model: Any, spans: list[Spans | Rule]) -> None:
+    """Makes the recurrent layers of `model`, which holds whole batch rows, run document by document."""
+    ends = [_spans(of_row) for of_row in spans]
+    if all(len(of_row) == 1 for of_row in ends):
         return
-    for module in twin.modules():
-        if type(module).__name__ in _RECURRENT:
-            by_document = _with_documents if module.config.sequence_parallel else _one_by_one
-            module.forward = functools.partial(by_document, module.forward, edges)
+    kinds = tuple(kind for kind in map(_class, _CLASSES) if kind is not None)
+    for module in model.modules():
+        if isinstance(module, kinds):
+            module.forward = functools.partial(_by_document, module.forward, ends)
 
 
-def _edges(spans: Spans | Rule, n: int) -> list[int]:
-    """Where documents of a batch row begin, and its end. Padding is a document too."""
-    if isinstance(spans, Rule):
-        return [0, *(torch.nonzero(spans.part[1:] != spans.part[:-1]).flatten() + 1).tolist(), n]
-    return sorted({0, n, *(edge for span in spans for edge in span)})
+def _spans(of_row: Spans | Rule) -> list[tuple[int, int]]:
+    if not isinstance(of_row, Rule):
+        return list(of_row)
+    ends = [int(place) + 1 for place in of_row.last().nonzero()[:, 0]]
+    return list(zip([0, *ends], ends, strict=False))
 
 
-def _one_by_one(
-    forward: Callable[..., Any], edges: list[list[int]], hidden: Tensor, *args: Any, packed_seq_params: Any = None, **named: Any
+def _class(name: tuple[str, str]) -> Any:
+    try:
+        return getattr(importlib.import_module(f"megatron.core.ssm.{name[0]}"), name[1])
+    except ImportError:  # before 0.17 there is no gated delta net
+        return None
+
+
+def _by_document(
+    forward: Callable[..., Any], spans: list[list[tuple[int, int]]], hidden: Tensor, *args: Any, **named: Any
 ) -> tuple[Tensor, Any]:
-    """hidden [n, b, d] to the layer's output [n, b, d] and bias."""
-    batch_rows, bias = [], None
-    for batch_row, of_row in enumerate(edges):
+    """As the layer's `forward` for batch rows [n, b, h], without the documents that `named` may describe."""
+    named.pop("packed_seq_params", None)
+    bias: Any = None
+    columns = []
+    for batch_row, of_row in enumerate(spans):
         parts = []
-        for start, end in itertools.pairwise(of_row):
-            out, bias = forward(hidden[start:end, batch_row : batch_row + 1], *args, **named)
+        for start, end in of_row:
+            out, bias = forward(hidden[start:end, batch_row : batch_row + 1].contiguous(), *args, **named)
             parts.append(out)
-        batch_rows.append(torch.cat(parts))
-    return torch.cat(batch_rows, 1), bias
-
-
-def _with_documents(
-    forward: Callable[..., Any], edges: list[list[int]], hidden: Tensor, *args: Any, packed_seq_params: Any = None, **named: Any
-) -> Any:
-    """As `_one_by_one`, by the documents that the kernel knows: with sequence parallelism a rank has not all tokens."""
-    from cp_ring.megatron.documents import DocumentParams, Documents  # imports Megatron
-
-    n = edges[0][-1]
-    starts = np.array([edge + n * batch_row for batch_row, of_row in enumerate(edges) for edge in of_row[:-1]])
-    documents = Documents.in_rows(np.append(starts, n * len(edges)), len(edges), "zigzag", 1)
-    return forward(hidden, *args, packed_seq_params=DocumentParams.carry(documents), **named)
+        columns.append(torch.cat(parts))
+    return torch.cat(columns, 1), bias

@@ -45,6 +45,7 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_virtual_stages_per_pipeline_rank",
         "fp8", "fp4", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
         "embedding_init_method_std", "moe_router_num_groups", "moe_router_group_topk", "moe_input_jitter_eps",
+        "inference_cuda_graph_scope",
     )  # fmt: skip
     off = (
         "bf16", "fp16", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "use_megatron_fsdp",

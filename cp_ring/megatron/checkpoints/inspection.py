@@ -39,7 +39,7 @@ def defect(folder: Path) -> str:
 
 
 def structure_defect(folder: Path) -> str:
-    """As `defect`, by the checkpoint's own index alone. Only Megatron's torch_dist format is looked into.
+    """As `defect`, by the checkpoint's own index alone. Only Megatron's formats torch_dist and fsdp_dtensor are looked into.
 
     Raises `ConfigError` if the index is a pickle that could run code.
     """
@@ -50,8 +50,9 @@ def structure_defect(folder: Path) -> str:
         return f"{special} is not a regular file"
     about = folder / "metadata.json"
     if not about.is_file():
-        legacy = any(folder.glob("mp_rank_*"))
-        return "" if legacy else f"{about} is missing"
+        if any(folder.glob("mp_rank_*")):
+            return ""
+        return _torch_dist_defect(folder) if _is_fsdp_dtensor(folder) else f"{about} is missing"
     try:
         backend = files.read_json(about, 1 << 20).get("sharded_backend")
     except (OSError, ValueError):
@@ -80,10 +81,26 @@ def _torch_dist_defect(folder: Path) -> str:
     return ""
 
 
+def _is_fsdp_dtensor(folder: Path) -> bool:
+    """Whether the index is that of a checkpoint of Megatron's FSDP, where everything is an entry; raises `ConfigError` as
+    `structure_defect` does."""
+    try:
+        known = _index(folder / ".metadata").state_dict_metadata
+        return {"args", "iteration", "checkpoint_version"} <= set(known)
+    except ConfigError:
+        raise
+    except Exception:  # no index, or one that is cut off
+        return False
+
+
+def _index(path: Path) -> Any:
+    with files.open_regular(path) as file:
+        return unpickle.PickleOfIndex().load(file)
+
+
 def _needed_bytes(index: Path) -> dict[str, int]:
     """How long each file that the index names has to be."""
-    with files.open_regular(index) as file:
-        stored = unpickle.PickleOfIndex().load(file).storage_data
+    stored = _index(index).storage_data
     needed: dict[str, int] = {}
     for info in stored.values():
         if not isinstance(info.relative_path, str) or type(info.offset) is not int or type(info.length) is not int:

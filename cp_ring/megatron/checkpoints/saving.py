@@ -182,7 +182,7 @@ def written_aside(save: Callable[..., Any]) -> Callable[..., Any]:
         try:
             request = save(state, str(folder), *args, **kwargs)
         except CheckpointException as error:
-            _drop(folder)
+            drop(folder)
             raise SaveFailed(iteration, reason(error)) from None
         if request is None:
             publish(folder, final)
@@ -227,7 +227,7 @@ def _with_iteration(step: Callable[[], Any], folder: Path, iteration: int) -> Ca
         try:
             step()
         except CheckpointException as error:
-            _drop(folder)
+            drop(folder)
             raise SaveFailed(iteration, reason(error)) from None
 
     return run
@@ -259,7 +259,7 @@ def publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
         if errors and rank:
             print(f"cp_ring: rank {rank}: {errors[0]}", file=sys.stderr, flush=True)
         why = errors[0] if errors else "a rank could not write its part"
-        _drop(folder)
+        drop(folder)
         raise SaveFailed(folders.iteration_of(final), why)
     _state.writing.discard(folder)
     _state.unsaved, _state.last = None, final
@@ -282,7 +282,8 @@ def track(folder: Path, iteration: int) -> None:
         raise SaveFailed(iteration, why[0])
 
 
-def _drop(folder: Path) -> None:
+def drop(folder: Path) -> None:
+    """Removes the unfinished checkpoint `folder`."""
     _state.writing.discard(folder)
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,93 @@
+"""Makes --use-megatron-fsdp split learned sinks with tensor parallelism, and its optimizer's state the same on all ranks.
+
+Three things are wrong in Megatron 0.19:
+
+- The wrapper knows by class names how weights are split over tensor-parallel ranks; that of ring attention is a new name.
+- A rank with no part of a parameter has no state of the optimizer for it. Megatron's save and load gather each tensor of the
+  state by a collective, so that ranks with other parts wait forever.
+- Before it loads, Megatron makes the optimizer's state by a step with zero gradients. Where there is nothing to load, as at the
+  first start of a job with --load, this step counts: Adam's bias correction and weight decay then begin one step late.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from cp_ring.patches.patch import Patch, Replacement
+
+_SETTINGS = ("lr", "weight_decay")
+
+
+def _uncounted(make_states: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The method that makes the optimizer's state by a step, which then changes no parameter and does not count."""
+
+    @functools.wraps(make_states)
+    def make(self: Any) -> None:
+        optimizer = self.optimizer
+        steps = {param: state["step"].clone() for param, state in optimizer.state.items() if "step" in state}
+        groups = [{name: group[name] for name in (*_SETTINGS, "step") if name in group} for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group.update({name: 0.0 for name in _SETTINGS if name in group})
+        make_states(self)
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            if "step" not in values:
+                group.pop("step", None)
+            group.update(values)
+        for param, state in optimizer.state.items():
+            if "step" in state:  # torch's; others count in their groups
+                state["step"].copy_(steps.get(param, 0))
+
+    return make
+
+
+def _whole(sharded: Callable[..., Any]) -> Callable[..., Any]:
+    """The method that lists the optimizer's state, with empty tensors for parameters of which this rank has no part."""
+
+    @functools.wraps(sharded)
+    def with_empty(self: Any, is_loading: bool = False) -> Any:
+        if is_loading and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        _add_empty(self.optimizer)
+        return sharded(self, is_loading)
+
+    return with_empty
+
+
+def _add_empty(optimizer: Any) -> None:
+    """Gives each parameter of which this rank has no part the state of the others, empty, with the same number of steps."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own = [param for param in params if _local(param).numel() and optimizer.state.get(param)]
+    if not own:
+        return
+    like = optimizer.state[own[0]]
+    for param in (param for param in params if not _local(param).numel()):
+        state = {name: torch.zeros_like(param, dtype=value.dtype) for name, value in like.items() if _local(value) is not value}
+        optimizer.state[param] = state | ({"step": like["step"].clone()} if "step" in like else {})
+
+
+def _local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _replacements() -> Iterator[Replacement]:
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    known = FullyShardedDataParallel._MODULE_TYPE_REGISTRY
+    known = {**known, "column": {*known["column"], "RingDotProductAttention"}}
+    yield FullyShardedDataParallel, "_MODULE_TYPE_REGISTRY", known
+    for name, wrap in (("_init_optimizer_states_with_dummy_values", _uncounted), ("sharded_param_state_fsdp_dtensor", _whole)):
+        yield DistributedOptimizer, name, wrap(getattr(DistributedOptimizer, name))
+
+
+PATCH = Patch(
+    name="megatron_fsdp",
+    what="splits learned sinks of --use-megatron-fsdp, completes its optimizer's state, and makes that without counting a step",
+    versions=">=0.19,<0.20",
+    why="Megatron does not know ring attention by name; its save hangs where a rank has no part of a parameter",
+    replacements=_replacements,
+)
