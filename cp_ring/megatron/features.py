@@ -105,7 +105,7 @@ def _check_features(args: argparse.Namespace) -> None:
     if graphs.hold_attention(args):
         _reject(args, _GRAPHS, graphs.given(args))
         graphs.check(args)
-    graphs.check_dropout(args)
+    graphs.check_others(args)
     if getattr(args, "overlap_moe_expert_parallel_comm", False):
         _check_overlap(args)
 

@@ -60,13 +60,16 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{given(args)} puts attention into a CUDA graph: {reason}")
 
 
-def check_dropout(args: argparse.Namespace) -> None:
-    """Raises `ConfigError` where a graph, also one without attention, would take what counts microbatches for a generator."""
-    if implementation(args) != "none" and getattr(args, "attention_dropout", 0.0):
+def check_others(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for a flag that goes with no graph at all, also with one without attention."""
+    kind = implementation(args)
+    if kind != "none" and getattr(args, "attention_dropout", 0):
         raise ConfigError(
             f"{given(args)}: --attention-dropout {args.attention_dropout} keeps a count among Megatron's random states, of which "
             "CUDA graphs take generators only: give --attention-dropout 0"
         )
+    if kind == "local" and _value(args, "cp_ring_offload"):
+        raise ConfigError(f"{given(args)}: --cp-ring-offload adds hooks to layers, which Megatron's graphs reject: leave it out")
 
 
 def check_reading(args: argparse.Namespace) -> None:

@@ -51,7 +51,8 @@ class TokenOrder:
         return cls(*((order * places.shape[1] + column).reshape(-1) for order in (inverse, places)))
 
     def to(self, device: torch.device) -> TokenOrder:
-        return TokenOrder(*(None if x is None else x.to(device) for x in vars(self).values()))
+        documents, offsets = (None if x is None else x.to(device) for x in (self.documents, self.cu_seqlens))
+        return TokenOrder(self.in_sequence.to(device), self.by_rank.to(device), documents, offsets)
 
 
 _made: WeakKeyDictionary[MicrobatchMask, dict[torch.device, TokenOrder]] = WeakKeyDictionary()

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from tests.megatron import recurrent_layers
-from tests.megatron.launch import HERE, launch
+from tests.megatron.launch import HERE, attempt, launch
+from tests.parity import matrix
+from tests.parity.models import COMMON
 
 EDGES = [0, 1, 7, 8, 20, 24]
 OFFSETS = torch.tensor(EDGES, dtype=torch.int32)
@@ -170,3 +172,18 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
     for name, found in results["cases"].items():
         assert found["two"] < 1e-5, name
         assert found["fault"] > 1e-3, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", "state across documents", "state begins anew too late"])
+@pytest.mark.parametrize("model", ["mamba_document_mask_balanced", "delta_net_document_mask_balanced"])
+def test_the_certificate_knows_documents_of_recurrent_layers(tmp_path, model, fault):
+    (cell,) = matrix.cells([model], ["cp2"])
+    job = cell.job()
+    done = attempt(job.ranks, job.name, [*job.flags, "--cp-ring-certify", "on"], tmp_path, COMMON, fault, job.data)
+    if fault:
+        assert "documents: loss of each token off by" in done.rejected
+        assert f"tiny model of layers {'M' if 'mamba' in model else 'G'}*-" in done.rejected
+    else:
+        assert done.code == 0 and len(done.losses) == 3, done.output
+        assert "*- under documents)" in (tmp_path / f"{job.name}.log").read_text()

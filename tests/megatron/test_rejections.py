@@ -151,6 +151,10 @@ def parse(monkeypatch):
             ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--attention-dropout", "0.1"],
             "--attention-dropout 0.1 keeps a count among Megatron's random states",
         ),
+        (
+            ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--cp-ring-offload"],
+            "moe_router: --cp-ring-offload adds hooks to layers, which Megatron's graphs reject",
+        ),
         ([*GRAPH, "--fine-grained-activation-offloading", "--offload-modules", "core_attn"], "core_attn was not tried in"),
         ([*GRAPH, "--cp-ring-kernel", "reference"], "--cp-ring-kernel reference waits for the host"),
         ([*GRAPH, "--cp-ring-wire", "latent"], "--cp-ring-wire latent finds latents by hooks"),
