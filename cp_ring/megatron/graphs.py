@@ -63,7 +63,7 @@ def check(args: argparse.Namespace) -> None:
 def check_others(args: argparse.Namespace) -> None:
     """Raises `ConfigError` for a flag that goes with no graph at all, also with one without attention."""
     kind = implementation(args)
-    if kind != "none" and getattr(args, "attention_dropout", 0.0):
+    if kind != "none" and _value(args, "attention_dropout"):
         raise ConfigError(
             f"{given(args)}: --attention-dropout {args.attention_dropout} keeps a count among Megatron's random states, of which "
             "CUDA graphs take generators only: give --attention-dropout 0"
