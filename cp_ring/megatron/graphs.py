@@ -63,7 +63,7 @@ def check(args: argparse.Namespace) -> None:
 def check_others(args: argparse.Namespace) -> None:
     """Raises `ConfigError` for a flag that goes with no graph at all, also with one without attention."""
     kind = implementation(args)
-    if kind != "none" and getattr(args, "attention_dropout", None):
+    if kind != "none" and _value(args, "attention_dropout"):
         raise ConfigError(
             f"{given(args)}: --attention-dropout {args.attention_dropout} keeps a count among Megatron's random states, of which "
             "CUDA graphs take generators only: give --attention-dropout 0"
@@ -101,7 +101,7 @@ def _reasons(args: argparse.Namespace) -> Iterator[str]:
     if getattr(args, "cpu_offloading_num_layers", 0) or (moved and getattr(args, "fine_grained_activation_offloading", False)):
         flag = f"--offload-modules {' '.join(sorted(moved))}" if moved else "--cpu-offloading-num-layers"
         yield f"{flag} was not tried in a graph: leave it out"
-    if getattr(args, "attention_dropout", None):
+    if getattr(args, "attention_dropout", 0):
         yield f"--attention-dropout {args.attention_dropout} would drop the same weights in each step: give --attention-dropout 0"
     if _value(args, "cp_ring_kernel") in ("cpu", "reference"):
         yield f"--cp-ring-kernel {_value(args, 'cp_ring_kernel')} waits for the host: give a kernel for CUDA, or auto"
