@@ -1,12 +1,13 @@
 """Makes --use-torch-fsdp2 exact where --calculate-per-token-loss is given, and its checkpoints resume as they were.
 
-Three things are wrong in Megatron 0.16 to 0.19:
+Four things are wrong in Megatron 0.16 to 0.19:
 
 - With --calculate-per-token-loss gradients are divided by the number of tokens of all ranks, by `scale_gradients` of the wrapper
   around the model. That of FSDP2 does nothing, and FSDP2 averages over ranks where Megatron's own wrapper adds. So gradients were
   larger by the tokens of a rank. Adam hides it; clipping and the logged norm do not.
 - Checkpoints match the optimizer's parameters with the model's by the identity of the local tensor of a DTensor. torch 2.13 makes
   a new object whenever it is asked for that of a parameter, so that a save failed.
+- Until 0.18 the wrapper does not know an argument that the training loop gives when a step ends.
 - Tensors are loaded in place, and the rest of the optimizer's state is not loaded: Adam's step, without which torch's Adam fails
   and others begin anew, and the settings of parameter groups.
 """
@@ -27,6 +28,10 @@ def _scale(self: Any, factor: Any) -> None:
     for param in self.module.parameters():
         if param.grad is not None:
             _local(param.grad).mul_(factor)
+
+
+def _finish_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
+    """Does nothing: FSDP2 reduces gradients in backward."""
 
 
 def _local(tensor: Any) -> Any:
@@ -71,6 +76,7 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.core.optimizer import optimizer
 
     yield TorchFullyShardedDataParallel, "scale_gradients", _scale
+    yield TorchFullyShardedDataParallel, "finish_grad_sync", _finish_grad_sync
     yield sharding, "to_local_if_dtensor", _local
     for owner in (optimizer.FP32Optimizer, optimizer.Float16OptimizerWithFloat16Params):
         yield owner, "load_state_dict", _rest_of_state(owner.load_state_dict)

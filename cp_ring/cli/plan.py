@@ -12,36 +12,29 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from cp_ring.bench import samples
 from cp_ring.cli import job_plan
 from cp_ring.cli.convert import convert_command, names_of
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
+from cp_ring.cli.plan_report import exposed, predicted, print_plan, shapes_of_plan, speed, summary
 from cp_ring.errors import PlanError
 from cp_ring.plan.compare import Layer
-from cp_ring.plan.cost import AttentionSizes, Cost, accumulator_bytes, between_nodes, cost, crossing, kernel_calls, rank_updates
-from cp_ring.plan.heads import HeadPlan, members_of_node
+from cp_ring.plan.cost import AttentionSizes, cost
+from cp_ring.plan.heads import members_of_node
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.predict import Prediction, predict
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.rates import read as read_rates
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
-from cp_ring.plan.shapes import AUTO, Shape, choose, costed, planned, shapes_of
-from cp_ring.plan.verify import Report
+from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
+from cp_ring.plan.shapes import AUTO, Shape, choose, planned
 from cp_ring.plan.wires import WIRES, LatentSizes
 
 PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
-MAX_RANKS_SHOWN = 32
-EXPOSED_BYTES_PER_SECOND = 5e10  # a network card of 400 Gb/s
-MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
-MAX_RANKS_PREDICTED = 256  # the times of all shapes take about a second for 64 ranks
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
 _MASK, _LAYOUT, _SIZES, _RATES, _OUTPUT = "Mask", "Layout and route", "Sizes", "Rates", "Output"
@@ -236,18 +229,18 @@ def plan_command(
             limit = max(slot_shards, ranks_per_node) if shape.route == "relay" else slot_shards
             whole, build_ms = _timed(lambda: planned(allowed, chosen, shape, limit, node_size, speeds))
         report, verify_ms = _timed(lambda: whole.verify(num_slots))
-        shapes = _shapes(allowed, chosen, sizes, ranks_per_node, node_size, speeds, slot_shards)
+        shapes = shapes_of_plan(allowed, chosen, sizes, ranks_per_node, node_size, speeds, slot_shards)
     plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, sizes.of_rank(whole.heads))
     costs = cost(report, own_sizes, num_slots)
     facts = summary(plan, report, costs, members_of_node(ranks_per_node, shape.heads)) | speed(whole, report, sizes, speeds)
     facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": shape.heads, "chosen": reason}
     facts |= {"bytes_between_nodes": {found["name"]: found["bytes_between_nodes"] for found in shapes}}
-    facts |= {"predicted": _predicted(whole, report, sizes, speeds, ranks_per_node), "shapes": shapes}
-    facts |= {"wire": wire, "predicted_exposed_seconds": _exposed(whole, report, sizes, ranks_per_node)}
+    facts |= {"predicted": predicted(whole, report, sizes, speeds, ranks_per_node), "shapes": shapes}
+    facts |= {"wire": wire, "predicted_exposed_seconds": exposed(whole, report, sizes, ranks_per_node)}
     if as_json:
         typer.echo(json.dumps(facts))
     else:
-        _print_plan(plan, facts)
+        print_plan(plan, facts)
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
@@ -268,19 +261,6 @@ def _sizes(heads: int, kv_heads: int, head_dim: int, dtype: str, mla: str | None
         raise PlanError(f"--mla {mla}: it must be 4 numbers of at least 1, LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
     latent = LatentSizes(*numbers)
     return AttentionSizes(heads, heads, latent.nope + latent.rope, latent.value, dtype=dtype, wire=wire, latent=latent)
-
-
-def _exposed(
-    plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, ranks_per_node: int
-) -> dict[str, dict[str, float]] | None:
-    """Predicted seconds that the slowest rank waits at 50 GB/s: of the codec, and of keys that travel as they are."""
-    if plan.cp > MAX_RANKS_PREDICTED:
-        return None
-    rates, found = Rates(inside=EXPOSED_BYTES_PER_SECOND, between=EXPOSED_BYTES_PER_SECOND), {}
-    for wire in dict.fromkeys(("plain", sizes.wire)):
-        made = predict(plan, report, replace(sizes, wire=wire), rates, ranks_per_node)
-        found[wire] = {"forward": made.exposed_forward, "both": made.exposed_both}
-    return found
 
 
 def make_rates(
@@ -308,88 +288,6 @@ def _parse_heads(text: str) -> int | str:
     if text != AUTO and not (text.isdecimal() and int(text)):
         raise PlanError(f"--head-parallel {text!r}: it must be a whole number above 0, or auto")
     return text if text == AUTO else int(text)
-
-
-def _shapes(
-    mask: Mask, layout: Layout, sizes: AttentionSizes, ranks_per_node: int, node_size: int, rates: Rates, slot_shards: int
-) -> list[dict[str, Any]]:
-    """What each shape costs in one layer. Times are None for more than `MAX_RANKS_PREDICTED` ranks."""
-    found = []
-    several = layout.cp > 1 and layout.cp <= MAX_RANKS_PREDICTED
-    schedules = [Shape("direct", 1, name) for name in NAMES if name != AUTO] if several else []
-    for shape in [*shapes_of(layout.cp, sizes, node_size), *schedules]:
-        limit = slot_shards if shape.schedule == AUTO and shape.route != "relay" else None
-        plan = planned(mask, layout, shape, limit, node_size, rates)
-        if layout.cp > MAX_RANKS_PREDICTED:
-            moved = crossing(plan, sizes, ranks_per_node)
-            found.append({"name": shape.name, **shape._asdict(), "bytes_between_nodes": moved.keys + moved.exchange})
-            continue
-        made = costed(plan, plan.verify(layout.cp), shape, sizes, ranks_per_node, rates)
-        of_plan = {"schedule": shape.schedule, "hops": list(made.schedule), "bytes_between_nodes": made.bytes_between_nodes}
-        of_plan |= {"buffer_bytes": made.buffer_bytes, "slot_shards": made.slot_shards}
-        found.append({"name": shape.name, **shape._asdict()} | of_plan | _seconds(made.prediction))
-    return found
-
-
-def _seconds(prediction: Prediction) -> dict[str, Any]:
-    """The times of a prediction, in seconds, as JSON has them."""
-    times = {name: value for name, value in prediction._asdict().items() if not name.startswith("bytes")}
-    named = {name if name.startswith("efficiency") else f"{name}_s": value for name, value in times.items()}
-    return named | {"bytes_per_card": prediction.bytes_per_card}
-
-
-def _predicted(
-    plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, rates: Rates, ranks_per_node: int
-) -> dict[str, Any] | None:
-    if plan.cp > MAX_RANKS_PREDICTED:
-        return None
-    return _seconds(predict(plan, report, sizes, rates, ranks_per_node))
-
-
-def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) -> dict[str, Any]:
-    """The numbers of a plan, ready for JSON. Bytes are keys and values of one forward pass."""
-    return {
-        "mask": plan.mask.name,
-        "layout": plan.layout.name,
-        "route": plan.route,
-        "schedule": list(plan.schedule),
-        "n": plan.n,
-        "cp": plan.cp,
-        "tokens_per_rank": report.tokens_per_rank.tolist(),
-        "work_per_rank": report.work_per_rank.tolist(),
-        "bytes_in_per_rank": costs.bytes_in.sum(1).tolist(),
-        "bytes_out_per_rank": costs.bytes_out.sum(1).tolist(),
-        "gradient_bytes_in_per_rank": costs.gradient_bytes_in.sum(1).tolist(),
-        "gradient_bytes_out_per_rank": costs.gradient_bytes_out.sum(1).tolist(),
-        "forward_flops_per_rank": costs.forward_flops.sum(1).tolist(),
-        "backward_flops_per_rank": costs.backward_flops.sum(1).tolist(),
-        "kernel_calls_per_rank": kernel_calls(plan).tolist(),
-        "moving_hops_per_rank": report.moving_hops.tolist(),
-        "moving_hops": int((report.keys_in.sum(0) > 0).sum()),
-        "share_of_full_ring": report.share_of_full_ring,
-        "share_between_nodes": between_nodes(plan, ranks_per_node),
-        "balance": report.balance,
-        "slots": report.slots,
-        "memory": costs.memory,
-    }
-
-
-def speed(plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, rates: Rates) -> dict[str, Any]:
-    """Bytes that merges, sums, casts and zero fills of each rank read and write, in forward and backward, and predicted speeds.
-
-    Speeds are those of the slowest rank, relative to one kernel call, where all ranks share a node and where each has a node
-    of its own. None for more than `MAX_RANKS_COSTED` ranks.
-    """
-    if plan.cp > MAX_RANKS_COSTED:
-        return {"accumulator_bytes_per_rank": None, "predicted_efficiency": None}
-    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
-    updates = {rank: rank_updates(ring.rank_plan(rank)) for rank in range(ring.cp)}
-    predicted = {}
-    for name, ranks_per_node in (("nvlink", plan.cp), ("network", 1)):
-        found = predict(plan, report, sizes, rates, ranks_per_node, updates)
-        predicted[name] = {"forward": found.efficiency_forward, "both": found.efficiency_both}
-    moved = [sum(accumulator_bytes(of_rank, sizes.of_rank(heads))) for of_rank in updates.values()]
-    return {"accumulator_bytes_per_rank": moved, "predicted_efficiency": predicted}
 
 
 def _document_offsets(n: int | None, path: str | None, mean: float, seed: int) -> Ints | None:
@@ -462,71 +360,3 @@ def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
     start = time.perf_counter()
     made = make()
     return made, (time.perf_counter() - start) * 1e3
-
-
-def _print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
-    console = Console()
-    _print_verdict(console, plan, facts)
-    title = f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks, {plan.layout.name} layout, {plan.route} route"
-    table = Table(title=title)
-    for name in ("rank", "tokens", "work (pairs)", "of mean", "MiB in", "MiB out", "moving hops"):
-        table.add_column(name, justify="right")
-    mean = sum(facts["work_per_rank"]) / plan.cp or 1
-    for rank in range(plan.cp)[:MAX_RANKS_SHOWN]:
-        work, bytes_in, bytes_out = (facts[f"{name}_per_rank"][rank] for name in ("work", "bytes_in", "bytes_out"))
-        moved = [f"{amount / 2**20:,.1f}" for amount in (bytes_in, bytes_out)]
-        tokens, hops = facts["tokens_per_rank"][rank], facts["moving_hops_per_rank"][rank]
-        table.add_row(str(rank), f"{tokens:,}", f"{work:,}", f"{work / mean:.3f}", *moved, str(hops))
-    console.print(table)
-    if plan.cp > MAX_RANKS_SHOWN:
-        console.print(f"... and {plan.cp - MAX_RANKS_SHOWN} more ranks (--json has all)")
-    console.print(
-        f"balance {facts['balance']:.3f} (max / mean work); {facts['share_of_full_ring']:.1%} of a full ring on the wire, "
-        f"{facts['share_between_nodes']:.1%} of that between nodes; proven: built in {facts['build_ms']:.1f} ms, "
-        f"verified in {facts['verify_ms']:.1f} ms, {facts['slots']} receive buffers in use"
-    )
-    sources = ", ".join(map(str, group_sizes(plan.schedule))) or "none"
-    console.print(
-        f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward"
-    )
-    if facts["chosen"]:
-        console.print(f"chosen: {facts['chosen']}")
-    _print_shapes(console, facts)
-    if facts["predicted_exposed_seconds"]:
-        waits = facts["predicted_exposed_seconds"].items()
-        shown = [f"{wire} {1e3 * x['forward']:,.2f}, {1e3 * x['both']:,.2f}" for wire, x in waits]
-        console.print(f"predicted wait for messages at 50 GB/s, ms, forward and with backward: {'; '.join(shown)}")
-    buffers = Table("buffer, on the rank that needs most of it", "MiB")
-    for name, size in facts["memory"].items():
-        buffers.add_row(name, f"{size / 2**20:,.1f}")
-    console.print(buffers)
-
-
-def _print_verdict(console: Console, plan: RingPlan, facts: dict[str, Any]) -> None:
-    """The first line: whether the plan is right, how long a layer takes, and how much of that is waiting."""
-    own = facts["predicted"]
-    times = "too many ranks to predict the time"
-    if own is not None:
-        times = (
-            f"a layer takes {1e3 * own['forward_s']:.3g} ms forward, {1e3 * own['both_s']:.3g} ms with backward (predicted), of "
-            f"which it waits {1e3 * own['exposed_both_s']:.3g} ms ({own['exposed_both_s'] / (own['both_s'] or 1):.1%}); "
-            f"{own['efficiency_forward']:.2f} and {own['efficiency_both']:.2f} of the speed of one kernel call"
-        )
-    console.print(f"proven for {plan.cp} ranks: {times}", style="bold")
-
-
-def _print_shapes(console: Console, facts: dict[str, Any]) -> None:
-    timed = facts["predicted"] is not None
-    columns = ("GiB a card", "ms", "with backward", "waits", "of one call") if timed else ()
-    table = Table(title="one layer; bytes of forward, predicted times")
-    table.add_column("shape", no_wrap=True)
-    for name in ("GiB between nodes", *columns):
-        table.add_column(name, justify="right")
-    for shape in facts["shapes"]:
-        cells = [shape["name"], f"{shape['bytes_between_nodes'] / 2**30:,.2f}"]
-        if timed:
-            cells += [f"{shape['bytes_per_card'] / 2**30:,.2f}"]
-            cells += [f"{1e3 * shape[name]:,.2f}" for name in ("forward_s", "both_s", "exposed_both_s")]
-            cells += [f"{shape['efficiency_both']:.2f}"]
-        table.add_row(*cells)
-    console.print(table)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from cp_ring.config import ContextParallelConfig, choices
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, compat, graphs
@@ -69,6 +71,14 @@ def _check_sharded(args: argparse.Namespace) -> None:
     """Checks that checkpoints of sharded parameters can be written and verified."""
     if getattr(args, "use_torch_fsdp2", False) and getattr(args, "ckpt_format", "") == "torch_dcp":
         raise ConfigError("--ckpt-format torch_dcp has no manifest by which a checkpoint is verified: give torch_dist")
+    version = compat.megatron_version()
+    if (
+        getattr(args, "use_torch_fsdp2", False)
+        and getattr(args, "load", None)
+        and version
+        and Version(version) < Version("0.19.dev0")
+    ):
+        raise ConfigError(f"--load with --use-torch-fsdp2 needs megatron-core 0.19: {version} does not resume as the job was")
     if not getattr(args, "use_megatron_fsdp", False):
         return
     if getattr(args, "async_save", False):

@@ -158,6 +158,7 @@ def right_job(number: int, with_script: bool) -> Job:
         words.append(f"--moe-router-load-balancing-type {balance} {pick('', '--moe-z-loss-coeff 1e-3')}")
         if balance not in ("sinkhorn", "quantile_balancing") and rng.random() < 0.4:
             words.append(f"--moe-expert-capacity-factor {pick('0.5', '1.0', '2.0')} --moe-token-dispatcher-type alltoall")
+        words.append(pick("", "", "--moe-layer-freq 2"))
         words.append(pick("", "", "--moe-shared-expert-intermediate-size 64"))
         words.append("--expert-model-parallel-size 2" if ranks == 4 and "tensor" not in sizes and rng.random() < 0.5 else "")
     return Job(f"right{number}", ranks, " ".join(word for word in words if word), by_script=by_script)

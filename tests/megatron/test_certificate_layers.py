@@ -57,6 +57,16 @@ def test_windows_follow_the_numbers_of_layers():
     assert changes["hybrid_layer_pattern"] == "-**E" and changes["window_attn_skip_freq"] == [1, 1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("experts", "every", "tiny"), [(8, 1, 1), (8, [0, 0, 1, 1], [0, 1]), (8, 2, [1, 0]), (None, [0, 0, 1, 1], 1)]
+)
+def test_dense_layers_beside_those_with_experts(experts, every, tiny):
+    args, config = flags("", num_layers=4, num_experts=experts, moe_layer_freq=every), configuration()
+    kinds = find_layer_kinds(args, config, ("causal",))
+    changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
+    assert changes["moe_layer_freq"] == tiny and changes["num_layers"] == (len(tiny) if isinstance(tiny, list) else 1)
+
+
 def test_layers_without_kernels_are_named(monkeypatch):
     monkeypatch.setattr(tiny_layers, "_has_kernels", lambda letter: letter == "G")
     args, config = flags("MG*-/M*"), configuration()

@@ -14,6 +14,7 @@ import cp_ring.megatron
 from cp_ring import ContextParallelConfig, patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, program, rejection, settings
+from cp_ring.megatron.offload import offload
 from tests.megatron.launch import HERE, launch
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
@@ -81,6 +82,30 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
     assert torch.equal(torch.get_rng_state(), state)
     build()
     assert "certificate" not in capfd.readouterr().out  # once a process
+
+
+@no_cuda
+def test_a_program_keeps_saved_tensors_in_host_memory(one_rank, enabled):
+    """`enable(offload=True)`: the same bits as without, and exact bytes."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    def step(**settings):
+        enabled(certify="off", seq_length=64, **settings)
+        torch.manual_seed(3)
+        sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+        config = TransformerConfig(**sizes, use_cpu_initialization=True)
+        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
+        tokens = torch.arange(64)[None]
+        loss = model(tokens, tokens, None, labels=tokens.roll(-1, 1)).mean()
+        held = offload().host_bytes()
+        loss.backward()
+        return held, [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    (without, expected), (held, found) = step(), step(offload=True)
+    assert (without, held, offload().host_bytes()) == (0, 2 * 64 * (4 * 32 + 4) * 4, 0)  # q, k, v, out and lse of two layers
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 @no_cuda

@@ -584,6 +584,12 @@ def test_a_checkpoint_of_another_model_shape(tmp_path, monkeypatch, name, flag, 
         inspection.check_model(arguments(tmp_path, **(shape | {name: ours})))
 
 
+def test_sharded_parameters_resume_from_0_19_on(monkeypatch):
+    monkeypatch.setattr(compat, "megatron_version", lambda: "0.18.2")
+    with pytest.raises(ConfigError, match=r"--load with --use-torch-fsdp2 needs megatron-core 0\.19: 0\.18\.2 does not resume"):
+        features._check_sharded(argparse.Namespace(use_torch_fsdp2=True, ckpt_format="torch_dist", load="x"))
+
+
 class FusedAdam:
     """As the optimizers of TransformerEngine and Apex are called."""
 

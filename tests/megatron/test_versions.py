@@ -22,6 +22,7 @@ NAMES = [
     "recompute_full",
     "packed_thd",
     "document_mask_balanced",
+    "fsdp2",
 ]
 
 

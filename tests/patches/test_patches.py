@@ -103,6 +103,8 @@ def test_cpu_runtime_answers_for_cuda(applied):
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
     applied("cpu_runtime")
+    assert torch.device("cuda:0") == torch.device(f"cuda:{torch.cuda.current_device()}") == torch.device("cpu")
+    assert torch.device("meta").type == "meta"
     assert torch.zeros(1, device="cuda").device.type == "cpu"
     assert torch.ones(2).to("cuda:0").cuda().device.type == "cpu"
     assert torch.zeros(1, device=torch.cuda.current_device()).type() == "torch.cuda.FloatTensor"
@@ -307,6 +309,7 @@ def test_rotary_embeddings_that_follow_the_layout_can_clear_their_cache(applied)
 
 
 @no_cuda
+@pytest.mark.compat
 def test_fsdp2_divides_gradients_and_loads_the_step(applied, one_rank):
     from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
     from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -317,9 +320,11 @@ def test_fsdp2_divides_gradients_and_loads_the_step(applied, one_rank):
     (weight,) = model.parameters()
     model(torch.ones(2, 4)).sum().backward()
     applied("fsdp2")
+    model.finish_grad_sync(force_all_reduce=False)
     model.scale_gradients(torch.tensor(0.25))
     assert torch.equal(weight.grad.to_local(), torch.full((4, 4), 0.5))
-    adam = torch.optim.Adam([{"params": [weight], "lr": 0.1, "wd_mult": 1.0}])
+    identity = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    adam = torch.optim.Adam([{"params": [weight], "lr": 0.1, **identity}])
     optimizer = FP32Optimizer(adam, OptimizerConfig(), lambda *_: None)
     adam.step()
     saved = optimizer.state_dict()

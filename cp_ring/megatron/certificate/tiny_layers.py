@@ -28,11 +28,26 @@ def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind])
     if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
         return list(range(1, args.num_layers + 1))
     attention = {kind.layer for kind in kinds}
-    blocks = getattr(config, "per_block_parameters", None)
     without = missing_kernels(args)
-    alike: list[Any] = [_kind_of_block(block) for block in blocks] if blocks else list(main_layers(pattern_of(args)))
+    alike = _kinds_of_layers(args, config)
     first = {alike.index(kind) + 1 for kind in alike if kind not in without} if alike else set()
     return sorted(attention | first)
+
+
+def _kinds_of_layers(args: argparse.Namespace, config: Any) -> list[Any]:
+    """What tells the layers of the job from one another, apart from their attention; [] where nothing does."""
+    if pattern_of(args):
+        return list(main_layers(pattern_of(args)))
+    blocks = getattr(config, "per_block_parameters", None)
+    return [_kind_of_block(block) for block in blocks] if blocks else layers_with_experts(args)
+
+
+def layers_with_experts(args: argparse.Namespace) -> list[int]:
+    """Of each layer of the job 1 if it has experts by `--moe-layer-freq`, else 0; [] where all are alike."""
+    every = getattr(args, "moe_layer_freq", 1)
+    if not getattr(args, "num_experts", None) or pattern_of(args) or every in (1, None):
+        return []
+    return [int(layer % every == 0) for layer in range(args.num_layers)] if isinstance(every, int) else list(every)
 
 
 def missing_kernels(args: argparse.Namespace) -> list[str]:
@@ -62,7 +77,9 @@ def _has_kernels(letter: str) -> bool:
 def changes_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind], tp: int) -> dict[str, Any]:
     """Arguments of a tiny model, by name, that give it the layers of `chosen_layers`."""
     chosen = chosen_layers(args, config, kinds)
+    experts = layers_with_experts(args)
     changes: dict[str, Any] = {"num_layers": len(chosen)}
+    changes["moe_layer_freq"] = [experts[layer - 1] for layer in chosen] if experts else 1
     if len(comm_types.types_by_layer(args)) > 1:
         changes["cp_comm_type"] = [comm_types.type_of(args, layer) for layer in chosen]
     if args.window_size is not None:

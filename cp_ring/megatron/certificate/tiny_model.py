@@ -38,7 +38,7 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "micro_batch_size": batch_size, "max_position_embeddings": kinds[0].tokens,
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
         "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "moe_layer_freq": 1, "pipeline_dtype": None, "cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": [],
+        "pipeline_dtype": None, "cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": [],
     }  # fmt: skip
     nothing = (
         "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
