@@ -73,5 +73,5 @@ def test_what_a_model_takes_is_asked_of_the_innermost_one():
 def test_a_hybrid_model_before_0_19_needs_its_layers():
     from cp_ring.megatron import gpt_model
 
-    with pytest.raises(ConfigError, match="Megatron before 0.19 needs --spec with their layers"):
+    with pytest.raises(ConfigError, match="needs --spec with their layers"):
         gpt_model._build_hybrid(Namespace(spec=None), None)
