@@ -192,7 +192,7 @@ def test_every_message_is_waited_for(name):
 
 def test_the_watchdog_does_not_ask_the_device_where_graphs_hold_attention(monkeypatch):
     class OnDevice:
-        is_cuda = True
+        is_cuda, device = True, torch.device("cuda")
 
     batch = type("Batch", (), {"receives": [(None, [OnDevice()])], "sends": [], "kind": "keys", "hop": 1})()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
