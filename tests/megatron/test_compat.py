@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
+import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
@@ -48,3 +50,28 @@ def test_parts_of_two_versions_are_rejected(monkeypatch, tmp_path):
 def test_what_older_versions_lack_is_told():
     assert compat.missing_features("0.19.2") == []
     assert any("--cp-ring-loss-chunk" in what for what, _ in compat.missing_features("0.18.2"))
+
+
+def test_what_a_model_takes_is_asked_of_the_innermost_one():
+    class Model(torch.nn.Module):
+        def forward(self, tokens, packed_seq_params=None):
+            return tokens
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+    assert compat.takes(Wrapper(Wrapper(Model())), "packed_seq_params")
+    assert not compat.takes(Wrapper(Model()), "loss_mask")
+    assert compat.takes(lambda tokens, **more: tokens, "loss_mask")
+
+
+def test_a_hybrid_model_before_0_19_needs_its_layers():
+    from cp_ring.megatron import gpt_model
+
+    with pytest.raises(ConfigError, match="needs --spec with their layers"):
+        gpt_model._build_hybrid(Namespace(spec=None), None)
