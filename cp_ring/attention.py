@@ -29,20 +29,17 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from cp_ring import arguments
 from cp_ring.checks import AnyPlan, check_tensors, check_tokens, check_values, rank_plan_of, sizes_of, tokens_and_batch
 from cp_ring.comm.agreement import EVERY, Fact
 from cp_ring.comm.codecs import CODECS, Codec, Plain
 from cp_ring.comm.heads import HeadExchange, lse_of_shard, over_heads, sub_transports
-from cp_ring.comm.latent import LatentCodec, LatentKeys, Latents
-from cp_ring.comm.nodes import node_size as node_size_of
-from cp_ring.comm.nodes import ranks_per_node
+from cp_ring.comm.latent import LatentKeys, Latents
 from cp_ring.comm.transport import Transport, transport_for
-from cp_ring.errors import ConfigError, PlanError
-from cp_ring.kernels import AttentionKernel, choose, determinism
+from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.calls import Statistics, work_of
-from cp_ring.kernels.dropout import COLUMNS, Dropout, mixed
+from cp_ring.kernels.dropout import Dropout
 from cp_ring.kernels.logits import LogitKernel
-from cp_ring.observe import watchdog
 from cp_ring.observe.spans import span, traced
 from cp_ring.observe.timing import note_rank, timed
 from cp_ring.observe.watchdog import WATCH, Place
@@ -50,10 +47,9 @@ from cp_ring.offload import Offload, Waiting, tensor_of
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.head_split import split_heads
-from cp_ring.plan.heads import HeadPlan, HeadRankPlan
+from cp_ring.plan.heads import HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import RankPlan
 from cp_ring.plan_cache import check_mask_arguments, plan_of_call
 
@@ -203,8 +199,8 @@ def ring_attention(
     Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
     """
     if timeout is not None:
-        _watch(timeout)
-    k, v, latents = _keys_and_values(k, v)
+        arguments.watch(timeout)
+    k, v, latents = arguments.keys_and_values(k, v)
     check_mask_arguments(plan, mask, causal, window_size, cu_seqlens, layout, route, schedule, heads, node_size)
     if plan is None:
         transport, (tokens, batch) = transport_for(group, q.device), tokens_and_batch(q, qkv_format)
@@ -212,16 +208,15 @@ def ring_attention(
         plan = plan_of_call(
             tokens, batch, rank, size,
             causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, mask=mask, layout=layout, route=route,
-            schedule=schedule, heads=heads, node_size=_node_size(transport) if node_size is None else node_size,
+            schedule=schedule, heads=heads, node_size=arguments.node_size_of_group(transport) if node_size is None else node_size,
             sizes=sizes_of(q, k, v, batch),
         )  # fmt: skip
-    by_position = _by_position(plan, group, q, qkv_format, dropout_p, dropout_seed, alibi_slopes)
+    by_position = arguments.by_position_of(plan, group, q, qkv_format, dropout_p, dropout_seed, alibi_slopes)
     out, lse = attend(
         q, k, v, plan, group,
         softmax_scale=softmax_scale, sink=sink, kernel=kernel, num_slots=num_slots,
-        wire=wire or _default_wire(plan, latents, by_position), latents=latents, wire_dtype=wire_dtype, qkv_format=qkv_format,
-        deterministic=deterministic, return_lse=return_lse,
-        dropout=by_position,
+        wire=wire or arguments.default_wire(plan, latents, by_position), latents=latents, wire_dtype=wire_dtype,
+        qkv_format=qkv_format, deterministic=deterministic, return_lse=return_lse, dropout=by_position,
     )  # fmt: skip
     if not return_lse:
         return out
@@ -265,15 +260,15 @@ def attend(
     check_tensors(q, k, v, sink)
     transport = transport_for(group, q.device)
     rank_plan = rank_plan_of(plan, transport)
-    inputs = _inputs(wire, latents, rank_plan, qkv_format)
+    inputs = arguments.codec_inputs(wire, latents, rank_plan, qkv_format)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    chosen, exact = _kernel(kernel, q, v, rank_plan, deterministic, dropout, logits=largest is not None)
-    q, k, v = (_tokens_first(x, qkv_format) for x in (q, k, v))
+    chosen, exact = arguments.kernel_of(kernel, q, v, rank_plan, deterministic, dropout, logits=largest is not None)
+    q, k, v = (arguments.tokens_first(x, qkv_format) for x in (q, k, v))
     batch = q.shape[1]
     if dropout is not None:
-        q, k = _marked(q, k, dropout, wire)
+        q, k = arguments.marked(q, k, dropout, wire)
     if rank_plan.batch == batch > 1:
-        q, k, v, *inputs[:1] = (_one_stream(x) for x in (q, k, v, *inputs[:1]))
+        q, k, v, *inputs[:1] = (arguments.one_stream(x) for x in (q, k, v, *inputs[:1]))
     check_tokens(q, k, v, rank_plan)
     call = _Call(
         rank_plan=rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring,
@@ -282,11 +277,11 @@ def attend(
         scale=scale,
         num_slots=num_slots,
         codec=CODECS[wire] if rank_plan.cp > 1 else Plain,
-        wire_dtype=_wire_dtype(wire_dtype, q.dtype),
+        wire_dtype=arguments.wire_dtype_of(wire_dtype, q.dtype),
         exact=exact,
         place=results.at(WATCH.place) if results is not None else WATCH.place,
         results=results,
-        rank=_rank_in_job(transport),
+        rank=arguments.rank_in_job(transport),
     )
     _agree(call, rank_plan, q, k, v, sink, inputs, dropout, compare_every)
     if isinstance(rank_plan, HeadRankPlan):
@@ -296,46 +291,8 @@ def attend(
     if largest is not None and isinstance(chosen, LogitKernel) and chosen.largest is not None:
         largest.append(chosen.largest)
     if out.shape[1] != batch:
-        out, lse = _batch_rows(out, lse, batch)
-    return _tokens_first(out, qkv_format), lse
-
-
-def _tokens_first(x: Tensor, qkv_format: str) -> Tensor:
-    """A tensor of the caller's format with tokens first, [s, b, ...]; and back."""
-    return x.transpose(0, 1) if qkv_format == "bshd" else x
-
-
-def _one_stream(x: Tensor) -> Tensor:
-    """Batch rows with masks of their own, [s, b, ...], as one stream of tokens, [b * s, 1, ...]."""
-    return x.transpose(0, 1).flatten(0, 1)[:, None]
-
-
-def _batch_rows(out: Tensor, lse: Tensor | None, batch: int) -> tuple[Tensor, Tensor | None]:
-    """Out [s, b, h, e] and lse [b, h, s], from those of one stream."""
-    out = out[:, 0].unflatten(0, (batch, -1)).transpose(0, 1)
-    return out, None if lse is None else lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
-
-
-def _kernel(
-    name: str, q: Tensor, v: Tensor, rank_plan: RankPlan | HeadRankPlan, deterministic: bool | None, dropout: Dropout | None,
-    logits: bool,
-) -> tuple[AttentionKernel, bool]:  # fmt: skip
-    """The kernel of a call, and whether it must be deterministic. With `logits` it also finds the largest ones."""
-    packed = (rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring).packed
-    with determinism(deterministic) as exact:
-        found = choose(name, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=packed,
-                       dropout=dropout is not None)  # fmt: skip
-    if dropout is not None:
-        found = dropout.kernel(found)
-    return LogitKernel(found, 0 if dropout is None else COLUMNS) if logits else found, exact
-
-
-def _marked(q: Tensor, k: Tensor, dropout: Dropout, wire: str) -> tuple[Tensor, Tensor]:
-    """q and k [s, b, heads, d] with the positions of their tokens, by which the kernel drops weights and biases scores."""
-    if wire != Plain.name:
-        asked = f"dropout_p={dropout.p:g}" if dropout.p else "alibi_slopes"
-        raise ConfigError(f"wire={wire!r} does not support {asked}, for which positions travel with the keys")
-    return dropout.mark(q, k)
+        out, lse = arguments.batch_rows(out, lse, batch)
+    return arguments.tokens_first(out, qkv_format), lse
 
 
 def _attend_over_heads(
@@ -516,65 +473,6 @@ def _weight(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole == -math.inf, 0.0, (part - whole).exp())
 
 
-def _keys_and_values(k: Tensor | LatentKeys, v: Tensor | None) -> tuple[Tensor, Tensor, Latents | None]:
-    """Keys and values, and the latents that they were made from."""
-    if isinstance(k, LatentKeys):
-        return *k.expand(), k.latents()
-    if v is None:
-        raise PlanError("v is missing: only LatentKeys in place of k need none")
-    return k, v, None
-
-
-def _rank_in_job(transport: Transport | None) -> int:
-    if transport is None:
-        return dist.get_rank() if dist.is_initialized() else 0
-    ranks = getattr(transport, "ranks", None)
-    return int(transport.rank if ranks is None else ranks[transport.rank])
-
-
-def _node_size(transport: Transport | None) -> int:
-    ranks = getattr(transport, "ranks", None)
-    return 1 if ranks is None else node_size_of(ranks, ranks_per_node())
-
-
-def _by_position(
-    plan: AnyPlan, group: object, q: Tensor, qkv_format: str, p: float, seed: int | None, slopes: Tensor | Sequence[float] | None
-) -> Dropout | None:
-    """Dropout and ALiBi of a call whose plan knows the positions of all tokens; None without both."""
-    if not 0 <= p < 1:
-        raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
-    if not p and slopes is None:
-        return None
-    if p and not isinstance(seed, int):
-        raise ConfigError(f"dropout_seed={seed!r}: dropout needs a whole number, the same on all ranks and another in each call")
-    if not isinstance(plan, RingPlan | HeadPlan):
-        name = f"dropout_p={p}" if p else "alibi_slopes"
-        raise ConfigError(f"{name}: give the plan of all ranks, which has the positions of tokens, not that of one rank")
-    transport = transport_for(group, q.device)  # type: ignore[arg-type]
-    positions = torch.from_numpy(plan.layout.positions(transport.rank if transport else 0))
-    if plan.layout.rows > 1:
-        positions = positions.view(plan.layout.rows, -1).T % (plan.n // plan.layout.rows)
-    return Dropout(p, mixed(seed) if seed is not None else 0, positions, slopes=_slopes(slopes, q))
-
-
-def _slopes(slopes: Tensor | Sequence[float] | None, q: Tensor) -> tuple[float, ...]:
-    if slopes is None:
-        return ()
-    if isinstance(slopes, Tensor) and slopes.requires_grad:
-        raise ConfigError("alibi_slopes are constants: detach them, there is no gradient of them")
-    found = torch.as_tensor(slopes, dtype=torch.float64)
-    if found.shape != q.shape[2:3] or not bool(found.isfinite().all()):
-        raise PlanError(f"alibi_slopes must hold one finite number for each of {q.shape[2]} query heads")
-    return tuple(found.tolist())
-
-
-def _watch(timeout: float) -> None:
-    if not 0 < timeout < math.inf:
-        raise ConfigError(f"timeout={timeout}: it must be a number of seconds above 0, or None")
-    watchdog.start(timeout)
-    watchdog.enter("ring_attention", WATCH.place.step)
-
-
 def _agree(
     call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
     inputs: Sequence[Tensor], dropout: Dropout | None, every: int,
@@ -595,28 +493,3 @@ def _agree(
         return [*plan, seed, *(Fact.of(name, value) for name, value in zip(names, values, strict=True))]
 
     agree((rank_plan.digest, *values), facts, every)
-
-
-def _default_wire(plan: AnyPlan, latents: Latents | None, by_position: Dropout | None) -> str:
-    """What keys travel as: latents where there are some, but these have no heads to exchange, and no places for positions."""
-    plain = latents is None or isinstance(plan, HeadPlan | HeadRankPlan) or by_position is not None
-    return Plain.name if plain else LatentCodec.name
-
-
-def _inputs(
-    wire: str, latents: Latents | None, rank_plan: RankPlan | HeadRankPlan, qkv_format: str
-) -> list[Tensor]:  # fmt: skip
-    """The inputs of the codec beside k and v, the tokens of the first one first; none where keys do not travel as latents."""
-    if CODECS[wire] is not LatentCodec:
-        return []
-    if latents is None:
-        raise ConfigError(f"wire={wire!r} needs LatentKeys in place of k")
-    if isinstance(rank_plan, HeadRankPlan):
-        raise ConfigError(f"wire={wire!r} does not support heads={rank_plan.heads}: latents have no heads to exchange")
-    if rank_plan.cp == 1:
-        return []
-    return [latents.latent.transpose(0, 1) if qkv_format == "bshd" else latents.latent, *latents[1:]]
-
-
-def _wire_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    return {"input": dtype, "float32": sum_dtype(dtype), "bfloat16": torch.bfloat16}[name]

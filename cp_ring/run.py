@@ -94,24 +94,20 @@ def _check_batches(script: Path, config: ContextParallelConfig) -> None:
 
 
 def _check_packed(config: ContextParallelConfig) -> None:
-    """Raises `ConfigError` where the installed Megatron's scripts cannot split the batches of --sft."""
+    """Raises `ConfigError` where middle pipeline stages get no documents: scripts before 0.17 give them none."""
     version = megatron_version()
-    if not (config.enabled and SFT in sys.argv and version and SpecifierSet("<0.18").contains(version, prereleases=True)):
+    if not (config.enabled and SFT in sys.argv and version and SpecifierSet("<0.17").contains(version, prereleases=True)):
         return
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--context-parallel-size", type=int, default=1)
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    given = parser.parse_known_args(sys.argv[1:])[0]
-    cp, tp = given.context_parallel_size, given.tensor_model_parallel_size
-    if cp > 1 and config.layout == "zigzag":
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    given, others = parser.parse_known_args(sys.argv[1:])
+    stages = given.pipeline_model_parallel_size
+    virtual = stages > 1 and any("virtual" in word for word in others)
+    if stages > 2 or virtual:
         raise ConfigError(
-            f"--sft with --context-parallel-size {cp}: the scripts of megatron-core {version} do not tell TransformerEngine how "
-            "documents are padded; give --cp-ring-layout balanced, or use megatron-core 0.18"
-        )
-    if tp > 1 and SpecifierSet("<0.17").contains(version, prereleases=True):
-        raise ConfigError(
-            f"--sft with --tensor-model-parallel-size {tp}: the scripts of megatron-core {version} send packed lengths that the "
-            "other tensor-parallel ranks do not receive; use megatron-core 0.17"
+            f"--sft with --pipeline-model-parallel-size {stages}{' and virtual stages' * virtual}: the scripts of megatron-core "
+            f"{version} give middle stages no documents, so that tokens would see other documents; use megatron-core 0.17, or at "
+            "most 2 stages"
         )
 
 

@@ -24,6 +24,7 @@ NAMES = (
     "rotary_documents",
     "recurrent_layers",
     "document_mask",
+    "sft_batches",
     "packed_batches",
     "microbatch_order",
     "mtp_roll",

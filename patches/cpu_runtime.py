@@ -113,6 +113,11 @@ def _itself(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return tensor
 
 
+def _counts_of_experts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The sizes of what experts exchange, which process groups take as numbers of the host, not as tensors."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -192,6 +197,7 @@ def _torch_replacements() -> Iterator[Replacement]:
     yield DeviceMesh, "from_group", staticmethod(_mesh_of_group)
     yield torch.Tensor, "cuda", _itself
     yield torch.Tensor, "pin_memory", _itself
+    yield torch.Tensor, "record_stream", _nothing
     yield torch.nn.Module, "cuda", _itself
 
 
@@ -218,6 +224,7 @@ def _megatron_replacements() -> Iterator[Replacement]:
     with functions_uncompiled():
         from megatron.core import utils
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     init_process_group, barrier = torch.distributed.init_process_group, torch.distributed.barrier
     preparation_data = multiprocessing.spawn.get_preparation_data
@@ -235,6 +242,7 @@ def _megatron_replacements() -> Iterator[Replacement]:
     yield torch.distributed, "barrier", barrier_without_devices
     yield multiprocessing.spawn, "get_preparation_data", preparation_data_with_patch
     yield random, "_set_cuda_rng_state", _set_rng_state
+    yield from replace_everywhere([moe_utils, token_dispatcher], "maybe_move_tensor_to_cpu", _counts_of_experts)
     if utils.tex is None:  # TransformerEngine, by which Megatron splits packed documents
         yield utils, "tex", SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
     if has_training_loop():  # users of megatron.core alone may lack it

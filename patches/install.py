@@ -47,8 +47,9 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
         "core_attention": True,
         "recompute": config.recompute == "keep",
         "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
-        "recurrent_layers": config.layout != "zigzag" and bool({"--hybrid-layer-pattern", "--hybrid-override-pattern"} & given),
+        "recurrent_layers": bool(given & {"--hybrid-layer-pattern", "--hybrid-override-pattern"}),
         "rotary_documents": INTER_DOCUMENT in argv or splits_packed_batches(config, argv),
+        "sft_batches": SFT in argv and not config.document_mask,
         "packed_batches": splits_packed_batches(config, argv),
         "document_mask": config.document_mask or bool(config.kinds),
         "microbatch_order": config.balance_microbatches,
@@ -77,6 +78,7 @@ def install_for_model(args: argparse.Namespace) -> None:
     wanted = {
         "mtp_roll": getattr(args, "mtp_num_layers", None),
         "moe_aux_loss": getattr(args, "num_experts", None),
+        "recurrent_layers": getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None),
     }
     for name, needed in wanted.items():
         if needed:

@@ -1,70 +1,55 @@
-"""Mamba and gated delta net layers under --cp-ring-layout contiguous and balanced.
+"""Mamba and gated delta net layers under --cp-ring-layout contiguous and balanced, and with documents.
 
-These layers exchange tokens for heads, so that each rank holds whole sequences of some heads. Megatron then puts the tokens in
-order, and back, as its zigzag split needs it. Here the order is that of the layout.
+These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads. Megatron then puts the tokens in
+order, and back, as its zigzag split needs it. Here the order is that of the layout, and the state begins anew with each document.
 """
 
 from __future__ import annotations
 
-import functools
+import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
-
-from cp_ring.errors import ConfigError
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
-@functools.lru_cache(maxsize=16)
-def _orders(n: int, cp: int, name: str, windows: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions in the sequence of the tokens of rank after rank, and the inverse of this permutation: int64 [n] each."""
-    from cp_ring.megatron.plans import make_layout
-
-    layout = make_layout(name, n, cp)
-    positions = np.concatenate([layout.positions(rank) for rank in range(cp)])
-    return torch.from_numpy(positions), torch.from_numpy(np.argsort(positions))
-
-
-def _reordered(x: torch.Tensor, cp: int, packed: Any, inverse: bool) -> torch.Tensor:
-    from cp_ring.megatron.settings import current, layer_windows
-
-    if packed is not None:
-        raise ConfigError(
-            f"--cp-ring-layout {current().layout}: recurrent layers support packed documents in Megatron's own split alone; "
-            "give zigzag"
-        )
-    order = _orders(x.shape[0], cp, current().layout, layer_windows())[inverse]
-    return x.index_select(0, order.to(x.device))
-
-
-def in_sequence(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
-    """The tokens [n, b, ...] of rank after rank, in the order of the sequence."""
-    return _reordered(input_, cp_size, packed_seq_params, True)
-
-
-def by_rank(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
-    """The inverse of `in_sequence`."""
-    return _reordered(input_, cp_size, packed_seq_params, False)
-
-
 def _replacements() -> Iterator[Replacement]:
-    import importlib.util
+    import megatron.core.ssm.mamba_context_parallel  # noqa: F401
+    from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    import megatron.core.ssm.mamba_context_parallel
+    from cp_ring.megatron import recurrent
 
-    if importlib.util.find_spec("megatron.core.ssm.gated_delta_net"):  # since 0.17
-        import megatron.core.ssm.gated_delta_net  # noqa: F401
+    if importlib.util.find_spec("megatron.core.ssm.gated_delta_net"):
+        yield from _of_gated_delta_net()
     found = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core.ssm") and module]
-    yield from replace_everywhere(found, "_undo_attention_load_balancing", in_sequence)
-    yield from replace_everywhere(found, "_redo_attention_load_balancing", by_rank)
+    yield from replace_everywhere(found, "_undo_attention_load_balancing", recurrent.in_sequence)
+    yield from replace_everywhere(found, "_redo_attention_load_balancing", recurrent.by_rank)
+    yield MambaMixer, "_ssm_training", recurrent.mamba_with_documents(MambaMixer._ssm_training)
+    if hasattr(MambaMixer, "_create_packed_seq_idx"):  # until 0.16
+        yield MambaMixer, "_create_packed_seq_idx", recurrent.documents_of_tokens
+
+
+def _of_gated_delta_net() -> Iterator[Replacement]:
+    from cp_ring.megatron import recurrent
+
+    package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
+    layer = package.GatedDeltaNet
+    if not hasattr(package, "tensor_a2a_cp2hp"):  # until 0.17, where these layers know nothing of context parallelism
+        return
+    yield layer, "forward", recurrent.gated_delta_net_with_documents(layer.forward)
+    if hasattr(layer, "_gated_norm_and_a2a"):
+        yield layer, "_gated_norm_and_a2a", recurrent.norm_with_documents(layer._gated_norm_and_a2a)
+    found = [module for name, module in list(sys.modules.items()) if name.startswith(package.__name__) and module]
+    for name in ("causal_conv1d", "chunk_gated_delta_rule"):
+        if getattr(package, name) is not None:
+            yield from replace_everywhere(found, name, recurrent.fla_with_documents(getattr(package, name)))
 
 
 PATCH = Patch(
     name="recurrent_layers",
-    what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout",
-    why="Megatron's layers know the order of its zigzag split alone",
+    what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout, and begin anew with each document",
+    why="Megatron's layers know the order of its zigzag split alone, and documents only in thd",
     replacements=_replacements,
 )

@@ -6,6 +6,7 @@ The one call attends to the whole sequence with the same kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -117,8 +118,8 @@ def run(
             for dtype in dtypes:
                 inputs = [x.to(getattr(torch, dtype)) for x in exact]
                 whole = RingPlan.build(mask, Layout.contiguous(n, 1))
-                truth = _attend_to_shard(None, whole, [x.double() for x in inputs], "reference")
                 inputs = [x.to(device) for x in inputs]
+                truth = [x.cpu() for x in _attend_to_shard(None, whole, [x.double() for x in inputs], "reference")]
                 for kernel in kernels:
                     _add_ratios(results, mask, name, dtype, kernel, sizes, inputs, truth, schedule, wires)
     for result in results.values():
@@ -127,6 +128,12 @@ def run(
                 if part in values:
                     values[part] = sum(values[part]) / len(values[part])
     return list(results.values())
+
+
+@lru_cache
+def _ring(cp: int) -> LocalRing:
+    """The same threads for all cases."""
+    return LocalRing(cp)
 
 
 def _add_ratios(
@@ -144,7 +151,7 @@ def _add_ratios(
     for cp in sizes:
         plan = RingPlan.build(mask, Layout.zigzag(mask.n, cp), schedule=schedule, slot_shards=max(cp, SLOT_SHARDS))
         for wire in wires:
-            parts = LocalRing(cp).run(_attend_to_shard, plan, inputs, kernel, wire)
+            parts = _ring(cp).run(_attend_to_shard, plan, inputs, kernel, wire)
             got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
             new = {"kernel": kernel, "dtype": dtype, "mask": name, "cp": cp, "wire": wire}
             result = results.setdefault((kernel, dtype, name, cp, wire), new)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from cp_ring.bench import samples
 from cp_ring.cli import job_plan
+from cp_ring.cli.convert import convert_command, names_of
 from cp_ring.cli.mask_option import make_mask
 from cp_ring.cli.options import parse_mean_tokens, parse_tokens
 from cp_ring.errors import PlanError
@@ -100,6 +101,11 @@ def plan_command(
     layout: Annotated[
         str, typer.Option(metavar="NAME", help=f"{', '.join(LAYOUTS)} or {PER_DOCUMENT}.", rich_help_panel=_LAYOUT)
     ] = "zigzag",
+    convert: Annotated[
+        str | None,
+        typer.Option(metavar="BEFORE:AFTER", help="In place of attention: bring hidden states (--heads x --head-dim numbers "
+                     "a token) from one layout into another, as in zigzag:contiguous.", rich_help_panel=_LAYOUT),
+    ] = None,
     chunks_per_rank: Annotated[
         int | None, typer.Option(help="Chunks per rank of the balanced layout.", rich_help_panel=_LAYOUT)
     ] = None,
@@ -188,6 +194,8 @@ def plan_command(
         check_panel(panel, width)
     sizes = _sizes(heads, kv_heads, head_dim, dtype, mla, wire)
     speeds = make_rates(rates, tflops, node_bandwidth, network_bandwidth, ranks_per_card)
+    if convert and (compare or (layout != "zigzag" and job is None)):
+        raise PlanError(f"--convert {convert} names both layouts: leave out {'--compare' if compare else '--layout'}")
     if compare:
         if lengths is None:
             raise PlanError("--compare needs --lengths: a file, lognormal:MEAN,SIGMA or preset:NAME")
@@ -207,6 +215,13 @@ def plan_command(
         offsets = _document_offsets(seq_length, documents, documents_mean, seed)
         offsets = offsets if lengths is None else np.cumsum([0, *drawn])
         allowed = _make_mask(mask, seq_length, offsets, window, full, prefix)
+        if convert:
+            before, after = (
+                _make_layout(name, allowed, offsets, cp, chunks_per_rank if name == "balanced" else None)
+                for name in names_of(convert)
+            )
+            convert_command(before, after, heads * head_dim * sizes.element, ranks_per_node, as_json, draw)
+            return
         chosen = _make_layout(layout, allowed, offsets, cp, chunks_per_rank)
         node_size, reason = ranks_per_node if cp % ranks_per_node == 0 else 1, None
         with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):

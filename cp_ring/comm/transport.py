@@ -198,7 +198,7 @@ class _Staged:
 
 def _on_host(x: Tensor, transfer: Transfer) -> Tensor:
     """Pinned memory for the tokens of x that the transfer moves, one range after the other."""
-    return torch.empty((transfer.tokens, *x.shape[1:]), dtype=x.dtype, pin_memory=True)
+    return torch.empty((transfer.tokens, *x.shape[1:]), dtype=x.dtype, device="cpu", pin_memory=True)
 
 
 def _to_host(x: Tensor, transfer: Transfer) -> Tensor:

@@ -20,8 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cp_ring.errors import PlanError
 from cp_ring.kernels import sizes
 from cp_ring.kernels.base import OPEN, AttentionKernel, Capabilities, Packing, VarlenKernel
+from cp_ring.ops.capture import capturing
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.lower import REVERSED, Lowered, lower
 from cp_ring.plan.ranges import Ints
@@ -108,6 +110,11 @@ def work_of(rank_plan: RankPlan, capabilities: Capabilities, device: torch.devic
 
 
 def _make_work(rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool) -> Work:
+    if capturing(device):  # tables would have to be copied from the host
+        raise PlanError(
+            "this call of ring attention is new, and a CUDA graph cannot begin with it: make it once, with its backward, before "
+            "the capture"
+        )
     hops = tuple(rank_plan.backward if backward else rank_plan.hops)
     calls = {hop: kernel_calls(hop, capabilities, rank_plan) for hop in hops}
     queries = query_updates(([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens)

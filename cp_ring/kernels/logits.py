@@ -61,10 +61,12 @@ class LogitKernel:
         d, heads, keys = q.shape[3] - self._columns, q.shape[2], k.shape[1]
         # Heads that share a key/value head are more queries of it: [b, g, q, h / g, d].
         q_heads = q[..., :d].unflatten(2, (k.shape[2], -1)).transpose(1, 2).float()
-        k_heads = k[..., :d].permute(0, 2, 3, 1)[:, :, None].float()  # [b, g, 1, d, k]
+        k_heads = k[..., :d].permute(0, 2, 3, 1).float()  # [b, g, d, k]
         size = max(1, _BLOCK // (q.shape[0] * heads * keys))
         for start in range(0, q.shape[1], size):
-            logits = q_heads[:, :, start : start + size] @ k_heads * scale  # [b, g, q, h / g, k]
+            block = q_heads[:, :, start : start + size]
+            # One product for each key/value head: a product for each query would read a copy of the keys each.
+            logits = (block.flatten(2, 3) @ k_heads).unflatten(2, block.shape[2:4]) * scale  # [b, g, q, h / g, k]
             queries = torch.arange(start, start + logits.shape[2], device=q.device)
             offset = torch.arange(keys, device=q.device) - queries[:, None]
             hidden = (offset < lo) | (offset > hi)

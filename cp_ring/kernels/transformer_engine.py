@@ -22,6 +22,7 @@ from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.signatures import bind, parameters_of
 from cp_ring.kernels.versions import cudnn_name, dense_backward_may_be_nan, on_hopper
 from cp_ring.kernels.window import pad
+from cp_ring.ops.capture import capturing
 from cp_ring.plan.lower import Capabilities
 
 _BLOCK = 128
@@ -157,7 +158,7 @@ class TransformerEngineKernel:
 
     def __init__(self) -> None:
         self._backends: dict[Call, Any] = {}
-        self._bound: dict[tuple[Call, float, torch.device], _Bound] = {}
+        self._bound: dict[tuple[Call, float, torch.device, bool], _Bound] = {}
         self._dense: dict[tuple[object, ...], _Bound] = {}
         self._widths: dict[tuple[torch.dtype, int, int, bool], tuple[int, int] | None] = {}
         # The lse of packed tiles is [t, h, 1], and [tiles, h, max_q, 1] before cuDNN 9.6. `forward_varlen` finds out.
@@ -265,7 +266,7 @@ class TransformerEngineKernel:
 
     def _functions(self, call: Call, scale: float, device: torch.device) -> _Bound:
         """TransformerEngine's functions with all arguments of a call but the tensors, worked out once."""
-        key = call, scale, device
+        key = call, scale, device, capturing(device)
         if key not in self._bound:
             backend, library = self._backend(call), _loaded()
             if backend is None:
@@ -279,7 +280,7 @@ class TransformerEngineKernel:
                 "do_format": call.layout, "attn_bias_type": "no_bias", "attn_mask_type": call.mask, "softmax_type": "vanilla",
                 "window_size": call.window, "bottom_right_diagonal": False,
             }  # fmt: skip
-            forward = values | {"is_training": True, "return_max_logit": False, "rng_gen": _generator(device)}
+            forward = values | {"is_training": True, "return_max_logit": False, "rng_gen": _generator(*key[2:])}
             backward = values | {"dqkv_dtype": library.dtypes[call.dtype], "deterministic": call.deterministic}
             self._bound[key] = _Bound(
                 _partial(library.forward, forward, _TENSORS), _partial(library.backward, backward, (*_TENSORS, *_MORE_TENSORS))
@@ -288,7 +289,7 @@ class TransformerEngineKernel:
 
     def _key(self, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float) -> tuple[object, ...]:
         """All that a dense call of tensors [s, b, h, d] depends on, except the values of the tensors."""
-        return q.shape, k.shape, v.shape, q.dtype, q.device, hi == 0, scale, deterministic()
+        return q.shape, k.shape, v.shape, q.dtype, q.device, hi == 0, scale, deterministic(), capturing(q.device)
 
     def _bind(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float, cu_q: Tensor, cu_k: Tensor
@@ -358,12 +359,13 @@ def _fault_of_cudnn(version: int) -> str | None:
 
 
 @lru_cache(maxsize=16)
-def _generator(device: torch.device) -> torch.Generator:
+def _generator(device: torch.device, in_graph: bool) -> torch.Generator | None:
     """A generator of its own for TransformerEngine, which advances one in every forward call even if dropout is 0.
 
-    The default generator would then give other numbers to hidden dropout when a recomputation skips attention.
+    The default generator would then give other numbers to hidden dropout when a recomputation skips attention. A CUDA graph takes
+    only generators that were registered with it, of which None, the default one, is the only one known here.
     """
-    return torch.Generator(device)
+    return None if in_graph else torch.Generator(device)
 
 
 def _loaded() -> Library:

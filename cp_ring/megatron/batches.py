@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
+from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
 from cp_ring.megatron.masks import KEY, DeclaredMask, MicrobatchMask, read
 from cp_ring.megatron.plans import make_layout
-from cp_ring.megatron.settings import current
+from cp_ring.megatron.settings import current, packed_in_whole_rows
+
+OFFSETS, PADDED = "cu_seqlens", "cu_seqlens_padded"
+_OF_PACKED = (OFFSETS, PADDED, "max_seqlen")
 
 
 def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any]:
@@ -21,18 +25,24 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
     Args:
         batch: tensors [b, n] of whole batch rows by name, and under `cp_ring_mask` a `Mask` of n tokens, what `Mask.to_dict`
             returns, or a list of b of these; without it the mask is causal, or that of the documents with
-            --cp-ring-document-mask, which begin where `position_ids` are 0. What is not a tensor [b, n] is left as it is.
+            --cp-ring-document-mask, which begin where `position_ids` are 0. What is not a tensor [b, n] is left as it is. With
+            `cu_seqlens`, and `cu_seqlens_padded` where documents are padded, offsets int32 [1, documents + 1] or [documents + 1],
+            the one batch row holds packed documents.
         cp_group: the context-parallel process group, by default Megatron's.
 
     Returns:
         The tensors [b, n / cp], and `packed_seq_params`: hand it to the model, which gives it to every layer; it is None for
-        causal batch rows without documents. `position_ids` are
-        those of the mask where it has positions of its own, so that a response continues from its prompt.
+        causal batch rows without documents, and has the format thd for packed ones, each of which is split by zigzag as
+        TransformerEngine does. `position_ids` are those of the mask where it has positions of its own, so that a response
+        continues from its prompt.
 
     Raises:
-        ConfigError: for a mask of another length, or of a kind that --cp-ring-mask-kinds does not name.
+        ConfigError: for a mask of another length, or of a kind that --cp-ring-mask-kinds does not name; for packed documents that
+            cannot be split.
     """
     group = compat.group_of(None, "cp") if cp_group is None else cp_group
+    if batch.get(OFFSETS) is not None:
+        return _split_packed(batch, group.rank(), group.size())
     whole = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() == 2}
     sizes = {tuple(value.shape) for value in whole.values()}
     if len(sizes) != 1:
@@ -51,6 +61,30 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
         whole = with_positions(whole, declared)
     parts = {name: carried.shard(value, group.rank()) for name, value in whole.items()}
     return rest | parts | {"packed_seq_params": DocumentParams.carry(carried)}
+
+
+def _split_packed(batch: Mapping[str, Any], rank: int, cp: int) -> dict[str, Any]:
+    """As `split_batch` for packed documents: the parts [1, n / cp], and their `PackedSeqParams`."""
+    real = batch[OFFSETS].reshape(-1).to(torch.int32)
+    padded = batch.get(PADDED)
+    padded = real if padded is None else padded.reshape(-1).to(torch.int32)
+    longest = int(padded.diff().max())
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest, max_seqlen_kv=longest,
+    )  # fmt: skip
+    whole = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and name not in _OF_PACKED}
+    sizes = {tuple(value.shape) for value in whole.values()}
+    if len(sizes) != 1 or next(iter(sizes))[0] != 1:
+        raise ConfigError(
+            f"{OFFSETS}: packed documents need tensors [1, n] of one size, not {', '.join(map(str, sorted(sizes)))}"
+        )
+    n = next(iter(sizes))[1]
+    if n % cp:
+        raise ConfigError(f"{OFFSETS}: {n} packed tokens cannot be split over {cp} context-parallel ranks: pad them")
+    documents = documents_of(packed, n // cp, cp, packed_in_whole_rows())
+    rest = {name: value for name, value in batch.items() if name not in whole and name not in _OF_PACKED}
+    return rest | {name: documents.shard(value, rank) for name, value in whole.items()} | {"packed_seq_params": packed}
 
 
 def _documents(whole: dict[str, torch.Tensor], n: int, cp: int) -> Documents:

@@ -90,11 +90,22 @@ def check_comm_types_by_layer() -> None:
         )
 
 
+def check_gated_delta_net(shown: str) -> None:
+    """Raises `ConfigError` where Megatron's gated delta net layers know nothing of context parallelism."""
+    version = megatron_version()
+    if version and _within(version, "<0.18"):
+        raise ConfigError(
+            f"{shown}: gated delta net layers need megatron-core 0.18 with --context-parallel-size above 1; those of {version} "
+            "begin anew at each rank"
+        )
+
+
 def missing_features(version: str | None = None) -> list[tuple[str, str]]:
     """Features that `version` of Megatron (by default the installed one) lacks or gets wrong, each with advice."""
     version = version or megatron_version()
     later = (
         (">=0.17", "multi-latent attention and experts without TransformerEngine", "needs megatron-core 0.17"),
+        (">=0.18", "gated delta net layers under context parallelism", "needs megatron-core 0.18"),
         (">=0.19", "--cp-ring-loss-chunk", "needs megatron-core 0.19"),
         (">=0.19", "--moe-z-loss-coeff at its full weight under context parallelism", "needs megatron-core 0.19"),
     )
@@ -108,6 +119,14 @@ def _within(version: str, versions: str) -> bool:
 def known_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """The `values` that this version's `function` has parameters for."""
     return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether the forward of a model, in any wrappers, takes `name`: a hybrid model of 0.16 has no `loss_mask`."""
+    while hasattr(model, "module"):
+        model = model.module
+    known = inspect.signature(getattr(model, "forward", model)).parameters
+    return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
 
 def known_fields(config_class: type, values: dict[str, Any]) -> dict[str, Any]:

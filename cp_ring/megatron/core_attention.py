@@ -19,7 +19,7 @@ from cp_ring.attention import Results, attend
 from cp_ring.checks import AnyPlan
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.kernels.dropout import Dropout
-from cp_ring.megatron import compat
+from cp_ring.megatron import compat, graphs
 from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.comm_types import check_heads, ring_shape
@@ -74,6 +74,8 @@ class RingDotProductAttention(MegatronModule):
         self.current_max_attn_logits: torch.Tensor | None = None  # [h]; Megatron's clip_qk reads it after a step, and resets it
         self.settings = current()
         watchdog.start(self.settings.hop_timeout)
+        if graphs.hold_attention(config):
+            watchdog.WATCH.asks_device = False
         if self.settings.debug:
             debug.switch_on()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from cp_ring.config import ContextParallelConfig, choices
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, compat
+from cp_ring.megatron import comm_types, compat, graphs
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import current
 
@@ -32,7 +32,7 @@ class Feature:
     untried: str = ""
 
 
-_GRAPHS = ("CUDA graphs", "cuda-graphs")
+_GRAPHS = Feature("cuda_graph_impl", "--cuda-graph-impl", "CUDA graphs that hold attention", "cuda-graphs")
 _VARIANT = "other attention variants"
 
 _REJECTED = (
@@ -44,9 +44,6 @@ _REJECTED = (
     Feature("experimental_attention_variant", "--experimental-attention-variant", _VARIANT),
     Feature("use_kitchen_attention", "--use-kitchen-attention", _VARIANT),
     Feature("batch_invariant_mode", "--batch-invariant-mode", "kernels that are invariant to the batch"),
-    Feature("cuda_graph_impl", "--cuda-graph-impl", *_GRAPHS),
-    Feature("enable_cuda_graph", "--enable-cuda-graph", *_GRAPHS),
-    Feature("external_cuda_graph", "--external-cuda-graph", *_GRAPHS),
     Feature(
         "overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", "two microbatches at a time", "moe-overlap"
     ),
@@ -115,6 +112,12 @@ def _check_features(args: argparse.Namespace) -> None:
         if value and value != "none":
             shown = [feature.flag] if value is True else [feature.flag, *map(str, value if isinstance(value, list) else [value])]
             _reject(args, feature, " ".join(shown))
+    if graphs.hold_attention(args):
+        _reject(args, _GRAPHS, graphs.given(args))
+        graphs.check(args)
+    graphs.check_others(args)
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        _check_overlap(args)
 
 
 def _reject(args: argparse.Namespace, feature: Feature, shown: str) -> None:
@@ -127,6 +130,16 @@ def _reject(args: argparse.Namespace, feature: Feature, shown: str) -> None:
             f"{flag} {feature.untried}"
         )
     note(f"warning: {shown}: no GPU run has shown {feature.what} with ring attention yet ({flag} {feature.untried})")
+
+
+def _check_overlap(args: argparse.Namespace) -> None:
+    """Checks that microbatches carry nothing that Megatron's schedule of two microbatches at a time does not hand to layers."""
+    flag = graphs.changing(args)
+    if flag:
+        raise ConfigError(
+            f"--overlap-moe-expert-parallel-comm does not support {flag}: Megatron's scripts do not hand documents to the layers "
+            "of this schedule; leave out either"
+        )
 
 
 def _check_offload(args: argparse.Namespace) -> None:

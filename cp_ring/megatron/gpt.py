@@ -23,7 +23,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat
+from cp_ring.megatron import compat, graphs
 from cp_ring.megatron.ahead import begin, following, wait_for
 from cp_ring.megatron.batches import declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.comm_types import shapes
@@ -183,14 +183,19 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
 
 
-def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Runs one microbatch through the model. Returns the output and its loss function, as Megatron's schedules expect."""
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Callable[..., Any]]:
+    """Runs one microbatch through the model. Returns the output and its loss function, as Megatron's schedules expect.
+
+    With `return_schedule_plan` the schedule runs the layers itself (--overlap-moe-expert-parallel-comm), by the plan in place of
+    the output.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    more = {name: batch[name] for name in ("loss_mask", "packed_seq_params")}
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
+    more = {name: batch[name] for name in ("loss_mask", "packed_seq_params") if compat.takes(model, name)}
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
     return output, functools.partial(loss_function, batch["loss_mask"])
 
 
@@ -248,6 +253,7 @@ def _kind_of_dataset(args: argparse.Namespace) -> type:
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data; conversations with --sft."""
     args = get_args()
+    graphs.check_reading(args)
     kind = _kind_of_dataset(args)
 
     def built_here() -> bool:

@@ -1,4 +1,4 @@
-"""Builds the GPT model that the flags describe, for Megatron before 0.19, whose training loop leaves that to the script."""
+"""Builds the GPT or hybrid model of the flags, for Megatron before 0.19, whose training loop leaves that to the script."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.layer_pattern import PATTERNS, pattern_of
 
 
 def build(
@@ -21,21 +22,30 @@ def build(
     vp_stage: int | None = None,
     config: Any = None,
     pg_collection: Any = None,
-) -> GPTModel:
+) -> Any:
     """The part of the model that one pipeline stage holds; the signature is what Megatron's `get_model` calls.
 
-    Raises `ConfigError` for a kind of model that needs a later Megatron.
+    Raises `ConfigError` for a hybrid model without a specification of its layers.
     """
     args = get_args()
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
-        if getattr(args, name, None):
-            raise ConfigError(f"--{name.replace('_', '-')} needs megatron-core 0.19 with cp_ring.pretrain_gpt")
     config = config or core_transformer_config_from_args(args)
+    if pattern_of(args):
+        return _build_hybrid(args, config, pre_process, post_process, vp_stage, pg_collection)
     layers = _layer_spec(args, config, vp_stage)
-    wanted = {
-        "config": config,
+    wanted = _of_every_model(args, config, pre_process, post_process, vp_stage, pg_collection) | {
         "transformer_layer_spec": layers,
         "mtp_block_spec": _mtp_spec(args, config, layers, vp_stage),
+        "rope_scaling": args.use_rope_scaling,
+    }
+    return GPTModel(**compat.known_arguments(GPTModel, wanted))
+
+
+def _of_every_model(
+    args: argparse.Namespace, config: Any, pre_process: bool, post_process: bool, vp_stage: int | None, pg_collection: Any
+) -> dict[str, Any]:
+    """Arguments, by name, that GPT and hybrid models take."""
+    return {
+        "config": config,
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
         "pre_process": pre_process,
@@ -45,17 +55,37 @@ def build(
         "position_embedding_type": args.position_embedding_type,
         "rotary_percent": args.rotary_percent,
         "rotary_base": args.rotary_base,
-        "rope_scaling": args.use_rope_scaling,
         "vp_stage": vp_stage,
         "pg_collection": pg_collection,
     }
-    return GPTModel(**compat.known_arguments(GPTModel, wanted))
+
+
+def _build_hybrid(args: argparse.Namespace, config: Any, *stage: Any) -> Any:
+    """A model of layers by the letters of a pattern: `HybridModel`, or `MambaModel` before 0.18."""
+    if args.spec is None:
+        raise ConfigError(
+            "--hybrid-layer-pattern, --hybrid-override-pattern: Megatron before 0.19 needs --spec with their layers"
+        )
+    spec = import_module(args.spec)
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+    except ImportError:
+        from megatron.core.models.mamba.mamba_model import MambaModel as Model
+    wanted = _of_every_model(args, config, *stage) | {"hybrid_stack_spec": spec, "mamba_stack_spec": spec}
+    wanted |= {name: getattr(args, name) for name in PATTERNS if getattr(args, name, None)}
+    if wanted.get("hybrid_layer_pattern"):
+        wanted.pop("hybrid_override_pattern", None)  # the older name of the same
+    return Model(**compat.known_arguments(Model, wanted))
 
 
 def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
     if args.spec is not None:
         spec = import_module(args.spec)
         return spec(config) if inspect.isfunction(spec) else spec
+    if hasattr(config, "per_block_parameters"):
+        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+
+        return get_gpt_heterogeneous_layer_spec(config, args.transformer_impl == "transformer_engine", vp_stage=vp_stage)
     options = {"normalization": args.normalization, "qk_l2_norm": getattr(args, "qk_l2_norm", False), "vp_stage": vp_stage}
     block = gpt_layer_specs.get_gpt_decoder_block_spec
     return block(

@@ -26,6 +26,7 @@ from cp_ring.megatron.settings import layer_windows
 from cp_ring.plan.heads import HeadRankPlan, plan_of, rank_plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints
 from cp_ring.plan.ring_plan import PlanOptions
 from cp_ring.plan.tables import RankPlan
 
@@ -64,6 +65,13 @@ class MicrobatchMask(ABC):
     @abstractmethod
     def last(self) -> torch.Tensor:
         """True for the last token of each sequence and for padding, which have no next token: bool [tokens of the stream]."""
+
+    @abstractmethod
+    def starts(self) -> Ints:
+        """Where a state that runs along the stream begins anew: the first tokens of documents and of padding, int64.
+
+        Batch rows begin anew without being among them.
+        """
 
     def kind(self) -> str:
         """A name for masks whose plans are alike."""
@@ -143,6 +151,10 @@ class DeclaredMask(MicrobatchMask):
 
     def last(self) -> torch.Tensor:
         return torch.from_numpy(self.whole.last)
+
+    def starts(self) -> Ints:
+        segments = self.whole.segments
+        return np.zeros(0, np.int64) if segments is None else segments[0, segments[1] == 0]
 
     def kind(self) -> str:
         return self.whole.name

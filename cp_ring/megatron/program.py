@@ -73,6 +73,7 @@ def accept_model(config: Any) -> argparse.Namespace:
     args, used = arguments_of(config), settings.current()
     features.check_attention(args)
     validate.check_documents(args, used)
+    config.apply_rope_fusion = args.apply_rope_fusion
     validate.check_loss_chunk(args, used)
     cp = config.context_parallel_size
     if cp > 1 and args.seq_length % (2 * cp):
@@ -111,7 +112,9 @@ def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep)
             1 too.
         forward_step: `forward_step(data_iterator, model)` as Megatron's schedules take it, which returns the losses of tokens and
             a loss function. An item of the iterator is a dictionary of tokens, labels, position_ids and loss_mask, each [b, n] of
-            whole batch rows, which it splits itself.
+            whole batch rows, which it splits itself. After `enable(packed=True)` it is one batch row of packed documents, with
+            their offsets `cu_seqlens`, int32 [1, documents + 1], and `max_seqlen`, int32 [1], as the data sets of Megatron's
+            scripts give them; each document is a multiple of 2 * cp tokens long. `split_batch` takes both.
 
     Returns:
         The certificate (`cp_ring.megatron.certificate.Certificate`), or None with `certify="off"`.

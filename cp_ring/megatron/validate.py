@@ -13,8 +13,9 @@ from typing import Any
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, features, implementations, shape_choice
+from cp_ring.megatron import comm_types, compat, features, implementations, shape_choice
 from cp_ring.megatron.checkpoints import inspection
+from cp_ring.megatron.layer_pattern import RECURRENT, attention_layers, pattern_of, shown_pattern
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
 from cp_ring.megatron.wire import choose_wire
@@ -33,9 +34,7 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("no_persist_layer_norm", True, ""),
 )
 
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-
-_RECURRENT = {"M": "Mamba", "G": "gated delta net"}  # letters of a hybrid layer pattern
+_PACKED = ("sft", "dataloader_inter_document_masking")
 
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
@@ -71,18 +70,19 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 def windows_of(args: argparse.Namespace) -> LayerWindows | None:
     """The windows of the attention layers of the flags; None where these do not say how many layers there are."""
-    pattern = next((p for name in _PATTERNS if (p := getattr(args, name, None))), None)
-    count = pattern.count("*") if pattern else args.num_layers
-    if not count:
+    if not pattern_of(args) and not args.num_layers:
+        return None
+    layers = attention_layers(args)
+    if not layers:
         return None
     window, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
     if window is None:
-        return (((-1, -1), count),)
+        return (((-1, -1), len(layers)),)
     if every is None:
-        return (((int(window[0]), int(window[1])), count),)
-    narrow = sum(bool(every[i] if isinstance(every, list) else (i + 1) % every) for i in range(count))
-    found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), count - narrow))
-    return tuple((its, layers) for its, layers in found if layers)
+        return (((int(window[0]), int(window[1])), len(layers)),)
+    narrow = sum(bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers)
+    found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
+    return tuple((its, count) for its, count in found if count)
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
@@ -274,8 +274,8 @@ def note_gather(args: argparse.Namespace, config: ContextParallelConfig) -> None
 
 
 def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Checks that the flags about documents agree. Sets the flags of Megatron's data set that --cp-ring-document-mask needs."""
-    _check_positions(args, config)
+    """Checks that the flags about documents agree, and sets the flags of Megatron that documents need."""
+    _unfuse_rotary(args, config)
     _check_hybrid(args, config)
     if config.kinds and config.document_mask:
         raise ConfigError(
@@ -296,13 +296,6 @@ def check_documents(args: argparse.Namespace, config: ContextParallelConfig) -> 
         args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
     elif args.reset_attention_mask:
         raise ConfigError("--reset-attention-mask makes masks of s x s tokens: give --cp-ring-document-mask instead")
-    together = inter_document or (getattr(args, "sft", False) and config.layout == "balanced")
-    if together and not config.document_mask and args.context_parallel_size > 1 and args.apply_rope_fusion:
-        flag = "--dataloader-inter-document-masking" if inter_document else "--sft with --cp-ring-layout balanced"
-        raise ConfigError(
-            f"{flag} splits documents in a way that the fused rotary embedding does not support: "
-            "give --no-rope-fusion, or --cp-ring-document-mask instead"
-        )
 
 
 def check_trace(args: argparse.Namespace, config: ContextParallelConfig) -> None:
@@ -333,7 +326,7 @@ def check_microbatches(args: argparse.Namespace, config: ContextParallelConfig) 
     flag = config.flag("balance_microbatches")
     if not config.enabled:
         raise ConfigError(f"{flag} needs --cp-ring")
-    packed = any(getattr(args, name, False) for name in ("sft", "dataloader_inter_document_masking"))
+    packed = any(getattr(args, name, False) for name in _PACKED)
     if not (packed or config.document_mask or config.kinds):
         raise ConfigError(
             f"{flag} needs batch rows of unequal work: --sft, --dataloader-inter-document-masking, --cp-ring-document-mask or "
@@ -350,35 +343,57 @@ def check_microbatches(args: argparse.Namespace, config: ContextParallelConfig) 
             raise ConfigError(f"{flag} needs steps of one size: leave out --{name.replace('_', '-')}")
 
 
-def _check_positions(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Checks that the fused rotary embedding can have the positions, where they differ from microbatch to microbatch."""
-    if not (config.kinds or (config.layout == "balanced" and config.document_mask)):
-        return
-    rotary = args.position_embedding_type not in ("learned_absolute", "none")
-    latent = getattr(args, "multi_latent_attention", False)
-    if rotary and args.apply_rope_fusion and (args.micro_batch_size > 1 or latent):
+def _unfuse_rotary(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+    """Switches off the fused rotary embedding, with a note, where it cannot have the positions of the tokens."""
+    if args.apply_rope_fusion and (reason := _why_unfused(args, config)):
+        args.apply_rope_fusion = False
+        note(f"{reason}, which the fused rotary embedding does not support: it is switched off (--no-rope-fusion)")
+
+
+def _why_unfused(args: argparse.Namespace, config: ContextParallelConfig) -> str:
+    if args.position_embedding_type in ("learned_absolute", "none"):
+        return ""
+    if config.kinds or (config.layout == "balanced" and config.document_mask):
         asked = "--cp-ring-mask-kinds" if config.kinds else "--cp-ring-layout balanced"
-        why = "--multi-latent-attention" if latent else f"--micro-batch-size {args.micro_batch_size}"
-        raise ConfigError(
-            f"{asked} with {why} has different positions in each microbatch and batch row, which the fused rotary embedding does "
-            "not support: give --no-rope-fusion"
-        )
+        latent = getattr(args, "multi_latent_attention", False)
+        other = "--multi-latent-attention" if latent else f"--micro-batch-size {args.micro_batch_size}"
+        several = latent or args.micro_batch_size > 1
+        return f"{asked} with {other} has different positions in each microbatch and batch row" if several else ""
+    inter_document = getattr(args, "dataloader_inter_document_masking", False)
+    together = inter_document or (getattr(args, "sft", False) and config.layout == "balanced")
+    if together and not config.document_mask and args.context_parallel_size > 1:
+        flag = "--dataloader-inter-document-masking" if inter_document else "--sft with --cp-ring-layout balanced"
+        return f"{flag} splits documents all together"
+    return ""
 
 
 def _check_hybrid(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Layers whose state runs along the sequence do not see the documents of a microbatch, nor its declared mask."""
-    for name in _PATTERNS:
-        pattern = getattr(args, name, None)
-        if not pattern:
-            continue
-        shown = f"--{name.replace('_', '-')} {pattern}"
-        recurrent = [kind for letter, kind in _RECURRENT.items() if letter in pattern]
-        if recurrent and (config.document_mask or config.kinds):
-            flag = config.flag("document_mask" if config.document_mask else "mask_kinds")
-            raise ConfigError(
-                f"{flag} does not reach the {recurrent[0]} layers of {shown}, whose state would run across documents: "
-                "leave it out"
-            )
+    """Checks that layers whose state runs along the sequence can have the documents of a microbatch."""
+    pattern, shown = pattern_of(args), shown_pattern(args)
+    recurrent = [kind for letter, kind in RECURRENT.items() if letter in pattern]
+    if not recurrent:
+        return
+    others = [kind for kind in config.kinds if kind not in ("documents", "causal")]
+    if others:
+        raise ConfigError(
+            f"--cp-ring-mask-kinds {others[0]} does not reach the {recurrent[0]} layers of {shown}, whose state runs along the "
+            "sequence: they support documents and causal"
+        )
+    if "G" in pattern and args.context_parallel_size > 1:
+        compat.check_gated_delta_net(shown)
+    with_documents = config.document_mask or config.kinds or any(getattr(args, name, False) for name in _PACKED)
+    if not with_documents:
+        return
+    if "M" in pattern and not getattr(args, "use_mamba_mem_eff_path", True):
+        raise ConfigError(
+            f"--disable-mamba-mem-eff-path: the Mamba layers of {shown} then have no documents (Megatron supports them on the "
+            "other path alone): leave it out"
+        )
+    if "G" in pattern and getattr(args, "deterministic_mode", False):
+        raise ConfigError(
+            f"--deterministic-mode: the gated delta net layers of {shown} then have no documents (fla's kernels have them, which "
+            "are not deterministic): leave it out"
+        )
 
 
 def check_layers(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types
+from cp_ring.megatron import comm_types, graphs
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
 from cp_ring.plan.cost import AttentionSizes
@@ -36,6 +36,7 @@ def rejection(options: Any, heads: int) -> str:
     if heads > 1:
         return f"does not support --cp-ring-heads {heads} or --cp-comm-type a2a: latents have no heads to exchange"
     given = next((flag for name, flag in _OPTIONS if getattr(options, name, None)), "")
+    given = graphs.given(options) if not given and graphs.hold_attention(options) else given
     return f"does not support {given}" if given else ""
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cp_ring.observe import threads
@@ -44,6 +45,8 @@ class Watch:
     """Notes of the hot path. `waits` has the batch that each waiting thread waits for, and since when.
 
     Threads of one process may wait at the same time, each in a group of its own; the place is then that of the last one.
+    `asks_device`: whether the thread may ask the device if messages are there. While a CUDA graph is captured it must not, and
+    what a graph repeats it does not see.
     """
 
     place: Place = Place()
@@ -53,14 +56,16 @@ class Watch:
     beats: int = 0
     sampled: tuple[Any, ...] | None = None
     pauses: int = 0
+    asks_device: bool = True
 
     def begin(self, batch: Any, works: Sequence[Any]) -> None:
         """Notes that this rank starts to wait for a batch of messages."""
         self.beats += 1
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
-        if self.sampled is None and (batch.receives or batch.sends)[0][1][0].is_cuda:
-            self.sampled = (_describe(self, batch), now, works)  # on CUDA `wait` returns at once, and the device waits
+        first = (batch.receives or batch.sends)[0][1][0]
+        if self.sampled is None and self.asks_device and _on_device(first):
+            self.sampled = (_describe(self, batch), now, works, first.device)  # on CUDA `wait` returns at once; the device waits
 
     def end(self) -> None:
         """Notes that the batch of this thread has arrived."""
@@ -104,6 +109,11 @@ def paused() -> Iterator[None]:
         yield
     finally:
         WATCH.pauses = max(WATCH.pauses - 1, 0)
+
+
+def _on_device(x: Any) -> bool:
+    """Whether the device works on x now: not where a CUDA graph is captured, whose messages are never complete."""
+    return bool(x.is_cuda) and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
@@ -169,7 +179,7 @@ class Watchdog:
     def waited(self) -> float:
         """How many seconds this rank has been in its present wait."""
         now, since, sampled = time.monotonic(), WATCH.longest()[1], WATCH.sampled
-        if sampled is not None and all(work.is_completed() for work in sampled[2]):
+        if sampled is not None and _completed(*sampled[2:]):
             WATCH.sampled = sampled = None
         seconds = [now - max(start, self._awake) for start in (since, sampled[1] if sampled else 0.0) if start]
         frame = _collective(sys._current_frames().get(self._main))
@@ -223,6 +233,15 @@ class Watchdog:
         if _collective(frame) is not None:
             mine |= {"waits": "collective", "seconds": time.monotonic() - self._stack_since}
         return mine
+
+
+def _completed(works: Sequence[Any], device: torch.device) -> bool:
+    """Whether the messages are complete. On another device than their own, the question would take memory of that one.
+
+    The device of a new thread is the first one, which is that of another rank.
+    """
+    with torch.cuda.device(device):
+        return all(work.is_completed() for work in works)
 
 
 def _say(line: str) -> None:

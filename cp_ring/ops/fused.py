@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -23,14 +24,20 @@ class FusedFunction:
         self._module, self._name = module, name
         self._function: Callable[..., Any] | None = None
         self._rejected = False
+        self._first = threading.Lock()
 
     def run(self, *args: Any) -> bool:
         """Runs the function and returns true; returns false if it cannot run here, and says why once."""
-        if self._rejected:
-            return False
+        if self._function is None and not self._rejected:
+            with self._first:  # the ranks of a `LocalRing` are threads, and one of them compiles
+                if self._function is None and not self._rejected:
+                    return self._tried(*args)
         if self._function is not None:
             self._function(*args)
-            return True
+        return self._function is not None
+
+    def _tried(self, *args: Any) -> bool:
+        """The first run."""
         try:
             function = getattr(importlib.import_module(self._module), self._name)
         except ImportError:

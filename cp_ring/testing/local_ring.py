@@ -27,7 +27,8 @@ TIMEOUT = 60.0
 class LocalRing:
     """`size` ranks of this process; `run(case, ...)` calls `case(group, ...)` on each and returns the results by rank.
 
-    `group` may be given to `ring_attention` in place of a process group. Raises the error of a rank that failed.
+    `group` may be given to `ring_attention` in place of a process group. Raises the error of a rank that failed. A rank has one
+    thread for all runs: libraries for GPUs keep what they have compiled by thread.
     """
 
     def __init__(self, size: int):
@@ -35,6 +36,7 @@ class LocalRing:
         self._changed = threading.Condition()
         self._mail: dict[tuple[int, int, int], Tensor] = {}
         self._failed = False
+        self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         self._failed, grad = False, torch.is_grad_enabled()
@@ -51,9 +53,9 @@ class LocalRing:
                         self._changed.notify_all()
                     raise
 
-        with ThreadPoolExecutor(self.size) as threads:
-            ranks = [threads.submit(one, rank) for rank in range(self.size)]
+        ranks = [thread.submit(one, rank) for rank, thread in enumerate(self._threads)]
         failures = [error for error in (rank.exception() for rank in ranks) if error]
+        self._mail.clear()  # of ranks that failed
         for error in sorted(failures, key=lambda error: isinstance(error, _Abandoned)):
             raise error
         return [rank.result() for rank in ranks]

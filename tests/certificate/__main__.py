@@ -21,7 +21,8 @@ SCRIPT = "pretrain_gpt.py"
 
 def examine(job: Job, cases: list[tuple[str, int]], script: str, folder: Path) -> list[dict[str, Any]]:
     """What the certificate of `job` found in each case, (fault or "", seed); {"error"} where the job did not get there."""
-    entry = {"name": job.name, "argv": job.argv(), "script": script if job.by_script else "", "cases": cases, "seconds": SECONDS}
+    path = str(Path(script).with_name(job.script)) if job.script else script
+    entry = {"name": job.name, "argv": job.argv(), "script": path if job.by_script else "", "cases": cases, "seconds": SECONDS}
     log = folder / f"{job.name}.log"
     code = fork(job.ranks, (entry, folder, log), timeout_s=1200, target=doors.rank)
     result = folder / f"{job.name}.json"

@@ -25,6 +25,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
     from cp_ring import run as scripts
     from cp_ring.errors import ConfigError
     from cp_ring.megatron.certificate import certify as module
+    from tests.megatron import worker
 
     def examine(args: Any, step: Any = None) -> None:
         found = []
@@ -44,6 +45,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
         sys.stdout.flush()
         os._exit(0)
 
+    worker.import_stand_ins(job["argv"])
     module.certify = examine  # which the patch `certificate` looks up
     try:
         if job["script"]:

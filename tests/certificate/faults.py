@@ -113,12 +113,12 @@ def _zigzag(whole: Parts, rank: int, cp: int) -> Parts:
 
 
 def _script_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
-    def faulty(split: Any, batch: Parts, *args: Any, cp_group: Any = None, **kwargs: Any) -> Parts:
-        if cp_group.size() == 1:
-            return split(batch, *args, cp_group=cp_group, **kwargs)
+    def faulty(split: Any, batch: Parts, *args: Any, **kwargs: Any) -> Parts:
+        cp = _cp()
+        if cp == 1:
+            return split(batch, *args, **kwargs)
         whole = {name: batch[name] for name in SHARDED if batch.get(name) is not None}
-
-        mine, cp = split(dict(batch), *args, cp_group=cp_group, **kwargs), cp_group.size()
+        mine = split(dict(batch), *args, **kwargs)
         return mine | fault({name: mine[name] for name in whole}, whole, lambda other: _zigzag(whole, other, cp))
 
     return faulty
@@ -255,7 +255,51 @@ ATTENTION: dict[str, Any] = {name: known.FAULTS[name] for name in known.FAULTS i
     "gradients of one hop twice": known._streams("GradStream", "send", _gradients_twice),
     "rotary positions of one rank shifted": _positions_shifted,
 }
-FAULTS = (*ATTENTION, *SPLITS, *LOSSES)
+
+
+# Faults of other layers, each where the job has them.
+
+
+def _capacity_of_all_ranks(drop: Any, *args: Any, capacity_factor: float, **kwargs: Any) -> Any:
+    """Experts take as many tokens of this rank as they would of all ranks."""
+    return drop(*args, capacity_factor=capacity_factor * _cp(), **kwargs)
+
+
+def _unbalanced(sinkhorn: Any, cost: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sinkhorn's algorithm gives the tokens as they are with context parallelism."""
+    return sinkhorn(cost, *args, **kwargs) if _cp() == 1 else cost
+
+
+def _router(name: str, faulty: Any) -> Any:
+    def found() -> list[Any]:
+        from megatron.core.transformer.moe import router
+
+        return [(router, name, faulty)]
+
+    return found
+
+
+def _states_out_of_order() -> list[Any]:
+    """The states of recurrent layers run over the tokens in the order of the ranks, and not of the sequence."""
+    import sys
+
+    name = "_undo_attention_load_balancing"
+    loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core.ssm") and module]
+
+    def as_it_is(right: Any, tensor: Any, cp_size: int, *rest: Any, **named: Any) -> Any:
+        return tensor if cp_size > 1 else right(tensor, cp_size, *rest, **named)
+
+    return [(module, name, as_it_is) for module in loaded if hasattr(module, name)]
+
+
+LAYERS: dict[str, Any] = {
+    "capacity of all ranks on each": _router("apply_router_token_dropping", _capacity_of_all_ranks),
+    "sinkhorn skipped": _router("sinkhorn", _unbalanced),
+    "states run in the order of ranks": _states_out_of_order,
+    "states run across documents": known._parity("state across documents"),
+    "states begin anew too late": known._parity("state begins anew too late"),
+}
+FAULTS = (*ATTENTION, *LAYERS, *SPLITS, *LOSSES)
 
 
 @contextlib.contextmanager
@@ -274,8 +318,8 @@ def planted(name: str, step: Any = None) -> Iterator[None]:
 
 
 def _places(name: str, step: Any) -> list[Any]:
-    if name in ATTENTION:
-        return list(ATTENTION[name]())
+    if name in ATTENTION or name in LAYERS:
+        return list((ATTENTION | LAYERS)[name]())
     from cp_ring.megatron import gpt
     from cp_ring.megatron.certificate.loss_probe import is_own
 

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from tests.certificate.faults import FAULTS, PACKED
+from tests.certificate.faults import FAULTS, LAYERS, PACKED
 from tests.parity.models import COMMON, EXPERTS, LATENT, UNTIED
 
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
+HYBRID = f"""
+    {UNTIED} --num-layers 4 --hybrid-override-pattern M*M- --spec tests.parity.recurrent hybrid
+    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4
+"""
+OF_HYBRID = "pretrain_mamba.py"  # the script of hybrid models in each version of Megatron-LM
+HETEROGENEOUS = f"""
+    {UNTIED} --num-layers 4 --use-rope-scaling --rope-scaling-factor 8.0 --use-rotary-position-embeddings --rotary-percent 1.0
+    --rotary-base 10000 --heterogeneous-layers-config-path {Path(__file__).with_name("heterogeneous.json")}
+"""
+CAPACITY = f"{EXPERTS} --moe-expert-capacity-factor 0.5 --moe-token-dispatcher-type alltoall"
+SINKHORN = f"{UNTIED} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type sinkhorn"
 OF_SCRIPT = "--no-create-attention-mask-in-dataloader"
 SECONDS = 600.0  # for probes at the job's own length, which machines of any speed must reach
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job on `ranks` ranks, through cp_ring's own entry or, with `by_script`, through Megatron-LM's script."""
+    """A job on `ranks` ranks, through cp_ring's own entry or, with `by_script`, through Megatron-LM's script.
+
+    script: its name, if it is not `pretrain_gpt.py`.
+    """
 
     name: str
     ranks: int
     flags: str
     faults: tuple[str, ...] = ()
     by_script: bool = False
+    script: str = ""
 
     def argv(self) -> list[str]:
         common = [*COMMON, "--num-layers", "2", "--seq-length", "64", "--cp-ring", "--context-parallel-size", str(self.ranks)]
@@ -37,11 +53,13 @@ OF_BATCH = ("second batch row like the first",)
 OF_POSITIONS = ("position ids of each rank from 0",)
 OF_FOUR = ("stale slot at four ranks",)
 OF_DROPOUT, OF_EXPERTS = ("dropout by places on the rank",), ("aux loss weighed twice",)
+OF_CAPACITY, OF_SINKHORN, OF_STATES = ("capacity of all ranks on each",), ("sinkhorn skipped",), tuple(LAYERS)[2:3]
+OF_OTHER_LAYERS = ("rotary positions of one rank shifted", "label at a chunk's border", "loss mask not split")
 OF_LATENTS, OF_LATENTS_ON_TP = ("weight gradient twice", "rotated part not returned"), ("latent not summed over tp",)
 OF_BF16 = ("gradients of keys summed in bf16",)
 OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")  # not in scripts
 ELSEWHERE = (*OF_DECLARED, *OF_DOCUMENTS, *OF_PREDICTION, *OF_LENGTH, *OF_BATCH, *OF_POSITIONS, *OF_FOUR)
-ELSEWHERE += (*OF_DROPOUT, *OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP)
+ELSEWHERE += (*OF_DROPOUT, *OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP, *LAYERS)
 OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 
 _LATENTS = f"{LATENT} --cp-ring-wire latent --calculate-per-token-loss"
@@ -56,8 +74,17 @@ FAULTY = (
     Job("declared", 2, f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
     Job("dropout", 2, f"{UNTIED} --calculate-per-token-loss --attention-dropout 0.2", OF_DROPOUT),
     Job("experts", 2, f"{EXPERTS} --calculate-per-token-loss --expert-model-parallel-size 2", OF_EXPERTS),
+    Job("capacity", 2, f"{CAPACITY} --calculate-per-token-loss", OF_CAPACITY),
+    Job("sinkhorn", 2, f"{SINKHORN} --calculate-per-token-loss", OF_SINKHORN),
+    Job("hybrid", 2, f"{HYBRID} --calculate-per-token-loss", (*OF_STATES, *OF_OTHER_LAYERS)),
+    Job("hybrid-documents", 2, f"{HYBRID} --cp-ring-document-mask", tuple(LAYERS)[3:]),
+    Job("heterogeneous", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS),
     Job("latents", 2, _LATENTS, OF_LATENTS),
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
+    Job("capacity-script", 2, f"{CAPACITY} --calculate-per-token-loss", OF_CAPACITY, True),
+    Job("sinkhorn-script", 2, f"{SINKHORN} --calculate-per-token-loss", OF_SINKHORN, True),
+    Job("hybrid-script", 2, f"{HYBRID} --calculate-per-token-loss", (*OF_STATES, *OF_OTHER_LAYERS), True, OF_HYBRID),
+    Job("heterogeneous-script", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS, True),
     Job("latents-script", 2, _LATENTS, OF_LATENTS, True),
     Job("latents-on-tp-script", 4, _ON_TP, OF_LATENTS_ON_TP, True),
     Job("experts-script", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS, True),
@@ -71,6 +98,13 @@ FAULTY = (
 assert set(FAULTS) == {fault for job in FAULTY for fault in job.faults if not job.by_script}
 
 
+def _of_other_layers(number: int, hybrid: bool, ranks: int, by_script: bool, more: str) -> Job:
+    """A right job with layers of several kinds."""
+    model = HYBRID.replace("M*M-", "M*-M*M*-"[: 4 + number % 4]) if hybrid else HETEROGENEOUS
+    words = [f"--num-layers {4 + number % 4}" if hybrid else "", f"--micro-batch-size {1 + number % 2}", more]
+    return Job(f"right{number}", ranks, " ".join([model, *words]), (), by_script, OF_HYBRID if hybrid and by_script else "")
+
+
 def right_job(number: int, with_script: bool) -> Job:
     """The right job of this number, the same in every run; every second one through the script, where there is one."""
     rng = np.random.default_rng([4, number])
@@ -79,6 +113,14 @@ def right_job(number: int, with_script: bool) -> Job:
     def pick(*choices: str) -> str:
         return str(rng.choice(choices))
 
+    other = rng.random()
+    if other < 0.16:
+        ranks = int(rng.choice([2, 4]))
+        more = f"{pick('', '--calculate-per-token-loss')} {pick('', '--bf16')} --seq-length {64 * rng.integers(1, 5)}"
+        more += f" --max-position-embeddings 256 --cp-ring-route {pick('direct', 'ring')}"
+        if not by_script and rng.random() < 0.4:
+            more += f" --cp-ring-document-mask --cp-ring-layout {pick('zigzag', 'balanced')}"
+        return _of_other_layers(number, other < 0.08, ranks, by_script, more)
     ranks, sizes = 2, "--context-parallel-size 2"
     if rng.random() < 0.25:
         ranks, sizes = 4, pick(
@@ -110,9 +152,12 @@ def right_job(number: int, with_script: bool) -> Job:
     if not latent and "pipeline" not in sizes and rng.random() < 0.15 and "learned" not in model:  # Megatron has no such model
         words.append("--mtp-num-layers 1")
     elif not latent and "tensor" not in sizes and rng.random() < 0.25:  # Megatron wants sequence parallel norms then
-        balance = pick("aux_loss", "seq_aux_loss", "none")
-        words.append(f"--num-experts 8 --moe-router-topk {rng.integers(2, 4)} --moe-aux-loss-coeff 1e-2")
+        balance = pick("aux_loss", "seq_aux_loss", "none", "sinkhorn", "quantile_balancing")
+        words.append(f"--num-experts 8 --moe-router-topk {rng.integers(2, 4)}")
+        words.append("--moe-aux-loss-coeff 1e-2" if "aux" in balance else "")
         words.append(f"--moe-router-load-balancing-type {balance} {pick('', '--moe-z-loss-coeff 1e-3')}")
+        if balance not in ("sinkhorn", "quantile_balancing") and rng.random() < 0.4:
+            words.append(f"--moe-expert-capacity-factor {pick('0.5', '1.0', '2.0')} --moe-token-dispatcher-type alltoall")
         words.append(pick("", "", "--moe-shared-expert-intermediate-size 64"))
         words.append("--expert-model-parallel-size 2" if ranks == 4 and "tensor" not in sizes and rng.random() < 0.5 else "")
     return Job(f"right{number}", ranks, " ".join(word for word in words if word), by_script=by_script)

@@ -36,6 +36,33 @@ def test_cost_by_hand() -> None:
     assert costs.memory["kept: lse"] == 4 * 4 * 4
 
 
+def test_converts_layouts(tmp_path: Path) -> None:
+    picture = tmp_path / "conversion.svg"
+    sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--ranks-per-node", "2")
+    facts = json.loads(run("--convert", "zigzag:contiguous", *sizes, "--json", "--draw", str(picture)).stdout)
+    # Chunks of 512 tokens: ranks have 0 7, 1 6, 2 5, 3 4 before, and 0 1, 2 3, 4 5, 6 7 after.
+    moved = [512 * count * facts["bytes_per_token"] for count in (1, 2, 1, 2)]
+    assert facts["bytes_per_token"] == 4 * 16 * 2 and facts["share_of_tokens_that_travel"] == 0.75
+    assert facts["bytes_out_per_rank"] == facts["bytes_in_per_rank"] == moved
+    assert facts["messages_out_per_rank"] == [1, 2, 1, 2]
+    assert facts["bytes_between_nodes"] == 512 * facts["bytes_per_token"] * 4  # chunks 7 and 6, 2 and 3
+    assert facts["tokens_after_per_rank"] == [1024] * 4 and picture.stat().st_size
+    shown = run("--convert", "contiguous:balanced", "--documents-mean", "300").stdout
+    assert "contiguous to balanced: 4,096 tokens" in shown and "of the tokens travel" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--convert", "zigzag"], "--convert 'zigzag': give two layouts, BEFORE:AFTER, as in zigzag:contiguous"),
+        (["--convert", "zigzag:diagonal"], "'diagonal': known are"),
+        (["--convert", "zigzag:contiguous", "--layout", "balanced"], "names both layouts: leave out --layout"),
+    ],
+)
+def test_conversions_that_cannot_be(options: list[str], message: str) -> None:
+    assert message in str(run(*options).exception)
+
+
 def test_bytes_between_nodes() -> None:
     plan = RingPlan.build(Mask.full(64), Layout.contiguous(64, 8))
     assert between_nodes(plan, 8) == 0.0

@@ -19,7 +19,12 @@ class Mailbox:
 
 def test_only_moved_rows_pass_through_the_host(monkeypatch):
     made, waits, box = [], [], Mailbox()
-    monkeypatch.setattr(transport.torch, "empty", lambda shape, dtype, pin_memory: made.append(shape) or torch.zeros(shape))
+
+    def empty(shape, dtype, device, pin_memory):
+        assert device == "cpu", "torch.set_default_device may name a GPU, whose memory cannot be pinned"
+        return made.append(shape) or torch.zeros(shape)
+
+    monkeypatch.setattr(transport.torch, "empty", empty)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: type("S", (), {"synchronize": lambda _: waits.append(device)})()
     )

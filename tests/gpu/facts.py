@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import shutil
 import sys
 
 import torch
@@ -17,4 +20,7 @@ if __name__ == "__main__":
     if device == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
         found |= {"nccl": torch.cuda.nccl.version(), "driver_memory": torch.cuda.get_device_properties(0).total_memory}
+        # Triton compiles its launchers with a C compiler.
+        found |= {"capability": torch.cuda.get_device_capability(), "triton": importlib.util.find_spec("triton") is not None}
+        found |= {"compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")}
     print(json.dumps(found))

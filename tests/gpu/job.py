@@ -54,6 +54,10 @@ class Job:
         if self.cuda:
             torch.cuda.synchronize()
 
+    def drawn(self) -> torch.Tensor:
+        """The state of torch's default generator of the device, which hidden dropout draws from."""
+        return torch.cuda.get_rng_state() if self.cuda else torch.get_rng_state()
+
     def draw(self, queries: int, keys: int, h: int = 0, g: int = 0, seed: int = 0) -> list[torch.Tensor]:
         """q, k, v, dout of a tile, [1, tokens, heads, head size]; h and g are those of `sizes` by default."""
         s, generator = self.sizes, torch.Generator(self.device).manual_seed(seed)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import emulated, run, step
+from cp_ring import ring_attention
+from tests.gpu import emulated, graphs, offloading, run, step, training
 from tests.gpu.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +95,9 @@ def test_tiles(tmp_path):
     assert {line["kernel"] for line in checks} == {
         "transformer_engine", "transformer_engine, thd", "cudnn", "flash", "flash_aten", "cpu"
     }  # fmt: skip
-    assert {line["check"] for line in checks} == {"out", "lse", "dq, merged lse", "dk, merged lse", "dv, merged lse"}
+    assert {line["check"] for line in checks} == {
+        "out", "lse", "dq, merged lse", "dk, merged lse", "dv, merged lse", "draws from the default generator"
+    }  # fmt: skip
     assert {line["tile"] for line in checks} == {"256 x 128", "128 x 256", "causal 184 x 184", "72 x 184"}
 
 
@@ -127,6 +130,22 @@ def test_an_error_of_a_step_is_a_line(tmp_path, monkeypatch):
     assert "an illegal memory access" in line["error"]
 
 
+def test_same_bits_are_wanted_of_deterministic_kernels_alone(tmp_path, monkeypatch):
+    """The fastest kernels add gradients up in any order, so two runs of them differ on a GPU."""
+    asked = []
+
+    def recorded(*inputs, **options):
+        asked.append(options["deterministic"])
+        return ring_attention(*inputs, **options)
+
+    monkeypatch.setattr(offloading, "ring_attention", recorded)
+    assert step.run("l", "cpu", str(tmp_path / "out"))
+    assert asked == [True] * 2 * offloading.LAYERS
+    monkeypatch.setattr(training, "_train", lambda job, cp, flags: asked.append("--deterministic-mode" in flags) or [1.0])
+    assert step.run("h", "cpu", str(tmp_path / "out"))
+    assert asked[2 * offloading.LAYERS :] == [True, True]
+
+
 @pytest.mark.slow
 def test_profiles(tmp_path):
     out = tmp_path / "out"
@@ -136,6 +155,16 @@ def test_profiles(tmp_path):
     assert {"cp_ring: forward, hop 0", "cp_ring: forward, hop 1"} <= set(found["forward", 3]["spans"])
     assert {"cp_ring: backward, hop 0", "cp_ring: backward, hop 1"} <= set(found["backward", 3]["spans"])
     assert all(line["host_us_a_hop"] > 0 and line["device_s"] for line in found.values())
+
+
+def test_graphs(tmp_path):
+    """Without CUDA the operations are recorded and repeated, which takes the same checks."""
+    job = Job("m", "cpu", str(tmp_path / "out"))
+    for exact in (False, True):
+        graphs.compare(job, "cpu", exact)
+    found = lines(tmp_path / "out")
+    assert len(found) == 10 and not job.failed
+    assert all(line["graph_over_call"] > 0 for line in found if "graph_over_call" in line)
 
 
 @pytest.mark.slow

@@ -38,8 +38,11 @@ SHARDED = {
 
 
 def recomputation(job: Job) -> None:
-    """`--cp-ring-recompute` keep and replay give the same losses, bit by bit, with hidden dropout."""
-    flags = shlex.split("--hidden-dropout 0.1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    """`--cp-ring-recompute` keep and replay give the same losses, bit by bit, with hidden dropout and deterministic kernels."""
+    flags = shlex.split(
+        "--hidden-dropout 0.1 --deterministic-mode "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
     cp = 2 if job.cuda else 1
     losses = {kind: _train(job, cp, [*flags, "--cp-ring-recompute", kind, "--no-cp-ring-certify"]) for kind in ("keep", "replay")}
     if all(losses.values()):
@@ -56,6 +59,28 @@ def training(job: Job) -> None:
             off = max(abs(x / y - 1) for x, y in zip(two, one, strict=True))
             job.check("losses at cp 2 over those at cp 1", off, BF16 if job.cuda else FLOAT32, layers=layers)
             job.check("least loss over the first", min(one) / one[0], 0.999, layers=layers)
+
+
+def graphs(job: Job) -> None:
+    """Losses with CUDA graphs of whole layers, attention in them, are those without."""
+    if not job.cuda:
+        job.row(skipped="Megatron's CUDA graphs, which need CUDA")
+        return
+    wanted = _train(job, 1, ["--hidden-dropout", "0"])
+    asked = ["--cuda-graph-impl", "local", "--cp-ring-allow-untried", "cuda-graphs"]
+    found = _train(job, 1, ["--hidden-dropout", "0", *asked])
+    _compare(job, "losses with graphs over those without", found, wanted)
+
+
+def overlap(job: Job) -> None:
+    """Losses of two microbatches at a time (--overlap-moe-expert-parallel-comm), on a second stream, are those of one."""
+    experts = shlex.split(
+        "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    )
+    flags = ["--hidden-dropout", "0", "--bf16", *experts]
+    wanted = _train(job, 2, flags)
+    found = _train(job, 2, [*flags, "--overlap-moe-expert-parallel-comm", "--cp-ring-allow-untried", "moe-overlap"])
+    _compare(job, "losses with two microbatches at a time over those with one", found, wanted)
 
 
 def sharding(job: Job) -> None:

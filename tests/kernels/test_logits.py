@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_ring import Layout, Mask, RingPlan
 from cp_ring.attention import attend
 from cp_ring.kernels import logits
+from cp_ring.kernels.base import OPEN
+from cp_ring.kernels.cpu import KERNEL as CPU_KERNEL
 from cp_ring.kernels.dropout import Dropout
 from cp_ring.plan.heads import HeadPlan
 from cp_ring.testing.local_ring import LocalRing
@@ -66,3 +69,24 @@ def test_beside_dropout_it_is_that_of_all_pairs():
     case = Case.draw(N, b=2, h=4, g=1, d=8)
     plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 2))
     assert torch.equal(torch.stack(of_ranks(case, plan, dropped=True)[1]), torch.stack(of_ranks(case, plan)[1]))
+
+
+def test_no_more_than_a_block_is_held(monkeypatch):
+    """Also not a copy of the keys for each query of the block, on a GPU the time of many forward passes."""
+    made = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made.extend(result.untyped_storage().nbytes() // 4 for _ in [0] if isinstance(result, torch.Tensor))
+            return result
+
+    monkeypatch.setattr(logits, "_BLOCK", 4096)
+    q, k = torch.randn(1, 64, 4, 8), torch.randn(1, 64, 2, 8)
+    kernel = logits.LogitKernel(CPU_KERNEL)
+    with Sizes():
+        kernel._see(q, k, -OPEN, 0, 0.5)
+    assert max(made) <= 4096
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * 0.5
+    truth = scores.masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -math.inf).amax((0, 2, 3))
+    torch.testing.assert_close(kernel.largest, truth)

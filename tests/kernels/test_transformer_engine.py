@@ -100,6 +100,18 @@ def test_default_generator_stays(version):
         assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_graph_gets_the_generator_that_it_knows(monkeypatch):
+    """A CUDA graph rejects a generator that was not registered with it; the results are the same bits."""
+    q, k, v, _ = Case.draw(128, dtype=torch.bfloat16)
+    with installed("2.20.2"):
+        eager, _ = KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.25)
+        monkeypatch.setattr(adapter, "capturing", lambda device: True)
+        for _ in range(2):  # the second call is bound already
+            before = torch.get_rng_state()
+            out, _ = KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.25)
+            assert not torch.equal(torch.get_rng_state(), before) and torch.equal(out, eager)
+
+
 def test_conformance_takes_the_dense_path():
     """The sizes of training go there: full and causal, forward and backward, and with a merged lse."""
     with installed("2.20.2") as calls:

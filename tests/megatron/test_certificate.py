@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from argparse import Namespace
 
 import pytest
 
-from cp_ring.megatron.certificate import tiny_model
+from tests.certificate.jobs import HETEROGENEOUS, HYBRID, SINKHORN
 from tests.megatron.certificate_faults import FAULTS
 from tests.megatron.launch import fork, trace, train
 from tests.parity.models import COMMON, GROUPED, LATENT, UNTIED
@@ -29,6 +28,11 @@ EVERY = {
 }  # fmt: skip
 OF_LATENTS = EVERY - {"dk", "dv"} | {"dlatent", "drope", "dweight"}
 
+OF_PATTERN = (
+    "--hybrid-override-pattern M*E-M*- --num-layers 7 --num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 0.5 "
+    "--moe-token-dispatcher-type alltoall --window-size 5,0 --window-attn-skip-freq 2"  # the second layer alone has none
+)
+
 TWO_RANKS = {
     "oss": (OSS, QUICK),
     "oss_bf16": (f"{OSS} --bf16", IN_BF16),
@@ -45,6 +49,7 @@ TWO_RANKS = {
         "--window-size 20,0 --softmax-type off-by-one --cp-ring-route ring",
         OF_EXPERTS,
     ),
+    "hybrid": (f"{HYBRID} {OF_PATTERN}", ("loss mask not split",)),
     "reference": (
         "--position-embedding-type learned_absolute --cp-ring-kernel reference --cp-ring-layout contiguous --window-size 70,0",
         (),
@@ -62,6 +67,9 @@ MORE_ON_TWO = {
     "declared_mla": (f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced", ("positions not continued",)),
     "dropout": (f"{OSS} --attention-dropout 0.2 --micro-batch-size 2", OF_DROPOUT),
     "dropout_documents": (f"{UNTIED} --attention-dropout 0.2 --cp-ring-document-mask --bf16", OF_DROPOUT),
+    "heterogeneous": (HETEROGENEOUS, ("rotary positions contiguous",)),
+    "sinkhorn": (f"{SINKHORN} --bf16 --micro-batch-size 2", ()),
+    "quantile": (SINKHORN.replace("sinkhorn", "quantile_balancing"), ()),
     "mla": (f"{LATENT} --cp-ring-wire plain", ("softmax scale",)),
     "mla_latent": (
         f"{LATENT} --cp-ring-wire latent --bf16",
@@ -126,8 +134,6 @@ def test_a_wrong_mask_names_layer_positions_and_rank(found):
 
 def test_what_is_not_covered_is_said(found):
     assert found["moe"]["", 1]["about"]["not_covered"] == found["oss"]["", 1]["about"]["not_covered"] == []
-    sinkhorn = Namespace(moe_router_load_balancing_type=["aux_loss", "sinkhorn"])
-    assert tiny_model.uncovered_experts(sinkhorn) == "experts with Sinkhorn routing"
 
 
 @pytest.mark.slow

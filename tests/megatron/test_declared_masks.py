@@ -130,8 +130,30 @@ def test_batches_that_cannot_be_split_are_rejected_in_one_line(configured):
         batches.split_batch({"tokens": torch.zeros(1, 15)}, Group(0, 2))
     with pytest.raises(ConfigError, match=r"the tensors of a batch must be \[b, n\] of one size, not \(1, 8\), \(2, 8\)"):
         batches.split_batch({"tokens": torch.zeros(1, 8), "labels": torch.zeros(2, 8)}, Group(0, 2))
+
+
+def test_packed_documents_are_split_one_by_one():
+    whole = {"tokens": torch.arange(24)[None], "name": "x", "cu_seqlens": torch.tensor([[0, 8, 24]], dtype=torch.int32)}
+    parts = [batches.split_batch(whole | {"max_seqlen": torch.tensor([16])}, Group(rank, 2)) for rank in range(2)]
+    assert parts[0]["tokens"].tolist() == [[0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]]
+    assert parts[1]["tokens"].tolist() == [[2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]]
+    packed = parts[0]["packed_seq_params"]
+    assert (packed.qkv_format, packed.cu_seqlens_q.tolist(), packed.max_seqlen_q) == ("thd", [0, 8, 24], 16)
+    assert set(parts[0]) == {"tokens", "name", "packed_seq_params"}
+    padded = batches.split_batch(
+        whole | {"cu_seqlens": torch.tensor([0, 7, 20]), "cu_seqlens_padded": torch.tensor([0, 8, 24])}, Group(0, 2)
+    )
+    assert padded["tokens"].tolist() == parts[0]["tokens"].tolist()
+    assert padded["packed_seq_params"].cu_seqlens_q.tolist() == [0, 7, 20]
+    for wrong, message in [
+        ({"tokens": torch.zeros(2, 12)}, r"packed documents need tensors \[1, n\]"),
+        ({"tokens": torch.zeros(1, 23)}, "23 packed tokens cannot be split over 2"),
+        ({"cu_seqlens": torch.tensor([0, 6, 24])}, "document 0 has 6 tokens, not a multiple of 2"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            batches.split_batch(whole | wrong, Group(0, 2))
     declared = DocumentParams.carry(DeclaredMask.of_rows([GROUP], "zigzag", 2))
-    with pytest.raises(ConfigError, match="cp_ring_mask: the boundaries are for 16 tokens over 2 ranks, the tensors hold 4"):
+    with pytest.raises(ValueError, match="cp_ring_mask: the boundaries are for 16 tokens over 2 ranks, the tensors hold 4"):
         documents_of(declared, 4, 2, False)
 
 

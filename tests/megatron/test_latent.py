@@ -119,6 +119,8 @@ def test_what_latents_cannot_do_is_named():
     assert "--cp-ring-heads 2" in rejection(SimpleNamespace(**mla), 2)
     assert rejection(SimpleNamespace(**mla, fp8="hybrid"), 1) == "does not support --fp8-format"
     assert rejection(SimpleNamespace(**mla, delay_wgrad_compute=True), 1) == "does not support --delay-wgrad-compute"
+    graph = rejection(SimpleNamespace(**mla, cuda_graph_impl="local"), 1)
+    assert graph == "does not support --cuda-graph-impl local"
 
 
 DEEPSEEK = {

@@ -13,7 +13,7 @@ import torch
 import cp_ring.megatron
 from cp_ring import ContextParallelConfig, patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat, program, settings
+from cp_ring.megatron import compat, program, rejection, settings
 from cp_ring.megatron.offload import offload
 from tests.megatron.launch import HERE, launch
 
@@ -33,6 +33,11 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     assert found["cp 2"] == pytest.approx(found["cp 1"], rel=1e-5) and found["cp 1"][0] - found["cp 1"][2] > 0.1
     assert "tiny model of 1 layer under causal" in found["printed"] and "not covered" not in found["printed"]
     assert found["wrong split"].startswith("--cp-ring-certify: tiny model of 1 layer, causal: loss")
+    assert found["hybrid"] == ["tiny model of 4 layers under causal"]
+    assert found["heterogeneous"] == ["tiny model of 4 layers under causal"]
+    assert found["packed"] == ["tiny model of 1 layer under packed"]
+    wrong = ("wrong hybrid", "wrong heterogeneous", "wrong packed", "documents dropped")
+    assert all(found[name].startswith("--cp-ring-certify: tiny model of") for name in wrong), found
     assert "a causal layer sees nothing after its own position" in found["wrong settings"]
     assert found["attention"] == "RingDotProductAttention"
     assert found["loaded"] and found["damaged"].endswith("is not what was written: its checksum is another")
@@ -117,6 +122,19 @@ def test_auto_is_the_shape_chosen_for_the_first_model(enabled, capfd):
     assert "chosen by predicted time, nodes of" in capfd.readouterr().out
     program.accept_model(config)
     assert settings.current() == chosen and "chosen" not in capfd.readouterr().out
+
+
+@no_cuda
+def test_the_fused_rotary_embedding_is_switched_off_where_it_cannot_have_the_positions(enabled, capfd):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    enabled(layout="balanced", document_mask=True, seq_length=64, micro_batch_size=2)
+    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
+    config.apply_rope_fusion = True  # which needs TransformerEngine when it is made
+    rejection._noted.clear()
+    program.accept_model(config)
+    assert config.apply_rope_fusion is False
+    assert "--micro-batch-size 2 has different positions" in capfd.readouterr().out
 
 
 def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):

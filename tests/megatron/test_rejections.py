@@ -13,13 +13,16 @@ import torch
 from cp_ring import ContextParallelConfig, Layout, Mask, patches
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
-from cp_ring.megatron import argument_parser, compat, features, implementations, rejection, settings, validate
+from cp_ring.megatron import argument_parser, compat, features, graphs, implementations, rejection, settings, validate
 from cp_ring.megatron.checkpoints import inspection
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
 
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 CP4 = ["--context-parallel-size", "4"]
 SIZES = ["--hierarchical-context-parallel-sizes"]
+SCOPE = "--cuda-graph-scope"  # since 0.18 another name of --cuda-graph-modules
+UNTRIED = ["--cp-ring-allow-untried", "cuda-graphs,moe-overlap"]
+GRAPH = ["--cuda-graph-impl", "local", *UNTRIED]
 BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
@@ -128,10 +131,36 @@ def parse(monkeypatch):
             "--cp-comm-type all_gather and --cp-ring-route relay exclude one another",
         ),
         (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
-        (["--cuda-graph-impl", "local"], "--cuda-graph-impl local: no GPU run has shown CUDA graphs"),
+        (["--cuda-graph-impl", "local"], "--cuda-graph-impl local: no GPU run has shown CUDA graphs that hold attention"),
         (["--cuda-graph-impl", "transformer_engine"], "accept it by --cp-ring-allow-untried cuda-graphs"),
         (["--enable-cuda-graph"], "--enable-cuda-graph: no GPU run has shown CUDA graphs"),
         (["--external-cuda-graph"], "--external-cuda-graph: no GPU run has shown CUDA graphs"),
+        (["--cuda-graph-impl", "local", SCOPE, "mlp"], "mlp: no GPU run has shown CUDA graphs that hold attention"),
+        (["--cuda-graph-impl", "transformer_engine", SCOPE, "attn", "mlp"], "attn mlp: no GPU run has shown CUDA graphs"),
+        ([SCOPE, "full_iteration"], "full_iteration: no GPU run has shown CUDA graphs"),
+        ([*GRAPH, "--cp-ring-document-mask"], "--cp-ring-document-mask brings other documents or masks in each step"),
+        ([*GRAPH, "--cp-ring-mask-kinds", "prefix"], "--cp-ring-mask-kinds brings other documents or masks in each step"),
+        ([*GRAPH, "--sft"], "--sft brings other documents or masks in each step"),
+        ([*GRAPH, "--cp-ring-timing", "5"], "--cp-ring-timing looks at each hop from the host"),
+        ([*GRAPH, "--cp-ring-trace", "1"], "--cp-ring-trace looks at each hop from the host"),
+        ([*GRAPH, "--cp-ring-debug"], "--cp-ring-debug looks at each hop from the host"),
+        ([*GRAPH, "--cp-ring-offload"], "--cp-ring-offload chooses in Python what moves to host memory"),
+        ([*GRAPH, "--log-max-attention-logit", "--bf16"], "--log-max-attention-logit collects values in Python"),
+        ([*GRAPH, "--attention-dropout", "0.1"], "--attention-dropout 0.1 would drop the same weights in each step"),
+        (
+            ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--attention-dropout", "0.1"],
+            "--attention-dropout 0.1 keeps a count among Megatron's random states",
+        ),
+        (
+            ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--cp-ring-offload"],
+            "moe_router: --cp-ring-offload adds hooks to layers, which Megatron's graphs reject",
+        ),
+        ([*GRAPH, "--fine-grained-activation-offloading", "--offload-modules", "core_attn"], "core_attn was not tried in"),
+        ([*GRAPH, "--cp-ring-kernel", "reference"], "--cp-ring-kernel reference waits for the host"),
+        ([*GRAPH, "--cp-ring-wire", "latent"], "--cp-ring-wire latent finds latents by hooks"),
+        ([*GRAPH, *CP4], "--distributed-backend gloo cannot be captured: give nccl"),
+        ([*GRAPH, "--cuda-graph-warmup-steps", "0"], "--cuda-graph-warmup-steps 0 leaves no step before the capture"),
+        ([*GRAPH, *FULL, "--hidden-dropout", "0.1"], "--hidden-dropout 0.1 would draw other numbers in a recomputation"),
         (
             [
                 "--cp-ring-offload",
@@ -154,6 +183,10 @@ def parse(monkeypatch):
         (["--use-megatron-fsdp", "--save", "x"], "--save with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16"),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
         (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
+        (
+            ["--overlap-moe-expert-parallel-comm", *UNTRIED, "--cp-ring-document-mask"],
+            "--overlap-moe-expert-parallel-comm does not support --cp-ring-document-mask",
+        ),
         (["--batch-invariant-mode"], "leave out --batch-invariant-mode"),
         (["--position-embedding-type", "relative"], "an attention bias: --position-embedding-type relative"),
         (["--experimental-attention-variant", "dsa"], "leave out --experimental-attention-variant dsa"),
@@ -168,11 +201,15 @@ def parse(monkeypatch):
         (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),
         (
             ["--cp-ring-mask-kinds", "images", "--hybrid-layer-pattern", "M*-"],
-            "--cp-ring-mask-kinds does not reach the Mamba layers of --hybrid-layer-pattern M*-",
+            "--cp-ring-mask-kinds images does not reach the Mamba layers of --hybrid-layer-pattern M*-",
         ),
         (
-            ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-"],
-            "--cp-ring-document-mask does not reach the Mamba layers of --hybrid-layer-pattern M*-",
+            ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-", "--disable-mamba-mem-eff-path"],
+            "--disable-mamba-mem-eff-path: the Mamba layers of --hybrid-layer-pattern M*- then have no documents",
+        ),
+        (
+            ["--cp-ring-mask-kinds", "documents", "--hybrid-layer-pattern", "G*-", "--deterministic-mode"],
+            "--deterministic-mode: the gated delta net layers of --hybrid-layer-pattern G*- then have no documents",
         ),
         (["--sft", "--dataloader-inter-document-masking"], "name two kinds of data sets: give only one"),
         (["--cp-ring-document-mask", "--sft"], "--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data"),
@@ -437,6 +474,28 @@ def test_good_flags_pass_and_come_into_force(parse):
     assert not args.create_attention_mask_in_dataloader
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--cuda-graph-impl", "local", SCOPE, "moe_router"],
+        ["--cuda-graph-impl", "transformer_engine", SCOPE, "mlp", "moe_router", "moe_preprocess"],
+        ["--cuda-graph-impl", "local", SCOPE, "mlp", "mamba", "--hybrid-layer-pattern", "M*-"],
+        GRAPH,
+    ],
+)
+def test_graphs_without_attention_and_those_that_are_allowed(parse, flags):
+    """Graphs of other modules hold nothing of ring attention; with attention they are accepted by name."""
+    assert graphs.hold_attention(parse(*BASE, *flags)) is (flags is GRAPH)
+
+
+def test_who_sends_batches_by_way_of_the_host():
+    whole = SimpleNamespace(cuda_graph_impl="full_iteration", tensor_model_parallel_size=1)
+    graphs.check_reading(whole)
+    whole.tensor_model_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 2 by way of the host.*run Megatron-LM"):
+        graphs.check_reading(whole)
+
+
 @pytest.mark.parametrize("version", ["0.16.0", "0.20.0", "0.20.0rc1", None])
 def test_megatron_versions_outside_the_range(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
@@ -588,13 +647,29 @@ def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--micro-batch-size", "2"],
             "--cp-ring-layout balanced with --micro-batch-size 2 has different positions in each microbatch and batch row",
         ),
+        (
+            ["--dataloader-inter-document-masking", "--context-parallel-size", "2"],
+            "--dataloader-inter-document-masking splits documents all together",
+        ),
     ],
 )
-def test_the_fused_rotary_embedding_has_one_position_for_a_token(parse, flags, message):
+def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(parse, capsys, flags, message):
     args = parse(*BASE, "--global-batch-size", "8", *flags)  # the CPU has no fused one
-    args.apply_rope_fusion = True
-    with pytest.raises(ConfigError, match=message):
+    rejection._noted.clear()
+    for _ in range(2):  # Megatron parses a command line more than once
+        args.apply_rope_fusion = True
         validate.check_documents(args, ContextParallelConfig.from_args(args))
+        assert args.apply_rope_fusion is False
+    printed = capsys.readouterr().out
+    assert printed.count("is switched off (--no-rope-fusion)") == 1
+    assert message in printed
+
+
+def test_the_fused_rotary_embedding_stays_where_tokens_have_one_position(parse):
+    args = parse(*BASE, "--cp-ring-layout", "balanced", "--cp-ring-document-mask")
+    args.apply_rope_fusion = True
+    validate.check_documents(args, ContextParallelConfig.from_args(args))
+    assert args.apply_rope_fusion is True
 
 
 @pytest.mark.parametrize(

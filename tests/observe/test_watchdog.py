@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -136,10 +137,23 @@ class Store(dict):
 
 def test_what_the_device_waits_for_is_seen_though_the_host_does_not_wait(monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "_GRACE_S", 0.0)
-    ended, work = [], SimpleNamespace(is_completed=lambda: False)
+    ended, device, asked = [], torch.device("cuda", 5), []
+
+    @contextmanager
+    def on(it):
+        asked.append(it)
+        yield
+        asked.append(None)
+
+    def is_completed():
+        assert asked[-1] == device, "a thread begins on the first device, which is that of another rank"
+        return False
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    work = SimpleNamespace(is_completed=is_completed)
     watch = watchdog.Watch(watchdog.Place(7, 4, 2))
     monkeypatch.setattr(watchdog, "WATCH", watch)
-    receive = (SimpleNamespace(peer=3, ranges=((0, 16),)), [SimpleNamespace(is_cuda=True)])
+    receive = (SimpleNamespace(peer=3, ranges=((0, 16),)), [SimpleNamespace(is_cuda=True, device=device)])
     watch.begin(SimpleNamespace(receives=[receive], sends=[], kind="keys", hop=1, ranks=()), [work])
     watch.end()
     dog = watchdog.Watchdog(0.01, 0, 1, Store(), ended.append)

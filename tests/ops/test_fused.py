@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+import threading
 import types
 
 import pytest
@@ -43,6 +44,28 @@ def test_without_compiler_torch_operations_run_and_it_is_said_once(function, cap
         "Triton cannot compile (Failed to find C compiler. Please specify via CC environment variable.): merges and sums of "
         "gradients use torch operations, which are slower"
     ]
+
+
+def test_one_thread_compiles(function):
+    """The ranks of a `LocalRing` launch at the same time; a fault of that would switch Triton off."""
+    first, module = function
+    inside, most, another = [], [], threading.Event()
+
+    def run(*args):
+        inside.append(1)
+        most.append(len(inside))
+        if len(inside) > 1:
+            another.set()
+        another.wait(0.2)
+        inside.pop()
+
+    module.run = run
+    threads = [threading.Thread(target=first.run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1]
 
 
 def test_errors_after_a_launch_are_errors(function):

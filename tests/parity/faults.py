@@ -147,6 +147,30 @@ def _roll_across(last: Any, documents: Any) -> Any:
     return torch.arange(documents.layout.n) == documents.layout.n - 2
 
 
+def _recurrent() -> Any:
+    from cp_ring.megatron import recurrent
+
+    return recurrent
+
+
+def _in_another_order(of_layout: Any, n: int, batch: int, cp: int, name: str, *rest: Any) -> Any:
+    return of_layout(n, batch, cp, "contiguous" if name == "zigzag" else "zigzag", *rest)
+
+
+def _across_documents(of_documents: Any, carried: Any) -> Any:
+    order = of_documents(carried)
+    rows = torch.arange(carried.batch + 1, dtype=torch.int32) * (carried.layout.n // carried.batch)
+    return dataclasses.replace(order, documents=torch.zeros_like(order.documents), cu_seqlens=rows)
+
+
+def _anew_too_late(of_documents: Any, carried: Any) -> Any:
+    """The first token of each document but the first counts as one of the document before it."""
+    order = of_documents(carried)
+    first, n = order.cu_seqlens % (carried.layout.n // carried.batch) != 0, order.documents.shape[1]
+    shifted = order.documents[:, [0, *range(n - 1)]]
+    return dataclasses.replace(order, documents=shifted, cu_seqlens=order.cu_seqlens + first.int())
+
+
 def _rotary() -> Any:
     from cp_ring.patches import rotary_documents
 
@@ -240,6 +264,9 @@ FAULTS = {
     "boundary shifted by one": lambda: (_documents(), "mask", _shifted),
     "boundary missed": lambda: (_gpt(), "boundaries", _boundary_missed),
     "documents merged": lambda: (_documents(), "mask", _merged),
+    "state in the order of another layout": lambda: (_recurrent(), "_of_layout", _in_another_order),
+    "state across documents": lambda: (_recurrent(), "_of_documents", _across_documents),
+    "state begins anew too late": lambda: (_recurrent(), "_of_documents", _anew_too_late),
     "rotary positions of zigzag": lambda: (*_rotary(), _rotary_by_zigzag),
     "positions of zigzag": lambda: (_documents(), "positions", _positions_of_zigzag),
     "siblings seen": lambda: (_declared(), "mask", _siblings_seen),

@@ -37,7 +37,12 @@ DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
 PREFIXES = "--cp-ring-mask-kinds shared-prefix"
 MAMBA = f"""
     {UNTIED} --hybrid-layer-pattern M*M- --spec tests.parity.recurrent hybrid
-    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4
+    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4 --init-method-std 0.02
+"""
+DELTA_NET = f"""
+    {UNTIED} --hybrid-layer-pattern G*G- --spec tests.parity.recurrent hybrid
+    --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 8
+    --init-method-std 0.02
 """
 EXPERTS_ON_TP = {"tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"}
 SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"  # a norm that supports it
@@ -245,9 +250,38 @@ MODELS = (
         "documents", splits=("cp4",)),
     Model("document_mask_balanced_yarn", f"{HEADS} {YARN} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE,
         "documents", splits=("cp4",)),
-    Model("mamba", MAMBA, "mask widened", layers=4, splits=("cp2", "cp4")),
-    Model("mamba_contiguous", MAMBA, "mask widened", CONTIGUOUS, layers=4, splits=("cp2", "cp4")),
-    Model("mamba_balanced", f"{MAMBA} --window-size 20,0", "mask widened", BALANCED, layers=4, splits=("cp2",)),
+    Model("mamba", MAMBA, "state in the order of another layout", layers=4, splits=("cp2", "cp4", "tp2cp2"), tolerance=1e-6,
+        drawn_by_tp=True),
+    Model("mamba_contiguous", MAMBA, "state in the order of another layout", CONTIGUOUS, layers=4, splits=("cp2", "cp4"),
+        tolerance=1e-6),
+    Model("mamba_balanced", f"{MAMBA} --window-size 20,0", "state in the order of another layout", BALANCED, layers=4,
+        splits=("cp2", "cp4"), tolerance=1e-6),
+    Model("mamba_document_mask", f"{MAMBA} --cp-ring-document-mask", "state across documents", baseline=REFERENCE,
+        data="documents", layers=4, splits=("cp2", "cp4", "tp2cp2"), tolerance=1e-6,
+        drawn_by_tp=True),
+    Model("mamba_document_mask_contiguous", f"{MAMBA} --cp-ring-document-mask", "state begins anew too late", CONTIGUOUS, REFERENCE,
+        "documents", layers=4, splits=("cp2", "cp4"), tolerance=1e-6),
+    Model("mamba_document_mask_balanced", f"{MAMBA} --cp-ring-document-mask --micro-batch-size 2", "state begins anew too late",
+        BALANCED, REFERENCE, "documents", layers=4, splits=("cp2", "cp4", "tp2cp2"), tolerance=1e-6,
+        drawn_by_tp=True),
+    Model("mamba_packed_thd", f"{MAMBA} --cp-ring-document-mask", "state across documents", baseline=REFERENCE, data="thd", layers=4,
+        splits=("cp2", "cp4"), tolerance=1e-6),
+    Model("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}", "state across documents", BALANCED, REFERENCE,
+        "documents", layers=4, splits=("cp2",), tolerance=1e-6),
+    Model("delta_net", DELTA_NET, "state in the order of another layout", layers=4, splits=("cp2", "cp4", "tp2cp2"), tolerance=1e-6,
+        drawn_by_tp=True),
+    Model("delta_net_contiguous", DELTA_NET, "state in the order of another layout", CONTIGUOUS, layers=4, splits=("cp2", "cp4"),
+        tolerance=1e-6),
+    Model("delta_net_balanced", f"{DELTA_NET} --window-size 20,0", "state in the order of another layout", BALANCED, layers=4,
+        splits=("cp2", "cp4"), tolerance=2e-6),
+    Model("delta_net_document_mask", f"{DELTA_NET} --cp-ring-document-mask", "state across documents", baseline=REFERENCE,
+        data="documents", layers=4, splits=("cp2", "cp4", "tp2cp2"), tolerance=1e-6,
+        drawn_by_tp=True),
+    Model("delta_net_document_mask_balanced", f"{DELTA_NET} --cp-ring-document-mask --micro-batch-size 2", "state begins anew too late",
+        BALANCED, REFERENCE, "documents", layers=4, splits=("cp2", "cp4", "tp2cp2"), tolerance=1e-6,
+        drawn_by_tp=True),
+    Model("delta_net_packed_thd", f"{DELTA_NET} --cp-ring-document-mask", "state across documents", baseline=REFERENCE, data="thd",
+        layers=4, splits=("cp2", "cp4"), tolerance=1e-6),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid", "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),
     Model("moe_sequence_parallel", EXPERTS, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",), experts=2),

@@ -9,11 +9,16 @@ from unittest.mock import patch
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.hybrid import hybrid_block
-from megatron.core.post_training.modelopt.hybrid import model_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+try:
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.post_training.modelopt.hybrid import model_specs
+except ImportError:  # before 0.18 they are called Mamba's
+    from megatron.core.post_training.modelopt.mamba import model_specs
+    from megatron.core.ssm import mamba_block as hybrid_block
 
 
 class Norm(torch.nn.RMSNorm):
@@ -43,7 +48,7 @@ def sequence_parallel(config: Any) -> TransformerBlockSubmodules:
 
 def _hybrid() -> ModuleSpec:
     with patch.object(model_specs, "Norm", WrappedTorchNorm):
-        return model_specs.get_hybrid_stack_modelopt_spec(local_core_attention=True)
+        return model_specs.get_mamba_stack_modelopt_spec(local_core_attention=True)
 
 
 hybrid_block.TENorm = WrappedTorchNorm  # a HybridStack's last norm, whatever its specification says

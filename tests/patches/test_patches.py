@@ -115,7 +115,21 @@ def test_cpu_runtime_answers_for_cuda(applied):
     assert torch.equal(torch.rand(2), first)
     with torch.cuda.stream(torch.cuda.Stream()) as _:
         torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+    torch.ones(2).record_stream(torch.cuda.current_stream())
     assert torch.cuda.memory_allocated() > 2**20
+
+
+@no_cuda
+def test_experts_get_the_sizes_of_what_they_exchange_from_the_host(applied):
+    """Process groups take numbers; Megatron makes them of CUDA tensors only."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    counts = torch.tensor([3, 4])
+    assert token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True) is counts
+    applied("cpu_runtime")
+    assert token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True).tolist() == [3, 4]
+    assert token_dispatcher.maybe_move_tensor_to_cpu(counts) is counts
+    assert token_dispatcher.maybe_move_tensor_to_cpu([1], as_numpy=True) == [1]
 
 
 def test_functions_are_not_compiled_while_cpu_runtime_imports_megatron(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -88,3 +90,11 @@ def test_the_failure_of_a_rank_is_the_failure_of_all():
 
     with pytest.raises(RuntimeError, match="rank 2 is broken"):
         LocalRing(3).run(case)
+
+
+def test_a_rank_has_one_thread_for_all_runs():
+    """cuDNN's plans are kept by thread: with new threads, a GPU would compile them again in every run."""
+    ring = LocalRing(3)
+    first, second = (ring.run(lambda group: threading.current_thread()) for _ in range(2))
+    assert first == second
+    assert len(set(first)) == 3

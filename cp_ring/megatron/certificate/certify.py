@@ -14,10 +14,13 @@ from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.certificate import attention_probe, loss_probe, record, tiny_model
 from cp_ring.megatron.certificate.attention_probe import Subject
-from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, probe_groups, states_restored
+from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, made_by_members, probe_groups, states_restored
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind, find_layer_kinds, masks_of
 from cp_ring.megatron.certificate.loss_probe import ForwardStep
+from cp_ring.megatron.certificate.recurrent_twin import uncovered_states
 from cp_ring.megatron.certificate.report import Certificate, Probe
+from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
+from cp_ring.megatron.layer_pattern import config_of_layer
 
 SEED = 20261121
 LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
@@ -195,17 +198,17 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     if reason:
         found.not_covered.append(f"the loss of {reason}")
         return
-    script = not hasattr(args, "transformer_config") and not loss_probe.is_own(step)
-    masks = [mask for mask in masks_of(args) if mask != "packed" or script]
-    without = tiny_model.uncovered_experts(args) if getattr(args, "num_experts", None) else ""
-    found.not_covered += [f"{without}, in the loss"] if without else []
-    if "packed" in masks_of(args) and "causal" in masks and not script:
-        found.not_covered.append("the loss of packed sequences")
+    found.not_covered += [f"{layers}, in the loss" for layers in uncovered_layers(args)]
     config = tiny_model.transformer_config(args)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with made_by_members():
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     before = settings.current()
     try:
-        for mask in masks:
+        for mask in _masks_of_loss(args, step):
+            reason = uncovered_states(args, mask)
+            if reason:
+                found.not_covered.append(reason)
+                continue
             kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
             tokens = max(kind.tokens for kind in kinds)
             kinds = [replace(kind, tokens=tokens) for kind in kinds]
@@ -214,6 +217,19 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
     finally:
         settings.configure(before)
         dist.destroy_process_group(alone)
+
+
+def _masks_of_loss(args: argparse.Namespace, step: ForwardStep | None) -> list[str]:
+    """The masks under which the forward step of the job is probed.
+
+    A script's step takes whole batch rows and packed ones as its flags say, and that of a program one of the two. The step of
+    `cp_ring.pretrain_gpt` has documents in place of packed ones.
+    """
+    masks = masks_of(args)
+    if hasattr(args, "transformer_config") and "causal" in masks:
+        return ["packed" if args.sft else "causal"]
+    packed = not hasattr(args, "transformer_config") and not loss_probe.is_own(step)
+    return [mask for mask in masks if mask != "packed" or packed]
 
 
 def _kernel_in_float32(name: str, kind: LayerKind) -> str:
@@ -238,6 +254,7 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
         sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
     elif getattr(config, "softmax_scale", None):
         sizes = {"softmax_scale": config.softmax_scale}
+    config = config_of_layer(config, kind.layer)
     layer = RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", cp_comm_type=kind.comm_type,
                                     pg_collection=groups, **sizes)  # fmt: skip
     return layer.eval()  # without dropout, which has a probe of its own

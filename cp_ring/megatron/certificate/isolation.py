@@ -150,9 +150,19 @@ def _new_group(backend: str, ranks: tuple[int, ...], number: int) -> Any:
     torch would name it by how many groups the rank is in, which differs between pipeline stages.
     """
     name = f"cp_ring_certificate_{number}_{backend}_" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-    with replaced((dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name)):
+    with replaced((dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name)), made_by_members():
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
         return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+
+
+@contextmanager
+def made_by_members() -> Iterator[None]:
+    """Process groups that are made in the block wait for their members only.
+
+    Where the job's group is bound to a device, torch splits its NCCL communicator, and NCCL waits for all ranks of the job.
+    """
+    with replaced((dist.distributed_c10d._get_default_group(), "bound_device_id", None)):
+        yield
 
 
 def _groups_of_megatron() -> dict[str, Any]:
@@ -194,6 +204,11 @@ def _losses_of_models_restored() -> Iterator[None]:
         yield
 
 
+def _copied(state: Any) -> Any:
+    """A state of Megatron's tracker. A generator, which CUDA graphs need, goes on where a tensor is replaced."""
+    return state.clone_state() if isinstance(state, torch.Generator) else state
+
+
 @contextmanager
 def states_restored() -> Iterator[None]:
     """Afterwards restores random states, cp_ring's settings, and what Megatron and the watchdog collect while a model runs."""
@@ -206,7 +221,7 @@ def states_restored() -> Iterator[None]:
         if torch.cuda.is_available():
             stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state())
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        stack.callback(tracker.set_states, dict(tracker.get_states()))
+        stack.callback(tracker.set_states, {name: _copied(state) for name, state in tracker.get_states().items()})
         stack.callback(settings.configure, settings.current())
         stack.enter_context(_losses_of_models_restored())
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cp_ring.megatron import comm_types, settings
 from cp_ring.megatron.certificate.declared import PREFIX
+from cp_ring.megatron.layer_pattern import attention_layers, config_of_layer
 
 MAX_SCORES = 1 << 24  # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
 MAX_ROWS = 32  # batch rows of a probe
@@ -63,21 +64,23 @@ class LayerKind:
 def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ...], whole_rows: bool = False) -> list[LayerKind]:
     """Every distinct kind of layer of the job, under each of `masks`.
 
-    With `whole_rows` each rank will hold the scores of whole batch rows, so that large windows make smaller probes.
+    With `whole_rows` each rank will hold the scores of whole batch rows, so that large windows make smaller probes, and a model
+    without attention has one kind, for the size of its batch rows.
     """
-    alike: dict[tuple[tuple[int, int], str], list[int]] = {}
-    for layer in range(1, args.num_layers + 1):
-        alike.setdefault((declared_window(config, layer), comm_types.type_of(args, layer)), []).append(layer)
+    alike: dict[tuple[tuple[int, int], str, int], list[int]] = {}
+    for layer in attention_layers(args, config) or [1] * whole_rows:
+        key_heads = config_of_layer(config, layer).num_query_groups
+        alike.setdefault((declared_window(config, layer), comm_types.type_of(args, layer), key_heads), []).append(layer)
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     heads = config.num_attention_heads // tp
     scale, d, e = declared_scale(config)
-    groups = heads if getattr(config, "multi_latent_attention", False) else max(1, config.num_query_groups // tp)
     sink = getattr(config, "softmax_type", "vanilla")
     batch_size = min(args.micro_batch_size, MAX_ROWS)
     scores = MAX_SCORES // heads // batch_size * (1 if whole_rows else cp)
     found = []
-    for (window, comm_type), layers in alike.items():
+    for (window, comm_type, key_heads), layers in alike.items():
         tokens, probed = _size_of_probe(window, cp, scores)
+        groups = heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
         kind = LayerKind(layers[0], len(layers), "", window, probed, scale, sink, heads, groups, d, e, tokens,
                          comm_type=comm_type)  # fmt: skip
         found += [replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size) for mask in masks]

@@ -39,11 +39,14 @@ from cp_ring.megatron.certificate.probe_batch import (
     samples_of_rows,
     spans_between,
 )
+from cp_ring.megatron.certificate.recurrent_twin import run_by_document
 from cp_ring.megatron.certificate.report import Probe
+from cp_ring.megatron.certificate.routing import routed_by_rank
 from cp_ring.megatron.certificate.tiny_model import (
     VOCABULARY,
     arguments_in_force,
     build,
+    name_of,
     one_rank,
     one_stage,
     own_device,
@@ -165,12 +168,14 @@ def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, ste
         counts = None if own else _counts_of_ranks(ours)
     weights = [] if args.calculate_per_token_loss else [_weights(batch, positions, counts)]
     whole = with_changes(tiny, {"context_parallel_size": 1})
-    with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own):
+    with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own), routed_by_rank(whole, positions):
         twin = build(whole)
         twin.load_state_dict(model.state_dict())
         _attend_densely(twin, batch.spans)
+        run_by_document(twin, batch.spans)
         plain, *weighted = _train(whole, twin, batch, _whole_rows if own else step, None, *weights)
-    return _compare(ours, plain, weighted[0] if weighted else plain, own, positions[rank].to(own_device()), kinds)
+    twins = plain, weighted[0] if weighted else plain
+    return _compare(ours, *twins, own, positions[rank].to(own_device()), (name_of(tiny, model), kinds[0].mask))
 
 
 def _own_step() -> ForwardStep:
@@ -209,14 +214,14 @@ def _weights(batch: Microbatch, positions: list[Tensor], tokens: list[float] | N
 
 
 def _compare(
-    ours: Outcome, plain: Outcome, weighted: Outcome, own: bool, positions: Tensor, kinds: list[LayerKind]
+    ours: Outcome, plain: Outcome, weighted: Outcome, own: bool, positions: Tensor, about: tuple[str, str]
 ) -> list[Probe]:
     """The job's outcome against its twin's: `weighted` has the gradients of averaged means, `plain` those of one mean.
 
-    A script may average either way, so that its gradients are compared with both.
+    A script may average either way, so that its gradients are compared with both. `about` names the model and its mask.
     """
-    bound, mask = BOUND["cuda" if ours.losses.is_cuda else "cpu"] + widening(settings.current().wire), kinds[0].mask
-    layer, rank = f"tiny model of {len(kinds)} layer{'s' * (len(kinds) > 1)}", f"rank {dist.get_rank()}"
+    (model, mask), rank = about, f"rank {dist.get_rank()}"
+    bound = BOUND["cuda" if ours.losses.is_cuda else "cpu"] + widening(settings.current().wire)
     truth = plain.losses.gather(1, positions)
     difference = ours.losses - truth
     batch_row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
@@ -226,10 +231,10 @@ def _compare(
     expected = [plain] if ours.sums else possible
     loss = min((one.loss for one in expected), key=lambda value: _number(abs(ours.loss / value - 1)))
     return [
-        Probe("loss of each token", layer, mask, float(difference.norm() / truth.norm()), bound, place),
-        Probe("loss", layer, mask, abs(ours.loss / loss - 1), bound, f"{rank}: {ours.loss:.6g}, at cp 1 {loss:.6g}"),
-        Probe("gradient norm", layer, mask, abs(ratio - 1), bound, f"{rank}: {ratio:.6g} of that at cp 1"),
-        Probe("gradients", layer, mask, error, 10 * bound, f"{rank}: worst in {worst}"),
+        Probe("loss of each token", model, mask, float(difference.norm() / truth.norm()), bound, place),
+        Probe("loss", model, mask, abs(ours.loss / loss - 1), bound, f"{rank}: {ours.loss:.6g}, at cp 1 {loss:.6g}"),
+        Probe("gradient norm", model, mask, abs(ratio - 1), bound, f"{rank}: {ratio:.6g} of that at cp 1"),
+        Probe("gradients", model, mask, error, 10 * bound, f"{rank}: worst in {worst}"),
     ]
 
 
@@ -286,8 +291,14 @@ def _train(args: argparse.Namespace, model: Any, batch: Microbatch, step: Forwar
     wrapped = DistributedDataParallel(model.config, config, model)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.model_type = ModelType.encoder_or_decoder
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # a step may change them, as quantile balancing does
+    outcomes = []
     try:
-        return [_train_once(wrapped, batch, step, factors) for factors in weights or (None,)]
+        for factors in weights or (None,):
+            outcomes.append(_train_once(wrapped, batch, step, factors))
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return outcomes
     finally:
         wrapped.grad_accs.clear()  # a cycle through autograd, which would keep the model and its groups alive
         for module in model.modules():  # Megatron's caches keep some of them, and their groups must close
@@ -332,7 +343,8 @@ def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
     """The forward step of the twin: whole batch rows, no packing; the sum of the losses that count, and their number."""
     batch = {name: tensor.to(own_device()) for name, tensor in next(iterator).items() if isinstance(tensor, Tensor)}
     mask = batch["loss_mask"]
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    more = {"loss_mask": mask} if compat.takes(model, "loss_mask") else {}
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
 
     def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         total, count = (losses.reshape(-1).float() * mask.reshape(-1)).sum(), mask.sum()

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from cp_ring.megatron import comm_types, settings
 from cp_ring.megatron.certificate.isolation import replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
+from cp_ring.megatron.certificate.tiny_layers import blocks_of, changes_of_blocks, changes_of_layers, sharing_of
+from cp_ring.megatron.layer_pattern import pattern_of
 
 VOCABULARY = 128
 HIDDEN = 64
@@ -25,25 +27,25 @@ PACKING = ("sft", "dataloader_inter_document_masking")
 
 def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int) -> argparse.Namespace:
     """The job's arguments with one small layer of each kind, in float32, without pipeline stages; with experts if it has them."""
-    tp = args.tensor_model_parallel_size
-    sharing = args.num_attention_heads // (args.num_query_groups or args.num_attention_heads) if args.group_query_attention else 1
+    tp, config = args.tensor_model_parallel_size, transformer_config(args)
+    sharing = sharing_of(config)
     groups = _key_heads(args, sharing)
     changes: dict[str, Any] = {
-        "num_layers": len(kinds), "hidden_size": HIDDEN * tp, "ffn_hidden_size": 2 * HIDDEN * tp,
+        "hidden_size": HIDDEN * tp, "ffn_hidden_size": 2 * HIDDEN * tp,
         "num_attention_heads": groups * sharing,
         "num_query_groups": groups if args.group_query_attention else args.num_query_groups,
         "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp, "seq_length": kinds[0].tokens,
         "micro_batch_size": batch_size, "max_position_embeddings": kinds[0].tokens,
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
         "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "moe_layer_freq": 1, "pipeline_dtype": None,
+        "moe_layer_freq": 1, "pipeline_dtype": None, "cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": [],
     }  # fmt: skip
     nothing = (
         "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_virtual_stages_per_pipeline_rank",
         "fp8", "fp4", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-        "embedding_init_method_std", "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor",
-        "moe_input_jitter_eps",
+        "embedding_init_method_std", "moe_router_num_groups", "moe_router_group_topk", "moe_input_jitter_eps",
+        "inference_cuda_graph_scope",
     )  # fmt: skip
     off = (
         "bf16", "fp16", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "use_megatron_fsdp",
@@ -51,18 +53,24 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "cpu_offloading",
         "fine_grained_activation_offloading", "init_model_with_meta_device", "moe_shared_expert_overlap", "fp8_param_gather",
         "overlap_moe_expert_parallel_comm", "check_for_spiky_loss", "moe_grouped_gemm", "log_num_zeros_in_grad",
-        "moe_pad_expert_input_to_capacity",
+        "moe_pad_expert_input_to_capacity", "enable_cuda_graph", "external_cuda_graph", "delay_wgrad_compute",
         "moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_layer_recompute", "moe_permute_fusion",
         "moe_router_fusion", *(() if kinds[0].mask == "packed" else PACKING),
     )  # fmt: skip
     changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False) | _experts(args)
-    if len(comm_types.types_by_layer(args)) > 1:
-        changes["cp_comm_type"] = [kind.comm_type for kind in kinds]
-    if args.window_size is not None:
-        window = max(kinds, key=lambda kind: kind.probed[0]).probed
-        changes |= {"window_size": window, "window_attn_skip_freq": [int(kind.window[0] >= 0) for kind in kinds]}
+    changes |= changes_of_layers(args, config, kinds, tp)
+    changes |= changes_of_blocks(args, config, kinds, groups * sharing, 2 * HIDDEN * tp)
     kept = {name: value for name, value in changes.items() if hasattr(args, name)}
     return with_changes(args, kept)
+
+
+def name_of(args: argparse.Namespace, model: Any) -> str:
+    """What a tiny model is called in messages, as in `tiny model of 2 layers` or `tiny model of layers M*-`."""
+    pattern = pattern_of(args)
+    if pattern:
+        return f"tiny model of layers {pattern}"
+    count = len(getattr(getattr(model, "decoder", None), "layers", ())) or args.num_layers
+    return f"tiny model of {count} layer{'s' * (count > 1)}"
 
 
 def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.Namespace:
@@ -81,6 +89,8 @@ def _resized(config: Any, values: argparse.Namespace) -> Any:
     for name in vars(config):
         if hasattr(values, name):
             setattr(made, name, getattr(values, name))
+    if hasattr(config, "per_block_parameters"):
+        made.per_block_parameters = blocks_of(made)
     made.init_method = made.output_layer_init_method = init_method_normal(made.init_method_std)
     return made
 
@@ -97,7 +107,7 @@ def transformer_config(args: argparse.Namespace) -> Any:
 def _experts(args: argparse.Namespace) -> dict[str, Any]:
     """A few small experts on each rank, if the job has experts. Their auxiliary losses have weight 1, so that it matters."""
     count = getattr(args, "num_experts", None)
-    if not count or uncovered_experts(args):
+    if not count:
         names = ("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "expert_tensor_parallel_size")
         return dict.fromkeys(names)
     tp, shared = args.tensor_model_parallel_size, args.moe_shared_expert_intermediate_size
@@ -109,13 +119,6 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
         "moe_token_dispatcher_type": "allgather",
         "moe_aux_loss_coeff": [float(x > 0) for x in weights] if isinstance(weights, list) else float(weights > 0),
     }  # fmt: skip
-
-
-def uncovered_experts(args: argparse.Namespace) -> str:
-    """Why the experts of these flags cannot be in a tiny model, or ""."""
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or "none"
-    # Sinkhorn's algorithm sees the tokens of its rank only, so that it routes differently at every size.
-    return "experts with Sinkhorn routing" if "sinkhorn" in kinds else ""
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
@@ -130,10 +133,6 @@ def uncovered(args: argparse.Namespace) -> str:
     """Why no tiny model can be made from these flags, or ""."""
     if hasattr(args, "transformer_config") and args.build is None:
         return "a program that does not call cp_ring.megatron.certify"
-    if getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None):
-        return "hybrid models"
-    if getattr(args, "heterogeneous_layers_config_path", None):
-        return "heterogeneous layers"
     return "models from a YAML file" if getattr(args, "yaml_cfg", None) else ""
 
 
@@ -149,15 +148,15 @@ def build(args: argparse.Namespace) -> Any:
     if hasattr(args, "transformer_config"):
         return args.build(args.transformer_config).to(own_device())
     try:
-        from megatron.training.argument_utils import gpt_config_from_args
+        from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
     except ImportError:
-        from cp_ring.megatron.gpt_model import build as build_gpt
+        from cp_ring.megatron.gpt_model import build as build_from_flags
 
-        model = build_gpt()
+        model = build_from_flags()
     else:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        config = gpt_config_from_args(args)
+        config = hybrid_config_from_args(args) if pattern_of(args) else gpt_config_from_args(args)
         builder = config.get_builder_cls()(config)
         model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True)
     for parameter in model.parameters():

@@ -1,0 +1,65 @@
+"""Mamba and gated delta net layers of the twin, which run each document by itself: then no state can cross into another."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_ring.megatron.certificate.oracle import Rule, Spans
+from cp_ring.megatron.layer_pattern import RECURRENT, pattern_of
+
+_CLASSES = (("mamba_mixer", "MambaMixer"), ("gated_delta_net", "GatedDeltaNet"))
+
+
+def uncovered_states(args: argparse.Namespace, mask: str) -> str:
+    """What of recurrent layers this module cannot run, in words, or "": a part of a document on each tensor-parallel rank."""
+    found = [kind for letter, kind in RECURRENT.items() if letter in pattern_of(args)]
+    shared = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
+    return f"the loss of {found[0]} layers under {mask} with --sequence-parallel" if found and shared and mask != "causal" else ""
+
+
+def run_by_document(model: Any, spans: list[Spans | Rule]) -> None:
+    """Makes the recurrent layers of `model`, which holds whole batch rows, run document by document."""
+    ends = [_spans(of_row) for of_row in spans]
+    if all(len(of_row) == 1 for of_row in ends):
+        return
+    kinds = tuple(kind for kind in map(_class, _CLASSES) if kind is not None)
+    for module in model.modules():
+        if isinstance(module, kinds):
+            module.forward = functools.partial(_by_document, module.forward, ends)
+
+
+def _spans(of_row: Spans | Rule) -> list[tuple[int, int]]:
+    if not isinstance(of_row, Rule):
+        return list(of_row)
+    ends = [int(place) + 1 for place in of_row.last().nonzero()[:, 0]]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _class(name: tuple[str, str]) -> Any:
+    try:
+        return getattr(importlib.import_module(f"megatron.core.ssm.{name[0]}"), name[1])
+    except ImportError:  # before 0.17 there is no gated delta net
+        return None
+
+
+def _by_document(
+    forward: Callable[..., Any], spans: list[list[tuple[int, int]]], hidden: Tensor, *args: Any, **named: Any
+) -> tuple[Tensor, Any]:
+    """As the layer's `forward` for batch rows [n, b, h], without the documents that `named` may describe."""
+    named.pop("packed_seq_params", None)
+    bias: Any = None
+    columns = []
+    for batch_row, of_row in enumerate(spans):
+        parts = []
+        for start, end in of_row:
+            out, bias = forward(hidden[start:end, batch_row : batch_row + 1].contiguous(), *args, **named)
+            parts.append(out)
+        columns.append(torch.cat(parts))
+    return torch.cat(columns, 1), bias

@@ -1,0 +1,148 @@
+"""Which of a job's layers a tiny model copies: one of each kind, in the job's order; and the flags that ask for them.
+
+A hybrid model has layers by the letters of its pattern, a heterogeneous one by a list of blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from math import lcm
+from typing import Any
+
+from cp_ring.megatron import comm_types
+from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_window
+from cp_ring.megatron.layer_pattern import PATTERNS, RECURRENT, attends, main_layers, pattern_of
+
+STATE = 16  # channels of a head of a recurrent layer, and of its state
+_KERNELS = {"M": ("mamba_mixer", "HAVE_MAMBA_SSM", "mamba_ssm"), "G": ("gated_delta_net", "HAVE_FLA", "flash-linear-attention")}
+"""Of recurrent layers: a module of megatron.core.ssm, what tells there whether the kernels can be imported, their package."""
+
+
+def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> list[int]:
+    """The numbers, from 1, of the layers that a tiny model copies: the first of each of `kinds` and of each other kind.
+
+    A program builds a hybrid model of its own pattern, so that its tiny model has all layers.
+    """
+    if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
+        return list(range(1, args.num_layers + 1))
+    attention = {kind.layer for kind in kinds}
+    blocks = getattr(config, "per_block_parameters", None)
+    without = missing_kernels(args)
+    alike: list[Any] = [_kind_of_block(block) for block in blocks] if blocks else list(main_layers(pattern_of(args)))
+    first = {alike.index(kind) + 1 for kind in alike if kind not in without} if alike else set()
+    return sorted(attention | first)
+
+
+def missing_kernels(args: argparse.Namespace) -> list[str]:
+    """The letters of recurrent layers of the job's pattern whose kernels cannot be imported here."""
+    from megatron.core.transformer.spec_utils import import_module  # heavy, and installed with Megatron only
+
+    present = [letter for letter in RECURRENT if letter in pattern_of(args)]
+    if present and getattr(args, "spec", None):
+        import_module(args.spec)  # a module of layers may bring its own kernels
+    return [letter for letter in present if not _has_kernels(letter)]
+
+
+def uncovered_layers(args: argparse.Namespace) -> list[str]:
+    """The layers of the job which no tiny model can have here, with the reason, as in `Mamba layers (mamba_ssm is missing)`."""
+    return [f"{RECURRENT[letter]} layers ({_KERNELS[letter][2]} cannot be imported)" for letter in missing_kernels(args)]
+
+
+def _has_kernels(letter: str) -> bool:
+    name, known, _ = _KERNELS[letter]
+    try:
+        module = importlib.import_module(f"megatron.core.ssm.{name}")
+    except ImportError:
+        return False
+    return bool(getattr(module, known, False))
+
+
+def changes_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind], tp: int) -> dict[str, Any]:
+    """Arguments of a tiny model, by name, that give it the layers of `chosen_layers`."""
+    chosen = chosen_layers(args, config, kinds)
+    changes: dict[str, Any] = {"num_layers": len(chosen)}
+    if len(comm_types.types_by_layer(args)) > 1:
+        changes["cp_comm_type"] = [comm_types.type_of(args, layer) for layer in chosen]
+    if args.window_size is not None:
+        window = max(kinds, key=lambda kind: kind.probed[0]).probed
+        narrow = [int(declared_window(config, layer)[0] >= 0) for layer in chosen]
+        changes |= {"window_size": window, "window_attn_skip_freq": narrow}
+    return changes | _pattern(args, chosen) | _recurrent(args, config, tp)
+
+
+def _pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, Any]:
+    """The pattern of the chosen layers, under the names that the job has it; those that predict tokens have one of each kind."""
+    pattern, without = pattern_of(args), missing_kernels(args)
+    if not pattern:
+        return {}
+    letters, (_, *further) = main_layers(pattern), pattern.split("/")
+    kept = ["".join(letter for letter in dict.fromkeys(part) if letter not in without) for part in further]
+    tiny = "/".join(["".join(letters[layer - 1] for layer in chosen), *kept])
+    return {name: tiny for name in PATTERNS if getattr(args, name, None)}
+
+
+def _recurrent(args: argparse.Namespace, config: Any, tp: int) -> dict[str, Any]:
+    """Small states, and so many heads that the parallel ranks share them as they share the job's."""
+    if not (pattern_of(args) or getattr(config, "is_hybrid_model", False)):
+        return {}
+    groups = getattr(args, "mamba_num_groups", None) or 1
+    return {
+        "mamba_head_dim": STATE, "mamba_state_dim": STATE, "mamba_num_heads": lcm(groups, tp * args.context_parallel_size),
+        "linear_key_head_dim": STATE, "linear_value_head_dim": STATE,
+    }  # fmt: skip
+
+
+def _kind_of_block(block: Any) -> tuple[Any, ...]:
+    """What tells the block of a heterogeneous layer from others, apart from the size of its MLP."""
+    attention, mlp = block.attention, block.mlp
+    return attention.no_op, attention.replace_with_linear, attention.num_query_groups, mlp.no_op, mlp.replace_with_linear
+
+
+def sharing_of(config: Any) -> int:
+    """The largest number of query heads that share a key/value head in a layer of the job."""
+    groups = [block.attention.num_query_groups for block in getattr(config, "per_block_parameters", None) or [] if attends(block)]
+    return int(max(config.num_attention_heads // (own or config.num_query_groups) for own in groups or [None]))
+
+
+def changes_of_blocks(args: argparse.Namespace, config: Any, kinds: list[LayerKind], heads: int, hidden: int) -> dict[str, Any]:
+    """Arguments of a tiny heterogeneous model: blocks as the chosen layers have them; {} for other models.
+
+    heads: query heads of the tiny model. hidden: the size of its MLPs.
+    """
+    blocks = getattr(config, "per_block_parameters", None)
+    if not blocks:
+        return {}
+    made = []
+    for layer in chosen_layers(args, config, kinds):
+        block = blocks[layer - 1]
+        shared = config.num_attention_heads // (block.attention.num_query_groups or config.num_query_groups)
+        own = max(1, heads // shared) if attends(block) else None
+        mlp = None if block.mlp.no_op or block.mlp.replace_with_linear else hidden
+        made.append(
+            {
+                "attention": _flags(block.attention) | {"num_query_groups": own},
+                "ffn": _flags(block.mlp) | {"ffn_hidden_size": mlp},
+            }
+        )
+    return {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": made})}
+
+
+def blocks_of(config: Any) -> list[Any]:
+    """The blocks that the JSON in a heterogeneous configuration describes, as Megatron reads them."""
+    from megatron.core.transformer.heterogeneous import heterogeneous_config as megatron  # installed with Megatron only
+
+    attention, mlp = megatron.AttentionConfig.build_config_from_dict, megatron.MLPConfig.build_config_from_dict
+    described = json.loads(config.heterogeneous_layers_config_encoded_json)["block_configs"]
+    return [
+        megatron.TransformerBlockConfig(
+            attention=attention(block_config_dict=block, num_attention_heads=config.num_attention_heads),
+            mlp=mlp(block_config_dict=block, hidden_size=config.hidden_size),
+        )
+        for block in described
+    ]
+
+
+def _flags(part: Any) -> dict[str, bool]:
+    return {"no_op": part.no_op, "replace_with_linear": part.replace_with_linear}

@@ -1,0 +1,10 @@
+"""Whether the work of a call is being recorded in a CUDA graph."""
+
+from __future__ import annotations
+
+import torch
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of the device records a CUDA graph, in which nothing may wait for the host or copy from it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

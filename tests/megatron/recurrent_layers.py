@@ -1,0 +1,168 @@
+"""Mamba and gated delta net layers alone: whole batch rows on one rank, or their parts on ranks.
+
+As a program, `recurrent_layers.py OUT.json`, it is one of two ranks, which are compared with one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cp_ring import patches
+from cp_ring.config import ContextParallelConfig
+from cp_ring.patches import cpu_runtime
+
+N, ROWS, HIDDEN = 64, 2, 32
+OFFSETS = np.array([0, 5, 30, 64, 100, 101, 128])  # of documents in the stream of two batch rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, how its tokens are split, whether they have documents, and the fault that must show (see tests.parity.faults)."""
+
+    layer: str
+    layout: str
+    documents: bool
+    fault: str
+
+
+CASES = {
+    f"{layer} {layout}{' documents' if documents else ''}": Case(
+        layer, layout, documents, "state begins anew too late" if documents else "state in the order of another layout"
+    )
+    for layer in ("mamba", "delta_net")
+    for layout, documents in (("zigzag", False), ("contiguous", False), ("zigzag", True), ("balanced", True))
+}
+
+
+def configuration(cp: int) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_ring.megatron import compat
+
+    sizes = {
+        "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    }  # fmt: skip
+    return TransformerConfig(
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True, context_parallel_size=cp,
+        add_bias_linear=False, activation_func=torch.nn.functional.silu, **compat.known_fields(TransformerConfig, sizes),
+    )  # fmt: skip
+
+
+class Norm(torch.nn.RMSNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+
+
+def build(kind: str, cp: int) -> Any:
+    """The layer, with the same weights whatever `cp`."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from tests.parity import recurrent  # noqa: F401
+
+    torch.manual_seed(5)
+    model_parallel_cuda_manual_seed(5)
+    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+    linear = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    if kind == "mamba":
+        return MambaMixer(configuration(cp), MambaMixerSubmodules(**linear), HIDDEN, layer_number=1, pg_collection=groups)
+    submodules = GatedDeltaNetSubmodules(**linear, out_norm=Norm)
+    return GatedDeltaNet(configuration(cp), submodules, layer_number=1, pg_collection=groups)
+
+
+def whole_rows() -> torch.Tensor:
+    """Hidden states [N, ROWS, HIDDEN]."""
+    return torch.randn(N, ROWS, HIDDEN, generator=torch.Generator().manual_seed(9))
+
+
+def call(layer: Any, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
+    """Output [s, b, HIDDEN] of hidden states [s, b, HIDDEN]."""
+    mask = {} if type(layer).__name__ == "MambaMixer" else {"attention_mask": None}
+    out: torch.Tensor = layer(hidden, packed_seq_params=packed, **mask)[0]
+    return out
+
+
+def step(case: Case, cp: int, fault: str = "") -> dict[str, Any]:
+    """Output of both ranks in order, and the norm of each parameter's gradient, of all tokens together."""
+    from megatron.core import parallel_state
+
+    from cp_ring.megatron import settings
+    from cp_ring.megatron.documents import DocumentParams, Documents
+    from tests.parity.faults import planted
+
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    try:
+        settings.configure(ContextParallelConfig.make(enabled=True, layout=case.layout, document_mask=case.documents))
+        documents = Documents.in_rows(OFFSETS if case.documents else np.arange(ROWS + 1) * N, ROWS, case.layout, cp)
+        rank = parallel_state.get_context_parallel_rank()
+        weights = torch.randn(N, ROWS, HIDDEN, generator=torch.Generator().manual_seed(3))
+        mine, wanted = (part(x, documents, rank) for x in (whole_rows(), weights))
+        with planted(fault):
+            layer = build(case.layer, cp)
+            out = call(layer, mine, DocumentParams.carry(documents) if case.documents else None)
+            (out * wanted).sum().backward()
+        parts = [torch.empty_like(out) for _ in range(cp)]
+        group = parallel_state.get_context_parallel_group()
+        dist.all_gather(parts, out.detach().contiguous(), group=group)
+        order = torch.cat([documents.places(r) for r in range(cp)])
+        whole = torch.zeros(N, ROWS, HIDDEN).scatter(0, order[..., None].expand(-1, -1, HIDDEN), torch.cat(parts))
+        gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in layer.named_parameters()}
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=group)
+        return {"out": whole, "gradients": {name: float(gradient.norm()) for name, gradient in gradients.items()}}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def part(x: torch.Tensor, documents: Any, rank: int) -> torch.Tensor:
+    """The tokens [N / cp, ROWS, HIDDEN] that `rank` holds of `x` [N, ROWS, HIDDEN]."""
+    return x.gather(0, documents.places(rank)[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """Largest difference of the outputs, or of a gradient's norm, over the largest one of all."""
+    largest = max(theirs["gradients"].values())
+    gradients = [abs(ours["gradients"][name] - norm) / largest for name, norm in theirs["gradients"].items()]
+    return max(float((ours["out"] - theirs["out"]).abs().max() / theirs["out"].abs().max()), *gradients)
+
+
+def main() -> None:
+    from megatron.core.tensor_parallel import random
+
+    from cp_ring.megatron import compat
+    from tests.parity import recurrent  # noqa: F401
+
+    cpu_runtime.apply_in_worker()
+    random._set_cuda_rng_state = cpu_runtime._set_rng_state
+    torch.compiler.set_stance("force_eager")
+    dist.init_process_group("gloo")
+    patches.get("recurrent_layers").apply()
+    version = compat.megatron_version()
+    old = version.startswith(("0.16.", "0.17."))
+    results = {}
+    for name, case in CASES.items():
+        if case.layer == "delta_net" and old:  # without context parallelism
+            continue
+        one, two, fault = step(case, 1), step(case, 2), step(case, 2, case.fault)
+        results[name] = {"two": difference(two, one), "fault": difference(fault, one)}
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps({"version": version, "cases": results}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Mamba and gated delta net layers: documents begin with a new state, and tokens are in order under every layout.
+
+The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recurrent.py), which are checked first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import compat
+from tests.megatron import recurrent_layers
+from tests.megatron.launch import HERE, attempt, launch
+from tests.parity import matrix
+from tests.parity.models import COMMON
+
+EDGES = [0, 1, 7, 8, 20, 24]
+OFFSETS = torch.tensor(EDGES, dtype=torch.int32)
+NUMBERS = torch.bucketize(torch.arange(24), OFFSETS.long(), right=True)[None].int()
+PIECES = [slice(a, b) for a, b in itertools.pairwise(EDGES)]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Imports Megatron when the first test runs."""
+    from cp_ring.patches.cpu_runtime import functions_uncompiled
+
+    with functions_uncompiled():
+        from tests.parity import recurrent
+    return recurrent
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def scan_inputs():
+    heads, inner, state = 4, 16, 4
+    width = 2 * inner + 2 * state + heads
+    weights = draw(inner + 2 * state, 4), draw(inner + 2 * state), draw(heads), -draw(heads).exp()
+    return draw(1, 24, width), weights, {"D": draw(heads), "headdim": 4, "ngroups": 1}
+
+
+def test_the_scan_is_the_recurrence_of_mamba(kernels):
+    x, (weight, bias, dt_bias, a), named = scan_inputs()
+    z, xbc, dt = x[0].split([16, 24, 4], -1)
+    padded = torch.cat([torch.zeros(3, 24, dtype=torch.float64), xbc])
+    xbc = torch.nn.functional.silu(torch.stack([(padded[i : i + 4] * weight.T).sum(0) + bias for i in range(24)]))
+    state, outs = torch.zeros(4, 4, 4, dtype=torch.float64), []
+    for i in range(24):
+        value, key, query = xbc[i].split([16, 4, 4])
+        value, step = value.view(4, 4), torch.nn.functional.softplus(dt[i] + dt_bias)
+        state = state * (step * a).exp()[:, None, None] + step[:, None, None] * value[..., None] * key
+        outs.append((state @ query + named["D"][:, None] * value).reshape(-1))
+    expected = torch.stack(outs) * torch.nn.functional.silu(z)
+    torch.testing.assert_close(kernels.scan(x, weight, bias, dt_bias, a, **named)[0], expected)
+
+
+def test_stand_ins_with_documents_are_each_document_alone(kernels):
+    x, weights, named = scan_inputs()
+    alone = torch.cat([kernels.scan(x[:, piece], *weights, **named) for piece in PIECES], 1)
+    torch.testing.assert_close(kernels.scan(x, *weights, seq_idx=NUMBERS, **named), alone)
+
+    def convolved(x, **more):
+        return kernels.causal_conv1d(x=x, weight=draw(6, 4), activation="silu", **more)[0]
+
+    x = draw(1, 24, 6)
+    torch.testing.assert_close(convolved(x, cu_seqlens=OFFSETS), torch.cat([convolved(x[:, piece]) for piece in PIECES], 1))
+
+    qkv, gates = (
+        (draw(1, 24, 2, 4), draw(1, 24, 2, 5)[..., :4], draw(1, 24, 2, 3)),
+        (-draw(1, 24, 2).exp(), draw(1, 24, 3)[..., :2]),
+    )
+
+    def ruled(piece, **more):
+        g, beta = (x[:, piece] for x in gates)
+        return kernels.delta_rule(*(x[:, piece] for x in qkv), g=g, beta=beta.sigmoid(), **more)[0]
+
+    alone = torch.cat([ruled(piece) for piece in PIECES], 1)
+    torch.testing.assert_close(ruled(slice(None), cu_seqlens=OFFSETS), alone)
+
+
+def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
+    if not hasattr(kernels.gated_delta_net, "tensor_a2a_cp2hp"):
+        pytest.skip("this version's takes other arguments")
+    q, k, v, beta = draw(2, 70, 2, 4), draw(2, 70, 2, 4), draw(2, 70, 2, 6), draw(2, 70, 2).sigmoid()
+    q, k, v, beta, g = (x.float() for x in (q, kernels.l2norm(k), v, beta, -draw(2, 70, 2).exp()))
+    ours, _ = kernels.delta_rule(q, k, v, g=g, beta=beta)
+    theirs, _ = kernels.gated_delta_net.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present")
+@pytest.mark.parametrize("kind", ["mamba", "delta_net"])
+def test_a_layer_with_documents_is_the_layer_on_each_document_alone(one_rank, applied, kernels, kind):
+    from cp_ring.megatron.documents import DocumentParams, Documents
+
+    applied("recurrent_layers")
+    offsets = recurrent_layers.OFFSETS
+    layer, hidden = recurrent_layers.build(kind, 1), recurrent_layers.whole_rows()
+    packed = DocumentParams.carry(Documents.in_rows(offsets, 2, "zigzag", 1))
+    ours = recurrent_layers.call(layer, hidden, packed).transpose(0, 1).reshape(128, -1)
+    stream = hidden.transpose(0, 1).reshape(128, 1, -1)
+    alone = [recurrent_layers.call(layer, stream[a:b], None) for a, b in itertools.pairwise(offsets)]
+    torch.testing.assert_close(ours, torch.cat(alone).squeeze(1), rtol=1e-4, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_tokens_come_in_order_and_go_back(data):
+    from cp_ring.megatron import recurrent
+    from cp_ring.megatron.documents import DocumentParams, Documents
+
+    cp, batch, name = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 3)), data.draw(st.sampled_from(NAMES))
+    n = 2 * cp * data.draw(st.integers(1, 6))
+    inner = data.draw(st.sets(st.integers(1, n * batch - 1), max_size=6)) | {n * i for i in range(1, batch)}
+    documents = Documents.in_rows(np.array([0, *sorted(inner), n * batch]), batch, name, cp)
+    packed = DocumentParams.carry(documents)
+    stream = torch.arange(n * batch).view(batch, n)
+    by_rank = torch.cat([documents.shard(stream, rank).T for rank in range(cp)])[..., None]  # [n, batch, 1]
+    ordered = recurrent.in_sequence(by_rank, cp, packed)
+    assert torch.equal(ordered[..., 0].T, stream)
+    assert torch.equal(recurrent.by_rank(ordered, cp, packed), by_rank)
+    order = recurrent.order_of(documents, torch.device("cpu"))
+    assert order.cu_seqlens.tolist() == [0, *sorted(inner), n * batch]
+    first = torch.zeros(n * batch, dtype=torch.int32)
+    first[[*inner]] = 1
+    numbers = first.cumsum(0).view(batch, n)
+    assert torch.equal(order.documents, (numbers - numbers[:, :1]).int())
+
+
+NAMES = ["zigzag", "contiguous", "balanced"]
+
+
+def test_padding_and_declared_documents_begin_anew_too():
+    from cp_ring import Mask
+    from cp_ring.megatron import recurrent
+    from cp_ring.megatron.documents import Documents
+    from cp_ring.megatron.masks import DeclaredMask
+    from cp_ring.plan.layout import Layout
+
+    def numbers(carried):
+        return recurrent.order_of(carried, torch.device("cpu")).documents.tolist()
+
+    padded = Documents(np.array([0, 4]), np.array([3, 6]), Layout.zigzag(8, 2))
+    assert numbers(padded) == [[0, 0, 0, 1, 2, 2, 3, 3]]
+    masks = [Mask.documents([0, 3, 8]), Mask.causal(8)]
+    assert numbers(DeclaredMask.of_rows(masks, "zigzag", 2)) == [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
+
+
+def test_gated_delta_net_needs_a_megatron_that_splits_it(monkeypatch):
+    monkeypatch.setattr(compat, "megatron_version", lambda: "0.17.1")
+    with pytest.raises(ConfigError, match=r"--hybrid-layer-pattern G\*: gated delta net layers need megatron-core 0.18"):
+        compat.check_gated_delta_net("--hybrid-layer-pattern G*")
+
+
+@pytest.mark.compat
+@pytest.mark.slow
+def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
+    done = launch(2, [str(HERE / "recurrent_layers.py"), str(tmp_path / "out.json")])
+    assert done.returncode == 0, done.stdout[-6000:]
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results["version"] == compat.megatron_version()
+    assert len(results["cases"]) == (4 if results["version"].startswith(("0.16.", "0.17.")) else 8)
+    for name, found in results["cases"].items():
+        assert found["two"] < 1e-5, name
+        assert found["fault"] > 1e-3, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", "state across documents", "state begins anew too late"])
+@pytest.mark.parametrize("model", ["mamba_document_mask_balanced", "delta_net_document_mask_balanced"])
+def test_the_certificate_knows_documents_of_recurrent_layers(tmp_path, model, fault):
+    (cell,) = matrix.cells([model], ["cp2"])
+    job = cell.job()
+    done = attempt(job.ranks, job.name, [*job.flags, "--cp-ring-certify", "on"], tmp_path, COMMON, fault, job.data)
+    if fault:
+        assert "documents: loss of each token off by" in done.rejected
+        assert f"tiny model of layers {'M' if 'mamba' in model else 'G'}*-" in done.rejected
+    else:
+        assert done.code == 0 and len(done.losses) == 3, done.output
+        assert "*- under documents)" in (tmp_path / f"{job.name}.log").read_text()
