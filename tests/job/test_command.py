@@ -245,3 +245,11 @@ def test_every_packaged_configuration_is_valid(tmp_path, data):
         assert yaml.safe_load(file.read_text()).keys() <= {*config.JobConfig.model_fields, "presets"}
         job = config.load(str(file), [f"data.path={data}", f"data.cache={tmp_path}", f"launch.run_dir={tmp_path}"])
         command_line.build_command(job, command_line.find_corpus(job), elsewhere=True)
+
+
+@pytest.mark.parametrize(("sharded", "connections"), [(None, "1"), ("use_torch_fsdp2", None), ("use_megatron_fsdp", None)])
+def test_sharded_parameters_get_more_than_one_cuda_connection(monkeypatch, sharded, connections):
+    """Megatron asks for one before Blackwell, and rejects one where parameters are sharded."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    job = config.load("quickstart", [f"megatron.{sharded}=true"] if sharded else [])
+    assert command_line._environment(job, "cuda").get("CUDA_DEVICE_MAX_CONNECTIONS") == connections

@@ -28,4 +28,5 @@ if __name__ == "__main__":
     argument_utils.core_transformer_config_from_args = offloading_config
     with host_memory.fine_grained() as offloading:
         pretrain_gpt.main()
-        print("moved", sum(host_memory.moved_bytes(offloading).values()), flush=True)
+        sys.stdout.write(f"moved {sum(host_memory.moved_bytes(offloading).values())}\n")  # ranks share a log: one write
+        sys.stdout.flush()
