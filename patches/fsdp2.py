@@ -27,14 +27,14 @@ def _scale(self: Any, factor: Any) -> None:
     factor = factor * self.process_group.size()
     for param in self.module.parameters():
         if param.grad is not None:
-            _local(param.grad).mul_(factor)
+            local_tensor(param.grad).mul_(factor)
 
 
 def _finish_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
     """Does nothing: FSDP2 reduces gradients in backward."""
 
 
-def _local(tensor: Any) -> Any:
+def local_tensor(tensor: Any) -> Any:
     """The local tensor of a DTensor, the same object each time; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -77,7 +77,7 @@ def _replacements() -> Iterator[Replacement]:
 
     yield TorchFullyShardedDataParallel, "scale_gradients", _scale
     yield TorchFullyShardedDataParallel, "finish_grad_sync", _finish_grad_sync
-    yield sharding, "to_local_if_dtensor", _local
+    yield sharding, "to_local_if_dtensor", local_tensor
     for owner in (optimizer.FP32Optimizer, optimizer.Float16OptimizerWithFloat16Params):
         yield owner, "load_state_dict", _rest_of_state(owner.load_state_dict)
     if has_training_loop():

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from cp_ring.patches.fsdp2 import local_tensor
 from cp_ring.patches.patch import Patch, Replacement
 
 _SETTINGS = ("lr", "weight_decay")
@@ -60,17 +61,14 @@ def _whole(sharded: Callable[..., Any]) -> Callable[..., Any]:
 def _add_empty(optimizer: Any) -> None:
     """Gives each parameter of which this rank has no part the state of the others, empty, with the same number of steps."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    own = [param for param in params if _local(param).numel() and optimizer.state.get(param)]
+    own = [param for param in params if local_tensor(param).numel() and optimizer.state.get(param)]
     if not own:
         return
     like = optimizer.state[own[0]]
-    for param in (param for param in params if not _local(param).numel()):
-        state = {name: torch.zeros_like(param, dtype=value.dtype) for name, value in like.items() if _local(value) is not value}
+    sharded = {name: value.dtype for name, value in like.items() if local_tensor(value) is not value}
+    for param in (param for param in params if not local_tensor(param).numel()):
+        state = {name: torch.zeros_like(param, dtype=dtype) for name, dtype in sharded.items()}
         optimizer.state[param] = state | ({"step": like["step"].clone()} if "step" in like else {})
-
-
-def _local(tensor: Any) -> Any:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _replacements() -> Iterator[Replacement]:
