@@ -12,6 +12,7 @@ from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.kernels import _chosen
 from cp_ring.megatron import settings
+from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.testing.network import ThrottledMesh
 from cp_ring.testing.rank_pool import Ranks
 from tests import needs
@@ -103,6 +104,13 @@ def same_settings() -> Iterator[None]:
     before = settings.current(), settings.packed_in_whole_rows(), settings.layer_windows()
     yield
     settings.configure(*before)
+
+
+@pytest.fixture(autouse=True)
+def same_place() -> Iterator[None]:
+    """Calls note at which step and layer they are; the next test begins outside of both."""
+    yield
+    WATCH.place, WATCH.asks_device = Place(), True
 
 
 @pytest.fixture(autouse=True)
