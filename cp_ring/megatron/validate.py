@@ -26,6 +26,7 @@ _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("transformer_impl", "local", "--transformer-impl"),
     ("use_cpu_initialization", True, ""),
     ("gradient_accumulation_fusion", False, ""),
+    ("gradient_reduce_div_fusion", False, ""),  # a reduction that NCCL alone has
     ("masked_softmax_fusion", False, ""),
     ("bias_gelu_fusion", False, ""),
     ("bias_swiglu_fusion", False, ""),

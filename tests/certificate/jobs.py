@@ -32,6 +32,7 @@ class Job:
     """A job on `ranks` ranks, through cp_ring's own entry or, with `by_script`, through Megatron-LM's script.
 
     script: its name, if it is not `pretrain_gpt.py`.
+    without: flags of all jobs that this one does not have.
     """
 
     name: str
@@ -40,9 +41,11 @@ class Job:
     faults: tuple[str, ...] = ()
     by_script: bool = False
     script: str = ""
+    without: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
-        common = [*COMMON, "--num-layers", "2", "--seq-length", "64", "--cp-ring", "--context-parallel-size", str(self.ranks)]
+        common = [word for word in COMMON if word not in self.without]
+        common += ["--num-layers", "2", "--seq-length", "64", "--cp-ring", "--context-parallel-size", str(self.ranks)]
         return [*common, *shlex.split(self.flags), *(shlex.split(OF_SCRIPT) if self.by_script else [])]
 
 
@@ -161,4 +164,5 @@ def right_job(number: int, with_script: bool) -> Job:
         words.append(pick("", "", "--moe-layer-freq 2"))
         words.append(pick("", "", "--moe-shared-expert-intermediate-size 64"))
         words.append("--expert-model-parallel-size 2" if ranks == 4 and "tensor" not in sizes and rng.random() < 0.5 else "")
-    return Job(f"right{number}", ranks, " ".join(word for word in words if word), by_script=by_script)
+    without = tuple(word for word in ("--disable-bias-linear", "--swiglu") if rng.random() < 0.5)
+    return Job(f"right{number}", ranks, " ".join(word for word in words if word), by_script=by_script, without=without)

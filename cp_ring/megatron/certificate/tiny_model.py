@@ -118,6 +118,8 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
         "expert_tensor_parallel_num_weight_shards": tp,
         "moe_token_dispatcher_type": "allgather",
         "moe_aux_loss_coeff": [float(x > 0) for x in weights] if isinstance(weights, list) else float(weights > 0),
+        # Experts with biases fail in Megatron where one rank has all of them: it adds a bias in place to a view.
+        "add_bias_linear": args.add_bias_linear and tp > 1,
     }  # fmt: skip
 
 
