@@ -68,19 +68,28 @@ def check_attention(args: argparse.Namespace) -> None:
 
 
 def _check_sharded(args: argparse.Namespace) -> None:
-    """Checks that checkpoints of sharded parameters can be written and verified."""
-    if getattr(args, "use_torch_fsdp2", False) and getattr(args, "ckpt_format", "") == "torch_dcp":
+    """Checks that sharded parameters can be trained, and their checkpoints written, verified and resumed."""
+    if getattr(args, "use_torch_fsdp2", False):
+        _check_torch_fsdp2(args)
+    if getattr(args, "use_megatron_fsdp", False):
+        _check_megatron_fsdp(args)
+
+
+def _check_torch_fsdp2(args: argparse.Namespace) -> None:
+    if getattr(args, "ckpt_format", "") == "torch_dcp":
         raise ConfigError("--ckpt-format torch_dcp has no manifest by which a checkpoint is verified: give torch_dist")
     version = compat.megatron_version()
-    if (
-        getattr(args, "use_torch_fsdp2", False)
-        and getattr(args, "load", None)
-        and version
-        and Version(version) < Version("0.19.dev0")
-    ):
+    if getattr(args, "load", None) and version and Version(version) < Version("0.19.dev0"):
         raise ConfigError(f"--load with --use-torch-fsdp2 needs megatron-core 0.19: {version} does not resume as the job was")
-    if not getattr(args, "use_megatron_fsdp", False):
-        return
+
+
+def _check_megatron_fsdp(args: argparse.Namespace) -> None:
+    stages = getattr(args, "pipeline_model_parallel_size", 1)
+    if stages > 1:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {stages} with --use-megatron-fsdp: Megatron's FSDP takes all ranks of the job for "
+            "those of one stage; leave out either"
+        )
     if getattr(args, "async_save", False):
         raise ConfigError("--async-save with --use-megatron-fsdp writes checkpoints without a manifest: leave out --async-save")
     stored = next((f"--{name}" for name in ("save", "load") if getattr(args, name, None)), "")

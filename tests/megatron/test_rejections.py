@@ -180,6 +180,10 @@ def parse(monkeypatch):
         (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
         (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp has no manifest"),
         (["--use-megatron-fsdp", "--async-save"], "--async-save with --use-megatron-fsdp writes checkpoints without a"),
+        (
+            ["--use-megatron-fsdp", "--pipeline-model-parallel-size", "2"],
+            "--pipeline-model-parallel-size 2 with --use-megatron-fsdp: Megatron's FSDP takes all ranks",
+        ),
         (["--use-megatron-fsdp", "--save", "x"], "--save with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16"),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
         (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
