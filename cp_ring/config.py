@@ -223,24 +223,14 @@ class ContextParallelConfig(BaseModel):
         """Reads a list too, as YAML has it."""
         return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
-    @field_validator("mask_kinds")
+    @field_validator("mask_kinds", "allow_untried")
     @classmethod
-    def _known_kinds(cls, value: str) -> str:
-        for kind in value.split(",") if value else ():
-            if kind not in MASK_KINDS:
-                raise PydanticCustomError(
-                    "unknown_name", "{kind} is no kind of mask; known are {known}", {"kind": kind, "known": ", ".join(MASK_KINDS)}
-                )
-        return value
-
-    @field_validator("allow_untried")
-    @classmethod
-    def _known_untried(cls, value: str) -> str:
+    def _known_names(cls, value: str, info: ValidationInfo) -> str:
+        what, known = ("kind of mask", MASK_KINDS) if info.field_name == "mask_kinds" else ("untried feature", UNTRIED)
         for name in value.split(",") if value else ():
-            if name not in UNTRIED:
-                raise PydanticCustomError(
-                    "unknown_name", "{name} is none of them; known are {known}", {"name": name, "known": ", ".join(UNTRIED)}
-                )
+            if name not in known:
+                context = {"name": name, "what": what, "known": ", ".join(known)}
+                raise PydanticCustomError("unknown_name", "{name} is no {what}; known are {known}", context)
         return value
 
     @field_validator("trace", mode="before")

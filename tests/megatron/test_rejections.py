@@ -196,7 +196,7 @@ def parse(monkeypatch):
         (["--experimental-attention-variant", "dsa"], "leave out --experimental-attention-variant dsa"),
         (["--use-kitchen-attention"], "leave out --use-kitchen-attention"),
         (["--qk-clip"], "--qk-clip needs --bf16 or --fp16"),
-        (["--cp-ring-allow-untried", "fp4"], "--cp-ring-allow-untried 'fp4': fp4 is none of them; known are cuda-graphs"),
+        (["--cp-ring-allow-untried", "fp4"], "--cp-ring-allow-untried 'fp4': fp4 is no untried feature; known are cuda-graphs"),
         (
             ["--cp-ring-allow-untried", "cuda-graphs", "--cuda-graph-impl", "local", "--overlap-moe-expert-parallel-comm"],
             "accept it by --cp-ring-allow-untried moe-overlap",

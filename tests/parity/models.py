@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 COMMON = shlex.split("""
@@ -112,6 +113,24 @@ SPLITS = (
     Split("gather", cp=4, flags="--cp-comm-type all_gather", like="cp4"),
     Split("relay", cp=4, flags="--cp-ring-route relay --cp-ring-node-size 2", like="cp4"),
 )
+
+
+def _recurrent(name: str, flags: str, balanced: float = 1e-6) -> Iterator[Model]:
+    """Models with recurrent layers, under each layout and with documents; `balanced` is the tolerance of that layout."""
+    masked, order, late = f"{flags} --cp-ring-document-mask", "state in the order of another layout", "state begins anew too late"
+    across, two, three = "state across documents", ("cp2", "cp4"), ("cp2", "cp4", "tp2cp2")
+    every = (*three, "pp2cp2", "dp2cp2")
+    make = functools.partial(Model, layers=4, tolerance=1e-6)
+    yield make(name, flags, order, splits=every, drawn_by_tp=True)
+    yield make(f"{name}_contiguous", flags, order, CONTIGUOUS, splits=two)
+    yield make(f"{name}_balanced", f"{flags} --window-size 20,0", order, BALANCED, splits=two, tolerance=balanced)
+    yield make(f"{name}_document_mask", masked, across, baseline=REFERENCE, data="documents", splits=three, drawn_by_tp=True)
+    yield make(
+        f"{name}_document_mask_balanced", f"{masked} --micro-batch-size 2", late, BALANCED, REFERENCE, "documents", splits=every,
+        drawn_by_tp=True,
+    )  # fmt: skip
+    yield make(f"{name}_packed_thd", masked, across, baseline=REFERENCE, data="thd", splits=two)
+
 
 MODELS = (
     Model("causal", UNTIED, "mask widened"),
@@ -250,38 +269,12 @@ MODELS = (
         "documents", splits=("cp4",)),
     Model("document_mask_balanced_yarn", f"{HEADS} {YARN} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE,
         "documents", splits=("cp4",)),
-    Model("mamba", MAMBA, "state in the order of another layout", layers=4, splits=("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2"), tolerance=1e-6,
-        drawn_by_tp=True),
-    Model("mamba_contiguous", MAMBA, "state in the order of another layout", CONTIGUOUS, layers=4, splits=("cp2", "cp4"),
-        tolerance=1e-6),
-    Model("mamba_balanced", f"{MAMBA} --window-size 20,0", "state in the order of another layout", BALANCED, layers=4,
-        splits=("cp2", "cp4"), tolerance=1e-6),
-    Model("mamba_document_mask", f"{MAMBA} --cp-ring-document-mask", "state across documents", baseline=REFERENCE,
-        data="documents", layers=4, splits=("cp2", "cp4", "tp2cp2"), tolerance=1e-6,
-        drawn_by_tp=True),
+    *_recurrent("mamba", MAMBA),
     Model("mamba_document_mask_contiguous", f"{MAMBA} --cp-ring-document-mask", "state begins anew too late", CONTIGUOUS, REFERENCE,
         "documents", layers=4, splits=("cp2", "cp4"), tolerance=1e-6),
-    Model("mamba_document_mask_balanced", f"{MAMBA} --cp-ring-document-mask --micro-batch-size 2", "state begins anew too late",
-        BALANCED, REFERENCE, "documents", layers=4, splits=("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2"), tolerance=1e-6,
-        drawn_by_tp=True),
-    Model("mamba_packed_thd", f"{MAMBA} --cp-ring-document-mask", "state across documents", baseline=REFERENCE, data="thd", layers=4,
-        splits=("cp2", "cp4"), tolerance=1e-6),
     Model("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}", "state across documents", BALANCED, REFERENCE,
         "documents", layers=4, splits=("cp2",), tolerance=1e-6),
-    Model("delta_net", DELTA_NET, "state in the order of another layout", layers=4, splits=("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2"), tolerance=1e-6,
-        drawn_by_tp=True),
-    Model("delta_net_contiguous", DELTA_NET, "state in the order of another layout", CONTIGUOUS, layers=4, splits=("cp2", "cp4"),
-        tolerance=1e-6),
-    Model("delta_net_balanced", f"{DELTA_NET} --window-size 20,0", "state in the order of another layout", BALANCED, layers=4,
-        splits=("cp2", "cp4"), tolerance=2e-6),
-    Model("delta_net_document_mask", f"{DELTA_NET} --cp-ring-document-mask", "state across documents", baseline=REFERENCE,
-        data="documents", layers=4, splits=("cp2", "cp4", "tp2cp2"), tolerance=1e-6,
-        drawn_by_tp=True),
-    Model("delta_net_document_mask_balanced", f"{DELTA_NET} --cp-ring-document-mask --micro-batch-size 2", "state begins anew too late",
-        BALANCED, REFERENCE, "documents", layers=4, splits=("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2"), tolerance=1e-6,
-        drawn_by_tp=True),
-    Model("delta_net_packed_thd", f"{DELTA_NET} --cp-ring-document-mask", "state across documents", baseline=REFERENCE, data="thd",
-        layers=4, splits=("cp2", "cp4"), tolerance=1e-6),
+    *_recurrent("delta_net", DELTA_NET, balanced=2e-6),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid", "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),
     Model("moe_sequence_parallel", EXPERTS, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",), experts=2),
