@@ -10,6 +10,7 @@ from tests.certificate import __main__ as campaign
 from tests.certificate import checkouts
 from tests.certificate.faults import FAULTS
 from tests.certificate.jobs import FAULTY, OSS, Job, right_job
+from tests.parity.models import EXPERTS
 
 SMALL = str(Path(__file__).parents[1] / "megatron" / "small_script.py")  # a user's script, where no Megatron-LM is at hand
 SAMPLE = ("group permuted", "rotary positions of one rank shifted", "label at a chunk's border", "loss divided by cp twice")
@@ -20,6 +21,14 @@ def test_a_script_as_users_have_it(tmp_path):
     right, *faulty = campaign.examine(job, [("", 1), *((fault, 1) for fault in SAMPLE)], SMALL, tmp_path)
     assert right["rejections"] == [] and right["failure"] == "" and right["not_covered"] == [], right
     assert [found["fault"] for found in faulty if not found.get("rejections")] == [], faulty
+
+
+def test_experts_with_biases_are_covered(tmp_path):
+    """Megatron itself cannot have them on one rank alone, as the tiny model does."""
+    flags = f"{EXPERTS} --context-parallel-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    job = Job("biases", 2, flags, without=("--disable-bias-linear",))
+    (right,) = campaign.examine(job, [("", 1)], "", tmp_path)
+    assert (right["rejections"], right["failure"], right["not_covered"]) == ([], "", []), right
 
 
 def test_a_job_that_fails_is_no_stopped_fault(tmp_path):

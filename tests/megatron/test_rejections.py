@@ -454,6 +454,7 @@ def test_the_cpu_runtime_needs_one_flag(parse):
     args = parse(*BASE)
     assert (args.distributed_backend, args.transformer_impl, args.use_cpu_initialization) == ("gloo", "local", True)
     assert not args.masked_softmax_fusion and not args.gradient_accumulation_fusion
+    assert not args.gradient_reduce_div_fusion  # gloo has no such reduction
 
 
 def test_an_empty_data_set(parse, capsys, tmp_path):
