@@ -10,11 +10,11 @@ from torch import Tensor
 from cp_ring.comm.codecs import CODECS
 from cp_ring.comm.transport import Transport
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.cost import AttentionSizes
 from cp_ring.plan.heads import HeadPlan, HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.tables import RankPlan
 
 AnyPlan = RingPlan | RankPlan | HeadPlan | HeadRankPlan

@@ -11,7 +11,6 @@ import numpy as np
 from torch import Tensor
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.cost import AttentionSizes
 from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.identity import digest_of_layout, digest_of_mask
 from cp_ring.plan.layout import LAYOUTS, Layout
@@ -20,6 +19,7 @@ from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import text
 from cp_ring.plan.shapes import AUTO, choose
+from cp_ring.plan.sizes import AttentionSizes
 
 MAX_PLANS = 64
 _OF_PLANS = "mask, layout, route, schedule and heads"

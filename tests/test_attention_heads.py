@@ -15,8 +15,9 @@ from cp_ring.bench import accuracy
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.counters import record
 from cp_ring.plan import HeadPlan, split_heads
-from cp_ring.plan.cost import AttentionSizes, crossing
+from cp_ring.plan.cost import crossing
 from cp_ring.plan.heads import plan_of
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, brute_force, error

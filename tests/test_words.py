@@ -34,14 +34,7 @@ BATCH_ROWS = {
     "cp_ring/plan/microbatches.py": "",
     "cp_ring/megatron/microbatches.py": "",
     # The key of the results in the JSON output, which scripts read.
-    "cp_ring/cli/bench_accuracy.py": r'"rows": results',
-    "cp_ring/cli/tables.py": r'name: str = "rows"',
-    "cp_ring/cli/bench_attention.py": r'"rows": results',
-    "cp_ring/cli/bench_host.py": r'"rows": results',
-    "cp_ring/cli/bench_lengths.py": r'"rows": results',
-    "cp_ring/cli/bench_nodes.py": r'"rows": results',
-    "cp_ring/cli/bench_overlap.py": r'"rows": results',
-    "cp_ring/cli/bench_replay.py": r'"rows": results',
+    "cp_ring/cli/bench.py": r'key: str = "rows"',
 }  # fmt: skip
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
 from cp_ring.bench import cuda_peers
 from cp_ring.bench.contest import Contest, Round, forward_and_backward
+from cp_ring.job.speeds import PREPARED, in_turn, spread
 from cp_ring.kernels import choose, merge_
 from cp_ring.plan.tiles import OPEN
 from cp_ring.testing.rank_pool import RankError, Ranks
@@ -142,25 +140,12 @@ CONTESTANTS = {
     "torch_context_parallel": Contestant(cuda_peers.torch_context_parallel, devices=("cuda",)),
 }
 
-PREPARED: dict[str, Round] = {}
-"""Rounds that this process has made, by the name of what they time."""
-
 
 def prepare_contestant(group: Any, name: str, contest: Contest) -> tuple[Tensor, Layout]:
     """On a rank: makes a contestant and runs one round; returns this rank's part of out, and the layout of the parts."""
     one_round, layout = CONTESTANTS[name].make(contest, group)
     PREPARED[name] = one_round
     return one_round().cpu(), layout
-
-
-def time_round(group: Any, name: str) -> float:
-    """On a rank: seconds of one round of a contestant that `prepare_contestant` has made."""
-    if group is not None:
-        dist.barrier(group)
-    start = time.perf_counter()
-    if PREPARED[name]().is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def run(contest: Contest, names: list[str], repeats: int) -> list[dict[str, Any]]:
@@ -188,15 +173,11 @@ def run(contest: Contest, names: list[str], repeats: int) -> list[dict[str, Any]
             results[name]["skipped"] = f"failed: {str(error).splitlines()[-1]}"
             continue
         out = parts[0][1].unshard([part for part, _ in parts], 1)
-        results[name] |= {"error": float((out.double() - truth.double()).norm() / truth.double().norm()), "times": []}
-    for _ in range(repeats):
-        for name, result in results.items():
-            if "skipped" not in result:
-                result["times"].append(max(pools[name].run(time_round, sizes[name], name, timeout=600)))
+        results[name]["error"] = float((out.double() - truth.double()).norm() / truth.double().norm())
+    running = {name: (pools[name], sizes[name], name) for name, result in results.items() if "skipped" not in result}
+    for name, times in in_turn(running, repeats).items():
+        results[name]["times"] = [clock for clock, _ in times]
+        results[name] |= spread(results[name]["times"])
     for pool in pools.values():
         pool.close()
-    for result in results.values():
-        if "skipped" not in result:
-            times = result["times"]
-            result |= {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
     return list(results.values())

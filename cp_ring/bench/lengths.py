@@ -7,18 +7,16 @@ slows all splits alike.
 
 from __future__ import annotations
 
-import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring.job.speeds import PREPARED, in_turn, measurement
 from cp_ring.plan.compare import padded
 from cp_ring.plan.ranges import Ints
 from cp_ring.testing.rank_pool import Ranks
@@ -99,9 +97,6 @@ def _attention(work: PackedWork, name: str, group: Any) -> tuple[int, Any]:
     return int(whole.layout.tokens_per_rank[group.rank()]), lambda q, k, v: ring_attention(q, k, v, group, plan=whole)
 
 
-_prepared: dict[str, Any] = {}
-
-
 def prepare(group: Any, name: str, work: PackedWork) -> None:
     """On a rank: makes a split's tensors and runs it once."""
     tokens, attend = _attention(work, name, group)
@@ -116,19 +111,11 @@ def prepare(group: Any, name: str, work: PackedWork) -> None:
         torch.autograd.grad(out.sum(), [x, *weights])
 
     one_round()
-    _prepared[name] = one_round
+    PREPARED[name] = one_round
 
 
 def _shapes(width: int) -> list[tuple[int, int]]:
     return [(width, 3 * width), (width, 4 * width), (4 * width, width)]
-
-
-def time_round(group: Any, name: str) -> tuple[float, float]:
-    """On a rank: seconds of one round of a split that `prepare` has made, by the clock and of this process."""
-    dist.barrier(group)
-    start = time.perf_counter(), time.process_time()
-    _prepared[name]()
-    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]]:
@@ -137,20 +124,18 @@ def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]
     median_s: seconds of the slowest rank by the clock, median of the rounds. cpu_s: seconds of the rank that computed longest,
     median; it does not depend on how many cores the machine has, and little on other programs.
     """
-    results = [about(work, name) | {"times": [], "cpu_times": []} for name in names]
     ranks = Ranks(work.cp)
     try:
         for name in names:
             ranks.run(prepare, work.cp, name, work, timeout=600)
-        for _ in range(repeats):
-            for result in results:
-                times = ranks.run(time_round, work.cp, result["layout"], timeout=600)
-                result["times"].append(max(clock for clock, _ in times))
-                result["cpu_times"].append(max(computed for _, computed in times))
+        measured = in_turn({name: (ranks, work.cp, name) for name in names}, repeats)
     finally:
         ranks.close()
-    for result in results:
-        result |= {"median_s": statistics.median(result["times"]), "cpu_s": statistics.median(result["cpu_times"])}
+    results = []
+    for name, times in measured.items():
+        clock, process = (list(column) for column in zip(*times, strict=True))
+        medians = {"median_s": measurement(clock).median, "cpu_s": measurement(process).median}
+        results.append(about(work, name) | {"times": clock, "cpu_times": process} | medians)
     return results
 
 

@@ -7,18 +7,18 @@ in forward and backward take as long as all of forward and backward do on the fr
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from cp_ring import Layout, Mask, ring_attention
-from cp_ring.bench.attention import PREPARED, time_round
 from cp_ring.bench.contest import Contest, forward_and_backward
 from cp_ring.errors import ConfigError
+from cp_ring.job.speeds import PREPARED, in_turn, measurement, spread
 from cp_ring.observe.counters import record
-from cp_ring.plan.cost import AttentionSizes, crossing
+from cp_ring.plan.cost import crossing
 from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.shapes import Shape, planned
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.testing.network import ThrottledLink
 from cp_ring.testing.rank_pool import Ranks
 
@@ -69,26 +69,22 @@ def run(contest: Contest, repeats: int, share: float, full: bool) -> list[dict[s
         for result in results:
             sent = ranks.run(prepare_shape, contest.cp, result["shape"], contest, full, timeout=600)
             result["bytes_between_nodes"] = sum(sent)
-        free = _rounds(ranks, contest.cp, repeats)
-        needed = results[0]["bytes_between_nodes"] / NODES / statistics.median(free["direct"])
+        pools = {name: (ranks, contest.cp, name) for name in SHAPES}
+        free = in_turn(pools, repeats)
+        needed = results[0]["bytes_between_nodes"] / NODES / _median(free["direct"])
         link.throttle(share * needed)
-        slow = _rounds(ranks, contest.cp, repeats)
+        slow = in_turn(pools, repeats)
     finally:
         ranks.close()
         link.close()
-    direct = statistics.median(slow["direct"])
     for result in results:
-        times = slow[result["shape"]]
-        result |= {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
-        result |= {"free_s": statistics.median(free[result["shape"]]), "bytes_per_s": share * needed}
-        result["over_direct"] = direct / result["median_s"]
+        name = result["shape"]
+        result |= spread([clock for clock, _ in slow[name]])
+        result |= {"free_s": _median(free[name]), "bytes_per_s": share * needed}
+        result["over_direct"] = _median(slow["direct"]) / result["median_s"]
     return results
 
 
-def _rounds(ranks: Ranks, cp: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each round of each shape, on the slowest rank."""
-    times: dict[str, list[float]] = {name: [] for name in SHAPES}
-    for _ in range(repeats):
-        for name, of_shape in times.items():
-            of_shape.append(max(ranks.run(time_round, cp, name, timeout=600)))
-    return times
+def _median(times: list[tuple[float, float]]) -> float:
+    """The median by the clock."""
+    return float(measurement([clock for clock, _ in times]).median)

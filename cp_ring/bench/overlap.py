@@ -12,11 +12,12 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cp_ring import Layout, Mask, RingPlan
-from cp_ring.bench.attention import Contest, prepare_contestant, time_round
+from cp_ring.bench.attention import prepare_contestant
+from cp_ring.bench.contest import Contest
 from cp_ring.errors import ConfigError
+from cp_ring.job.speeds import exchange, in_turn, spread, timed
 from cp_ring.kernels import choose
 from cp_ring.kernels.calls import kernel_calls
 from cp_ring.testing.network import ThrottledLink
@@ -30,26 +31,18 @@ def hop_seconds(group: Any, contest: Contest, repeats: int) -> float:
     tokens = contest.n // contest.cp
     q, k, v = (torch.randn(tokens, 1, contest.heads, contest.head_dim) for _ in range(3))
     kernel = choose("auto", device=q.device, dtype=q.dtype, d=contest.head_dim, e=contest.head_dim)
-    times = []
-    for _ in range(repeats + 1):
-        dist.barrier(group)
-        start = time.thread_time()
+
+    def compute() -> None:
         for call in kernel_calls(hop, kernel.capabilities):
             call.attend(kernel, q, k, v, contest.head_dim**-0.5)
-        times.append(time.thread_time() - start)
-    return min(times[1:])
+
+    return float(min(timed(compute, repeats, group=group, clock=time.thread_time).times))
 
 
 def transfer_seconds(group: Any, size: int) -> float:
     """On a rank: seconds to send `size` bytes to the other rank and to receive as many, without any compute."""
-    out, back = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    dist.barrier(group)
-    start = time.perf_counter()
-    ops = [dist.P2POp(dist.irecv, back, group=group, group_peer=1 - group.rank())]
-    ops.append(dist.P2POp(dist.isend, out, group=group, group_peer=1 - group.rank()))
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    return time.perf_counter() - start
+    other = 1 - group.rank()
+    return exchange(torch.zeros(size, dtype=torch.uint8), other, other, group)
 
 
 def run(contest: Contest, ratios: list[float], repeats: int) -> list[dict[str, Any]]:
@@ -76,17 +69,15 @@ def _measure_wires(
     size = 2 * contest.n // 2 * contest.heads * contest.head_dim * 4
     hop = statistics.mean(ranks.run(hop_seconds, 2, contest, 3, timeout=600))
     ranks.run(prepare_contestant, 2, "cp_ring", contest, timeout=600)
-    results: list[dict[str, Any]] = [{"name": "cp_ring_free_wire", "ratio": 0.0, "times": []}]
-    results += [{"name": "cp_ring", "ratio": ratio, "times": [], "bytes_per_s": size / (ratio * hop)} for ratio in ratios]
+    results: list[dict[str, Any]] = [{"name": "cp_ring_free_wire", "ratio": 0.0}]
+    results += [{"name": "cp_ring", "ratio": ratio, "bytes_per_s": size / (ratio * hop)} for ratio in ratios]
     for result in results:
         link.throttle(result.get("bytes_per_s"))
         result |= {"hop_s": hop, "transfer_s": max(ranks.run(transfer_seconds, 2, size, timeout=600))}
-    for _ in range(repeats):
-        for result in results:
-            link.throttle(result.get("bytes_per_s"))
-            result["times"].append(max(ranks.run(time_round, 2, "cp_ring", timeout=600)))
-    for result in results:
-        times = result["times"]
-        result |= {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
+    pools = dict.fromkeys(range(len(results)), (ranks, 2, "cp_ring"))
+    measured = in_turn(pools, repeats, lambda number: link.throttle(results[number].get("bytes_per_s")))
+    for number, result in enumerate(results):
+        result["times"] = [clock for clock, _ in measured[number]]
+        result |= spread(result["times"])
         result["exposed"] = result["median_s"] / results[0]["median_s"] - 1
     return results

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_ring.kernels.speed import best, measure
+from cp_ring.job.speeds import exchange, kernel_rates
 
 
 def run(megabytes: int = 32, repeats: int = 5) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def run(megabytes: int = 32, repeats: int = 5) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        **measure(torch.device("cuda" if cuda else "cpu"), repeats, megabytes),
+        **kernel_rates(torch.device("cuda" if cuda else "cpu"), repeats, megabytes),
         "link_gb_s": _link(megabytes, repeats, cuda),
     }
 
@@ -35,24 +35,13 @@ def _link(megabytes: int, repeats: int, cuda: bool) -> float | None:
         return None
     ranks = Ranks(2, backend="nccl" if cuda else "gloo")
     try:
-        return megabytes * 2**20 / max(ranks.run(exchange, 2, megabytes, repeats)) / 1e9
+        return megabytes * 2**20 / max(ranks.run(exchange_seconds, 2, megabytes, repeats)) / 1e9
     finally:
         ranks.close()
 
 
-def exchange(group: Any, megabytes: int, repeats: int) -> float:
-    """The least seconds in which two ranks exchange so many MiB."""
-    cuda = dist.get_backend(group) == "nccl"
+def exchange_seconds(group: Any, megabytes: int, repeats: int) -> float:
+    """On a rank: the least seconds in which two ranks exchange so many MiB; the first exchange does not count."""
+    cuda, peer = dist.get_backend(group) == "nccl", 1 - dist.get_rank(group)
     data = torch.zeros(megabytes * 2**20, dtype=torch.uint8, device="cuda" if cuda else "cpu")
-    buffer, peer = torch.empty_like(data), 1 - dist.get_rank(group)
-
-    def both_ways() -> None:
-        dist.barrier(group)
-        ops = [
-            dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer),
-            dist.P2POp(dist.isend, data, group=group, group_peer=peer),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-
-    return best(both_ways, repeats, cuda)
+    return min([exchange(data, peer, peer, group) for _ in range(repeats + 1)][1:])

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 
 from cp_ring import Layout, Mask, ring_attention
-from cp_ring.plan.cost import AttentionSizes, kernel_calls
+from cp_ring.job.speeds import exchange, memory_rate, timed
 from cp_ring.plan.heads import HeadPlan
-from cp_ring.plan.predict import predict
+from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.shapes import Shape, planned, shapes_of
+from cp_ring.plan.simulate import kernel_calls, simulate
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.testing.rank_pool import Ranks
 
 RANKS = 4
@@ -168,11 +170,11 @@ def judge(
 def predict_attention(model: SmallModel, checked: CheckedShape, rates: Rates, turns: bool) -> float:
     """Seconds of attention of a step, forward and backward, on one of 4 ranks, which take turns or have cores of their own."""
     plan, calls = _plan(model, checked, RATES), checked.cp * model.layers  # microbatches x layers
-    report = plan.verify(num_slots=plan.cp)
+    report, cpu = plan.verify(num_slots=plan.cp), KERNELS["cpu"]
     if not turns:
-        return calls * predict(plan, report, model.sizes, rates, RANKS).both
-    computed = predict(plan, report, model.sizes, replace(rates, inside=1e30, between=1e30), RANKS)
-    moved = predict(plan, report, model.sizes, replace(rates, flops=1e30, memory=1e30, call=1e-30), RANKS)
+        return calls * simulate(plan, report, model.sizes, rates, RANKS, cpu).both
+    computed = simulate(plan, report, model.sizes, replace(rates, inside=1e30, between=1e30), RANKS, cpu)
+    moved = simulate(plan, report, model.sizes, replace(rates, flops=1e30, memory=1e30, call=1e-30), RANKS, cpu)
     return calls * (computed.both + moved.both)
 
 
@@ -256,21 +258,26 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     sizes, d, now = model.sizes, model.head_dim, _clock(cpu)
     tokens = model.tokens // 2
     whole = RingPlan.build(Mask.full(tokens), Layout.contiguous(tokens, 1))
-    seconds = _median_of(group, _attention(model, whole, None), now)
-    flops = 14.0 * tokens * tokens * sizes.heads * d / seconds
+
+    def seconds(work: Callable[[], object]) -> float:
+        return float(timed(work, 3, group=group, clock=now).median)
+
+    flops = sizes.heads * d * tokens * tokens * 14.0  # seven products of matrices, forward and backward
     x, weight = torch.randn(tokens, model.hidden, requires_grad=True), torch.randn(model.ffn, model.hidden, requires_grad=True)
     gradient = torch.ones(tokens, model.ffn)
-    products = _median_of(group, lambda: torch.nn.functional.linear(x, weight).backward(gradient), now)
-    source = torch.zeros(1 << 20)
-    target = torch.empty_like(source)
     tiny = RingPlan.build(Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring")
-    of_tiny = _median_of(group, _attention(model, tiny, group), now)
+    data, rank = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8), dist.get_rank(group)
+    link = [exchange(data, (rank - 1) % RANKS, (rank + 1) % RANKS, group, now) for _ in range(4)][1:]
     return {
-        "flops": flops,
-        "products": 6.0 * tokens * model.hidden * model.ffn / products,
-        "memory": 2 * source.nbytes / _median_of(group, lambda: target.copy_(source), now),
-        "link": _MESSAGE_BYTES / _median_of(group, _neighbors(group), now),
-        "call": of_tiny / 2 / int(kernel_calls(tiny).max()),
+        "flops": flops / seconds(_attention(model, whole, None)),
+        "products": 6.0
+        * tokens
+        * model.hidden
+        * model.ffn
+        / seconds(lambda: torch.nn.functional.linear(x, weight).backward(gradient)),
+        "memory": memory_rate(x.device, 3, 1 << 22, group, now),
+        "link": _MESSAGE_BYTES / median(link),
+        "call": seconds(_attention(model, tiny, group)) / 2 / int(kernel_calls(tiny, KERNELS["cpu"]).max()),
     }
 
 
@@ -279,30 +286,3 @@ def _attention(model: SmallModel, plan: RingPlan, group: Any) -> Callable[[], ob
     q, k, v = (torch.randn(1, tokens, model.heads, model.head_dim, requires_grad=True) for _ in range(3))
     gradient = torch.ones(1, tokens, model.heads, model.head_dim)
     return lambda: torch.autograd.grad(ring_attention(q, k, v, group, plan=plan), (q, k, v), gradient)
-
-
-def _neighbors(group: Any) -> Callable[[], object]:
-    """Each rank sends to the next one."""
-    data = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    buffer, rank = torch.empty_like(data), dist.get_rank(group)
-
-    def exchange() -> None:
-        ops = [
-            dist.P2POp(dist.irecv, buffer, group=group, group_peer=(rank - 1) % RANKS),
-            dist.P2POp(dist.isend, data, group=group, group_peer=(rank + 1) % RANKS),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-
-    return exchange
-
-
-def _median_of(group: Any, work: Callable[[], object], now: Callable[[], float], repeats: int = 3) -> float:
-    """The median seconds of a call, where all ranks begin together; the first one does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        dist.barrier(group)
-        begin = now()
-        work()
-        times.append(now() - begin)
-    return median(times[1:])

@@ -7,18 +7,15 @@ multi-latent attention with the proportions of DeepSeek-V3, scaled down, and pla
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring import LatentKeys, Layout, Mask, RingPlan, ring_attention
 from cp_ring.errors import ConfigError
+from cp_ring.job.speeds import PREPARED, in_turn, measurement, spread
 from cp_ring.testing.network import ThrottledLink
 from cp_ring.testing.rank_pool import Ranks
 
@@ -53,9 +50,6 @@ def cases(tokens: int) -> list[WireCase]:
     ]
 
 
-_prepared: dict[str, Callable[[], None]] = {}
-
-
 def prepare(group: Any, case: WireCase) -> None:
     """On a rank: makes the tensors of a case, and runs each codec once."""
     plan = RingPlan.build(Mask.causal(case.tokens), Layout.zigzag(case.tokens, 2))
@@ -80,16 +74,8 @@ def prepare(group: Any, case: WireCase) -> None:
         torch.autograd.grad(out, leaves, dout)
 
     for wire in case.wires:
-        _prepared[wire] = lambda wire=wire: one_round(wire)  # type: ignore[misc]
-        _prepared[wire]()
-
-
-def time_wire(group: Any, wire: str) -> float:
-    """On a rank: seconds of one forward and backward with a codec."""
-    dist.barrier(group)
-    start = time.perf_counter()
-    _prepared[wire]()
-    return time.perf_counter() - start
+        PREPARED[wire] = lambda wire=wire: one_round(wire)  # type: ignore[misc]
+        PREPARED[wire]()
 
 
 def run(tokens: int, ratio: float, repeats: int) -> list[dict[str, Any]]:
@@ -113,21 +99,14 @@ def _measure(link: ThrottledLink, ranks: Ranks, case: WireCase, ratio: float, re
     """Each round runs every codec once; a time is that of the slower rank."""
     link.throttle(None)
     ranks.run(prepare, 2, case, timeout=600)
-    free = statistics.median(_slower(ranks, "plain") for _ in range(repeats))
+    free = measurement([clock for clock, _ in in_turn({"plain": (ranks, 2, "plain")}, repeats)["plain"]]).median
     # Keys travel in forward and in backward, and their gradients in backward.
     speed = 3 * case.shard_bytes / (ratio * free)
     link.throttle(speed)
-    times: dict[str, list[float]] = {wire: [] for wire in case.wires}
-    for _ in range(repeats):
-        for wire in case.wires:
-            times[wire].append(_slower(ranks, wire))
-    medians = {wire: statistics.median(values) for wire, values in times.items()}
+    measured = in_turn({wire: (ranks, 2, wire) for wire in case.wires}, repeats)
+    spreads = {wire: spread([clock for clock, _ in times]) for wire, times in measured.items()}
     return [
-        {"case": case.name, "wire": wire, "ratio": ratio, "free_s": free, "bytes_per_s": speed, "median_s": medians[wire],
-         "min_s": min(values), "max_s": max(values), "faster": medians["plain"] / medians[wire]}
-        for wire, values in times.items()
+        {"case": case.name, "wire": wire, "ratio": ratio, "free_s": free, "bytes_per_s": speed, **found,
+         "faster": spreads["plain"]["median_s"] / found["median_s"]}
+        for wire, found in spreads.items()
     ]  # fmt: skip
-
-
-def _slower(ranks: Ranks, wire: str) -> float:
-    return float(max(ranks.run(time_wire, 2, wire, timeout=600)))

@@ -8,17 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cp_ring.cli.bench_accuracy import bench_accuracy
-from cp_ring.cli.bench_attention import bench_attention
-from cp_ring.cli.bench_host import bench_host
-from cp_ring.cli.bench_lengths import bench_lengths
-from cp_ring.cli.bench_nodes import bench_nodes
-from cp_ring.cli.bench_overlap import bench_overlap
-from cp_ring.cli.bench_plan import bench_plan
-from cp_ring.cli.bench_rates import bench_rates
-from cp_ring.cli.bench_replay import bench_replay
-from cp_ring.cli.bench_timing_cost import bench_timing_cost
-from cp_ring.cli.bench_wire import bench_wire
+from cp_ring.cli import bench
 from cp_ring.cli.certify import certify_command
 from cp_ring.cli.compare_job import compare_job_command
 from cp_ring.cli.doctor import doctor_command
@@ -42,19 +32,7 @@ app.command("compare")(compare_job_command)
 app.command("trace")(trace_command)
 app.command("certify")(certify_command)
 app.command("doctor")(doctor_command)
-bench = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
-bench.command("plan")(bench_plan)
-bench.command("attention")(bench_attention)
-bench.command("accuracy")(bench_accuracy)
-bench.command("replay")(bench_replay)
-bench.command("overlap")(bench_overlap)
-bench.command("wire")(bench_wire)
-bench.command("host")(bench_host)
-bench.command("rates")(bench_rates)
-bench.command("lengths")(bench_lengths)
-bench.command("nodes")(bench_nodes)
-bench.command("timing-cost")(bench_timing_cost)
-app.add_typer(bench, name="bench")
+app.add_typer(bench.commands(), name="bench")
 slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.")
 for group in (app, slurm):
     group.command("submit")(submit_command)

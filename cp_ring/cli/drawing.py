@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.cost import AttentionSizes, Span, cost, timeline
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.rates import RATES, Rates
+from cp_ring.plan.simulate import Span, spans
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.tiles import Tile
 from cp_ring.plan.verify import Report, tiles_in_stream
 
@@ -64,7 +65,7 @@ def draw(
         if panel != "right":
             _draw_scores(panels[0], plan)
         if panel != "left":
-            _draw_timeline(panels[1], plan, *timeline(plan, cost(report, sizes), rates, ranks_per_node))
+            _draw_timeline(panels[1], plan, *spans(plan, report, sizes, rates, ranks_per_node))
             panels[1].set_xlabel(f"time of one layer's forward pass (ms)\n{_caption(rates, ranks_per_node)}")
         figure.suptitle(_title(plan, report, sizes, panel == "both"), fontsize=13, color=INK)
         if plan.cp <= MAX_LEGEND:
@@ -205,9 +206,9 @@ def _draw_timeline(axes: Axes, plan: RingPlan, compute: list[Span], transfers: l
     lanes = [(rank - 0.38, low * 1e3, high * 1e3) for rank, low, high in idle]
     shapes = [[(low, top), (high, top), (high, top + 0.5), (low, top + 0.5)] for top, low, high in lanes]
     axes.add_collection(PolyCollection(shapes, facecolors=_IDLE, linewidths=0))
-    for spans, offset, height in ((compute, -0.38, 0.5), (transfers, 0.16, 0.2)):
+    for bars, offset, height in ((compute, -0.38, 0.5), (transfers, 0.16, 0.2)):
         shapes, colors = [], []
-        for span in spans:
+        for span in bars:
             # A transfer has the color of the computation that waits for it.
             low, high, top = span.start * 1e3, span.end * 1e3, span.rank + offset
             shapes.append([(low, top), (high, top), (high, top + height), (low, top + height)])

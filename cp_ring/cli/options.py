@@ -1,15 +1,43 @@
-"""Parsers of option values that several commands share, for `typer.Option(parser=...)`."""
+"""Options of commands as fields of a dataclass, and parsers of option values that several commands share."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import MISSING, field, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
-Heads = Annotated[int, typer.Option(min=1, help="Heads of queries, keys and values.")]
-HeadDim = Annotated[int, typer.Option(min=1, help="Size of a head.")]
+
+
+def option(default: Any, text: str, *names: str, **more: Any) -> Any:
+    """A field of a dataclass of options, with its help; `names` and `more` are as in `typer.Option`. MISSING: it is required."""
+    return field(default=default, metadata={"typer": typer.Option(*names, help=text, **more)})
+
+
+def argument(text: str, **more: Any) -> Any:
+    """As `option`, of a value without a name, None where it is not given."""
+    return field(default=None, metadata={"typer": typer.Argument(help=text, **more)})
+
+
+def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None]:
+    """A command with the options of a dataclass. It calls `run`, whose docstring is the help, with an instance."""
+
+    def made(**given: Any) -> None:
+        run(options(**given))
+
+    hints, parameters = get_type_hints(options), []
+    for one in fields(options):  # type: ignore[arg-type]
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        hint = Annotated[hints[one.name], one.metadata["typer"]]  # type: ignore[valid-type]
+        parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+    made.__doc__, made.__signature__ = run.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
+    made.__annotations__ = {one.name: one.annotation for one in parameters}
+    return made
+
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)([kmg]?)", re.IGNORECASE)

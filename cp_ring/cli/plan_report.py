@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from cp_ring.plan.cost import AttentionSizes, Cost, accumulator_bytes, between_nodes, crossing, kernel_calls, rank_updates
+from cp_ring.plan.cost import Cost, between_nodes, crossing
 from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.layout import Layout
+from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.predict import Prediction, predict
 from cp_ring.plan.rates import Rates
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.schedule import NAMES, group_sizes
 from cp_ring.plan.shapes import AUTO, Shape, costed, planned, shapes_of
+from cp_ring.plan.simulate import accumulator_bytes, kernel_calls, rank_updates, simulate
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.verify import Report
 
 MAX_RANKS_SHOWN = 32
@@ -25,7 +27,16 @@ MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
 MAX_RANKS_PREDICTED = 256  # the times of all shapes take about a second for 64 ranks
 
 
-def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) -> dict[str, Any]:
+class Assumed(NamedTuple):
+    """What predictions assume: a layer, rates, neighboring ranks on a node, and what the kernel can do."""
+
+    sizes: AttentionSizes
+    rates: Rates
+    ranks_per_node: int
+    kernel: Capabilities
+
+
+def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int, kernel: Capabilities) -> dict[str, Any]:
     """The numbers of a plan, ready for JSON. Bytes are keys and values of one forward pass."""
     return {
         "mask": plan.mask.name,
@@ -42,7 +53,7 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
         "gradient_bytes_out_per_rank": costs.gradient_bytes_out.sum(1).tolist(),
         "forward_flops_per_rank": costs.forward_flops.sum(1).tolist(),
         "backward_flops_per_rank": costs.backward_flops.sum(1).tolist(),
-        "kernel_calls_per_rank": kernel_calls(plan).tolist(),
+        "kernel_calls_per_rank": kernel_calls(plan, kernel).tolist(),
         "moving_hops_per_rank": report.moving_hops.tolist(),
         "moving_hops": int((report.keys_in.sum(0) > 0).sum()),
         "share_of_full_ring": report.share_of_full_ring,
@@ -53,29 +64,27 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
     }
 
 
-def speed(plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, rates: Rates) -> dict[str, Any]:
-    """Bytes that merges, sums, casts and zero fills of each rank read and write, in forward and backward, and predicted speeds.
+def speed(plan: RingPlan | HeadPlan, report: Report, assumed: Assumed) -> dict[str, Any]:
+    """Bytes that merges, sums, casts and zero fills of each rank read and write, and predicted speeds.
 
-    Speeds are those of the slowest rank, relative to one kernel call, where all ranks share a node and where each has a node
-    of its own. None for more than `MAX_RANKS_COSTED` ranks.
+    Both are of forward and backward. Speeds are those of the slowest rank, relative to one kernel call, where all ranks share a
+    node and where each has a node of its own. None for more than `MAX_RANKS_COSTED` ranks.
     """
     if plan.cp > MAX_RANKS_COSTED:
         return {"accumulator_bytes_per_rank": None, "predicted_efficiency": None}
-    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
-    updates = {rank: rank_updates(ring.rank_plan(rank)) for rank in range(ring.cp)}
+    sizes, rates, _, kernel = assumed
+    updates = {rank: rank_updates(plan.ring.rank_plan(rank), kernel) for rank in range(plan.ring.cp)}
     predicted = {}
     for name, ranks_per_node in (("nvlink", plan.cp), ("network", 1)):
-        found = predict(plan, report, sizes, rates, ranks_per_node, updates)
+        found = simulate(plan, report, sizes, rates, ranks_per_node, kernel, updates)
         predicted[name] = {"forward": found.efficiency_forward, "both": found.efficiency_both}
-    moved = [sum(accumulator_bytes(of_rank, sizes.of_rank(heads))) for of_rank in updates.values()]
+    moved = [sum(accumulator_bytes(of_rank, sizes.of_rank(plan.heads))) for of_rank in updates.values()]
     return {"accumulator_bytes_per_rank": moved, "predicted_efficiency": predicted}
 
 
-def shapes_of_plan(
-    mask: Mask, layout: Layout, sizes: AttentionSizes, ranks_per_node: int, node_size: int, rates: Rates, slot_shards: int
-) -> list[dict[str, Any]]:
+def shapes_of_plan(mask: Mask, layout: Layout, assumed: Assumed, node_size: int, slot_shards: int) -> list[dict[str, Any]]:
     """What each shape costs in one layer. Times are None for more than `MAX_RANKS_PREDICTED` ranks."""
-    found = []
+    found, (sizes, rates, ranks_per_node, kernel) = [], assumed
     several = layout.cp > 1 and layout.cp <= MAX_RANKS_PREDICTED
     schedules = [Shape("direct", 1, name) for name in NAMES if name != AUTO] if several else []
     for shape in [*shapes_of(layout.cp, sizes, node_size), *schedules]:
@@ -83,40 +92,32 @@ def shapes_of_plan(
         plan = planned(mask, layout, shape, limit, node_size, rates)
         if layout.cp > MAX_RANKS_PREDICTED:
             moved = crossing(plan, sizes, ranks_per_node)
-            found.append({"name": shape.name, **shape._asdict(), "bytes_between_nodes": moved.keys + moved.exchange})
+            bytes_moved = moved.keys + moved.exchange
+            found.append({"name": shape.name, **shape._asdict(), "bytes_between_nodes": bytes_moved})
             continue
-        made = costed(plan, plan.verify(layout.cp), shape, sizes, ranks_per_node, rates)
-        of_plan = {"schedule": shape.schedule, "hops": list(made.schedule), "bytes_between_nodes": made.bytes_between_nodes}
-        of_plan |= {"buffer_bytes": made.buffer_bytes, "slot_shards": made.slot_shards}
-        found.append({"name": shape.name, **shape._asdict()} | of_plan | _seconds(made.prediction))
+        made = costed(plan, plan.verify(layout.cp), shape, sizes, ranks_per_node, rates, kernel)
+        of_plan = {"schedule": shape.schedule, "hops": list(made.schedule)}
+        of_plan |= {"bytes_between_nodes": made.bytes_between_nodes, "buffer_bytes": made.buffer_bytes}
+        of_plan |= {"slot_shards": made.slot_shards}
+        found.append({"name": shape.name, **shape._asdict()} | of_plan | made.timeline.facts())
     return found
 
 
-def predicted(
-    plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, rates: Rates, ranks_per_node: int
-) -> dict[str, Any] | None:
-    """The times of a plan; None for more than `MAX_RANKS_PREDICTED` ranks."""
+def times(plan: RingPlan | HeadPlan, report: Report, assumed: Assumed) -> dict[str, Any] | None:
+    """The predicted times of a plan; None for more than `MAX_RANKS_PREDICTED` ranks."""
     if plan.cp > MAX_RANKS_PREDICTED:
         return None
-    return _seconds(predict(plan, report, sizes, rates, ranks_per_node))
+    return simulate(plan, report, *assumed).facts()
 
 
-def _seconds(prediction: Prediction) -> dict[str, Any]:
-    """The times of a prediction, in seconds, as JSON has them."""
-    times = {name: value for name, value in prediction._asdict().items() if not name.startswith("bytes")}
-    named = {name if name.startswith("efficiency") else f"{name}_s": value for name, value in times.items()}
-    return named | {"bytes_per_card": prediction.bytes_per_card}
-
-
-def exposed(
-    plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, ranks_per_node: int
-) -> dict[str, dict[str, float]] | None:
+def exposed(plan: RingPlan | HeadPlan, report: Report, assumed: Assumed) -> dict[str, dict[str, float]] | None:
     """Predicted seconds that the slowest rank waits at 50 GB/s: of the codec, and of keys that travel as they are."""
     if plan.cp > MAX_RANKS_PREDICTED:
         return None
     rates, found = Rates(inside=EXPOSED_BYTES_PER_SECOND, between=EXPOSED_BYTES_PER_SECOND), {}
-    for wire in dict.fromkeys(("plain", sizes.wire)):
-        made = predict(plan, report, replace(sizes, wire=wire), rates, ranks_per_node)
+    for wire in dict.fromkeys(("plain", assumed.sizes.wire)):
+        sizes = replace(assumed.sizes, wire=wire)
+        made = simulate(plan, report, sizes, rates, assumed.ranks_per_node, assumed.kernel)
         found[wire] = {"forward": made.exposed_forward, "both": made.exposed_both}
     return found
 
@@ -145,7 +146,8 @@ def print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     )
     sources = ", ".join(map(str, group_sizes(plan.schedule))) or "none"
     console.print(
-        f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward"
+        f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} kernel calls of a "
+        f"rank in forward, with the kernel {facts['kernel']}, which is assumed (--kernel)"
     )
     if facts["chosen"]:
         console.print(f"chosen: {facts['chosen']}")

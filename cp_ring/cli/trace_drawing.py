@@ -6,8 +6,11 @@ from collections import defaultdict
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from cp_ring.cli.drawing import INK, check_ending, color
 from cp_ring.errors import ConfigError
+from cp_ring.plan.simulate import Pass, in_turn, neighbors
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -103,27 +106,34 @@ def _rates(
 
 def predicted_bars(
     work: dict[tuple[int, int], int], sizes: dict[tuple[int, int, int], int], pair: float, byte: float
-) -> list[Bar]:  # fmt: skip
-    """The same call where a pair and a byte take so many milliseconds everywhere; as `cp_ring.plan.cost.timeline` counts."""
-    done: defaultdict[int, float] = defaultdict(float)
-    posted: defaultdict[int, float] = defaultdict(float)
-    out: defaultdict[int, float] = defaultdict(float)
-    into: defaultdict[int, float] = defaultdict(float)
-    bars = []
-    for hop in sorted({hop for _, hop in work} | {hop for hop, _, _ in sizes}):
-        ready = dict(done)
-        for (at, sender, receiver), size in sorted(sizes.items()):
-            if at == hop:
-                begin = max(posted[sender], posted[receiver], out[sender], into[receiver])
-                out[sender] = into[receiver] = begin + size * byte
-                bars.append(Bar("message", receiver, hop, begin, begin + size * byte))
-                ready[receiver] = max(ready.get(receiver, 0.0), begin + size * byte)
-        for rank in sorted({rank for rank, at in work if at == hop}):
-            begin = ready.get(rank, 0.0)
-            if begin > done[rank]:
-                bars.append(Bar("wait", rank, hop, done[rank], begin))
-            posted[rank], done[rank] = begin, begin + work[rank, hop] * pair
-            bars.append(Bar("compute", rank, hop, begin, done[rank]))
+) -> list[Bar]:
+    """The same call where a pair and a byte take so many milliseconds everywhere, as `cp_ring.plan.simulate` counts."""
+    ranks = sorted({rank for rank, _ in work} | {rank for _, *ends in sizes for rank in ends})
+    hops = 1 + max(hop for hop in [0, *(hop for _, hop in work), *(hop for hop, _, _ in sizes)])
+    compute, moved = np.zeros((len(ranks), hops)), np.zeros((2, len(ranks), hops))
+    for (rank, hop), pairs in work.items():
+        compute[ranks.index(rank), hop] = pairs * pair
+    messages = [(hop, ranks.index(sender), ranks.index(receiver)) for hop, sender, receiver in sorted(sizes)]
+    seconds = np.array([sizes[key] * byte for key in sorted(sizes)])
+    hop, sender, receiver = np.array(messages, np.int64).reshape(-1, 3).T
+    for which, rank in enumerate((receiver, sender)):
+        np.add.at(moved[which], (rank, hop), seconds)
+    before, _ = neighbors((compute > 0) | (moved.sum(0) > 0))
+    moving = np.zeros_like(compute)
+    for index in range(1, hops):
+        moving[np.arange(len(ranks)), before[:, index]] += moved[:, :, index].max(0)
+    forward = Pass(compute, moving)
+    start = in_turn(forward.begin[receiver, before[receiver, hop]], receiver * hops + hop, seconds)
+    bars = [
+        Bar("message", ranks[rank], at, begin, begin + took)
+        for rank, at, begin, took in zip(receiver.tolist(), hop.tolist(), start.tolist(), seconds.tolist(), strict=True)
+    ]
+    for (rank, index), begin in np.ndenumerate(forward.begin):
+        if (ranks[rank], index) in work:
+            done, end = begin + compute[rank, index], begin + forward.stages[rank, index]
+            bars.append(Bar("compute", ranks[rank], index, float(begin), float(done)))
+            if end > done:
+                bars.append(Bar("wait", ranks[rank], index, float(done), float(end)))
     return bars
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import typer
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.bench import samples
-from cp_ring.cli.options import parse_tokens
+from cp_ring.cli.options import argument, command, option, parse_tokens
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.job.config import JobConfig, load
 from cp_ring.job.tune import Request, TuneResult, packs_documents, tune
@@ -28,119 +29,106 @@ DRAWN = 32
 """Batch rows of documents that are drawn to see how uneven they are."""
 
 _UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30, "tb": 1e12, "mb": 1e6}
-_SEARCH, _MACHINES, _OUTPUT, _CHECK = "Search", "Machines", "Output", "Check"
+_SEARCH, _MACHINES, _OUTPUT, _CHECK = ({"rich_help_panel": name} for name in ("Search", "Machines", "Output", "Check"))
 _TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS"}
 
 
-def tune_command(
-    config: Annotated[
-        str | None, typer.Argument(help="A YAML file, or the name of a packaged one (cp-ring train --list).")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs of the job.", rich_help_panel=_MACHINES)] = None,
-    ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.", rich_help_panel=_MACHINES)] = 8,
-    rates: Annotated[
-        str,
-        typer.Option(metavar="NAME|FILE", help=f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight "
-                     "has written.", rich_help_panel=_MACHINES),
-    ] = next(iter(NAMED)),
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of a GPU.", rich_help_panel=_MACHINES)] = "80GB",
-    seq_length: Annotated[
-        int | None, typer.Option(help="Tokens of a batch row, if not the configuration's.", rich_help_panel=_SEARCH, **_TOKENS)
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(metavar="SPEC", help="Batch rows of documents with lengths like these: a file, lognormal:MEAN,SIGMA, or "
-                     f"preset:NAME of {', '.join(samples.PRESETS)}.", rich_help_panel=_SEARCH),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn documents.", rich_help_panel=_SEARCH)] = 0,
-    tp: Annotated[int | None, typer.Option(help="Tensor parallel size; searched.", rich_help_panel=_SEARCH)] = None,
-    cp: Annotated[int | None, typer.Option(help="Context parallel size; searched.", rich_help_panel=_SEARCH)] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline parallel size; searched.", rich_help_panel=_SEARCH)] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Batch rows of a microbatch; searched.", rich_help_panel=_SEARCH)
-    ] = None,
-    lossy: Annotated[
-        bool, typer.Option("--lossy", help="Try int8 and fp8 keys too, which cost accuracy.", rich_help_panel=_SEARCH)
-    ] = False,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key of the configuration. Repeatable.")
-    ] = None,
-    write: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Write the best configuration.", rich_help_panel=_OUTPUT)
-    ] = None,
-    draw: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Draw time against context parallel size, to a .png, .svg or .pdf file.",
-                     rich_help_panel=_OUTPUT),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel=_OUTPUT)] = False,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Compare predicted with measured times of a small model on 4 CPU ranks of this machine.",
-                     rich_help_panel=_CHECK),
-    ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of --check.", rich_help_panel=_CHECK)] = 7,
-    cpu_time: Annotated[
-        bool,
-        typer.Option("--cpu-time", help="Compare CPU time in --check, which other work on the machine hardly changes.",
-                     rich_help_panel=_CHECK),
-    ] = False,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """The options of `cp-ring tune`."""
+
+    config: str | None = argument("A YAML file, or the name of a packaged one (cp-ring train --list).")
+    gpus: int | None = option(None, "GPUs of the job.", **_MACHINES)
+    ranks_per_node: int = option(8, "GPUs of a node.", **_MACHINES)
+    rates: str = option(
+        next(iter(NAMED)), f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has written.",
+        metavar="NAME|FILE", **_MACHINES,
+    )  # fmt: skip
+    memory: str = option("80GB", "Memory of a GPU.", metavar="SIZE", **_MACHINES)
+    seq_length: int | None = option(None, "Tokens of a batch row, if not the configuration's.", **_TOKENS, **_SEARCH)
+    lengths: str | None = option(
+        None, "Batch rows of documents with lengths like these: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
+        f"{', '.join(samples.PRESETS)}.", metavar="SPEC", **_SEARCH,
+    )  # fmt: skip
+    seed: int = option(0, "Seed of the drawn documents.", min=0, **_SEARCH)
+    tp: int | None = option(None, "Tensor parallel size; searched.", **_SEARCH)
+    cp: int | None = option(None, "Context parallel size; searched.", **_SEARCH)
+    pp: int | None = option(None, "Pipeline parallel size; searched.", **_SEARCH)
+    micro_batch: int | None = option(None, "Batch rows of a microbatch; searched.", min=1, **_SEARCH)
+    lossy: bool = option(False, "Try int8 and fp8 keys too, which cost accuracy.", "--lossy", **_SEARCH)
+    set_: list[str] | None = option(None, "Override a key of the configuration. Repeatable.", "--set", metavar="A.B=C")
+    write: str | None = option(None, "Write the best configuration.", metavar="PATH", **_OUTPUT)
+    draw: str | None = option(
+        None, "Draw time against context parallel size, to a .png, .svg or .pdf file.", metavar="PATH", **_OUTPUT
+    )
+    as_json: bool = option(False, "Print JSON instead of tables.", "--json", **_OUTPUT)
+    check: bool = option(
+        False, "Compare predicted with measured times of a small model on 4 CPU ranks of this machine.",
+        "--check", **_CHECK,
+    )  # fmt: skip
+    repeats: int = option(7, "Rounds of --check.", min=1, **_CHECK)
+    cpu_time: bool = option(
+        False, "Compare CPU time in --check, which other work on the machine hardly changes.", "--cpu-time", **_CHECK
+    )
+
+
+def _tune(options: TuneOptions) -> None:
     """Find the fastest ways to run a job on so many GPUs, by the cost model. All times are predicted. Needs no GPU."""
-    if check:
+    if options.check:
         from cp_ring.cli.tune_check import check_command
 
-        check_command(repeats, as_json, cpu_time)
+        check_command(options.repeats, options.as_json, options.cpu_time)
         return
-    if config is None or gpus is None:
+    if options.config is None or options.gpus is None:
         raise PlanError("cp-ring tune needs a configuration and --gpus, as in: cp-ring tune llama3-8b-128k --gpus 64")
-    _check_machines(gpus, ranks_per_node)
-    if draw:
+    _check_machines(options.gpus, options.ranks_per_node)
+    if options.draw:
         from cp_ring.cli.drawing import check_ending
 
-        check_ending(draw)
-    job = load(config, set_ or [])
-    documents, origin = _documents(job, lengths, seq_length, seed)
+        check_ending(options.draw)
+    job = load(options.config, options.set_ or [])
+    documents, origin = _documents(job, options.lengths, options.seq_length, options.seed)
     request = Request(
-        gpus=gpus,
-        ranks_per_node=min(ranks_per_node, gpus),
-        rates=named_or_read(rates),
-        memory=parse_memory(memory),
-        seq_length=seq_length,
+        gpus=options.gpus,
+        ranks_per_node=min(options.ranks_per_node, options.gpus),
+        rates=named_or_read(options.rates),
+        memory=parse_memory(options.memory),
+        seq_length=options.seq_length,
         documents=documents,
         of_documents=origin,
-        given=Given(tp, cp, pp, micro_batch),
-        lossy=lossy,
+        given=Given(options.tp, options.cp, options.pp, options.micro_batch),
+        lossy=options.lossy,
     )
-    result = tune(job, request)
-    _tell(result, config, gpus, rates, write, draw, as_json)
+    _tell(tune(job, request), options)
+
+
+tune_command = command(TuneOptions, _tune)
 
 
 def _check_machines(gpus: int, ranks_per_node: int) -> None:
     """Raises `PlanError` unless the GPUs are some on one node, or whole nodes."""
-    for option, value in (("--gpus", gpus), ("--ranks-per-node", ranks_per_node)):
+    for flag, value in (("--gpus", gpus), ("--ranks-per-node", ranks_per_node)):
         if value < 1:
-            raise PlanError(f"{option} {value}: it must be at least 1")
+            raise PlanError(f"{flag} {value}: it must be at least 1")
     if gpus > ranks_per_node and gpus % ranks_per_node:
         raise PlanError(f"--gpus {gpus}: they are no whole number of nodes of --ranks-per-node {ranks_per_node}")
 
 
-def _tell(
-    result: TuneResult, config: str, gpus: int, rates: str, write: str | None, draw: str | None, as_json: bool
-) -> None:  # fmt: skip
+def _tell(result: TuneResult, options: TuneOptions) -> None:
     """Writes, prints and draws what was found, as asked."""
-    if write:
-        _write(write, result.best[0][1], config)
-    if as_json:
+    config, title = str(options.config), f"{options.config} on {options.gpus} GPUs"
+    if options.write:
+        _write(options.write, result.best[0][1], config)
+    if options.as_json:
         typer.echo(json.dumps(facts(result)))
     else:
-        _print(result, f"{config} on {gpus} GPUs, rates {rates}")
-    if draw:
+        _print(result, f"{title}, rates {options.rates}")
+    if options.draw:
         from cp_ring.cli.tune_drawing import draw_times
 
-        draw_times(result, draw, f"{config} on {gpus} GPUs")
-    for path in filter(None, (write, draw)):
-        typer.echo(f"wrote {path}", err=as_json)
+        draw_times(result, options.draw, title)
+    for path in filter(None, (options.write, options.draw)):
+        typer.echo(f"wrote {path}", err=options.as_json)
 
 
 def parse_memory(size: str) -> float:

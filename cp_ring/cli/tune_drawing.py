@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cp_ring.cli.drawing import FAINT, INK, check_ending
 from cp_ring.errors import PlanError
-from cp_ring.plan.step import EXPOSED
+from cp_ring.plan.model import EXPOSED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,13 +14,12 @@ import numpy as np
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line
 from cp_ring.job.config import JobConfig, validate
-from cp_ring.plan.attention_costs import LayerMasks
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.model import RESERVED_BYTES, TrainingSetup
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.schedule import SLOT_SHARDS, text
-from cp_ring.plan.step import RESERVED_BYTES, TrainingSetup
-from cp_ring.plan.tune import Given, Search, Tuned, reasons
+from cp_ring.plan.tune import Given, LayerMasks, Search, Tuned, reasons
 
 BEST = 5
 """Ways that are shown."""

@@ -25,7 +25,7 @@ from cp_ring.kernels import sizes
 from cp_ring.kernels.base import OPEN, AttentionKernel, Capabilities, Packing, VarlenKernel
 from cp_ring.ops.capture import capturing
 from cp_ring.ops.segments import Segments
-from cp_ring.plan.lower import REVERSED, Lowered, lower
+from cp_ring.plan.lower import Lowered, call_groups, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import Hop, RankPlan
 from cp_ring.plan.tiles import Tile
@@ -149,34 +149,11 @@ def _make_calls(lowered: Lowered, grad_shift: Ints, varlen: bool, filled: list[b
     Only kernels with `capabilities.varlen` get packed calls. With `shard`, the number of the rank's tokens, they have few sizes.
     """
     tiles, reverse, shift = list(lowered.tiles), lowered.reverse.tolist(), grad_shift[lowered.parent].tolist()
-    groups = _groups(tiles, lowered) if varlen else [[i] for i in range(len(tiles))]
-    for group in groups:
+    for group in call_groups(lowered, varlen):
         if len(group) == 1 and not filled[group[0]]:
             yield _single(tiles[group[0]], shift[group[0]], reverse[group[0]])
         else:
             yield _packed([tiles[i] for i in group], [shift[i] for i in group], reverse[group[0]], shard)
-
-
-def _groups(tiles: list[Tile], lowered: Lowered) -> list[list[int]]:
-    """Groups of tiles, by index, for one call each, in the order of their queries.
-
-    Tiles of a group have the same `lowered.batch` and window, and share neither queries nor keys. So each token of dk and dv gets
-    one addition, and the sum does not depend on the order.
-    """
-    groups: list[list[int]] = []
-    last: dict[tuple[int, int, int], list[int]] = {}
-    for index in np.lexsort((lowered.tiles.q0, lowered.batch)).tolist():
-        tile = tiles[index]
-        left, right = (0, 0) if lowered.kind[index] == REVERSED else _window(tile)
-        open_groups = last.setdefault((int(lowered.batch[index]), left, right), [])
-        for number in open_groups:
-            if tiles[groups[number][-1]].k1 <= tile.k0:
-                groups[number].append(index)
-                break
-        else:
-            open_groups.append(len(groups))
-            groups.append([index])
-    return groups
 
 
 def _window(tile: Tile) -> tuple[int, int]:

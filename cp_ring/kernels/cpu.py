@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_ring.plan.lower import Capabilities
+from cp_ring.plan.lower import KERNELS
 
 _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -22,7 +22,7 @@ class CpuKernel:
     """Follows `AttentionKernel`; computes and returns float32 (float64 for float64)."""
 
     name = "cpu"
-    capabilities = Capabilities(deterministic=True)
+    capabilities = KERNELS["cpu"]
     dropout_dtype = torch.float32
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:

@@ -10,7 +10,7 @@ from cp_ring.kernels.flash_aten import KERNEL as FLASH
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.versions import compute_capability, dense_backward_may_be_nan
 from cp_ring.kernels.window import pad
-from cp_ring.plan.lower import Capabilities
+from cp_ring.plan.lower import KERNELS
 
 _attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 _attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -24,7 +24,7 @@ class CudnnKernel:
     """
 
     name = "cudnn"
-    capabilities = Capabilities()
+    capabilities = KERNELS["cudnn"]
     # The operator's lse has 4 dimensions [b, h, s, 1] in some versions of torch, 3 in others. `forward` finds out.
     _lse_dims = 4
 

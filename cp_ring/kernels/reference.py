@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, Packing
-from cp_ring.plan.lower import Capabilities
+from cp_ring.plan.lower import KERNELS
 
 
 class ReferenceKernel:
     """Follows `AttentionKernel`; everything is computed and returned in float64."""
 
     name = "reference"
-    capabilities = Capabilities(bands=True, varlen=True, deterministic=True)
+    capabilities = KERNELS["reference"]
     dropout_dtype = torch.float64
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:

@@ -23,7 +23,7 @@ from cp_ring.kernels.signatures import bind, parameters_of
 from cp_ring.kernels.versions import cudnn_name, dense_backward_may_be_nan, on_hopper
 from cp_ring.kernels.window import pad
 from cp_ring.ops.capture import capturing
-from cp_ring.plan.lower import Capabilities
+from cp_ring.plan.lower import KERNELS
 
 _BLOCK = 128
 """Tiles whose sizes are not multiples of this go to the function for packed tiles, as a packing of one tile. cuDNN builds a
@@ -153,7 +153,7 @@ class TransformerEngineKernel:
     """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has float32."""
 
     name = "transformer_engine"
-    capabilities = Capabilities(varlen=True, block=_BLOCK, deterministic=True)
+    capabilities = KERNELS["transformer_engine"]
     devices: tuple[str, ...] = ("cuda",)
 
     def __init__(self) -> None:

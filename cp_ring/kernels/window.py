@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_ring.kernels.base import Packing
-from cp_ring.plan.lower import Capabilities
+from cp_ring.plan.lower import KERNELS
 
 
 class LivePart(NamedTuple):
@@ -43,7 +43,7 @@ class WindowKernel(ABC):
     head sizes are those that `sizes` returns.
     """
 
-    capabilities = Capabilities(bands=True, varlen=True, deterministic=True)
+    capabilities = KERNELS["flash"]
 
     def sizes(self, d: int, e: int) -> tuple[int, int]:
         """The head sizes of the library's calls, padded with zeros: here one size for both, a multiple of 8."""

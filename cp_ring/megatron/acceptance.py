@@ -19,9 +19,8 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.features import logits_without_te
 from cp_ring.megatron.wire import rejection as wire_rejection
-from cp_ring.plan.model_sizes import Experts, ModelSizes
-from cp_ring.plan.step import ParallelSizes
-from cp_ring.plan.wires import LatentSizes
+from cp_ring.plan.model import Experts, ModelSizes, ParallelSizes
+from cp_ring.plan.sizes import LatentSizes
 
 _HOPPER = (9, 0)
 _FUSED = {

@@ -13,10 +13,9 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.comm_types import ring_shape
 from cp_ring.megatron.settings import LayerWindows
-from cp_ring.plan.cost import AttentionSizes
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.shapes import AUTO, CHOSEN_BY, choose
-from cp_ring.plan.wires import LatentSizes
+from cp_ring.plan.sizes import AttentionSizes, LatentSizes
 
 _LATENTS = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 128}  # Megatron's defaults
 

@@ -11,10 +11,9 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, graphs
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
-from cp_ring.plan.cost import AttentionSizes
-from cp_ring.plan.predict import predict
 from cp_ring.plan.rates import RATES
-from cp_ring.plan.wires import WIRES, LatentSizes
+from cp_ring.plan.simulate import simulate
+from cp_ring.plan.sizes import WIRES, AttentionSizes, LatentSizes
 
 _DTYPES = {2: "bf16", 4: "fp32"}
 
@@ -88,10 +87,10 @@ def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
 
 
 def _latent_pays(args: argparse.Namespace, config: ContextParallelConfig) -> bool:
-    """Whether attention of one causal sequence takes less time with latents, in the model of `cp_ring.plan.predict`."""
+    """Whether attention of one causal sequence takes less time with latents, in the model of `cp_ring.plan.simulate`."""
     cp = args.context_parallel_size
     node = config.node_size or max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
     plan = make_plan("causal", args.seq_length, cp, "zigzag", "direct")
     report = plan.verify()
-    latent, plain = (predict(plan, report, sizes_of(args, wire), RATES, node).both for wire in ("latent", "plain"))
+    latent, plain = (simulate(plan, report, sizes_of(args, wire), RATES, node).both for wire in ("latent", "plain"))
     return latent < plain

@@ -1,9 +1,9 @@
 """What splits of the same documents over the same ranks cost: padding, balance, bytes, predicted time of one layer.
 
-The model is the same for all: a rank's token-wise layers, then attention. A hop of attention lasts as long as its computation or
-the transfers during it, the longer of the two, and each hop that computes loses `Rates.call`. Attention counts whole blocks of
-`block` x `block` pairs, as kernels compute them: a chunk of 4 tokens costs a block. Backward counts 2.5 times the attention and
-twice the token-wise layers of forward, and moves keys again and their gradients. A step is over when its slowest rank is done.
+All have the same model of attention, `cp_ring.plan.simulate`, for the kernel that predictions assume, which computes whole
+blocks of `block` x `block` pairs: a chunk of 4 tokens costs a block. Other packages' rings make one kernel call and one merge
+a hop. To attention come the token-wise layers of a rank, whose backward costs twice their forward. A step is over when its
+slowest rank is done.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.blocks import blocked_pairs
-from cp_ring.plan.cost import AttentionSizes, Crossing, crossing
-from cp_ring.plan.head_split import split_heads
+from cp_ring.plan.cost import blocked_pairs, crossing
 from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.plan.tables import Transfers
+from cp_ring.plan.simulate import Pass, simulate
+from cp_ring.plan.sizes import AttentionSizes
 
 Floats = NDArray[np.float64]
 
@@ -47,11 +46,6 @@ class Layer:
         """FLOP of forward of the token-wise layers for a token: projections of attention, and a gated feed-forward network."""
         hidden = self.sizes.heads * self.sizes.head_dim
         return 2.0 * (2 * hidden * hidden + hidden * self.sizes.key_width + 3 * hidden * self.ffn)
-
-    @property
-    def pair_flops(self) -> float:
-        """FLOP of forward of attention for a pair of tokens."""
-        return 2.0 * (self.sizes.query_width + self.sizes.out_width)
 
     @property
     def link(self) -> float:
@@ -107,7 +101,7 @@ def compare(lengths: Ints, cp: int, layer: Layer, hybrid: Groups | None = None, 
     node = layer.ranks_per_node if cp % layer.ranks_per_node == 0 else 1
     found.append(_planned("zigzag", plan_of(mask, zigzag, node_size=node), layer))
     found.append(_planned("balanced", plan_of(mask, balanced, node_size=node), layer))
-    weighed = Layout.balanced(mask, cp, token_work=layer.token_flops / layer.pair_flops)
+    weighed = Layout.balanced(mask, cp, token_work=layer.token_flops / layer.sizes.pair_flops[0])
     found.append(_planned("balanced, weighed", plan_of(mask, weighed, node_size=node), layer))
     if 1 < node < cp:
         relayed = plan_of(mask, balanced, route="relay", slot_shards=max(4, node), node_size=node)
@@ -167,14 +161,27 @@ class _Ring:
 
 def _ring_seconds(ring: _Ring, layer: Layer) -> tuple[float, float]:
     """Forward and backward of TransformerEngine's ring: at each hop every rank passes a whole shard to its neighbor."""
+    sent = np.full((1, ring.ranks), float(ring.tokens * layer.key_bytes))
+    pairs = np.array([[ring.first, *[ring.other] * (ring.ranks - 1)]], np.float64)
     link = layer.link if ring.ranks > layer.ranks_per_node else layer.rates.inside
-    speed = layer.pair_flops / layer.rates.flops
-    sent = ring.tokens * layer.key_bytes / link
-    times = []
-    for work, travel in ((1.0, 1.0), (2.5, 2.0)):
-        hop = max(ring.other * speed * work, sent * travel)
-        times.append(ring.first * speed * work + (ring.ranks - 1) * hop + ring.ranks * layer.rates.call)
-    return _with_tokens(times[0], times[1], ring.tokens, layer)
+    return _with_tokens(*_hops_seconds(pairs, sent / link, ring.tokens, layer), ring.tokens, layer)
+
+
+def _hops_seconds(pairs: Floats, travel: Floats, tokens: int, layer: Layer) -> tuple[float, float]:
+    """Forward and backward of rings of one source a hop, of the slowest rank: pairs and seconds of arriving keys [ranks, hops].
+
+    Hop 0 has the rank's own keys. Gradients travel as long as keys.
+    """
+    hops, (there, back) = pairs.shape[1], (pairs * flops / layer.rates.flops for flops in layer.sizes.pair_flops)
+    merged = tokens * layer.sizes.out_width * (layer.sizes.element + 8) / layer.rates.memory  # as the schedule `auto` has it
+    extra = hops * layer.rates.call + (hops - 1) * merged
+    none = np.zeros_like(travel[:, :1])
+    keys, halves = np.concatenate([travel[:, 1:], none], 1), back[:, :1] / 2
+    both_ways = np.concatenate([keys, none], 1) + np.concatenate([none, none, travel[:, 1:]], 1)
+    forward = Pass(there, keys, extra).seconds
+    backward = Pass(np.concatenate([halves, back[:, 1:], halves], 1), both_ways, extra).seconds
+    slowest = int((forward + backward).argmax())
+    return float(forward[slowest]), float(backward[slowest])
 
 
 def _with_tokens(forward: float, backward: float, tokens: float, layer: Layer) -> tuple[float, float]:
@@ -232,56 +239,28 @@ def _hybrid(lengths: Ints, groups: Groups, cp: int, layer: Layer) -> SplitCost:
 def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
     """Each document split by zigzag over all ranks, and only the keys that a query reads travel, from their owner."""
     full = padded(lengths, cp)
-    ring = _Ring.of(full, cp, layer.block)
-    speed, rank = layer.pair_flops / layer.rates.flops, np.arange(cp)
-    # A rank reads both chunks of each later rank, and the first chunk of each earlier one.
-    read = np.where(rank[None] < rank[:, None], ring.tokens / 2, ring.tokens) * (rank[None] != rank[:, None]) * layer.key_bytes
-    far = rank[None] // layer.ranks_per_node != rank[:, None] // layer.ranks_per_node
-    travel = read / np.where(far, layer.link, layer.rates.inside)
-    seconds = []
-    for work, moves in ((1.0, 1.0), (2.5, 2.0)):
-        hops = np.maximum(ring.other * speed * work, travel * moves) * (read > 0)
-        seconds.append(float(hops.sum(1).max()) + ring.first * speed * work + cp * layer.rates.call)
-    forward, backward = _with_tokens(seconds[0], seconds[1], ring.tokens, layer)
+    ring, rank = _Ring.of(full, cp, layer.block), np.arange(cp)
+    # A rank reads both chunks of each later rank, and the first chunk of each earlier one. Hop t: those of rank - t.
+    owner = (rank[:, None] - rank) % cp
+    read = np.where(owner < rank[:, None], ring.tokens / 2, ring.tokens) * (rank > 0) * layer.key_bytes
+    far = owner // layer.ranks_per_node != rank[:, None] // layer.ranks_per_node
+    pairs = np.where((rank > 0) & (read == 0), 0.0, np.where(rank == 0, ring.first, ring.other)) * np.ones((cp, 1))
+    seconds = _hops_seconds(pairs, read / np.where(far, layer.link, layer.rates.inside), ring.tokens, layer)
+    forward, backward = _with_tokens(*seconds, ring.tokens, layer)
     return SplitCost("per-document zigzag", int((full - lengths).sum()), 1.0, int(read.sum(1).max()), int((read * far).sum()),
-                 forward, backward)  # fmt: skip
+                     forward, backward)  # fmt: skip
 
 
 def _planned(name: str, plan: RingPlan | HeadPlan, layer: Layer) -> SplitCost:
     """A plan of cp_ring."""
-    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
-    kv_heads = split_heads(layer.sizes.heads, layer.sizes.kv_heads, heads).kv_heads_of_rank
-    sizes = replace(layer.sizes, heads=layer.sizes.heads // heads, kv_heads=kv_heads)
-    own = replace(layer, sizes=sizes)
-    node = max(1, layer.ranks_per_node // heads)
-    pairs = blocked_pairs(ring, layer.block)
-    keys, gradients = (_travel(table, ring.cp, node, own) for table in (ring.transfers, ring.gradients))
-    tokens = plan.layout.tokens_per_rank
-    exchanged, swap = _exchange(layer, heads, int(tokens.max()))
-    compute = pairs * own.pair_flops / layer.rates.flops
-    calls = (pairs > 0).sum(1) * layer.rates.call
-    nothing = np.zeros((ring.cp, 1))
-    ahead, behind = np.append(keys[:, 1:], nothing, 1), np.append(nothing, gradients[:, 1:], 1)[:, : ring.cp]
-    forward = np.maximum(compute, ahead).sum(1) + calls + swap
-    backward = np.maximum(2.5 * compute, ahead + behind).sum(1) + calls + 2 * swap
-    slowest = int((forward + backward).argmax())
-    times = _with_tokens(float(forward[slowest]), float(backward[slowest]), float(tokens.max()), layer)
-    moved: Crossing = crossing(plan, layer.sizes, layer.ranks_per_node)
-    received = np.bincount(ring.transfers.receiver, ring.transfers.tokens, ring.cp).max() * own.key_bytes
-    work = pairs.sum(1)
-    return SplitCost(name, 0, float(work.max() / work.mean()), int(received) + exchanged, moved.keys + moved.exchange, *times)
-
-
-def _travel(table: Transfers, cp: int, node: int, layer: Layer) -> Floats:
-    """Seconds of the transfers of each rank at each hop, in or out, the longer of the two: [cp, cp]."""
-    link = np.where(table.sender // node != table.receiver // node, layer.link, layer.rates.inside)
-    seconds = table.tokens * layer.key_bytes / link
-    come, leave = (np.bincount(side * cp + table.hop, seconds, cp * cp) for side in (table.receiver, table.sender))
-    return np.maximum(come, leave).reshape(cp, cp)
-
-
-def _exchange(layer: Layer, heads: int, tokens: int) -> tuple[int, float]:
-    """Bytes that a rank gets when tokens are exchanged for heads in forward, and the seconds of that, inside a node."""
+    rates = replace(layer.rates, block=layer.block, padded=True)
+    timeline = simulate(plan, plan.verify(plan.cp), layer.sizes, rates, layer.ranks_per_node)
+    tokens, ring, heads = plan.layout.tokens_per_rank, plan.ring, plan.heads
+    times = _with_tokens(timeline.forward, timeline.both - timeline.forward, float(tokens.max()), layer)
+    moved, own = crossing(plan, layer.sizes, layer.ranks_per_node), layer.sizes.of_rank(heads)
+    received = np.bincount(ring.transfers.receiver, ring.transfers.tokens, ring.cp).max() * own.wire_key_bytes
     width = layer.sizes.query_width + layer.sizes.out_width + layer.sizes.key_width
-    moved = int(tokens * width * layer.sizes.element * (heads - 1) / heads)
-    return moved, moved / layer.rates.inside
+    exchanged = int(tokens.max() * width * layer.sizes.element * (heads - 1) / heads)
+    work = blocked_pairs(ring, layer.block).sum(1)
+    balance, between = float(work.max() / work.mean()), moved.keys + moved.exchange
+    return SplitCost(name, 0, balance, int(received) + exchanged, between, *times)

@@ -40,6 +40,20 @@ class Capabilities:
     deterministic: bool = False
 
 
+KERNELS = {
+    "transformer_engine": Capabilities(varlen=True, block=BLOCK, deterministic=True),
+    "cudnn": Capabilities(),
+    "flash": Capabilities(bands=True, varlen=True, deterministic=True),
+    "flash_aten": Capabilities(bands=True, varlen=True, deterministic=True),
+    "cpu": Capabilities(deterministic=True),
+    "reference": Capabilities(bands=True, varlen=True, deterministic=True),
+}
+"""What the kernels of cp_ring can do, by name: plans and predictions need it without the libraries of the kernels."""
+
+ASSUMED = "flash"
+"""The kernel that predictions assume: it has native windows and takes many tiles in one call."""
+
+
 @dataclass(frozen=True, eq=False)
 class Lowered:
     """Tiles for a kernel, in the coordinates of the tiles that they are parts of, and sorted by `parent`.
@@ -60,8 +74,11 @@ class Lowered:
         return self.kind == REVERSED
 
 
-def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
-    """Rewrites `tiles` into disjoint tiles that allow the same pairs and that a kernel of these capabilities supports."""
+def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -> Lowered:
+    """Rewrites `tiles` into disjoint tiles that allow the same pairs and that a kernel of these capabilities supports.
+
+    apart: int64 [tiles], such as their hops: tiles with different numbers share no batch.
+    """
     parent = np.arange(len(tiles))
     tiles = tiles.fitted()
     live = tiles.live()
@@ -69,7 +86,8 @@ def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent, capabilities.narrow_bands)
     kind = band_kinds(tiles)
-    return Lowered(tiles, parent, kind, _batches(tiles, kind) if capabilities.varlen else np.arange(len(tiles)))
+    alike = kind if apart is None else kind + 4 * apart[parent]
+    return Lowered(tiles, parent, kind, _batches(tiles, alike) if capabilities.varlen else np.arange(len(tiles)))
 
 
 def band_kinds(tiles: Tiles) -> Ints:
@@ -135,14 +153,42 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints
 def _batches(tiles: Tiles, kind: Ints) -> Ints:
     """Numbers the tiles so that tiles of one number are of one kind and share no query; uses few numbers."""
     batch = np.zeros(len(tiles), np.int64)
-    open_batches: list[tuple[int, int, int]] = []  # kind, end of the last tile, number
+    ends: dict[int, list[list[int]]] = {}  # of each kind: end of the last tile and number, of each batch
+    count = 0
     for index in np.lexsort((tiles.q0, kind)).tolist():
-        start, end, what = int(tiles.q0[index]), int(tiles.q1[index]), int(kind[index])
-        for place, (its_kind, its_end, number) in enumerate(open_batches):
-            if its_kind == what and its_end <= start:
-                open_batches[place], batch[index] = (what, end, number), number
+        start, end = int(tiles.q0[index]), int(tiles.q1[index])
+        of_kind = ends.setdefault(int(kind[index]), [])
+        place = next((place for place in of_kind if place[0] <= start), None)
+        if place is None:
+            of_kind.append(place := [end, count])
+            count += 1
+        place[0], batch[index] = end, place[1]
+    return batch
+
+
+def call_groups(lowered: Lowered, varlen: bool) -> list[list[int]]:
+    """Groups of tiles, by index, for one kernel call each; one tile each without `varlen`.
+
+    Tiles of a group have the same batch and window, and share neither queries nor keys. They are in the order of their queries.
+    So each token of dk and dv gets one addition, and the sum does not depend on the order.
+    """
+    tiles = lowered.tiles
+    if not varlen:
+        return [[index] for index in range(len(tiles))]
+    groups: list[list[int]] = []
+    last: dict[tuple[int, int, int], list[int]] = {}
+    corner = tiles.k1 - tiles.q1
+    left = np.where(tiles.lo == -OPEN, -1, corner - tiles.lo).tolist()
+    right = np.where(tiles.hi == OPEN, -1, tiles.hi - corner).tolist()
+    starts, ends, reverse = tiles.k0.tolist(), tiles.k1.tolist(), lowered.reverse.tolist()
+    for index in np.lexsort((tiles.q0, lowered.batch)).tolist():
+        window = (0, 0) if reverse[index] else (left[index], right[index])
+        open_groups = last.setdefault((int(lowered.batch[index]), *window), [])
+        for number in open_groups:
+            if ends[groups[number][-1]] <= starts[index]:
+                groups[number].append(index)
                 break
         else:
-            batch[index] = len(open_batches)
-            open_batches.append((what, end, len(open_batches)))
-    return batch
+            open_groups.append(len(groups))
+            groups.append([index])
+    return groups

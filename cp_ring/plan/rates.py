@@ -7,6 +7,9 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cp_ring.errors import PlanError
 
 FLOPS_PER_SECOND = 4e14
@@ -37,8 +40,9 @@ class Rates:
     call: seconds that a kernel call loses, and an exchange of heads.
     products: FLOP of the matrix products of other layers, relative to `flops`. 600 TFLOP/s are assumed of an H100, by default.
     block: tokens of the square blocks in which a kernel computes beside the edges of a mask; 1 counts the allowed pairs alone.
+    padded: whether a block at the end of a tile counts whole, so that a tile of 4 tokens costs a block.
 
-    Raises `PlanError` unless all are above 0.
+    Raises `PlanError` unless all numbers are above 0.
     """
 
     flops: float = FLOPS_PER_SECOND
@@ -49,11 +53,19 @@ class Rates:
     call: float = SECONDS_PER_CALL
     products: float = 1.5
     block: int = 1
+    padded: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not 0 < getattr(self, field.name) < float("inf"):
+            if field.name != "padded" and not 0 < getattr(self, field.name) < float("inf"):
                 raise PlanError(f"{field.name}={getattr(self, field.name)}: a rate must be a number above 0")
+
+
+def stage_seconds(computes: NDArray[Any], *moves: NDArray[Any]) -> NDArray[Any]:
+    """The rule of the model of time: a stage lasts as long as the longest of what is computed and what moves during it."""
+    for moving in moves:
+        computes = np.maximum(computes, moving)
+    return computes
 
 
 RATES = Rates()

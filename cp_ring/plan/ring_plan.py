@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import ClassVar, TypedDict, Unpack
 
 import numpy as np
 
@@ -42,7 +42,15 @@ class PlanOptions(TypedDict, total=False):
 class RingPlan(PlanTables):
     """The plan of all ranks: `PlanTables` that can be built, proven, and seen from one rank."""
 
+    heads: ClassVar[int] = 1
+    """Ranks that exchange heads: a ring alone is a ring of members of one rank each."""
+
     _rank_plans: dict[int, RankPlan] = field(default_factory=dict, repr=False)
+
+    @property
+    def ring(self) -> RingPlan:
+        """The plan of the members, which are the ranks."""
+        return self
 
     @classmethod
     def build(

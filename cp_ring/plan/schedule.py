@@ -24,19 +24,16 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import Ints, integer
-from cp_ring.plan.rates import RATES, Rates
+from cp_ring.plan.rates import RATES, Rates, stage_seconds
+from cp_ring.plan.sizes import AttentionSizes
 
 Schedule = tuple[int, ...]
 
 SLOT_SHARDS = 4
 """The most sources of a hop of `auto`, by default."""
 
-# The layer that `auto` plans for: 32 query heads and 8 key/value heads of size 128, in bf16. Tensor parallelism and the
-# batch size change all of these alike.
-_FLOPS_PER_PAIR = 4 * 32 * 128
-_BYTES_PER_KEY = 2 * 2 * 8 * 128
-_BYTES_MERGED_PER_QUERY = 32 * 128 * (2 + 4 + 4)  # the call's out is read, the running float32 out is read and written
-_BACKWARD = 2.5  # products of matrices in backward, relative to forward
+_LAYER = AttentionSizes()
+"""The layer that `auto` plans for. Tensor parallelism and the batch size change all of its times alike."""
 
 FEW_RANKS = 8
 """Ranks for which the largest hop of `auto` is chosen, where there are so many."""
@@ -156,12 +153,10 @@ def group_sizes(hops: Schedule) -> list[int]:
 def auto(cp: int, tokens: int, slot_shards: int = SLOT_SHARDS, node_size: int = 1, rates: Rates = RATES) -> Schedule:
     """The schedule of least time by a model, with at most `slot_shards` sources a hop.
 
-    The model is a rank of a causal zigzag plan, in forward and backward: each source costs as much compute as the rank's own
-    keys, and all of its shard travels. A hop lasts as long as the longer of two things: what it computes, and what arrives in
-    the meantime, which are the keys of the next hop and, in backward, the gradients of the last one. Backward begins and
-    ends with half of the rank's own keys. Each hop costs a kernel call and a merge besides. The first `node_size` distances
-    are those of the rank's own node, whose links are faster; with `node_size` 1 all keys come over the network, as where
-    tensor parallelism fills the nodes.
+    The model is that of `cp_ring.plan.simulate` for a rank of a causal zigzag plan, in forward and backward: each source
+    costs as much compute as the rank's own keys, and all of its shard travels. Each hop costs a kernel call and a merge. The
+    first `node_size` distances are those of the rank's own node, whose links are faster; with `node_size` 1 all keys come
+    over the network, as where tensor parallelism fills the nodes.
 
     The largest hop is that of the best schedule for 8 ranks, or for twice `slot_shards` if that is more. With more ranks no
     hop is larger, and one at least is as large. So memory does not grow with cp.
@@ -184,11 +179,13 @@ def _fastest(cp: int, tokens: int, most: int, node_size: int, rates: Rates, *, f
     Found by dynamic programming: what comes after a hop depends on its own size and that of the hop before it.
     """
     most = max(min(most, cp - 1), 1)
-    compute = round(1e9 * tokens**2 / 2 * _FLOPS_PER_PAIR / rates.flops)
+    there, back = _LAYER.pair_flops
+    compute, ratio = round(1e9 * tokens**2 / 2 * there / rates.flops), back / there
     inside, between = (
-        round(1e9 * tokens * _BYTES_PER_KEY / rate) for rate in (rates.inside, rates.between / rates.ranks_per_card)
+        round(1e9 * tokens * _LAYER.wire_key_bytes / rate) for rate in (rates.inside, rates.between / rates.ranks_per_card)
     )
-    call = 2 * round(1e9 * (rates.call + tokens * _BYTES_MERGED_PER_QUERY / rates.memory))
+    merged = tokens * _LAYER.out_width * (_LAYER.element + 8)  # the call's out is read, the float32 out read and written
+    call = 2 * round(1e9 * (rates.call + merged / rates.memory))
     near = max(node_size, 1)
 
     def wire(*hops: tuple[Ints | int, Ints | int]) -> Ints:
@@ -199,7 +196,7 @@ def _fastest(cp: int, tokens: int, most: int, node_size: int, rates: Rates, *, f
     # Axes: sources of the hop before (0: it is hop 0, or there is none), of the hop itself (0: it is hop 0), of the next one.
     before, size, after = np.ix_(range(most + 1), range(most + 1), range(1, most + 1))
     forward = np.maximum(size, 1) * compute
-    backward = np.where(size > 0, size * _BACKWARD * compute, _BACKWARD * compute / 2).astype(np.int64)
+    backward = np.where(size > 0, size * ratio * compute, ratio * compute / 2).astype(np.int64)
     never = np.iinfo(np.int64).max // 4
     # [distance, whether a hop has `most` sources, before, size]: least time from that hop on, which ends before the distance.
     least = np.full((cp + 1, 2, most + 1, most + 1), never)
@@ -207,12 +204,12 @@ def _fastest(cp: int, tokens: int, most: int, node_size: int, rates: Rates, *, f
     end = np.full((2, most + 1, most + 1), never if forced else 0)
     end[1] = 0
     gradients = wire((cp - size - before, before)), wire((cp - size, size))
-    last = forward + np.maximum(backward, gradients[0]) + np.maximum(round(_BACKWARD * compute / 2), gradients[1])
+    last = forward + stage_seconds(backward, gradients[0]) + stage_seconds(np.array(round(ratio * compute / 2)), gradients[1])
     least[cp] = np.minimum(end + last[..., 0], never)
     for distance in range(cp - 1, 0, -1):
         fits = slice(min(most, cp - distance))
         arriving = wire((distance, after)), wire((distance, after), (distance - size - before, before))
-        times = (call + np.maximum(forward, arriving[0]) + np.maximum(backward, arriving[1]))[..., fits]
+        times = (call + stage_seconds(forward, arriving[0]) + stage_seconds(backward, arriving[1]))[..., fits]
         for full in (0, 1):
             then = np.stack(
                 [least[distance + b, full or int(b == most)][:, b] for b in range(1, times.shape[-1] + 1)], axis=-1

@@ -10,15 +10,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import AttentionSizes, crossing, memory
+from cp_ring.plan.cost import crossing, memory
 from cp_ring.plan.heads import HeadPlan, members_of_node, plan_of
 from cp_ring.plan.layout import Layout
+from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.predict import Prediction, predict
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import NODE_AWARE, ONE_SOURCE, ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, parse
+from cp_ring.plan.simulate import Timeline, simulate
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.verify import Report
 
 AUTO = "auto"
@@ -53,7 +55,7 @@ class Costed(NamedTuple):
 
     shape: Shape
     schedule: tuple[int, ...]
-    prediction: Prediction
+    timeline: Timeline
     bytes_between_nodes: int
     buffer_bytes: int
     slot_shards: float
@@ -88,7 +90,13 @@ def planned(
 
 
 def costed(
-    plan: RingPlan | HeadPlan, report: Report, shape: Shape, sizes: AttentionSizes, ranks_per_node: int, rates: Rates = RATES
+    plan: RingPlan | HeadPlan,
+    report: Report,
+    shape: Shape,
+    sizes: AttentionSizes,
+    ranks_per_node: int,
+    rates: Rates = RATES,
+    kernel: Capabilities = KERNELS[ASSUMED],
 ) -> Costed:
     """What a proven plan costs for a layer of these sizes, all heads together, with `ranks_per_node` ranks on a node."""
     own = sizes.of_rank(shape.heads)
@@ -98,7 +106,7 @@ def costed(
     return Costed(
         shape,
         plan.schedule,
-        predict(plan, report, sizes, rates, ranks_per_node),
+        simulate(plan, report, sizes, rates, ranks_per_node, kernel),
         moved.keys + moved.exchange,
         sum(buffers.values()),
         int(report.keys_in.max(initial=0)) * own.on_wire()[0] / max(shard, 1),
@@ -124,6 +132,7 @@ def choose(
     slot_shards: int = SLOT_SHARDS,
     layout: Layout | None = None,
     rates: Rates = RATES,
+    kernel: Capabilities = KERNELS[ASSUMED],
 ) -> Choice:
     """The shape of least predicted time, forward and backward, for layers of these masks (mask, number of layers).
 
@@ -136,8 +145,8 @@ def choose(
         seconds, shards = 0.0, 0.0
         for mask, count in layers:
             plan = planned(mask, layout or Layout.zigzag(mask.n, cp), shape, _limit(shape, slot_shards), node_size, rates)
-            found = costed(plan, plan.verify(), shape, sizes, node_size, rates)
-            seconds, shards = seconds + count * found.prediction.both, max(shards, found.slot_shards)
+            found = costed(plan, plan.verify(), shape, sizes, node_size, rates, kernel)
+            seconds, shards = seconds + count * found.timeline.both, max(shards, found.slot_shards)
         (fits if shards <= slot_shards else too_large).append((shape, seconds, shards))
     if not fits:
         raise PlanError(f"slot_shards {slot_shards}: no shape fits; {_needs(*too_large[0])}" if too_large else _NONE)

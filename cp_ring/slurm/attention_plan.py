@@ -8,14 +8,13 @@ from cp_ring.job.config import JobConfig
 from cp_ring.megatron import shape_choice
 from cp_ring.megatron.comm_types import ring_shape
 from cp_ring.plan import heads as head_plans
-from cp_ring.plan import predict as predictions
-from cp_ring.plan.cost import AttentionSizes
 from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.predict import Prediction
 from cp_ring.plan.rates import Rates
 from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.simulate import Timeline, simulate
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.slurm.placement import Placement, context_groups, describe, members_of, token_bytes, traffic
 
 
@@ -50,8 +49,8 @@ def describe_job(job: JobConfig, placement: Placement) -> list[str]:
         return ["context parallel size 1: no hops"]
     groups = context_groups(job.parallel.tensor_model_parallel_size, cp, placement.ranks)
     plan, sizes = plan_of(job, placement.per_node), sizes_of(job)
-    if isinstance(plan, RingPlan):
-        return describe(placement, groups, traffic(plan, groups, placement, token_bytes(sizes)))
+    if plan.heads == 1:
+        return describe(placement, groups, traffic(plan.ring, groups, placement, token_bytes(sizes)))
     rings = members_of(groups, plan.heads)
     hops = traffic(plan.ring, rings, placement, token_bytes(sizes.of_rank(plan.heads)))
     first = groups[0][: plan.heads].tolist()
@@ -60,9 +59,9 @@ def describe_job(job: JobConfig, placement: Placement) -> list[str]:
     return [f"{exchange}; the ring has {plan.ring.cp} members", *describe(placement, groups, hops)]
 
 
-def predict(job: JobConfig, rates: Rates, per_node: int) -> Prediction:
+def predict(job: JobConfig, rates: Rates, per_node: int) -> Timeline:
     """Predicts from measured speeds: of matrix products on the slowest rank, and of the slowest links of each class."""
     plan = plan_of(job, per_node)
     tp, cp = job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size
     near = node_size(context_groups(tp, cp, tp * cp)[0].tolist(), per_node)
-    return predictions.predict(plan, plan.verify(job.cp_ring.num_slots), sizes_of(job), rates, near)
+    return simulate(plan, plan.verify(job.cp_ring.num_slots), sizes_of(job), rates, near)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ring.errors import ConfigError
-from cp_ring.plan.cost import AttentionSizes
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.sizes import AttentionSizes
 
 
 @dataclass(frozen=True)

@@ -270,33 +270,25 @@ def _memory_errors(index: int) -> int:
     return int(word) if word.isdigit() else 0
 
 
-def _measure_flops(gpu: bool) -> float:
-    """FLOPs per second of a matrix product: the best of three runs."""
-    import torch
-
-    size, dtype, device = (8192, torch.bfloat16, "cuda") if gpu else (512, torch.float32, "cpu")
-    left = torch.ones(size, size, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(4):  # the first one warms up
-        start = time.perf_counter()
-        left @ left
-        if gpu:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
-
-
 def _measure_speeds(gpu: bool) -> dict[str, Any]:
     """What the attention kernel and the memory of this rank do in a second; {} where no kernel runs here."""
     import torch
 
-    from cp_ring.kernels import speed
+    from cp_ring.job import speeds
 
     torch.set_num_threads(1)  # as the ranks of a job have it on the CPU
     try:
-        return speed.measure(torch.device("cuda" if gpu else "cpu"), repeats=2)
+        return speeds.kernel_rates(torch.device("cuda" if gpu else "cpu"), repeats=2)
     except KernelError:  # the job says why when it starts
         return {}
+
+
+def _measure_flops(gpu: bool) -> float:
+    import torch
+
+    from cp_ring.job import speeds
+
+    return speeds.product_rate(torch.device("cuda" if gpu else "cpu"))
 
 
 def main(source: str, overrides: list[str]) -> int:

@@ -85,27 +85,11 @@ def _time_is_left(began: float, limit: float, device: str) -> bool:
 
 def _link(large: Any, hop: int, sender: int, rank: int, receiver: int) -> LinkSpeed:
     """The link from `sender` to this rank, while this rank sends as much to `receiver`."""
-    latency = min(_exchange(large[:8], sender, receiver) for _ in range(4))
-    seconds = min(_exchange(large, sender, receiver) for _ in range(2))
+    from cp_ring.job.speeds import exchange
+
+    latency = min(exchange(large[:8], sender, receiver) for _ in range(4))
+    seconds = min(exchange(large, sender, receiver) for _ in range(2))
     return LinkSpeed(hop, sender, rank, large.numel() / seconds, latency)
-
-
-def _exchange(data: Any, sender: int, receiver: int) -> float:
-    """Seconds until the data of `sender` has arrived, while this rank sends as much to `receiver`."""
-    import torch
-    import torch.distributed as dist
-
-    buffer = torch.empty_like(data)
-    dist.barrier()
-    start = time.perf_counter()
-    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, buffer, sender), dist.P2POp(dist.isend, data, receiver)])
-    works[0].wait()
-    if data.is_cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    for work in works[1:]:
-        work.wait()
-    return seconds
 
 
 def write_links(folder: Path, ranks: Sequence[Facts]) -> Iterator[str]:

@@ -20,4 +20,4 @@ def test_command_gives_rates_that_a_plan_takes(monkeypatch):
 
 
 def test_a_link_is_measured_between_two_ranks(pool):
-    assert all(seconds > 0 for seconds in pool.run(rates.exchange, 2, 1, 1))
+    assert all(seconds > 0 for seconds in pool.run(rates.exchange_seconds, 2, 1, 1))

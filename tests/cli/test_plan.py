@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from cp_ring import kernels
 from cp_ring.cli import app, main
 from cp_ring.cli.drawing import draw, idle_times, zoomed
+from cp_ring.cli.plan import capabilities_of
 from cp_ring.errors import PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
-from cp_ring.plan.cost import AttentionSizes, Span, between_nodes, cost, timeline
+from cp_ring.plan.cost import between_nodes, cost
 from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.rates import NETWORK_BYTES_PER_SECOND
 from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.simulate import Span, spans
+from cp_ring.plan.sizes import AttentionSizes
 
 
 def run(*args: str):
@@ -73,8 +80,9 @@ def test_bytes_between_nodes() -> None:
 def test_timeline_overlaps_and_keeps_order() -> None:
     for schedule, hops in (("ring", 4), ((0, 1, 2, 2), 3), ("gather", 2)):
         plan = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4), schedule=schedule)
-        costs = cost(plan.verify(), AttentionSizes())
-        compute, transfers = timeline(plan, costs)
+        report = plan.verify()
+        costs = cost(report, AttentionSizes())
+        compute, transfers = spans(plan, report, AttentionSizes())
         assert len(compute) == 4 * hops and len(transfers) == 12
         assert all(span.start >= arrival.end for span in compute for arrival in transfers
                    if (arrival.rank, arrival.hop) == (span.rank, span.hop))  # fmt: skip
@@ -371,6 +379,32 @@ def test_wires_of_multi_latent_attention() -> None:
     assert 0 <= waits["latent"]["forward"] < 0.1 * waits["plain"]["forward"]
     assert latent["memory"]["both: key and value slots"] * 70 < plain["memory"]["both: key and value slots"]
     assert latent["memory"]["both: a hop's keys and values, decoded"] == plain["memory"]["both: key and value slots"] // 2
+
+
+def test_a_window_is_costed_for_the_kernel_that_is_assumed() -> None:
+    """Native windows take one call where lower and upper triangles take a hundred."""
+    line = ["plan", "--seq-length", "65536", "--cp", "8", "--window", "128"]
+    native, lowered = (
+        json.loads(CliRunner().invoke(app, [*line, "--json", *more]).stdout) for more in ([], ["--kernel", "cudnn"])
+    )
+    assert native["kernel"] == "flash" and max(native["kernel_calls_per_rank"]) <= 4
+    assert lowered["kernel"] == "cudnn" and min(lowered["kernel_calls_per_rank"]) > 100
+    assert native["predicted"]["efficiency_both"] > 10 * lowered["predicted"]["efficiency_both"]
+    shown = " ".join(CliRunner().invoke(app, line).stdout.split())
+    assert "with the kernel flash, which is assumed (--kernel)" in shown
+
+
+def test_kernels_of_plans_are_those_of_the_registry(monkeypatch) -> None:
+    assert list(KERNELS) == list(kernels.REGISTRY)
+    for name in ("cpu", "reference", "cudnn", "flash_aten"):
+        assert capabilities_of(name) is importlib.import_module(kernels.REGISTRY[name]).KERNEL.capabilities, name
+    module = types.ModuleType("mine")
+    module.KERNEL = types.SimpleNamespace(capabilities=Capabilities(narrow_bands=8))
+    monkeypatch.setitem(sys.modules, "mine", module)
+    monkeypatch.setitem(kernels.REGISTRY, "mine", "mine")
+    assert capabilities_of("mine") == Capabilities(narrow_bands=8)
+    error = run("--kernel", "swift").exception
+    assert str(error) == f"--kernel 'swift': known are {', '.join(kernels.REGISTRY)}"
 
 
 def test_the_verdict_comes_first() -> None:

@@ -17,9 +17,9 @@ from cp_ring import ConfigError, Layout, Mask, PlanError, RingPlan, ring_attenti
 from cp_ring.comm.codecs import CODECS, Decoding, Quantized
 from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
-from cp_ring.plan.cost import AttentionSizes, cost
+from cp_ring.plan.cost import cost
 from cp_ring.plan.heads import plan_of
-from cp_ring.plan.wires import WIRES
+from cp_ring.plan.sizes import WIRES, AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, Grads, brute_force, error
 

@@ -11,8 +11,8 @@ import torch
 from cp_ring import ConfigError, LatentKeys, Layout, Mask, PlanError, RingPlan, ring_attention
 from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
-from cp_ring.plan.cost import AttentionSizes, cost
-from cp_ring.plan.wires import LatentSizes
+from cp_ring.plan.cost import cost
+from cp_ring.plan.sizes import AttentionSizes, LatentSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force, error
 

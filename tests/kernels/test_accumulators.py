@@ -14,7 +14,8 @@ from cp_ring.cli import app
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.base import Capabilities
 from cp_ring.ops import totals
-from cp_ring.plan.cost import AttentionSizes, accumulator_bytes, rank_updates
+from cp_ring.plan.simulate import accumulator_bytes, rank_updates
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.testing.loopback import LoopbackTransport
 from tests.kernels import emulated_te
 
@@ -71,7 +72,7 @@ def test_bytes_are_those_of_the_plan(moved, mask, schedule):
         out = ring_attention(q, k, v, LoopbackTransport(rank, 4), plan=plan, kernel="emulated", qkv_format="sbhd")
         torch.autograd.grad(out, inputs, dout)
         # The running lse is float64 on the CPU.
-        forward, backward = accumulator_bytes(rank_updates(plan.rank_plan(rank)), SIZES, lse_element=8)
+        forward, backward = accumulator_bytes(rank_updates(plan.rank_plan(rank), Capabilities()), SIZES, lse_element=8)
         assert moved == {name: n for name, n in (("merge", forward), ("add", backward)) if n or name in moved}
 
 

@@ -13,8 +13,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from cp_ring import Layout, Mask, RingPlan
-from cp_ring.plan.cost import AttentionSizes
-from cp_ring.plan.wires import LatentSizes
+from cp_ring.plan.sizes import AttentionSizes, LatentSizes
 from tests.megatron.launch import _lines, train
 
 CODECS = ("plain", "latent", "int8", "fp8")

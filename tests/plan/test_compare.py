@@ -12,8 +12,8 @@ from cp_ring.bench import samples
 from cp_ring.cli import app, main
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan import compare as module
-from cp_ring.plan.blocks import blocked_pairs
 from cp_ring.plan.compare import Layer, compare, padded, smallest_group
+from cp_ring.plan.cost import blocked_pairs
 from cp_ring.plan.rates import Rates
 
 LONG_TAIL = np.array([100, 9000, 40, 700, 3000, 64, 1500, 2000, 130, 850, 16, 2984])
@@ -37,10 +37,10 @@ def test_padding_by_hand():
 def test_a_single_document_is_the_same_for_all_that_need_no_group():
     """One document without blocks, links and calls: every split has the same ideal time."""
     lengths = np.array([4096])
-    free = {"rates": Rates(inside=1e30, between=1e30, call=1e-30), "block": 1}
+    free = {"rates": Rates(inside=1e30, between=1e30, call=1e-30, memory=1e30), "block": 1}
     splits = by_name(lengths, 4, **free)
     layer = Layer(**free)
-    ideal = (4096 * 4097 / 2 * layer.pair_flops + 4096 * layer.token_flops) / 4 / layer.rates.flops
+    ideal = (4096 * 4097 / 2 * layer.sizes.pair_flops[0] + 4096 * layer.token_flops) / 4 / layer.rates.flops
     for name in ("padded thd, cp 4", "per-document zigzag", "zigzag", "balanced", "balanced, relay", "balanced, heads 2"):
         assert splits[name].forward == pytest.approx(ideal, rel=1e-3), name
         assert splits[name].backward == pytest.approx(ideal * 2.5, rel=0.25), name

@@ -11,6 +11,8 @@ from cp_ring.errors import PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
 from cp_ring.plan.rates import Rates
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, check, group_sizes, parse, resolve
+from cp_ring.plan.simulate import Pass
+from cp_ring.plan.sizes import AttentionSizes
 
 
 def calls(plan: RingPlan, rank: int) -> int:
@@ -43,12 +45,11 @@ def test_auto_is_a_schedule_of_bounded_hops(tokens: int, slot_shards: int, node_
 
 def modeled(sizes: tuple[int, ...], compute: float, shard: float, call: float) -> float:
     """Time of forward and backward with hops of so many sources, one shard of keys or gradients on the wire in `shard`."""
-    hops = [1, *sizes]
-    forward = sum(max(now * compute, then * shard) for now, then in zip(hops, [*sizes, 0], strict=True))
-    halves = [0.5, *sizes, 0.5]
-    keys, grads = [*sizes, 0, 0], [0, 0, *sizes]
-    backward = sum(max(2.5 * x * compute, (k + g) * shard) for x, k, g in zip(halves, keys, grads, strict=True))
-    return forward + backward + 2 * call * len(sizes)
+    there, back = AttentionSizes().pair_flops
+    forward = Pass(compute * np.array([[1.0, *sizes]]), shard * np.array([[*sizes, 0.0]]), call * len(sizes))
+    halves, moved = [0.5, *sizes, 0.5], np.array([*sizes, 0, 0]) + np.array([0, 0, *sizes])
+    backward = Pass(back / there * compute * np.array([halves]), shard * moved[None], call * len(sizes))
+    return float(forward.seconds[0] + backward.seconds[0])
 
 
 def compositions(total: int, most: int) -> Iterator[tuple[int, ...]]:

@@ -6,18 +6,20 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask
-from cp_ring.plan.cost import AttentionSizes, crossing, rank_updates
-from cp_ring.plan.predict import predict
+from cp_ring.plan.cost import crossing
+from cp_ring.plan.lower import ASSUMED, KERNELS
 from cp_ring.plan.rates import Rates
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.shapes import Shape, choose, costed, planned, shapes_of
+from cp_ring.plan.simulate import rank_updates, simulate
+from cp_ring.plan.sizes import AttentionSizes
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, dtype="fp32")
 FREE = {"memory": 1e30, "call": 1e-30}
 
 
 def predicted(plan, ranks_per_node, sizes=SIZES, **rates):
-    return predict(plan, plan.verify(plan.cp), sizes, Rates(**FREE, **rates), ranks_per_node)
+    return simulate(plan, plan.verify(plan.cp), sizes, Rates(**FREE, **rates), ranks_per_node)
 
 
 def test_times_by_hand():
@@ -71,9 +73,9 @@ def test_exchange_of_heads_takes_time():
 
 def test_all_ranks_or_a_sample():
     plan = RingPlan.build(Mask.causal(65536), Layout.zigzag(65536, 8))
-    every = {rank: rank_updates(plan.rank_plan(rank)) for rank in range(8)}
+    every = {rank: rank_updates(plan.rank_plan(rank), KERNELS[ASSUMED]) for rank in range(8)}
     report, sizes = plan.verify(), AttentionSizes()
-    few, all_of_them = predict(plan, report, sizes), predict(plan, report, sizes, updates=every)
+    few, all_of_them = simulate(plan, report, sizes), simulate(plan, report, sizes, updates=every)
     assert few.both == pytest.approx(all_of_them.both, rel=0.01)
 
 

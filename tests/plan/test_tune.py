@@ -6,18 +6,15 @@ import numpy as np
 import pytest
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.attention_costs import AttentionCosts
-from cp_ring.plan.blocks import blocked_pairs
-from cp_ring.plan.cost import AttentionSizes
+from cp_ring.plan.cost import blocked_pairs
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.model_sizes import Experts, ModelSizes
-from cp_ring.plan.predict import predict
+from cp_ring.plan.model import RECOMPUTE, Experts, ModelSizes, ParallelSizes, TrainingSetup, step_memory, step_seconds
 from cp_ring.plan.rates import NAMED, RATES, Rates, named_or_read
 from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.plan.step import RECOMPUTE, ParallelSizes, TrainingSetup, step_memory, step_seconds
-from cp_ring.plan.tune import Given, Search, possible_sizes, reasons
-from cp_ring.plan.wires import LatentSizes
+from cp_ring.plan.simulate import simulate
+from cp_ring.plan.sizes import AttentionSizes, LatentSizes
+from cp_ring.plan.tune import AttentionCosts, Given, Search, possible_sizes, reasons
 
 MODEL = ModelSizes(
     layers=4, hidden=512, ffn=1408, heads=8, kv_heads=2, head_dim=64, value_dim=64, vocabulary=4096, windows=(((-1, -1), 4),)
@@ -141,7 +138,7 @@ def test_a_kernel_that_computes_blocks_takes_longer():
     assert blocked_pairs(plan, 4096).tolist() == [[4096**2]] and blocked_pairs(plan, 4096, padded=False).tolist() == [[1024**2]]
     free = Rates(memory=1e30, call=1e-30)
     report, sizes = plan.verify(), AttentionSizes()
-    exact, blocks = (predict(plan, report, sizes, replace(free, block=block)).both for block in (1, 512))
+    exact, blocks = (simulate(plan, report, sizes, replace(free, block=block)).both for block in (1, 512))
     assert blocks / exact == pytest.approx(3 * 512**2 / (1024 * 1025 / 2))
 
 

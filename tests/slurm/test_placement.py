@@ -7,11 +7,12 @@ import pytest
 
 from cp_ring.errors import ConfigError
 from cp_ring.job import config
-from cp_ring.plan.cost import AttentionSizes, between_nodes
+from cp_ring.plan.cost import between_nodes
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.schedule import relay_schedule
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.slurm.attention_plan import describe_job, plan_of, sizes_of
 from cp_ring.slurm.placement import Placement, context_groups, describe, order_from_file, token_bytes, traffic
 

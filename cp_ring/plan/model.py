@@ -1,8 +1,9 @@
-"""Predicted time and memory of a training step of a GPT model, by item, for sizes of all parallel dimensions.
+"""Sizes of a GPT model, and the predicted time and memory of a training step, by item, for sizes of all parallel dimensions.
 
 The model of the time: pipeline stages work one microbatch after the other (1F1B), all with the same number of layers, the last
-one with the output layer besides. Messages of tensor and expert parallelism are not hidden. Those of gradients hide behind
-backward of the last microbatch, and those of weights behind forward of the first one, where Megatron's flags ask for it.
+one with the output layer besides. Attention takes what `cp_ring.plan.simulate` says. Messages of tensor and expert parallelism
+are not hidden. Those of gradients hide behind backward of the last microbatch, and those of weights behind forward of the first
+one, where Megatron's flags ask for it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,125 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import NamedTuple
 
-from cp_ring.plan.attention_costs import AttentionCost
-from cp_ring.plan.model_sizes import ModelSizes
 from cp_ring.plan.rates import Rates
+from cp_ring.plan.schedule import Schedule
+from cp_ring.plan.shapes import Shape
+from cp_ring.plan.sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
+
+
+class Experts(NamedTuple):
+    """Experts of a model: so many in each of `layers` layers, of which a token takes `top_k`; widths; parallel size."""
+
+    number: int
+    layers: int
+    top_k: int
+    width: int
+    shared_width: int = 0
+    parallel: int = 1
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A GPT model.
+
+    windows: each window (left, right) of the attention layers and the number of layers that have it. latent, query_latent: of
+    multi-latent attention. gated: whether feed-forward networks have a gate (SwiGLU). loss_chunk: tokens whose logits are made
+    at a time, 0 for all.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    vocabulary: int
+    windows: tuple[tuple[tuple[int, int], int], ...]
+    latent: LatentSizes | None = None
+    query_latent: int = 0
+    gated: bool = True
+    tied: bool = False
+    dtype: str = "bf16"
+    experts: Experts | None = None
+    loss_chunk: int = 0
+
+    def attention(self, tp: int, batch: int, wire: str = "plain") -> AttentionSizes:
+        """The attention of one layer on a tensor-parallel rank."""
+        groups = max(self.kv_heads // tp, 1)
+        sizes = (self.heads // tp, groups, self.head_dim, self.value_dim)
+        return AttentionSizes(*sizes, dtype=self.dtype, batch=batch, wire=wire, latent=self.latent)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of weights and activations."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the projections of one attention layer."""
+        queries, values = self.heads * self.head_dim, self.heads * self.value_dim
+        if self.latent is None:
+            return self.hidden * (queries + self.kv_heads * (self.head_dim + self.value_dim) + values)
+        down, width = self.latent, self.heads * (self.latent.nope + self.latent.value)
+        of_queries = self.query_latent * (self.hidden + queries) if self.query_latent else self.hidden * queries
+        return of_queries + self.hidden * (down.latent + down.rope) + down.latent * width + self.hidden * values
+
+    def _network(self, width: int) -> int:
+        """Parameters of a feed-forward network."""
+        return (3 if self.gated else 2) * self.hidden * width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of all layers, without those that every token takes."""
+        return self.experts.layers * self.experts.number * self._network(self.experts.width) if self.experts else 0
+
+    @property
+    def other_parameters(self) -> int:
+        """Parameters of all layers that are no experts' own; norms and biases are left out."""
+        found = self.layers * self.attention_parameters
+        if self.experts is None:
+            return found + self.layers * self._network(self.ffn)
+        dense = self.layers - self.experts.layers
+        shared = self._network(self.experts.shared_width) + self.hidden * self.experts.number
+        return found + dense * self._network(self.ffn) + self.experts.layers * shared
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding, and of the output layer where it has its own."""
+        return (1 if self.tied else 2) * self.hidden * self.vocabulary
+
+    @property
+    def token_flops(self) -> float:
+        """FLOP of forward of all layers for a token, without attention's scores and without the output layer."""
+        active = self.other_parameters
+        if self.experts is not None:
+            active += self.experts.layers * self.experts.top_k * self._network(self.experts.width)
+        return 2.0 * active
+
+    @property
+    def logit_flops(self) -> float:
+        """FLOP of forward of the output layer for a token."""
+        return 2.0 * self.hidden * self.vocabulary
+
+    def activation_bytes(self, tp: int, shared: bool) -> float:
+        """Bytes of a token that all layers keep for backward on a rank, where nothing is recomputed.
+
+        Those that attention keeps (q, k, v, out, lse) are not among them. shared: whether tensor-parallel ranks share the
+        activations of norms (sequence parallelism). The input and the output of each norm are kept, the input of the gate and
+        of the last product of a feed-forward network, and the inputs of experts.
+        """
+        per_rank = tp if shared else 1
+        inner = 3 if self.gated else 2
+        latent = self.latent.latent + self.latent.rope + self.query_latent if self.latent else 0
+        elements = self.layers * (4 * self.hidden + latent) / per_rank
+        dense = self.layers - (self.experts.layers if self.experts else 0)
+        elements += dense * inner * self.ffn / tp
+        if self.experts is not None:
+            of_experts = self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
+            elements += self.experts.layers * (of_experts + inner * self.experts.shared_width / tp)
+        return elements * self.element
+
 
 RESERVED_BYTES = 6 << 30
 """Assumed for CUDA, NCCL's buffers and fragmentation."""
@@ -67,6 +184,29 @@ class TrainingSetup:
     def tokens(self, sizes: ParallelSizes, micro_batch: int) -> int:
         """Tokens of a rank in a microbatch."""
         return self.seq_length * micro_batch // sizes.cp
+
+
+class AttentionCost(NamedTuple):
+    """Attention of all layers of a model, for one microbatch, on the slowest rank.
+
+    schedule: the hops, as `auto` chose them. sources: the most sources of a hop. forward, both: seconds; exposed: what of them
+    waits for messages. kept: bytes that a layer keeps for backward; kept_results: those of out and lse alone. slots: bytes of
+    receive buffers. sums: bytes of the other buffers of one layer, at the time they are most.
+    """
+
+    shape: Shape
+    wire: str
+    layout: str
+    schedule: Schedule
+    sources: int
+    forward: float
+    both: float
+    exposed_forward: float
+    exposed_both: float
+    kept: int
+    kept_results: int
+    slots: int
+    sums: int
 
 
 def step_seconds(

@@ -1,0 +1,146 @@
+"""What the devices and links of this machine do in a second: measured here alone, for benches, tune --check and preflight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.benchmark import Measurement, TaskSpec
+
+from cp_ring.kernels import choose
+from cp_ring.kernels.base import OPEN
+
+Clock = Callable[[], float]
+
+_FEW = 128  # tokens of the call whose time is mostly what every call loses
+
+
+def measurement(times: Sequence[float]) -> Measurement:
+    """Times in seconds, for their median and other quantiles."""
+    return Measurement(1, list(times), TaskSpec("", ""))
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """{median_s, min_s, max_s} of times in seconds."""
+    return {"median_s": measurement(times).median, "min_s": min(times), "max_s": max(times)}
+
+
+def timed(
+    work: Callable[[], object], repeats: int, *, group: Any = None, clock: Clock = time.perf_counter, cuda: bool = False
+) -> Measurement:
+    """The seconds of `repeats` calls; one before them does not count. The ranks of `group` begin each call together."""
+    times = []
+    for _ in range(repeats + 1):
+        if group is not None:
+            dist.barrier(group)
+        begin = clock()
+        work()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(clock() - begin)
+    return measurement(times[1:])
+
+
+def best(work: Callable[[], object], repeats: int, cuda: bool = False) -> float:
+    """The least seconds of `repeats` calls."""
+    return float(min(timed(work, repeats, cuda=cuda).times))
+
+
+def kernel_rates(device: torch.device, repeats: int = 5, megabytes: int = 32) -> dict[str, Any]:
+    """Speeds {kernel, tflops, memory_gb_s, call_us} of the kernel that `auto` chooses, the best of `repeats`.
+
+    A full mask, bfloat16 on CUDA and float32 on the CPU. Raises `KernelError` where no kernel runs on the device.
+    """
+    cuda = device.type == "cuda"
+    tokens, heads, size = (8192, 16, 128) if cuda else (1024, 8, 64)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    kernel = choose("auto", device=device, dtype=dtype, d=size, e=size, packed=False)
+
+    def seconds(tokens: int) -> float:
+        q, k, v = (torch.randn(1, tokens, heads, size, dtype=dtype, device=device) for _ in range(3))
+        return best(lambda: kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=size**-0.5), repeats, cuda)
+
+    flops = 4.0 * tokens * tokens * heads * size / seconds(tokens)
+    return {
+        "kernel": type(kernel).__name__,
+        "tflops": flops / 1e12,
+        "memory_gb_s": memory_rate(device, repeats, megabytes * 2**20) / 1e9,
+        "call_us": max(seconds(_FEW) - 4.0 * _FEW * _FEW * heads * size / flops, 1e-7) * 1e6,
+    }
+
+
+def memory_rate(device: torch.device, repeats: int, size: int, group: Any = None, clock: Clock = time.perf_counter) -> float:
+    """Bytes that a device reads and writes in a second, by copies of `size` bytes: the best of `repeats`."""
+    source = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    found = timed(lambda: target.copy_(source), repeats, group=group, clock=clock, cuda=device.type == "cuda")
+    return 2 * source.nbytes / (min(found.times) if group is None else found.median)
+
+
+def product_rate(device: torch.device, repeats: int = 3) -> float:
+    """FLOP per second of a matrix product, the best of `repeats`: bfloat16 on CUDA and float32 on the CPU."""
+    cuda = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / best(lambda: left @ left, repeats, cuda)
+
+
+def exchange(data: Tensor, sender: int, receiver: int, group: Any = None, clock: Clock = time.perf_counter) -> float:
+    """Seconds until the data of `sender` has arrived, while this rank sends as much to `receiver`: ranks of the group.
+
+    All ranks of the group call this together.
+    """
+    buffer = torch.empty_like(data)
+    dist.barrier(group)
+    start = clock()
+    ops = [
+        dist.P2POp(dist.irecv, buffer, group=group, group_peer=sender),
+        dist.P2POp(dist.isend, data, group=group, group_peer=receiver),
+    ]
+    works = dist.batch_isend_irecv(ops)
+    works[0].wait()
+    if data.is_cuda:
+        torch.cuda.synchronize()
+    seconds = clock() - start
+    for work in works[1:]:
+        work.wait()
+    return seconds
+
+
+# Contestants that take turns, each made once on every rank
+
+PREPARED: dict[str, Callable[[], Any]] = {}
+"""What this process has made to be timed, by name."""
+
+
+def time_prepared(group: Any, name: str) -> tuple[float, float]:
+    """On a rank: seconds of one call of what is prepared under a name, by the clock and of this process."""
+    if group is not None:
+        dist.barrier(group)
+    start = time.perf_counter(), time.process_time()
+    made = PREPARED[name]()
+    if isinstance(made, Tensor) and made.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start[0], time.process_time() - start[1]
+
+
+def in_turn[K](
+    pools: Mapping[K, tuple[Any, int, str]], repeats: int, before: Callable[[K], None] | None = None
+) -> dict[K, list[tuple[float, float]]]:
+    """The times of each contestant, of its slowest rank: (seconds by the clock, of a process). Each round calls every one once.
+
+    So a slow minute of a shared machine slows all alike. pools: of each contestant its ranks, their number, and the name under
+    which it is prepared there. before: called before each call of each of them.
+    """
+    times: dict[K, list[tuple[float, float]]] = {key: [] for key in pools}
+    for _ in range(repeats):
+        for key, (ranks, size, name) in pools.items():
+            if before is not None:
+                before(key)
+            of_ranks = ranks.run(time_prepared, size, name, timeout=600)
+            times[key].append((max(clock for clock, _ in of_ranks), max(process for _, process in of_ranks)))
+    return times

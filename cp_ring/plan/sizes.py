@@ -1,0 +1,181 @@
+"""Sizes of one attention layer, and what a token's keys and values weigh on the wire, by codec.
+
+Widths are in bytes; see `cp_ring.comm.codecs` for what travels. Sizes: g key/value heads, d and e head sizes of keys and values,
+all for one token of one batch row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.head_split import split_heads
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+SCALE_BYTES = 4
+"""A scale is float32. Each token has two for each key/value head: one of its key, one of its value."""
+
+
+class LatentSizes(NamedTuple):
+    """Sizes of multi-latent attention: the latent, the rotated shared key, and a head's own part of the key, and its value."""
+
+    latent: int
+    rope: int
+    nope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A codec's widths, and its error. `key_element` are bytes of an element of keys and values, None for those of the inputs.
+
+    `scales`: whether each key and each value has a scale. `latent`: whether a latent travels instead of keys and values, in both
+    directions.
+    `error` is the most that out and gradients of N(0, 1) inputs are off, relative to their norm, beside what `plain` is off.
+    """
+
+    name: str
+    key_element: int | None = None
+    scales: bool = False
+    latent: bool = False
+    error: float = 0.0
+
+    @property
+    def widening(self) -> float:
+        """By how much the bounds of the certificate widen: its probes have few tokens, and other masks and draws."""
+        return 2 * self.error
+
+    def elements(self, kv_heads: int, head_sizes: int, latent: LatentSizes | None) -> int:
+        """Elements of a token that travel, and gradients of it; `head_sizes` is d + e."""
+        if self.latent:
+            assert latent is not None
+            return latent.latent + latent.rope
+        return kv_heads * head_sizes
+
+    def key_bytes(self, kv_heads: int, head_sizes: int, element: int, latent: LatentSizes | None = None) -> int:
+        """Bytes of a token's keys and values, where an element of the inputs has `element` bytes."""
+        width = self.elements(kv_heads, head_sizes, latent) * (self.key_element or element)
+        return width + (2 * kv_heads * SCALE_BYTES if self.scales else 0)
+
+    def decode_flops(self, kv_heads: int, latent: LatentSizes | None) -> tuple[int, int]:
+        """FLOPs of the reader for a token that arrives: (forward, backward). Only matrix products count.
+
+        Backward decodes again, and multiplies by the weight for the latent's gradient and by the latent for the weight's.
+        """
+        if not self.latent:
+            return 0, 0
+        assert latent is not None
+        product = 2 * latent.latent * kv_heads * (latent.nope + latent.value)
+        return product, 3 * product
+
+
+def widening(wire: str) -> float:
+    """`Wire.widening` of a codec by its name, and 0 for `auto`, which never chooses one that costs accuracy."""
+    return 0.0 if wire == "auto" else WIRES[wire].widening
+
+
+WIRES = {
+    wire.name: wire
+    for wire in (
+        Wire("plain"),
+        Wire("int8", key_element=1, scales=True, error=0.012),
+        Wire("fp8", key_element=1, scales=True, error=0.05),
+        Wire("latent", latent=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of one attention layer's tensors: heads, elements of a head, batch rows, and dtypes.
+
+    `value_dim` is by default `head_dim`. `dtype` is that of queries, keys and values, `wire_dtype` that of gradients that
+    travel, by default the same. `wire` is the codec of keys that travel, `latent` the sizes that the codec of that name needs.
+    Raises `PlanError` for sizes that do not fit together.
+    """
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    value_dim: int | None = None
+    dtype: str = "bf16"
+    wire_dtype: str | None = None
+    batch: int = 1
+    wire: str = "plain"
+    latent: LatentSizes | None = None
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise PlanError(f"{self.kv_heads} key/value heads do not divide {self.heads} heads")
+        if self.head_dim < 1 or (self.value_dim or 1) < 1 or self.batch < 1:
+            raise PlanError(f"head_dim {self.head_dim}, value_dim {self.value_dim}, batch {self.batch}: each must be at least 1")
+        for name in (self.dtype, self.wire_dtype or self.dtype):
+            if name not in DTYPE_BYTES:
+                raise PlanError(f"unknown dtype {name!r}; known are {', '.join(DTYPE_BYTES)}")
+        if self.wire not in WIRES:
+            raise PlanError(f"wire {self.wire!r}: known are {', '.join(WIRES)}")
+        if self.codec.latent and self.latent is None:
+            raise PlanError(f"wire {self.wire} needs the sizes of multi-latent attention")
+
+    @property
+    def codec(self) -> Wire:
+        """The widths of the codec."""
+        return WIRES[self.wire]
+
+    @property
+    def wire_key_bytes(self) -> int:
+        """Bytes of a token's keys and values as they travel, in all batch rows."""
+        return self.on_wire()[0]
+
+    @property
+    def wire_gradient_width(self) -> int:
+        """Elements of a token's gradients as they travel, in all batch rows."""
+        return self.on_wire()[1] // self.wire_element
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of queries, keys and values."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def wire_element(self) -> int:
+        """Bytes of an element of a gradient that travels."""
+        return DTYPE_BYTES[self.wire_dtype or self.dtype]
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a token's queries, in all batch rows."""
+        return self.batch * self.heads * self.head_dim
+
+    @property
+    def out_width(self) -> int:
+        """Elements of a token's output, in all batch rows."""
+        return self.batch * self.heads * (self.value_dim or self.head_dim)
+
+    @property
+    def pair_flops(self) -> tuple[int, int]:
+        """FLOP of an allowed pair of a query and a key: (forward, backward), two and five products of matrices."""
+        queries, out = self.query_width, self.out_width
+        return 2 * (queries + out), 2 * (3 * queries + 2 * out)
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a token's keys and values, in all batch rows."""
+        return self.batch * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+
+    def on_wire(self, kv_heads: int | None = None) -> tuple[int, int]:
+        """Bytes of a token in the ring, of all key/value heads or of so many: (keys and values, their gradients)."""
+        heads, size = self.kv_heads if kv_heads is None else kv_heads, self.head_dim + (self.value_dim or self.head_dim)
+        keys = self.codec.key_bytes(heads, size, self.element, self.latent)
+        return self.batch * keys, self.batch * self.codec.elements(heads, size, self.latent) * self.wire_element
+
+    def exchanging(self, heads: int) -> AttentionSizes:
+        """The sizes where ranks exchange heads: latents have none, so that keys travel as they are."""
+        return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
+
+    def of_rank(self, heads: int) -> AttentionSizes:
+        """The sizes of a rank that exchanges tokens for heads with `heads` ranks, itself included; see `split_heads`."""
+        split = split_heads(self.heads, self.kv_heads, heads)
+        return replace(self.exchanging(heads), heads=self.heads // heads, kv_heads=split.kv_heads_of_rank)
