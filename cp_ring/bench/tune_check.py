@@ -24,10 +24,9 @@ import torch.distributed as dist
 
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.plan.cost import AttentionSizes, kernel_calls
-from cp_ring.plan.heads import HeadPlan
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.predict import predict
 from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.shapes import Shape, planned, shapes_of
 from cp_ring.testing.rank_pool import Ranks
 
@@ -104,7 +103,7 @@ def checked_shapes(model: SmallModel) -> list[CheckedShape]:
     return found
 
 
-def _plan(model: SmallModel, checked: CheckedShape, rates: Rates) -> RingPlan | HeadPlan:
+def _plan(model: SmallModel, checked: CheckedShape, rates: Rates) -> Plan:
     cp, n = checked.cp, model.tokens
     return planned(Mask.causal(n), Layout.zigzag(n, cp), checked.shape, None, cp, rates)
 
@@ -255,7 +254,7 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     """What this rank does in a second while all ranks do the same: flops, products, memory, link; and call, seconds."""
     sizes, d, now = model.sizes, model.head_dim, _clock(cpu)
     tokens = model.tokens // 2
-    whole = RingPlan.build(Mask.full(tokens), Layout.contiguous(tokens, 1))
+    whole = Plan.build(Mask.full(tokens), Layout.contiguous(tokens, 1))
     seconds = _median_of(group, _attention(model, whole, None), now)
     flops = 14.0 * tokens * tokens * sizes.heads * d / seconds
     x, weight = torch.randn(tokens, model.hidden, requires_grad=True), torch.randn(model.ffn, model.hidden, requires_grad=True)
@@ -263,18 +262,18 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     products = _median_of(group, lambda: torch.nn.functional.linear(x, weight).backward(gradient), now)
     source = torch.zeros(1 << 20)
     target = torch.empty_like(source)
-    tiny = RingPlan.build(Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring")
+    tiny = Plan.build(Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring")
     of_tiny = _median_of(group, _attention(model, tiny, group), now)
     return {
         "flops": flops,
         "products": 6.0 * tokens * model.hidden * model.ffn / products,
         "memory": 2 * source.nbytes / _median_of(group, lambda: target.copy_(source), now),
         "link": _MESSAGE_BYTES / _median_of(group, _neighbors(group), now),
-        "call": of_tiny / 2 / int(kernel_calls(tiny).max()),
+        "call": of_tiny / 2 / int(kernel_calls(tiny.ring).max()),
     }
 
 
-def _attention(model: SmallModel, plan: RingPlan, group: Any) -> Callable[[], object]:
+def _attention(model: SmallModel, plan: Plan, group: Any) -> Callable[[], object]:
     tokens = plan.n // plan.cp
     q, k, v = (torch.randn(1, tokens, model.heads, model.head_dim, requires_grad=True) for _ in range(3))
     gradient = torch.ones(1, tokens, model.heads, model.head_dim)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring import LatentKeys, Layout, Mask, RingPlan, ring_attention
+from cp_ring import LatentKeys, Layout, Mask, Plan, ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.testing.network import ThrottledLink
 from cp_ring.testing.rank_pool import Ranks
@@ -58,7 +58,7 @@ _prepared: dict[str, Callable[[], None]] = {}
 
 def prepare(group: Any, case: WireCase) -> None:
     """On a rank: makes the tensors of a case, and runs each codec once."""
-    plan = RingPlan.build(Mask.causal(case.tokens), Layout.zigzag(case.tokens, 2))
+    plan = Plan.build(Mask.causal(case.tokens), Layout.zigzag(case.tokens, 2))
     size, generator = case.tokens // 2, torch.Generator().manual_seed(group.rank())
 
     def normal(*shape: int) -> Tensor:

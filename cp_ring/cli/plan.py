@@ -28,7 +28,6 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.rates import read as read_rates
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
 from cp_ring.plan.shapes import AUTO, Shape, choose, planned
@@ -226,11 +225,11 @@ def plan_command(
             else:
                 shape, reason = choose([(allowed, 1)], cp, sizes, node_size, route=route, heads=count, schedule=schedule,
                                        slot_shards=slot_shards, layout=chosen, rates=speeds)  # fmt: skip
-            limit = max(slot_shards, ranks_per_node) if shape.route == "relay" else slot_shards
+            limit = max(slot_shards, ranks_per_node) if ROUTES[shape.route].own_schedule else slot_shards
             whole, build_ms = _timed(lambda: planned(allowed, chosen, shape, limit, node_size, speeds))
         report, verify_ms = _timed(lambda: whole.verify(num_slots))
         shapes = shapes_of_plan(allowed, chosen, sizes, ranks_per_node, node_size, speeds, slot_shards)
-    plan, own_sizes = (whole, sizes) if isinstance(whole, RingPlan) else (whole.ring, sizes.of_rank(whole.heads))
+    plan, own_sizes = whole.ring, sizes.of_rank(whole.ulysses)
     costs = cost(report, own_sizes, num_slots)
     facts = summary(plan, report, costs, members_of_node(ranks_per_node, shape.heads)) | speed(whole, report, sizes, speeds)
     facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": shape.heads, "chosen": reason}

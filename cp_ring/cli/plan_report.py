@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.plan.cost import AttentionSizes, Cost, accumulator_bytes, between_nodes, crossing, kernel_calls, rank_updates
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.predict import Prediction, predict
 from cp_ring.plan.rates import Rates
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, group_sizes
 from cp_ring.plan.shapes import AUTO, Shape, costed, planned, shapes_of
+from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.verify import Report
 
 MAX_RANKS_SHOWN = 32
@@ -25,7 +26,7 @@ MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
 MAX_RANKS_PREDICTED = 256  # the times of all shapes take about a second for 64 ranks
 
 
-def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) -> dict[str, Any]:
+def summary(plan: PlanTables, report: Report, costs: Cost, ranks_per_node: int) -> dict[str, Any]:
     """The numbers of a plan, ready for JSON. Bytes are keys and values of one forward pass."""
     return {
         "mask": plan.mask.name,
@@ -53,7 +54,7 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int) ->
     }
 
 
-def speed(plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, rates: Rates) -> dict[str, Any]:
+def speed(plan: Plan, report: Report, sizes: AttentionSizes, rates: Rates) -> dict[str, Any]:
     """Bytes that merges, sums, casts and zero fills of each rank read and write, in forward and backward, and predicted speeds.
 
     Speeds are those of the slowest rank, relative to one kernel call, where all ranks share a node and where each has a node
@@ -61,8 +62,8 @@ def speed(plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, rate
     """
     if plan.cp > MAX_RANKS_COSTED:
         return {"accumulator_bytes_per_rank": None, "predicted_efficiency": None}
-    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
-    updates = {rank: rank_updates(ring.rank_plan(rank)) for rank in range(ring.cp)}
+    ring, heads = plan.ring, plan.ulysses
+    updates = {rank: rank_updates(plan.rank_plan(rank * heads)) for rank in range(ring.cp)}
     predicted = {}
     for name, ranks_per_node in (("nvlink", plan.cp), ("network", 1)):
         found = predict(plan, report, sizes, rates, ranks_per_node, updates)
@@ -79,7 +80,7 @@ def shapes_of_plan(
     several = layout.cp > 1 and layout.cp <= MAX_RANKS_PREDICTED
     schedules = [Shape("direct", 1, name) for name in NAMES if name != AUTO] if several else []
     for shape in [*shapes_of(layout.cp, sizes, node_size), *schedules]:
-        limit = slot_shards if shape.schedule == AUTO and shape.route != "relay" else None
+        limit = slot_shards if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule else None
         plan = planned(mask, layout, shape, limit, node_size, rates)
         if layout.cp > MAX_RANKS_PREDICTED:
             moved = crossing(plan, sizes, ranks_per_node)
@@ -92,9 +93,7 @@ def shapes_of_plan(
     return found
 
 
-def predicted(
-    plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, rates: Rates, ranks_per_node: int
-) -> dict[str, Any] | None:
+def predicted(plan: Plan, report: Report, sizes: AttentionSizes, rates: Rates, ranks_per_node: int) -> dict[str, Any] | None:
     """The times of a plan; None for more than `MAX_RANKS_PREDICTED` ranks."""
     if plan.cp > MAX_RANKS_PREDICTED:
         return None
@@ -108,9 +107,7 @@ def _seconds(prediction: Prediction) -> dict[str, Any]:
     return named | {"bytes_per_card": prediction.bytes_per_card}
 
 
-def exposed(
-    plan: RingPlan | HeadPlan, report: Report, sizes: AttentionSizes, ranks_per_node: int
-) -> dict[str, dict[str, float]] | None:
+def exposed(plan: Plan, report: Report, sizes: AttentionSizes, ranks_per_node: int) -> dict[str, dict[str, float]] | None:
     """Predicted seconds that the slowest rank waits at 50 GB/s: of the codec, and of keys that travel as they are."""
     if plan.cp > MAX_RANKS_PREDICTED:
         return None
@@ -121,7 +118,7 @@ def exposed(
     return found
 
 
-def print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
+def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
     """Prints the numbers of a plan as tables and sentences."""
     console = Console()
     _print_verdict(console, plan, facts)
@@ -160,7 +157,7 @@ def print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console.print(buffers)
 
 
-def _print_verdict(console: Console, plan: RingPlan, facts: dict[str, Any]) -> None:
+def _print_verdict(console: Console, plan: PlanTables, facts: dict[str, Any]) -> None:
     """The first line: whether the plan is right, how long a layer takes, and how much of that is waiting."""
     own = facts["predicted"]
     times = "too many ranks to predict the time"

@@ -10,13 +10,13 @@ from math import gcd
 from typing import NamedTuple
 
 from cp_ring.plan.cost import AttentionSizes, RankUpdates, memory, rank_updates
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.model_sizes import ModelSizes
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.predict import predict
 from cp_ring.plan.rates import Rates
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, Schedule
 from cp_ring.plan.shapes import AUTO, Shape, planned, shapes_of
 from cp_ring.plan.verify import Report
@@ -55,15 +55,14 @@ class AttentionCost(NamedTuple):
 class ProvenPlan:
     """A plan of `count` layers, for one of the draws."""
 
-    plan: RingPlan | HeadPlan
+    plan: Plan
     report: Report
     count: float
 
     @cached_property
     def merges(self) -> dict[int, RankUpdates]:
         """Those of rank 0."""
-        ring = self.plan.ring if isinstance(self.plan, HeadPlan) else self.plan
-        return {0: rank_updates(ring.rank_plan(0))}
+        return {0: rank_updates(self.plan.rank_plan(0))}
 
 
 KnownPlans = dict[tuple[int, int, str, Shape], list[ProvenPlan]]
@@ -137,7 +136,7 @@ class AttentionCosts:
         missing = [shape for shape in shapes if (self._cp, self._near, name, shape) not in self._known]
         split = [(_layout(name, masks, self._cp), masks) for masks in draws] if missing else []
         for shape in missing:
-            limit = SLOT_SHARDS if shape.schedule == AUTO and shape.route != "relay" else None
+            limit = SLOT_SHARDS if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule else None
             found = self._known[self._cp, self._near, name, shape] = []
             for layout, masks in split:
                 for mask, count in masks:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.tiles import OPEN, Tiles
 
 
-def blocked_pairs(plan: RingPlan, block: int, padded: bool = True) -> NDArray[np.float64]:
+def blocked_pairs(plan: PlanTables, block: int, padded: bool = True) -> NDArray[np.float64]:
     """Pairs in the blocks of each rank's tiles at each hop, [cp, cp].
 
     padded: whether a block at the end of a tile counts whole, so that a tile of 4 tokens costs a block.

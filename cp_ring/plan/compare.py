@@ -18,12 +18,11 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.blocks import blocked_pairs
 from cp_ring.plan.cost import AttentionSizes, Crossing, crossing
 from cp_ring.plan.head_split import split_heads
-from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import Transfers
 
 Floats = NDArray[np.float64]
@@ -105,16 +104,16 @@ def compare(lengths: Ints, cp: int, layer: Layer, hybrid: Groups | None = None, 
     found.append(_per_document(lengths, cp, layer))
     zigzag, balanced = Layout.zigzag(n, cp), Layout.balanced(mask, cp)
     node = layer.ranks_per_node if cp % layer.ranks_per_node == 0 else 1
-    found.append(_planned("zigzag", plan_of(mask, zigzag, node_size=node), layer))
-    found.append(_planned("balanced", plan_of(mask, balanced, node_size=node), layer))
+    found.append(_planned("zigzag", Plan.build(mask, zigzag, node_size=node), layer))
+    found.append(_planned("balanced", Plan.build(mask, balanced, node_size=node), layer))
     weighed = Layout.balanced(mask, cp, token_work=layer.token_flops / layer.pair_flops)
-    found.append(_planned("balanced, weighed", plan_of(mask, weighed, node_size=node), layer))
+    found.append(_planned("balanced, weighed", Plan.build(mask, weighed, node_size=node), layer))
     if 1 < node < cp:
-        relayed = plan_of(mask, balanced, route="relay", slot_shards=max(4, node), node_size=node)
+        relayed = Plan.build(mask, balanced, route="relay", slot_shards=max(4, node), node_size=node)
         found.append(_planned("balanced, relay", relayed, layer))
     heads = min(node, cp)
     if heads > 1 and layer.sizes.heads % heads == 0:
-        found.append(_planned(f"balanced, heads {heads}", plan_of(mask, balanced, heads=heads), layer))
+        found.append(_planned(f"balanced, heads {heads}", Plan.build(mask, balanced, ulysses=heads), layer))
     return found
 
 
@@ -247,9 +246,9 @@ def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
                  forward, backward)  # fmt: skip
 
 
-def _planned(name: str, plan: RingPlan | HeadPlan, layer: Layer) -> SplitCost:
+def _planned(name: str, plan: Plan, layer: Layer) -> SplitCost:
     """A plan of cp_ring."""
-    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
+    ring, heads = plan.ring, plan.ulysses
     kv_heads = split_heads(layer.sizes.heads, layer.sizes.kv_heads, heads).kv_heads_of_rank
     sizes = replace(layer.sizes, heads=layer.sizes.heads // heads, kv_heads=kv_heads)
     own = replace(layer, sizes=sizes)

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.head_split import HeadSplit, split_heads
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, lower
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
 from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan
 from cp_ring.plan.updates import MAX_PARTS, Partial, Update, gradient_updates, query_updates
 from cp_ring.plan.verify import Report
@@ -271,9 +270,9 @@ class Crossing(NamedTuple):
     exchange: int
 
 
-def crossing(plan: RingPlan | HeadPlan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing:
+def crossing(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing:
     """The bytes of a plan that cross nodes, where each `ranks_per_node` neighboring ranks share one."""
-    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
+    ring, heads = plan.ring, plan.ulysses
     split, sizes = split_heads(sizes.heads, sizes.kv_heads, heads), sizes.exchanging(heads)
     found = [0, 0]
     for place in range(heads):

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from cp_ring.plan.blocks import blocked_pairs
 from cp_ring.plan.cost import AttentionSizes, Cost, RankUpdates, accumulator_bytes, cost, exchanged, rank_updates, work_of_hops
 from cp_ring.plan.head_split import split_heads
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.lower import Capabilities, lower
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
 from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.plan.tables import Transfers
+from cp_ring.plan.tables import PlanTables, Transfers
 from cp_ring.plan.verify import Report
 
 Floats = NDArray[np.float64]
@@ -81,7 +80,7 @@ class Links:
 
 
 def predict(
-    plan: RingPlan | HeadPlan,
+    plan: Plan,
     report: Report,
     sizes: AttentionSizes,
     rates: Rates = RATES,
@@ -93,7 +92,7 @@ def predict(
     `ranks_per_node` neighboring ranks share a node. `updates` has those of some ranks of the ring (`rank_updates`); by default
     a few are taken. Those of the others are taken to be as large as the largest of these.
     """
-    ring, heads = (plan.ring, plan.heads) if isinstance(plan, HeadPlan) else (plan, 1)
+    ring, heads = plan.ring, plan.ulysses
     split, links = split_heads(sizes.heads, sizes.kv_heads, heads), Links(plan.cp, ranks_per_node, rates)
     sizes = sizes.exchanging(heads)
     own, groups = sizes.of_rank(heads), split.groups if heads > 1 else 1
@@ -102,7 +101,7 @@ def predict(
     of_places = zip(*(sizes.on_wire(sum(len(group[place]) for group in split.repeated)) for place in range(heads)), strict=True)
     tables = zip((ring.transfers, ring.gradients), of_places, strict=True)
     keys, gradients = (_ring_amounts(links, table, list(bytes_per_token)) for table, bytes_per_token in tables)
-    loads = _overheads(ring, own, rates, groups, updates)
+    loads = _overheads(plan, own, rates, groups, updates)
     exchange = _exchange_amounts(plan, links, sizes) if heads > 1 else np.zeros((4, 4, plan.cp), np.int64)
     before, after, back_before, back_after = (links.seconds(amounts) for amounts in exchange)
     of_exchange = 2 * groups * rates.call if heads > 1 else 0.0  # before and after attention, in forward and in backward
@@ -122,7 +121,7 @@ def predict(
     return Prediction(forward, both, exposed, exposed_both, of_forward, of_both, int(carried.max()))
 
 
-def _in_blocks(costs: Cost, ring: RingPlan, report: Report, block: int) -> Cost:
+def _in_blocks(costs: Cost, ring: PlanTables, report: Report, block: int) -> Cost:
     """The costs with the FLOPs of a kernel that computes whole blocks at the edges of the mask."""
     ratio = blocked_pairs(ring, block, padded=False) / np.maximum(report.work, 1)
     return replace(costs, forward_flops=costs.forward_flops * ratio, backward_flops=costs.backward_flops * ratio)
@@ -156,14 +155,13 @@ def _ring_amounts(links: Links, table: Transfers, bytes_per_token: list[int]) ->
     return links.amounts(sender, receiver, size, hop, hops)
 
 
-def _exchange_amounts(plan: RingPlan | HeadPlan, links: Links, sizes: AttentionSizes) -> Ints:
+def _exchange_amounts(plan: Plan, links: Links, sizes: AttentionSizes) -> Ints:
     """Bytes of the exchange of heads before and after attention in forward, then in backward: [4, 4, ranks].
 
     In backward the gradients of outputs come first, and the keys again where ranks share key/value heads. Gradients travel
     in the dtype of the inputs.
     """
-    heads = plan.heads if isinstance(plan, HeadPlan) else 1
-    split = split_heads(sizes.heads, sizes.kv_heads, heads)
+    split = split_heads(sizes.heads, sizes.kv_heads, plan.ulysses)
     sender, receiver, tokens, queries, keys = np.array(list(exchanged(plan.layout, split)), np.int64).reshape(-1, 5).T
     of_query, of_out = (width // sizes.heads * sizes.element for width in (sizes.query_width, sizes.out_width))
     of_key = sizes.key_width // sizes.kv_heads * sizes.element
@@ -175,14 +173,14 @@ def _exchange_amounts(plan: RingPlan | HeadPlan, links: Links, sizes: AttentionS
 
 
 def _overheads(
-    ring: RingPlan, own: AttentionSizes, rates: Rates, groups: int, updates: Mapping[int, RankUpdates] | None
+    plan: Plan, own: AttentionSizes, rates: Rates, groups: int, updates: Mapping[int, RankUpdates] | None
 ) -> dict[int, Floats]:
     """Seconds of merges, sums and kernel calls of ranks of the ring in forward and in backward, [2] each."""
     if updates is None:
-        sample = sorted({0, ring.cp // 2, ring.cp - 1})[:SAMPLED_RANKS]
-        updates = {rank: rank_updates(ring.rank_plan(rank)) for rank in sample}
+        sample = sorted({0, plan.ring.cp // 2, plan.ring.cp - 1})[:SAMPLED_RANKS]
+        updates = {rank: rank_updates(plan.rank_plan(rank * plan.ulysses)) for rank in sample}
     found = {}
     for rank, of_rank in updates.items():
-        calls = len(lower(rank_tiles(ring, rank)[0], Capabilities()).tiles) * groups
+        calls = len(lower(rank_tiles(plan.ring, rank)[0], Capabilities()).tiles) * groups
         found[rank] = np.array(accumulator_bytes(of_rank, own)) / rates.memory + calls * rates.call
     return found
