@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cp_ring.config import ContextParallelConfig
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.offload import Offload
-    from cp_ring.plan import Layout, Mask, RingPlan
+    from cp_ring.plan import Layout, Mask, Plan
     from cp_ring.sharding import convert_layout, roll, shard, unshard
 
     __version__: str
@@ -26,8 +26,8 @@ __all__ = [
     "Layout",
     "Mask",
     "Offload",
+    "Plan",
     "PlanError",
-    "RingPlan",
     "__version__",
     "convert_layout",
     "ring_attention",
@@ -45,8 +45,8 @@ _MODULES = {
     "Layout": "cp_ring.plan",
     "Mask": "cp_ring.plan",
     "Offload": "cp_ring.offload",
+    "Plan": "cp_ring.plan",
     "PlanError": "cp_ring.errors",
-    "RingPlan": "cp_ring.plan",
     "convert_layout": "cp_ring.sharding",
     "ring_attention": "cp_ring.attention",
     "roll": "cp_ring.sharding",

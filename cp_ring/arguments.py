@@ -24,8 +24,6 @@ from cp_ring.kernels.logits import LogitKernel
 from cp_ring.observe import watchdog
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.ops.dtypes import sum_dtype
-from cp_ring.plan.heads import HeadPlan, HeadRankPlan
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import RankPlan
 
 
@@ -48,7 +46,7 @@ def by_position_of(
         return None
     if p and not isinstance(seed, int):
         raise ConfigError(f"dropout_seed={seed!r}: dropout needs a whole number, the same on all ranks and another in each call")
-    if not isinstance(plan, RingPlan | HeadPlan):
+    if isinstance(plan, RankPlan):
         name = f"dropout_p={p}" if p else "alibi_slopes"
         raise ConfigError(f"{name}: give the plan of all ranks, which has the positions of tokens, not that of one rank")
     transport = transport_for(group, q.device)  # type: ignore[arg-type]
@@ -71,7 +69,7 @@ def _slopes(slopes: Tensor | Sequence[float] | None, q: Tensor) -> tuple[float, 
 
 def default_wire(plan: AnyPlan, latents: Latents | None, by_position: Dropout | None) -> str:
     """What keys travel as: latents where there are some, but these have no heads to exchange, and no places for positions."""
-    plain = latents is None or isinstance(plan, HeadPlan | HeadRankPlan) or by_position is not None
+    plain = latents is None or plan.ulysses > 1 or by_position is not None
     return Plain.name if plain else LatentCodec.name
 
 
@@ -98,13 +96,12 @@ def watch(timeout: float) -> None:
 
 
 def kernel_of(
-    name: str, q: Tensor, v: Tensor, rank_plan: RankPlan | HeadRankPlan, deterministic: bool | None, dropout: Dropout | None,
+    name: str, q: Tensor, v: Tensor, rank_plan: RankPlan, deterministic: bool | None, dropout: Dropout | None,
     logits: bool,
 ) -> tuple[AttentionKernel, bool]:  # fmt: skip
     """The kernel of a call, and whether it must be deterministic. With `logits` it also finds the largest ones."""
-    packed = (rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring).packed
     with determinism(deterministic) as exact:
-        found = choose(name, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=packed,
+        found = choose(name, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=rank_plan.packed,
                        dropout=dropout is not None)  # fmt: skip
     if dropout is not None:
         found = dropout.kernel(found)
@@ -120,15 +117,15 @@ def marked(q: Tensor, k: Tensor, dropout: Dropout, wire: str) -> tuple[Tensor, T
 
 
 def codec_inputs(
-    wire: str, latents: Latents | None, rank_plan: RankPlan | HeadRankPlan, qkv_format: str
+    wire: str, latents: Latents | None, rank_plan: RankPlan, qkv_format: str
 ) -> list[Tensor]:  # fmt: skip
     """The inputs of the codec beside k and v, the tokens of the first one first; none where keys do not travel as latents."""
     if CODECS[wire] is not LatentCodec:
         return []
     if latents is None:
         raise ConfigError(f"wire={wire!r} needs LatentKeys in place of k")
-    if isinstance(rank_plan, HeadRankPlan):
-        raise ConfigError(f"wire={wire!r} does not support heads={rank_plan.heads}: latents have no heads to exchange")
+    if rank_plan.ulysses > 1:
+        raise ConfigError(f"wire={wire!r} does not support heads={rank_plan.ulysses}: latents have no heads to exchange")
     if rank_plan.cp == 1:
         return []
     return [latents.latent.transpose(0, 1) if qkv_format == "bshd" else latents.latent, *latents[1:]]

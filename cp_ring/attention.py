@@ -47,10 +47,9 @@ from cp_ring.offload import Offload, Waiting, tensor_of
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.head_split import split_heads
-from cp_ring.plan.heads import HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.tables import RankPlan
+from cp_ring.plan.tables import Exchange, RankPlan
 from cp_ring.plan_cache import check_mask_arguments, plan_of_call
 
 if TYPE_CHECKING:
@@ -138,9 +137,8 @@ def ring_attention(
             and `cu_seqlens`. FlexAttention's `mask_mod` functions are not supported, because a plan needs the mask as intervals:
             `Mask.causal(n)` is the closest to a causal mask_mod, `Mask.causal(n, window=(w, 0))` to a sliding window,
             `Mask.documents(cu_seqlens)` to a document mask, `Mask.prefix(n, length)` to a prefix-LM mask.
-        plan: a plan made with `RingPlan.build`, or with `HeadPlan.build` of `cp_ring.plan`, or this rank's part of it. It
-            replaces mask, layout, route, schedule and heads. Without one, a plan is made for the given mask and layout, proven,
-            and kept for later calls with the same arguments.
+        plan: a plan made with `Plan.build`, or this rank's part of it. It replaces mask, layout, route, schedule and heads.
+            Without one, a plan is made for the given mask and layout, proven, and kept for later calls with the same arguments.
         layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`), another name in
             `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`, `cu_seqlens` or a `Layout`, all ranks must hold
             equally many tokens.
@@ -271,7 +269,7 @@ def attend(
         q, k, v, *inputs[:1] = (arguments.one_stream(x) for x in (q, k, v, *inputs[:1]))
     check_tokens(q, k, v, rank_plan)
     call = _Call(
-        rank_plan=rank_plan if isinstance(rank_plan, RankPlan) else rank_plan.ring,
+        rank_plan=rank_plan,
         transport=transport if rank_plan.cp > 1 else None,
         kernel=chosen,
         scale=scale,
@@ -284,8 +282,8 @@ def attend(
         rank=arguments.rank_in_job(transport),
     )
     _agree(call, rank_plan, q, k, v, sink, inputs, dropout, compare_every)
-    if isinstance(rank_plan, HeadRankPlan):
-        out, lse = _attend_over_heads(call, rank_plan, q, k, v, sink, sub_groups, return_lse)
+    if rank_plan.exchange is not None:
+        out, lse = _attend_over_heads(call, rank_plan.exchange, q, k, v, sink, sub_groups, return_lse)
     else:
         out, lse = _RingAttention.apply(q, k, v, sink, call, *inputs)
     if largest is not None and isinstance(chosen, LogitKernel) and chosen.largest is not None:
@@ -296,17 +294,18 @@ def attend(
 
 
 def _attend_over_heads(
-    call: _Call, rank_plan: HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, groups: SubGroups | None,
+    call: _Call, places: Exchange, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, groups: SubGroups | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the ring for this rank's heads, one group of them after another, with the exchange of heads around it."""
     assert call.transport is not None, "heads are exchanged by one rank"
     note_rank(call.rank, q.device)
-    neighbors, ring = sub_transports(call.transport, rank_plan.heads)
+    ulysses = call.rank_plan.ulysses
+    neighbors, ring = sub_transports(call.transport, ulysses)
     if groups is not None:
         neighbors, ring = transport_for(groups[0], q.device) or neighbors, transport_for(groups[1], q.device)
-    split = split_heads(q.shape[2], k.shape[2], rank_plan.heads)
-    exchange = HeadExchange(neighbors, rank_plan.exchange, split)
+    split = split_heads(q.shape[2], k.shape[2], ulysses)
+    exchange = HeadExchange(neighbors, places, split)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
         results = None if call.results is None else call.results.of_group(group)
@@ -474,7 +473,7 @@ def _weight(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def _agree(
-    call: _Call, rank_plan: RankPlan | HeadRankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+    call: _Call, rank_plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
     inputs: Sequence[Tensor], dropout: Dropout | None, every: int,
 ) -> None:  # fmt: skip
     """Raises `PlanError` on all ranks where the ranks of the transport make different calls; q, k, v have tokens first."""

@@ -10,31 +10,28 @@ from torch import Tensor
 from cp_ring.comm.codecs import CODECS
 from cp_ring.comm.transport import Transport
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.heads import HeadPlan, HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.tables import RankPlan
 
-AnyPlan = RingPlan | RankPlan | HeadPlan | HeadRankPlan
+AnyPlan = Plan | RankPlan
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan | HeadRankPlan:
+def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
     """The part of a plan that this rank of the transport runs. Raises `PlanError` where the two do not fit together."""
     if not isinstance(plan, AnyPlan):
-        hint = (
-            "mask=" if isinstance(plan, Mask) else "layout=" if isinstance(plan, Layout) else "plan=RingPlan.build(mask, layout)"
-        )
-        raise PlanError(f"plan is a {type(plan).__name__}, not a RingPlan: pass {hint}")
+        hint = "mask=" if isinstance(plan, Mask) else "layout=" if isinstance(plan, Layout) else "plan=Plan.build(mask, layout)"
+        raise PlanError(f"plan is a {type(plan).__name__}, not a Plan: pass {hint}")
     if transport is None and plan.cp > 1:
         raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group as group=")
     if transport is not None and transport.size != plan.cp:
         raise PlanError(f"the plan is for {plan.cp} ranks, the group has {transport.size}")
     rank = transport.rank if transport else 0
-    rank_plan = plan if isinstance(plan, RankPlan | HeadRankPlan) else plan.rank_plan(rank)
+    rank_plan = plan if isinstance(plan, RankPlan) else plan.rank_plan(rank)
     if rank_plan.rank != rank:
         raise PlanError(f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group")
     return rank_plan
@@ -92,9 +89,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
         )
 
 
-def check_tokens(q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan | HeadRankPlan) -> None:
+def check_tokens(q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan) -> None:
     """Raises `PlanError` where q, k, v [s, b, heads, head size] have other tokens than the rank plan."""
-    if any(x.shape[0] != rank_plan.num_tokens for x in (q, k, v)):
-        held, batch = rank_plan.num_tokens, rank_plan.batch
+    if any(x.shape[0] != rank_plan.shard_tokens for x in (q, k, v)):
+        held, batch = rank_plan.shard_tokens, rank_plan.batch
         batches = f" ({batch} batch rows of {held // batch})" if batch > 1 else ""
         raise PlanError(f"rank {rank_plan.rank} holds {held} tokens of the layout{batches}, but q, k and v have {q.shape[0]}")

@@ -16,9 +16,10 @@ from pydantic_core import PydanticCustomError
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.steps import parse_trace
+from cp_ring.plan.heads import members_of_node
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import SLOT_SHARDS, parse, relay_schedule, resolve, text
+from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text
 
 Wire = Literal["auto", "plain", "int8", "fp8", "latent"]
 WireDtype = Literal["input", "float32", "bfloat16"]
@@ -260,9 +261,9 @@ class ContextParallelConfig(BaseModel):
         if cp % heads:
             raise ConfigError(f"{self.flag('heads')} {heads} does not divide the {cp} context-parallel ranks: change either")
         try:
-            if self.route == "relay" and cp > 1:
-                node = self.node_size or 1
-                relay_schedule(self.schedule, cp // heads, node // heads if node % heads == 0 else 1)
+            own_schedule = self.route in ROUTES and ROUTES[self.route].own_schedule
+            if own_schedule and cp > 1:
+                own_schedule(self.schedule, cp // heads, members_of_node(self.node_size or 1, heads))
             else:
                 resolve(self.schedule, cp // heads, 1, self.slot_shards)
         except PlanError as error:

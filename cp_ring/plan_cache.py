@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
@@ -10,55 +9,20 @@ from threading import Lock
 import numpy as np
 from torch import Tensor
 
-from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.heads import HeadPlan, plan_of
-from cp_ring.plan.identity import digest_of_layout, digest_of_mask
+from cp_ring.errors import ConfigError
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.schedule import text
 from cp_ring.plan.shapes import AUTO, choose
 from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.spec import PlanSpec, plan
 
-MAX_PLANS = 64
 _OF_PLANS = "mask, layout, route, schedule and heads"
-"""How many plans are kept: those that were used last."""
-
 Offsets = Sequence[int] | np.ndarray | Tensor
 
-_plans: OrderedDict[tuple[object, ...], RingPlan | HeadPlan] = OrderedDict()
 _choices: dict[tuple[object, ...], tuple[str, int]] = {}
 _lock = Lock()
-
-
-def plan_for(
-    mask: Mask, layout: Layout | str, cp: int, route: str = "direct", schedule: str | Sequence[int] = "auto", heads: int = 1,
-    node_size: int = 1,
-) -> RingPlan | HeadPlan:  # fmt: skip
-    """The plan for `mask`, proven; equal arguments give the plan of an earlier call.
-
-    `layout` is a `Layout`, or a name in `LAYOUTS`. Raises `PlanError` where the arguments do not fit together.
-    """
-    if isinstance(layout, str) and layout not in LAYOUTS:
-        raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
-    if route not in ROUTES:
-        raise PlanError(f"route={route!r}: unknown; known are {', '.join(ROUTES)}")
-    # The functions, because another one may have taken a name in the registries since.
-    split = LAYOUTS[layout] if isinstance(layout, str) else digest_of_layout(layout)
-    key = digest_of_mask(mask), split, cp, route, ROUTES[route], text(schedule), heads, node_size
-    with _lock:
-        if key in _plans:
-            _plans.move_to_end(key)
-            return _plans[key]
-        # Made under the lock: threads that ask for one plan at the same time share it.
-        made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
-        plan = plan_of(mask, made, heads, route=route, schedule=schedule, node_size=node_size)
-        plan.verify()
-        _plans[key] = plan
-        while len(_plans) > MAX_PLANS:
-            _plans.popitem(last=False)
-    return plan
 
 
 def plan_of_call(
@@ -77,7 +41,7 @@ def plan_of_call(
     heads: int | str = 1,
     node_size: int = 1,
     sizes: AttentionSizes | None = None,
-) -> RingPlan | HeadPlan:
+) -> Plan:
     """The plan of a call in which rank `rank` of `cp` passes `batch` rows of `tokens` tokens, for tensors of these sizes.
 
     Raises `ConfigError` or `PlanError` with a line that names the argument.
@@ -92,16 +56,17 @@ def plan_of_call(
         mask = _mask(offsets, causal, tuple(window_size))
     if AUTO in (route, heads):
         route, heads = _fastest(mask, layout, cp, route, schedule, heads, node_size, sizes or AttentionSizes())
-    plan = plan_for(mask, layout, cp, route, schedule, int(heads), node_size)
-    held = int(plan.layout.tokens_per_rank[rank])
-    if plan.layout.rows == 1 and held != tokens:
+    hops = schedule if isinstance(schedule, str) else tuple(schedule)
+    proven = plan(mask, cp, PlanSpec(layout, route, hops, int(heads), node_size))
+    held = int(proven.layout.tokens_per_rank[rank])
+    if proven.layout.rows == 1 and held != tokens:
         name = "cu_seqlens ends at" if cu_seqlens is not None else "the sequence has"
         raise ConfigError(
-            f"{name} {plan.n} tokens, of which rank {rank} of {cp} holds {held}, but q has {tokens} tokens of each batch row"
+            f"{name} {proven.n} tokens, of which rank {rank} of {cp} holds {held}, but q has {tokens} tokens of each batch row"
         )
-    if plan.layout.rows not in (1, batch):
-        raise ConfigError(f"layout is for {plan.layout.rows} batch rows, but q has {batch}")
-    return plan
+    if proven.layout.rows not in (1, batch):
+        raise ConfigError(f"layout is for {proven.layout.rows} batch rows, but q has {batch}")
+    return proven
 
 
 def _fastest(
@@ -109,8 +74,8 @@ def _fastest(
     sizes: AttentionSizes,
 ) -> tuple[str, int]:  # fmt: skip
     """The route and the number of heads of least predicted time, in place of `auto`; found once for equal arguments."""
-    split = layout if isinstance(layout, str) else digest_of_layout(layout)
-    key = digest_of_mask(mask), split, cp, route, text(schedule), heads, node_size, sizes
+    split = layout if isinstance(layout, str) else layout.digest
+    key = mask.digest, split, cp, route, text(schedule), heads, node_size, sizes
     with _lock:
         if key not in _choices:
             made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout

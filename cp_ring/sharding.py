@@ -17,10 +17,9 @@ from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import MessageBatch, Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.conversion import Conversion, conversion
-from cp_ring.plan.identity import digest_of_layout
 from cp_ring.plan.layout import Layout
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.tables import Transfer
 from cp_ring.plan_cache import length_of, zigzag
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 @_disable_dynamo
 def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     tensors: Tensors,
-    layout: Layout | RingPlan | None = None,
+    layout: Layout | Plan | None = None,
     group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
     dim: int = 1,
 ) -> Tensors:
@@ -57,7 +56,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
 @_disable_dynamo
 def unshard(
     x: Tensor,
-    layout: Layout | RingPlan | None = None,
+    layout: Layout | Plan | None = None,
     group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
     dim: int = 1,
 ) -> Tensor:
@@ -82,7 +81,7 @@ def unshard(
 def roll(
     x: Tensor,
     shift: int,
-    layout: Layout | RingPlan | None = None,
+    layout: Layout | Plan | None = None,
     group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
     dim: int = 1,
     *,
@@ -110,8 +109,8 @@ def roll(
 @_disable_dynamo
 def convert_layout(
     x: Tensor,
-    before: Layout | RingPlan | None = None,
-    after: Layout | RingPlan | None = None,
+    before: Layout | Plan | None = None,
+    after: Layout | Plan | None = None,
     group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
     dim: int = 1,
 ) -> Tensor:
@@ -139,7 +138,7 @@ def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, sh
     agree = getattr(transport, "agree", None)
     if agree is None:
         return
-    key = (name, digest_of_layout(layout), x.dtype, tuple(x.shape[1:]), shift)
+    key = (name, layout.digest, x.dtype, tuple(x.shape[1:]), shift)
 
     def facts() -> list[Fact]:
         told = zip(("call", "dtype", "size of a token", "shift"), (name, *key[2:]), strict=True)
@@ -276,19 +275,19 @@ def _exchange(transport: Transport, leaving: Sequence[Tensor], arriving: Sequenc
     transport.post(MessageBatch(sends, receives, kind)).wait()
 
 
-def _layout(layout: Layout | RingPlan | None, n: int, cp: int) -> Layout:
+def _layout(layout: Layout | Plan | None, n: int, cp: int) -> Layout:
     if layout is None:
         return zigzag(n, cp)
-    if isinstance(layout, RingPlan):
+    if isinstance(layout, Plan):
         layout = layout.layout
     if not isinstance(layout, Layout):
-        raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout, a RingPlan or None")
+        raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout, a Plan or None")
     if layout.cp != cp:
         raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}: pass their process group as group=")
     return layout
 
 
-def _layout_of_part(layout: Layout | RingPlan | None, x: Tensor, transport: Transport | None, dim: int) -> Layout:
+def _layout_of_part(layout: Layout | Plan | None, x: Tensor, transport: Transport | None, dim: int) -> Layout:
     """The layout of which x is this rank's part."""
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
     found = _layout(layout, length_of(x.shape[dim], size) if layout is None else 0, size)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.kernels import choose, determinism, deterministic
 from cp_ring.kernels.cpu import KERNEL
@@ -20,7 +20,7 @@ LAYOUTS = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
 
 
-def ring(pool, case: Case, plan: RingPlan, **options) -> Grads:
+def ring(pool, case: Case, plan: Plan, **options) -> Grads:
     return whole(plan.layout, pool.run(on_rank, plan.cp, case, plan, **options))
 
 
@@ -34,7 +34,7 @@ def close(got: Grads, truth: Grads, tolerance: float) -> None:
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 def test_equals_brute_force(pool, cp, mask, layout):
     n = 48 * cp
-    plan = RingPlan.build(MASKS[mask](n), LAYOUTS[layout](n, cp))
+    plan = Plan.build(MASKS[mask](n), LAYOUTS[layout](n, cp))
     case = Case.draw(n, b=2, h=6, g=2, d=24)
     close(ring(pool, case, plan), brute_force(case, plan.mask.dense()), TOLERANCE[torch.float32])
 
@@ -42,7 +42,7 @@ def test_equals_brute_force(pool, cp, mask, layout):
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_dtypes_and_kernels(pool, dtype, kernel):
-    plan = RingPlan.build(Mask.causal(96), Layout.zigzag(96, 3))
+    plan = Plan.build(Mask.causal(96), Layout.zigzag(96, 3))
     case = Case.draw(96, dtype=dtype)
     got = ring(pool, case, plan, kernel=kernel)
     assert {x.dtype for x in got} == {dtype}
@@ -54,7 +54,7 @@ def test_dtypes_and_kernels(pool, dtype, kernel):
     [(4, 4, 16, 16), (8, 1, 8, 8), (3, 3, 7, 7), (4, 2, 33, 33), (4, 2, 24, 16), (4, 2, 16, 40), (1, 1, 1, 1)],
 )
 def test_heads_and_head_sizes(pool, h, g, d, e):
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 2))
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 2))
     case = Case.draw(64, b=2, h=h, g=g, d=d, e=e)
     close(ring(pool, case, plan), brute_force(case, plan.mask.dense()), TOLERANCE[torch.float32])
 
@@ -65,14 +65,14 @@ def test_heads_and_head_sizes(pool, h, g, d, e):
     ids=lambda o: next(iter(o)),
 )
 def test_options(pool, options):
-    plan = RingPlan.build(Mask.causal(128), Layout.zigzag(128, 4))
+    plan = Plan.build(Mask.causal(128), Layout.zigzag(128, 4))
     case = Case.draw(128, b=2)
     truth = brute_force(case, plan.mask.dense(), options.get("softmax_scale"))
     close(ring(pool, case, plan, **options), truth, TOLERANCE[torch.float32])
 
 
 def test_gradcheck():
-    plan = RingPlan.build(Mask.causal(12), Layout.zigzag(12, 1))
+    plan = Plan.build(Mask.causal(12), Layout.zigzag(12, 1))
     case = Case.draw(12, h=2, g=1, d=4, dtype=torch.float64)
     inputs = tuple(x.requires_grad_() for x in case[:3])
     assert torch.autograd.gradcheck(lambda q, k, v: ring_attention(q, k, v, plan=plan, kernel="reference"), inputs)
@@ -94,7 +94,7 @@ def _kept(group, case, plan):
 
 
 def test_backward_keeps_only_inputs_out_and_lse(pool):
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4))
     for count, others in pool.run(_kept, 4, Case.draw(64, h=4, g=2, d=16), plan):
         assert count == 5
         assert others == [(1, 4, 16)]  # lse [b, h, s]
@@ -104,7 +104,7 @@ def test_backward_keeps_only_inputs_out_and_lse(pool):
 def test_slots_do_not_grow_with_cp(pool, num_slots):
     for cp in (2, 3, 4):
         n = 16 * cp
-        plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp), schedule="ring")
+        plan = Plan.build(Mask.causal(n), Layout.zigzag(n, cp), schedule="ring")
         for _, counters in pool.run(on_rank, cp, Case.draw(n), plan, num_slots=num_slots):
             assert counters.slots_peak == min(num_slots, cp - 1)
             assert counters.slots_alive == 0
@@ -113,7 +113,7 @@ def test_slots_do_not_grow_with_cp(pool, num_slots):
 def test_transport_moves_the_plans_bytes(pool):
     """What really went out is what the plan says, each way, to the byte."""
     n, g, d = 64, 2, 16
-    plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, 4))
+    plan = Plan.build(Mask.causal(n), Layout.zigzag(n, 4))
     for rank, (_, counters) in enumerate(pool.run(on_rank, 4, Case.draw(n, g=g, d=d), plan)):
         hops = plan.rank_plan(rank).hops
         token = 2 * g * d * 4
@@ -132,7 +132,7 @@ def _repeat(group, case, plan, **options):
 @pytest.mark.parametrize("route", ["direct", "ring"])
 def test_deterministic_repeats_bit_for_bit(pool, kernel, route):
     """The order in which gradients of many ranks are added is fixed."""
-    plan = RingPlan.build(Mask.documents([0, 5, 61, 128]), Layout.zigzag(128, 4), route)
+    plan = Plan.build(Mask.documents([0, 5, 61, 128]), Layout.zigzag(128, 4), route)
     for runs in pool.run(_repeat, 4, Case.draw(128), plan, kernel=kernel, deterministic=True):
         for other in runs[1:]:
             assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
@@ -144,7 +144,7 @@ def test_deterministic_reaches_the_kernel_in_forward_and_backward(monkeypatch):
     for name in ("forward", "backward"):
         plain = getattr(KERNEL, name)
         monkeypatch.setattr(KERNEL, name, lambda *a, plain=plain, **b: seen.append(deterministic()) or plain(*a, **b))
-    plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    plan = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
     case = Case.draw(16)
     for asked, switch, result in ((None, False, False), (None, True, True), (True, False, True), (False, True, False)):
         q, k, v = (x.clone().requires_grad_() for x in case[:3])
@@ -160,7 +160,7 @@ def test_deterministic_reaches_the_kernel_in_forward_and_backward(monkeypatch):
 
 
 def test_deterministic_is_rejected_by_kernels_that_do_not_promise_it(monkeypatch):
-    plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    plan = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
     q, k, v, _ = Case.draw(16, d=11)
     monkeypatch.setattr(KERNEL, "capabilities", replace(KERNEL.capabilities, deterministic=False))
     ring_attention(q, k, v, plan=plan, kernel="cpu")
@@ -189,7 +189,7 @@ def _raises(group, case, plan, options):
     ],
 )
 def test_bad_options(options, kind, says):
-    plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    plan = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
     got, message = _raises(None, Case.draw(16), plan, options)
     assert got is kind
     assert says in message
@@ -197,7 +197,7 @@ def test_bad_options(options, kind, says):
 
 
 def test_bad_shapes():
-    plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    plan = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
     q, k, v, _ = Case.draw(16, h=4, g=2, d=8)
     with pytest.raises(PlanError, match="rank 0 holds 16 tokens of the layout"):
         ring_attention(q[:, :8], k[:, :8], v[:, :8], plan=plan)
@@ -215,13 +215,13 @@ def test_bad_shapes():
     with pytest.raises(PlanError, match="4 dimensions"):
         ring_attention(q[0], k, v, plan=plan)
     with pytest.raises(PlanError, match="pass their process group"):
-        ring_attention(q[:, :8], k[:, :8], v[:, :8], plan=RingPlan.build(Mask.causal(16), Layout.zigzag(16, 2)))
+        ring_attention(q[:, :8], k[:, :8], v[:, :8], plan=Plan.build(Mask.causal(16), Layout.zigzag(16, 2)))
     with pytest.raises(PlanError, match="of 16 to 64 bits"):
         ring_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), plan=plan, kernel="cpu")
 
 
 def test_group_of_another_size(pool):
-    plan = RingPlan.build(Mask.causal(24), Layout.zigzag(24, 3))
+    plan = Plan.build(Mask.causal(24), Layout.zigzag(24, 3))
     for kind, message in pool.run(_raises, 2, Case.draw(24), plan, {}):
         assert kind is PlanError
         assert "the plan is for 3 ranks, the group has 2" in message
@@ -230,7 +230,7 @@ def test_group_of_another_size(pool):
 def test_infinite_scores_do_not_leak():
     """Rows that see nothing (padding behind the last document) give out 0 and no gradient, never NaN."""
     mask = Mask.documents([0, 5, 9], n=12)
-    plan = RingPlan.build(mask, Layout.zigzag(12, 1))
+    plan = Plan.build(mask, Layout.zigzag(12, 1))
     case = Case.draw(12, h=2, g=1, d=8)
     grads, _ = on_rank(None, case, plan)
     close(grads, brute_force(case, mask.dense()), TOLERANCE[torch.float32])
@@ -249,7 +249,7 @@ def _with_sink(group, case, plan, sink):
 def test_sink_equals_a_key_without_a_value(pool, cp):
     """A sink is a further key with that score in every row and the value 0: its oracle is autograd on just that."""
     n = 64
-    plan = RingPlan.build(Mask.documents([0, 20, 50], n=n), Layout.zigzag(n, cp))
+    plan = Plan.build(Mask.documents([0, 20, 50], n=n), Layout.zigzag(n, cp))
     case, sink = Case.draw(n, b=2, h=4, g=2), torch.tensor([-1.0, 0.0, 0.5, 3.0])
     parts = pool.run(_with_sink, cp, case, plan, sink)
     got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
@@ -266,7 +266,7 @@ def test_sink_equals_a_key_without_a_value(pool, cp):
 
 def test_queries_of_any_stride():
     """Kernels want the last dimension dense: a transposed view must not reach them."""
-    plan = RingPlan.build(Mask.causal(24), Layout.zigzag(24, 1))
+    plan = Plan.build(Mask.causal(24), Layout.zigzag(24, 1))
     case = Case.draw(24, b=2, h=4, g=4, d=8)
     strided = Case(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in case))
     assert strided.q.stride(-1) != 1
@@ -277,14 +277,14 @@ def test_batch_rows_are_a_stream_only_where_the_layout_says_so():
     """Two rows of n tokens are not taken for the one sequence of 2 n tokens that the plan is for."""
     q, k, v, _ = Case.draw(16, b=2, h=2, g=2, d=8)
     with pytest.raises(PlanError, match="rank 0 holds 32 tokens of the layout, but q, k and v have 16"):
-        ring_attention(q, k, v, plan=RingPlan.build(Mask.causal(32), Layout.zigzag(32, 1)))
+        ring_attention(q, k, v, plan=Plan.build(Mask.causal(32), Layout.zigzag(32, 1)))
     with pytest.raises(PlanError, match="batch rows must be split over the same ranks, as many tokens each; here 10; 22"):
         Layout.batch([Layout.zigzag(10, 1), Layout.zigzag(22, 1)])
 
 
 def test_a_sink_of_nothing():
     """exp(-inf) is no sink at all, for rows without keys too."""
-    plan = RingPlan.build(Mask.documents([0, 20], n=24), Layout.zigzag(24, 1))
+    plan = Plan.build(Mask.documents([0, 20], n=24), Layout.zigzag(24, 1))
     case = Case.draw(24)
     sink = torch.full((4,), -math.inf, requires_grad=True)
     out = ring_attention(*case[:3], plan=plan, sink=sink)

@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.kernels.dropout import mixed
-from cp_ring.plan.heads import plan_of
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, error
 from tests.test_attention_dropout import bits_of_call
@@ -20,13 +19,13 @@ SLOPES = [2.0 ** -(head + 1) for head in range(H)]
 CAUSAL, WINDOW = Mask.causal(N), Mask.causal(N, window=(9, 0))
 DOCUMENTS, BOTH_WAYS = Mask.documents([0, 7, 30, N]), Mask.full(N, window=(12, 5))
 PLANS = {
-    "cp 1": lambda: plan_of(CAUSAL, Layout.contiguous(N, 1)),
-    "zigzag of 4": lambda: plan_of(CAUSAL, Layout.zigzag(N, 4)),
-    "window": lambda: plan_of(WINDOW, Layout.zigzag(N, 2)),
-    "documents, balanced": lambda: plan_of(DOCUMENTS, Layout.balanced(DOCUMENTS, 4, 4)),
-    "both ways": lambda: plan_of(BOTH_WAYS, Layout.zigzag(N, 2)),
-    "contiguous, ring": lambda: plan_of(CAUSAL, Layout.contiguous(N, 4), route="ring", schedule="ring"),
-    "heads": lambda: plan_of(CAUSAL, Layout.zigzag(N, 4), heads=2),
+    "cp 1": lambda: Plan.build(CAUSAL, Layout.contiguous(N, 1)),
+    "zigzag of 4": lambda: Plan.build(CAUSAL, Layout.zigzag(N, 4)),
+    "window": lambda: Plan.build(WINDOW, Layout.zigzag(N, 2)),
+    "documents, balanced": lambda: Plan.build(DOCUMENTS, Layout.balanced(DOCUMENTS, 4, 4)),
+    "both ways": lambda: Plan.build(BOTH_WAYS, Layout.zigzag(N, 2)),
+    "contiguous, ring": lambda: Plan.build(CAUSAL, Layout.contiguous(N, 4), route="ring", schedule="ring"),
+    "heads": lambda: Plan.build(CAUSAL, Layout.zigzag(N, 4), ulysses=2),
 }
 
 
@@ -79,7 +78,7 @@ def test_distances_are_those_of_the_batch_row():
     case = Case.draw(N, b=2, h=H, g=4, d=8)
     masks = [DOCUMENTS, CAUSAL]
     layouts = [Layout.zigzag(N, 2), Layout.balanced(CAUSAL, 2, 4)]
-    plan = RingPlan.build(Mask.batch(masks), Layout.batch(layouts))
+    plan = Plan.build(Mask.batch(masks), Layout.batch(layouts))
 
     def rank(group):
         parts = [[layout.shard(x[row : row + 1], group.rank, 1) for row, layout in enumerate(layouts)] for x in case[:3]]

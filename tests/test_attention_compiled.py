@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention, roll, shard, unshard
+from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
 from cp_ring.attention import Results, attend
 from cp_ring.testing.local_ring import LocalRing
 
@@ -37,7 +37,7 @@ def test_the_first_call_of_a_plan_may_be_in_a_compiled_region(backend):
 
 
 def test_results_that_are_kept_do_not_change_with_the_callers_tensors():
-    plan = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    plan = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
     q, k, v = torch.randn(3, 1, 16, 2, 8)
     results = Results()
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_results_that_are_kept_do_not_change_with_the_callers_tensors():
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_the_gradient_of_a_sink_does_not_read_the_gradients_of_padding(cp):
-    plan = RingPlan.build(Mask.documents([0, 5, 12], n=16), Layout.contiguous(16, cp))
+    plan = Plan.build(Mask.documents([0, 5, 12], n=16), Layout.contiguous(16, cp))
 
     def case(group, padding):
         mine = plan.layout.positions(group.rank if cp > 1 else 0)

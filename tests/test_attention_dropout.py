@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.kernels import dropout
 from cp_ring.kernels.dropout import keep, mixed, philox
-from cp_ring.plan.heads import plan_of
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, error
 
@@ -83,15 +82,15 @@ def run(case, plan, **options):
 
 
 PLANS = {
-    "cp 1": lambda: plan_of(MASK, Layout.contiguous(N, 1)),
-    "zigzag": lambda: plan_of(MASK, Layout.zigzag(N, 2)),
-    "zigzag of 4": lambda: plan_of(MASK, Layout.zigzag(N, 4)),
-    "contiguous, ring": lambda: plan_of(MASK, Layout.contiguous(N, 4), route="ring", schedule="ring"),
-    "relay": lambda: plan_of(MASK, Layout.zigzag(N, 4), route="relay", node_size=2),
-    "gather": lambda: plan_of(MASK, Layout.zigzag(N, 4), schedule="gather"),
-    "balanced": lambda: plan_of(MASK, Layout.balanced(MASK, 4, 4)),
-    "heads": lambda: plan_of(MASK, Layout.zigzag(N, 4), heads=2),
-    "heads alone": lambda: plan_of(MASK, Layout.zigzag(N, 4), heads=4),
+    "cp 1": lambda: Plan.build(MASK, Layout.contiguous(N, 1)),
+    "zigzag": lambda: Plan.build(MASK, Layout.zigzag(N, 2)),
+    "zigzag of 4": lambda: Plan.build(MASK, Layout.zigzag(N, 4)),
+    "contiguous, ring": lambda: Plan.build(MASK, Layout.contiguous(N, 4), route="ring", schedule="ring"),
+    "relay": lambda: Plan.build(MASK, Layout.zigzag(N, 4), route="relay", node_size=2),
+    "gather": lambda: Plan.build(MASK, Layout.zigzag(N, 4), schedule="gather"),
+    "balanced": lambda: Plan.build(MASK, Layout.balanced(MASK, 4, 4)),
+    "heads": lambda: Plan.build(MASK, Layout.zigzag(N, 4), ulysses=2),
+    "heads alone": lambda: Plan.build(MASK, Layout.zigzag(N, 4), ulysses=4),
 }
 
 
@@ -120,7 +119,7 @@ def test_positions_are_exact_in_16_bits(dtype):
     case = Case.draw(640, h=2, g=1, d=4, dtype=dtype)
     mask = Mask.causal(640)
     wanted = truth(case, mask)
-    found = run(case, plan_of(mask, Layout.zigzag(640, 2)))
+    found = run(case, Plan.build(mask, Layout.zigzag(640, 2)))
     assert max(error(x, y) for x, y in zip(found, wanted, strict=True)) < 2e-2
 
 
@@ -128,7 +127,7 @@ def test_batch_rows_with_masks_of_their_own_have_the_bits_of_their_positions():
     masks = [Mask.documents([0, 11, N]), Mask.causal(N)]
     case = Case.draw(N, b=2, h=4, g=2, d=8)
     layouts = [Layout.zigzag(N, 2), Layout.balanced(masks[1], 2, 4)]
-    plan = RingPlan.build(Mask.batch(masks), Layout.batch(layouts))
+    plan = Plan.build(Mask.batch(masks), Layout.batch(layouts))
 
     def rank(group):
         parts = [[layout.shard(x[row : row + 1], group.rank, 1) for row, layout in enumerate(layouts)] for x in case[:3]]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_ring
-from cp_ring import ConfigError, KernelError, Layout, Mask, PlanError, RingPlan, plan_cache, ring_attention
+from cp_ring import ConfigError, KernelError, Layout, Mask, Plan, PlanError, ring_attention
+from cp_ring.plan import spec
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, error
 
@@ -50,7 +51,7 @@ def _both(group, case, plan, options, more):
 @pytest.mark.parametrize("cp", [2, 4])
 def test_same_bits_as_with_a_plan(pool, cp, name, more):
     options, mask = MASKS[name]
-    plan = RingPlan.build(mask, Layout.zigzag(N, cp))
+    plan = Plan.build(mask, Layout.zigzag(N, cp))
     for without, planned in pool.run(_both, cp, Case.draw(N, b=2), plan, options, more):
         assert all(torch.equal(x, y) for x, y in zip(without, planned, strict=True))
 
@@ -75,10 +76,10 @@ def _schedules(group, case):
     n = 4 * q.shape[1]
     found = []
     for schedule in ("ring", "gather", (0, 1, 2, 2)):
-        plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, 4), schedule=schedule)
+        plan = Plan.build(Mask.causal(n), Layout.zigzag(n, 4), schedule=schedule)
         planned = ring_attention(q, k, v, group, plan=plan)
         found.append(torch.equal(ring_attention(q, k, v, group, causal=True, schedule=schedule), planned))
-    default = RingPlan.build(Mask.causal(n), Layout.zigzag(n, 4))
+    default = Plan.build(Mask.causal(n), Layout.zigzag(n, 4))
     found.append(torch.equal(ring_attention(q, k, v, group, causal=True), ring_attention(q, k, v, group, plan=default)))
     return found
 
@@ -88,9 +89,9 @@ def test_schedules(pool):
 
 
 def test_a_plan_is_made_and_proven_once(monkeypatch):
-    made, plain = [], RingPlan.verify
-    monkeypatch.setattr(RingPlan, "verify", lambda plan, *args: made.append(plan) or plain(plan, *args))
-    plan_cache._plans.clear()
+    made, plain = [], Plan.verify
+    monkeypatch.setattr(Plan, "verify", lambda plan, *args: made.append(plan) or plain(plan, *args))
+    spec._plans.clear()
     q, k, v, _ = Case.draw(24)
     for _ in range(2):
         ring_attention(q, k, v, causal=True)
@@ -99,10 +100,10 @@ def test_a_plan_is_made_and_proven_once(monkeypatch):
     assert len(made) == 1
     ring_attention(q, k, v)
     assert len(made) == 2
-    monkeypatch.setattr(plan_cache, "MAX_PLANS", 2)
+    monkeypatch.setattr(spec, "MAX_PLANS", 2)
     for width in (3, 4, 5):
         ring_attention(q, k, v, window_size=(width, 0))
-    assert len(plan_cache._plans) == 2
+    assert len(spec._plans) == 2
 
 
 def test_lse():
@@ -121,7 +122,7 @@ def test_lse():
     assert ring_attention(*(x.double() for x in (q, k, v)), return_lse=True)[1].dtype == torch.float64
 
 
-PLAN = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
+PLAN = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
 
 
 @pytest.mark.parametrize(
@@ -150,9 +151,9 @@ PLAN = RingPlan.build(Mask.causal(16), Layout.zigzag(16, 1))
         ({"layout": Mask.causal(16)}, ConfigError, "layout is a Mask, not a Layout or one of zigzag"),
         ({"layout": Layout.zigzag(16, 2)}, ConfigError, "layout is for 2 ranks, but the group has 1"),
         ({"route": "pigeon"}, PlanError, "route='pigeon': unknown; known are direct, ring, relay"),
-        ({"plan": Mask.causal(16)}, PlanError, "plan is a Mask, not a RingPlan: pass mask="),
-        ({"plan": Layout.zigzag(16, 1)}, PlanError, "plan is a Layout, not a RingPlan: pass layout="),
-        ({"group": PLAN}, ConfigError, "group is a RingPlan, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or"),
+        ({"plan": Mask.causal(16)}, PlanError, "plan is a Mask, not a Plan: pass mask="),
+        ({"plan": Layout.zigzag(16, 1)}, PlanError, "plan is a Layout, not a Plan: pass layout="),
+        ({"group": PLAN}, ConfigError, "group is a Plan, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or"),
         ({"group": PLAN}, ConfigError, "None; pass it as plan="),
         ({"group": Mask.causal(16)}, ConfigError, "pass it as mask="),
         ({"group": Layout.zigzag(16, 1)}, ConfigError, "pass it as layout="),
@@ -177,7 +178,7 @@ def test_the_length_of_an_uneven_sequence_is_not_guessed():
 
 
 def test_a_part_of_another_rank():
-    plan = RingPlan.build(Mask.causal(32), Layout.zigzag(32, 2))
+    plan = Plan.build(Mask.causal(32), Layout.zigzag(32, 2))
     q, k, v, _ = Case.draw(16)
     with pytest.raises(PlanError, match="plan is the part of rank 1, but this is rank 0 of the group"):
         ring_attention(q, k, v, LoopbackTransport(0, 2), plan=plan.rank_plan(1))

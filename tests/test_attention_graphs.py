@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_ring import Layout, Mask, PlanError, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, PlanError, ring_attention
 from cp_ring.kernels import calls
 from cp_ring.observe import watchdog
 from cp_ring.observe.watchdog import Watch
@@ -149,7 +149,7 @@ def test_dropout_goes_by_way_of_the_host():
 
 
 def test_a_capture_does_not_begin_with_a_new_call(monkeypatch):
-    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 1))
+    plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 1))
     ranks = draw(1, 1)
     monkeypatch.setattr(calls, "capturing", lambda device: True)
     with pytest.raises(PlanError, match="this call of ring attention is new, and a CUDA graph cannot begin with it"):

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.attention import Results, attend
 from cp_ring.bench import accuracy
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.counters import record
-from cp_ring.plan import HeadPlan, split_heads
+from cp_ring.plan import split_heads
 from cp_ring.plan.cost import crossing
-from cp_ring.plan.heads import plan_of
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
@@ -47,7 +46,7 @@ def truth(case: Case, mask: Mask, sink: torch.Tensor) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, offset), case.dout.double())]
 
 
-def attend_to_shard(group: Any, case: Case, plan: HeadPlan, sink: torch.Tensor | None = None, **options) -> list[torch.Tensor]:
+def attend_to_shard(group: Any, case: Case, plan: Plan, sink: torch.Tensor | None = None, **options) -> list[torch.Tensor]:
     rank = group.rank() if callable(group.rank) else group.rank
     q, k, v, dout = (plan.layout.shard(x, rank, 1) for x in case)
     inputs = [x.detach().requires_grad_() for x in ((q, k, v) if sink is None else (q, k, v, sink))]
@@ -55,26 +54,26 @@ def attend_to_shard(group: Any, case: Case, plan: HeadPlan, sink: torch.Tensor |
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
-def attend_to_many(group: Any, cases: list[tuple[Case, HeadPlan, torch.Tensor]]) -> list[list[torch.Tensor]]:
+def attend_to_many(group: Any, cases: list[tuple[Case, Plan, torch.Tensor]]) -> list[list[torch.Tensor]]:
     return [attend_to_shard(group, *case) for case in cases]
 
 
-def every_case(cp: int, heads: int, d: int = 8, e: int = 12) -> list[tuple[Case, HeadPlan, torch.Tensor]]:
+def every_case(cp: int, heads: int, d: int = 8, e: int = 12) -> list[tuple[Case, Plan, torch.Tensor]]:
     n = 12 * cp
     return [
-        (Case.draw(n, b=2, h=h, g=g, d=d, e=e), HeadPlan.build(mask, layout, heads), torch.linspace(-1, 2, h))
+        (Case.draw(n, b=2, h=h, g=g, d=d, e=e), Plan.build(mask, layout, ulysses=heads), torch.linspace(-1, 2, h))
         for h, g in GROUPED
         for name, mask in masks(n).items()
         for layout in [Layout.zigzag(n, cp), *([Layout.balanced(mask, cp, 4)] if name == "documents" else [])]
     ]
 
 
-def check(case: Case, plan: HeadPlan, sink: torch.Tensor, parts: list[list[torch.Tensor]]) -> None:
+def check(case: Case, plan: Plan, sink: torch.Tensor, parts: list[list[torch.Tensor]]) -> None:
     plan.verify(rank_plans=True)
     got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
     found = [*got, sum(part[4] for part in parts)]
     errors = [error(x, y) for x, y in zip(found, truth(case, plan.mask, sink), strict=True)]
-    assert max(errors) < TOLERANCE, (plan.mask, plan.layout, plan.heads, case.k.shape, errors)
+    assert max(errors) < TOLERANCE, (plan.mask, plan.layout, plan.ulysses, case.k.shape, errors)
 
 
 @pytest.mark.parametrize(("cp", "heads"), FACTORS)
@@ -98,14 +97,14 @@ def test_equals_brute_force_on_more_ranks(cp, heads):
 def test_groups_of_heads(h, g):
     """Several key/value heads a rank are exchanged and computed in 2 or 3 groups."""
     assert split_heads(h, g, 2).groups == (2 if g == 8 else 3)
-    case, plan = Case.draw(64, h=h, g=g, d=8), HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 2)
+    case, plan = Case.draw(64, h=h, g=g, d=8), Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=2)
     sink = torch.linspace(-1, 1, h)
     check(case, plan, sink, LocalRing(4).run(attend_to_shard, case, plan, sink))
 
 
 @pytest.mark.parametrize("options", [{"route": "ring"}, {"schedule": "gather"}, {"schedule": (0, 1, 2, 2)}], ids=str)
 def test_routes_and_schedules_of_the_ring(options):
-    case, plan = Case.draw(96, h=4, g=2), HeadPlan.build(Mask.causal(96), Layout.zigzag(96, 8), 2, **options)
+    case, plan = Case.draw(96, h=4, g=2), Plan.build(Mask.causal(96), Layout.zigzag(96, 8), ulysses=2, **options)
     sink = torch.zeros(4)
     check(case, plan, sink, LocalRing(8).run(attend_to_shard, case, plan, sink))
 
@@ -116,7 +115,7 @@ def test_relays(cp, size, heads):
     n = 16 * cp
     case, sink = Case.draw(n, h=4, g=2, d=8, e=12), torch.zeros(4)
     for mask in masks(n).values():
-        plan = plan_of(mask, Layout.zigzag(n, cp), heads, route="relay", node_size=size)
+        plan = Plan.build(mask, Layout.zigzag(n, cp), ulysses=heads, route="relay", node_size=size)
         check(case, plan, sink, LocalRing(cp).run(attend_to_shard, case, plan, sink))
 
 
@@ -140,13 +139,13 @@ def _check_bytes_by_link(pool, plan, sizes, exchanges_only=False):
 
 @pytest.mark.parametrize(("route", "heads"), [("direct", 1), ("relay", 1), ("direct", 2)])
 def test_bytes_by_link_are_those_of_the_plan(pool, route, heads):
-    plan = plan_of(Mask.full(64), Layout.zigzag(64, 4), heads, route=route, node_size=2)
+    plan = Plan.build(Mask.full(64), Layout.zigzag(64, 4), ulysses=heads, route=route, node_size=2)
     _check_bytes_by_link(pool, plan, AttentionSizes(4, 2, 16, dtype="fp32"))
 
 
 def test_bytes_of_an_exchange_between_nodes(pool):
     """Heads exchanged among all 4 ranks of 2 nodes: in backward, gradients the other way."""
-    plan = HeadPlan.build(Mask.full(64), Layout.zigzag(64, 4), 4)
+    plan = Plan.build(Mask.full(64), Layout.zigzag(64, 4), ulysses=4)
     _check_bytes_by_link(pool, plan, AttentionSizes(4, 4, 16, dtype="fp32"), exchanges_only=True)
 
 
@@ -154,7 +153,7 @@ def test_batch_rows_with_masks_of_their_own():
     n, offsets = 32, ([0, 11, 32], [0, 20, 32])
     rows = [Mask.documents(each) for each in offsets]
     layout = Layout.batch([Layout.balanced(mask, 4, 4) for mask in rows])
-    plan = HeadPlan.build(Mask.batch(rows), layout, 2)
+    plan = Plan.build(Mask.batch(rows), layout, ulysses=2)
     case = Case.draw(n, b=2, h=4, g=2)
 
     def of_rank(group: Any) -> list[torch.Tensor]:
@@ -205,13 +204,13 @@ def _repeat(group, case, plan):
 
 
 def test_deterministic(pool):
-    plan = HeadPlan.build(Mask.documents([0, 5, 61, 128]), Layout.zigzag(128, 4), 2)
+    plan = Plan.build(Mask.documents([0, 5, 61, 128]), Layout.zigzag(128, 4), ulysses=2)
     for first, *others in pool.run(_repeat, 4, Case.draw(128, h=12, g=3), plan):
         for other in others:
             assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
 
 
-def kept(group: Any, case: Case, plan: HeadPlan) -> int:
+def kept(group: Any, case: Case, plan: Plan) -> int:
     """Numbers that autograd keeps for backward and that the caller does not hold."""
     q, k, v = (plan.layout.shard(x, group.rank(), 1).requires_grad_() for x in case[:3])
     storages: dict[int, int] = {}
@@ -228,7 +227,7 @@ def kept(group: Any, case: Case, plan: HeadPlan) -> int:
 
 def test_what_is_kept_for_backward(pool):
     """q, k, v, out and lse once. (Where ranks share keys, `test_bytes_of_the_exchange` sees that the own ones are kept.)"""
-    plan = HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 4)
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=4)
     for numbers in pool.run(kept, 4, Case.draw(64, h=4, g=4, d=16), plan):
         assert numbers == 16 * 4 * (4 * 16 + 1)
 
@@ -252,13 +251,13 @@ def _kept_results(group, case, plan):
 
 
 def test_recomputation_keeps_the_results(pool):
-    plan = HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 2)
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=2)
     for again, once in pool.run(_kept_results, 4, Case.draw(64, h=8, g=4), plan):
         assert all(torch.equal(x, y) for x, y in zip(again[:4], once[:4], strict=True))
         assert 2 * again[4] == once[4]  # keys went around the ring in backward only
 
 
-def counted(group: Any, case: Case, plan: HeadPlan) -> dict[str, int]:
+def counted(group: Any, case: Case, plan: Plan) -> dict[str, int]:
     with record() as counters:
         attend_to_shard(group, case, plan)
     return counters.bytes_by_kind
@@ -267,7 +266,7 @@ def counted(group: Any, case: Case, plan: HeadPlan) -> dict[str, int]:
 @pytest.mark.parametrize(("h", "g", "key_heads"), [(4, 2, 2), (4, 1, 1)])
 def test_bytes_of_the_exchange(pool, h, g, key_heads):
     """q, k, v and out once each way: u - 1 of u parts of them leave; keys that ranks share go to each of them, twice."""
-    plan = HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 2)
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=2)
     for bytes_by_kind in pool.run(counted, 4, Case.draw(64, h=h, g=g, d=16), plan):
         queries, keys = 2 * 2 * h // 2, 2 * (2 if g == 2 else 3) * (1 if g == 2 else key_heads)
         assert bytes_by_kind["heads"] == (queries + keys) * 16 * 16 * 4  # heads, of 16 tokens of 16 numbers
@@ -277,7 +276,7 @@ def test_as_accurate_as_one_call():
     """Of bfloat16, where gradients of shared key/value heads are rounded before they are added."""
     mask, n = Mask.causal(512), 512
     for cp, heads, h, g in ((4, 2, 4, 1), (4, 4, 4, 2), (8, 2, 6, 3)):
-        plan, ratios = HeadPlan.build(mask, Layout.zigzag(n, cp), heads), []
+        plan, ratios = Plan.build(mask, Layout.zigzag(n, cp), ulysses=heads), []
         for seed in range(2):
             inputs = [x.bfloat16() for x in accuracy.draw(n, h, g, 32, seed)]
             exact = list(brute_force(Case(*inputs), mask.dense()))
@@ -296,7 +295,7 @@ def test_as_accurate_as_one_call():
         ({"heads": 4}, PlanError, "heads=4: it must divide the 6 query heads"),
         ({"heads": 0}, ConfigError, "heads=0: it must be a whole number above 0"),
         ({"heads": "all"}, ConfigError, "heads='all': it must be a whole number above 0"),
-        ({"heads": 2, "plan": RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))}, ConfigError, "heads and plan are both"),
+        ({"heads": 2, "plan": Plan.build(Mask.causal(64), Layout.zigzag(64, 4))}, ConfigError, "heads and plan are both"),
     ],
 )
 def test_bad_heads(options, kind, says):

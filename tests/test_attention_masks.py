@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.plan.routes import ROUTES
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank, whole
@@ -52,7 +52,7 @@ def test_equals_brute_force(pool, mask, route, schedule):
     for cp in (1, 2, 3, 4):
         for name, layout in layouts(mask, cp).items():
             hops = schedule if isinstance(schedule, str) else schedule[:cp]
-            plan = RingPlan.build(mask, layout, route, hops)
+            plan = Plan.build(mask, layout, route, hops)
             plan.verify()
             got = whole(layout, pool.run(on_rank, cp, case, plan))
             errors = {part: error(x, y) for part, x, y in zip(Grads._fields, got, truth, strict=True)}
@@ -64,13 +64,13 @@ def test_kernels_agree_on_a_hard_mask(pool, kernel):
     """Lowered to full and causal squares, or as bands: the same numbers in float64."""
     mask = MASKS["document prefixes and window"]
     case = Case.draw(N, b=2, dtype=torch.float64)
-    plan = RingPlan.build(mask, Layout.zigzag(N, 4))
+    plan = Plan.build(mask, Layout.zigzag(N, 4))
     got = whole(plan.layout, pool.run(on_rank, 4, case, plan, kernel=kernel))
     assert all(error(x, y) < 1e-12 for x, y in zip(got, brute_force(case, mask.dense()), strict=True))
 
 
 def test_padding_gives_zeros_and_gets_no_gradient(pool):
-    plan = RingPlan.build(MASKS["documents"], Layout.zigzag(N, 4))
+    plan = Plan.build(MASKS["documents"], Layout.zigzag(N, 4))
     got = whole(plan.layout, pool.run(on_rank, 4, Case.draw(N), plan))
     for x in got:
         assert (x[:, DOCUMENTS[-1] :] == 0).all()
@@ -84,7 +84,7 @@ def test_rows_with_different_documents_are_one_stream(pool):
     case = Case.draw(n, b=2)
     truth = [brute_force(Case(*(x[[i]] for x in case)), mask.dense()) for i, mask in enumerate(masks)]
     layout = Layout.zigzag(n, 4)
-    plan = RingPlan.build(Mask.batch(masks), Layout.batch([layout] * 2))
+    plan = Plan.build(Mask.batch(masks), Layout.batch([layout] * 2))
     plan.verify()
     parts = pool.run(on_rank_of_rows, 4, case, plan, layout)
     for i, name in enumerate(Grads._fields):
@@ -110,7 +110,7 @@ def test_counted_bytes_are_the_plans(pool, mask, route, schedule):
         "causal window": Mask.causal(n, window=(255, 0)),
         "documents": Mask.documents(np.append(np.sort(rng.choice(n, 20)) * (np.arange(20) > 0), n)),
     }[mask]
-    plan = RingPlan.build(mask, Layout.zigzag(n, cp), route, schedule)
+    plan = Plan.build(mask, Layout.zigzag(n, cp), route, schedule)
     report = plan.verify()
     token = g * (d + d) * 4
     for rank, (_, counters) in enumerate(pool.run(on_rank, cp, Case.draw(n, h=2, g=g, d=d), plan)):
@@ -125,7 +125,7 @@ def test_one_source_a_hop_is_any_schedule_to_rounding(pool, mask):
     """The schedule changes the order of sums, and nothing else."""
     mask, case = MASKS[mask], Case.draw(N, h=4, g=2, d=16, dtype=torch.float64)
     layout = Layout.zigzag(N, 4)
-    plans = [RingPlan.build(mask, layout, schedule=schedule) for schedule in ("ring", "auto", "gather", (0, 1, 1, 2))]
+    plans = [Plan.build(mask, layout, schedule=schedule) for schedule in ("ring", "auto", "gather", (0, 1, 1, 2))]
     first, *others = (whole(layout, pool.run(on_rank, 4, case, plan)) for plan in plans)
     for other in others:
         assert all(error(x, y) < 1e-14 for x, y in zip(other, first, strict=True))
@@ -157,7 +157,7 @@ def test_several_intervals_of_keys_equal_brute_force(pool, name):
         (4, Layout.balanced(mask, 4), ("direct", "gather")),
         (4, Layout.contiguous(mask.n, 4), ("direct", (0, 1, 1, 2))),
     ):
-        plan = RingPlan.build(mask, layout, *how)
+        plan = Plan.build(mask, layout, *how)
         plan.verify(rank_plans=True)
         parts = pool.run(on_rank_with_sink, cp, case, plan, sink)
         got = [layout.unshard([part[i] for part in parts], 1) for i in range(4)]
@@ -188,7 +188,7 @@ def test_kernels_agree_on_several_intervals(name, kernel):
     """As in the tests above, in float64 and in threads of this process."""
     mask = SEVERAL_INTERVALS[name]
     case = Case.draw(mask.n, dtype=torch.float64)
-    plan = RingPlan.build(mask, Layout.balanced(mask, 3))
+    plan = Plan.build(mask, Layout.balanced(mask, 3))
 
     def on_thread(group):
         q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Offload, ring_attention
-from cp_ring.plan.heads import plan_of
+from cp_ring.plan import Plan
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 
@@ -38,7 +38,7 @@ def of_layer(tokens, itemsize):
 @pytest.mark.parametrize(("heads", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (2, torch.float32)])
 def test_bits_and_bytes(heads, dtype):
     case = Case.draw(N, h=H, g=G, d=D, e=E, dtype=dtype)
-    plan = plan_of(MASK, Layout.zigzag(N, 2), heads=heads)
+    plan = Plan.build(MASK, Layout.zigzag(N, 2), ulysses=heads)
     stores = [Offload(), Offload()]
     expected = LocalRing(2).run(layers, case, plan, None)
     found = LocalRing(2).run(lambda group: layers(group, case, plan, stores[group.rank]))

@@ -15,7 +15,7 @@ from cp_ring import ConfigError, ContextParallelConfig, config, ring_attention
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.reference import ReferenceKernel
 from cp_ring.plan.layout import LAYOUTS, Layout
-from cp_ring.plan.routes import ROUTES, direct
+from cp_ring.plan.routes import ROUTES, Route, direct
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 
@@ -31,7 +31,7 @@ class Probe(ReferenceKernel):
 
 def register() -> None:
     REGISTRY["probe"] = "tests_probe_kernel"
-    ROUTES["express"] = lambda need, cp: tuple(replace(table) for table in direct(need, cp))
+    ROUTES["express"] = Route(lambda need, cp: tuple(replace(table) for table in direct(need, cp)))
     LAYOUTS["striped"] = lambda mask, cp: Layout.contiguous(mask.n, cp)
 
 

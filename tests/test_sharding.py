@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cp_ring
-from cp_ring import ConfigError, Layout, Mask, PlanError, RingPlan
+from cp_ring import ConfigError, Layout, Mask, Plan, PlanError
 from cp_ring.testing.local_ring import LocalRing
 
 N = 48
@@ -24,7 +24,7 @@ def whole(layout: Layout | None, *shape: int) -> torch.Tensor:
 
 def test_shard_takes_tensors_tuples_dicts_and_plans():
     x = whole(None, 3)
-    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 2))
+    plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 2))
 
     def case(group):
         mine = plan.layout.shard(x, group.rank, 1)
@@ -110,7 +110,7 @@ def test_errors_are_one_line():
     x = whole(None)
     with pytest.raises(ConfigError, match="layout is for 2 ranks, but the group has 1: pass their process group as group="):
         cp_ring.shard(x, Layout.zigzag(N, 2))
-    with pytest.raises(ConfigError, match="layout is a Mask, not a Layout, a RingPlan or None"):
+    with pytest.raises(ConfigError, match="layout is a Mask, not a Layout, a Plan or None"):
         cp_ring.shard(x, Mask.causal(N))
     with pytest.raises(PlanError, match="rank 0 holds 40 tokens of the layout, but dimension 1 of the tensor has 48"):
         cp_ring.unshard(x, Layout.zigzag(40, 1))

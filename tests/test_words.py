@@ -24,7 +24,7 @@ BATCH_ROWS = {
     "cp_ring/arguments.py": r"layout\.rows",
     "cp_ring/plan/identity.py": r"layout\.rows",
     "cp_ring/plan/rank_plan.py": r"layout\.rows",
-    "cp_ring/plan/ring_plan.py": r"layout\.rows",
+    "cp_ring/plan/routes.py": r"layout\.rows",
     "cp_ring/plan/shapes.py": r"layout\.rows",
     "cp_ring/plan_cache.py": r"layout\.rows|`batch` rows",
     # Packing makes batch rows.

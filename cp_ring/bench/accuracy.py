@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import KernelError
 from cp_ring.kernels import choose
 from cp_ring.plan.schedule import SLOT_SHARDS
@@ -61,7 +61,7 @@ def one_call(mask: Mask, inputs: list[Tensor], kernel: str) -> list[Tensor]:
     """
     if inputs[0].device.type == "cpu" and kernel == "cpu":
         return _one_torch_call(mask, inputs)
-    plan = RingPlan.build(mask, Layout.contiguous(mask.n, 1))
+    plan = Plan.build(mask, Layout.contiguous(mask.n, 1))
     return _attend_to_shard(None, plan, inputs, kernel)
 
 
@@ -78,7 +78,7 @@ def _one_torch_call(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2) for x in (out, *backward(dout, q, k, v, out, lse, 0.0, causal, **options))]
 
 
-def _attend_to_shard(group: Any, plan: RingPlan, inputs: list[Tensor], kernel: str, wire: str = "plain") -> list[Tensor]:
+def _attend_to_shard(group: Any, plan: Plan, inputs: list[Tensor], kernel: str, wire: str = "plain") -> list[Tensor]:
     """out, dq, dk, dv of this rank's shard; `inputs` are those of the whole sequence."""
     q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in inputs)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -117,7 +117,7 @@ def run(
             exact = draw(n, heads, kv_heads, head_dim, seed, drawn)
             for dtype in dtypes:
                 inputs = [x.to(getattr(torch, dtype)) for x in exact]
-                whole = RingPlan.build(mask, Layout.contiguous(n, 1))
+                whole = Plan.build(mask, Layout.contiguous(n, 1))
                 inputs = [x.to(device) for x in inputs]
                 truth = [x.cpu() for x in _attend_to_shard(None, whole, [x.double() for x in inputs], "reference")]
                 for kernel in kernels:
@@ -149,7 +149,7 @@ def _add_ratios(
         return
     single = errors(one_call(mask, inputs, kernel), truth)
     for cp in sizes:
-        plan = RingPlan.build(mask, Layout.zigzag(mask.n, cp), schedule=schedule, slot_shards=max(cp, SLOT_SHARDS))
+        plan = Plan.build(mask, Layout.zigzag(mask.n, cp), schedule=schedule, slot_shards=max(cp, SLOT_SHARDS))
         for wire in wires:
             parts = _ring(cp).run(_attend_to_shard, plan, inputs, kernel, wire)
             got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.bench import cuda_peers
 from cp_ring.bench.contest import Contest, Round, forward_and_backward
 from cp_ring.job.speeds import PREPARED, in_turn, spread
@@ -28,7 +28,7 @@ from cp_ring.testing.rank_pool import RankError, Ranks
 def cp_ring(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """This package: zigzag, direct route."""
     layout = Layout.zigzag(contest.n, contest.cp)
-    plan = RingPlan.build(Mask.causal(contest.n), layout)
+    plan = Plan.build(Mask.causal(contest.n), layout)
     parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
     return forward_and_backward(lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts), layout
 
@@ -36,13 +36,13 @@ def cp_ring(contest: Contest, group: Any) -> tuple[Round, Layout]:
 def one_call(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """One causal kernel call on the whole sequence by one rank: the plan of cp 1."""
     layout = Layout.zigzag(contest.n, 1)
-    plan = RingPlan.build(Mask.causal(contest.n), layout)
+    plan = Plan.build(Mask.causal(contest.n), layout)
     return forward_and_backward(lambda q, k, v: ring_attention(q, k, v, plan=plan), contest.draw()), layout
 
 
 def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """One rank computes the tiles and merges of all ranks: with linear scaling, `cp` ranks take 1 / cp of this time."""
-    plan = RingPlan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp), schedule="ring")
+    plan = Plan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp), schedule="ring")
     shards = [[plan.layout.shard(x, rank, 1) for x in contest.draw()] for rank in range(contest.cp)]
     dtype, d = getattr(torch, contest.dtype), contest.head_dim
     kernel = choose("cpu", device=torch.device("cpu"), dtype=dtype, d=d, e=d)

@@ -57,7 +57,7 @@ def _measured_by(folder: Path, repeats: int) -> dict[str, list[float]]:
 
 def measure(repeats: int) -> dict[str, list[float]]:
     """Microseconds of the host a hop, of `repeats` calls of forward and of backward; as many before them do not count."""
-    from cp_ring import Layout, Mask, RingPlan, ring_attention
+    from cp_ring import Layout, Mask, Plan, ring_attention
     from cp_ring.testing.loopback import LoopbackTransport
 
     clock = _Clock()
@@ -65,9 +65,9 @@ def measure(repeats: int) -> dict[str, list[float]]:
     transport: Any = LoopbackTransport(_RANK, _CP)
     transport.post = clock.counting(transport.post)
     n = _CP * _TOKENS
-    scheduled = "schedule" in inspect.signature(RingPlan.build).parameters  # older versions have one source a hop
+    scheduled = "schedule" in inspect.signature(Plan.build).parameters  # older versions have one source a hop
     options: Any = {"schedule": "ring"} if scheduled else {}
-    plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, _CP), **options)
+    plan = Plan.build(Mask.causal(n), Layout.zigzag(n, _CP), **options)
     hops = len(plan.rank_plan(_RANK).hops)
     inputs = [torch.zeros(_TOKENS, 1, _HEADS, _SIZE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     dout = torch.zeros_like(inputs[0])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.job.speeds import PREPARED, in_turn, measurement
 from cp_ring.plan.compare import padded
 from cp_ring.plan.ranges import Ints
@@ -47,7 +47,7 @@ class PackedWork:
         return (3 + 4 + 4) * self.width / 2
 
 
-def plan(work: PackedWork, name: str) -> RingPlan:
+def plan(work: PackedWork, name: str) -> Plan:
     """The plan of one of the splits that have one."""
     lengths = np.array(work.lengths, np.int64)
     if name == "per_document_zigzag":
@@ -55,8 +55,8 @@ def plan(work: PackedWork, name: str) -> RingPlan:
     offsets = np.cumsum([0, *lengths])
     mask = Mask.documents(offsets)
     if name == "per_document_zigzag":
-        return RingPlan.build(mask, Layout.per_document_zigzag(offsets, work.cp))
-    return RingPlan.build(mask, Layout.balanced(mask, work.cp) if name == "balanced" else Layout.zigzag(mask.n, work.cp))
+        return Plan.build(mask, Layout.per_document_zigzag(offsets, work.cp))
+    return Plan.build(mask, Layout.balanced(mask, work.cp) if name == "balanced" else Layout.zigzag(mask.n, work.cp))
 
 
 def greedy(work: PackedWork) -> list[list[int]]:
@@ -91,7 +91,7 @@ def _attention(work: PackedWork, name: str, group: Any) -> tuple[int, Any]:
     if name == "independent":
         mine = greedy(work)[group.rank()]
         mask = Mask.documents(np.cumsum([0, *(mine or [1])]))
-        alone = RingPlan.build(mask, Layout.contiguous(mask.n, 1))
+        alone = Plan.build(mask, Layout.contiguous(mask.n, 1))
         return mask.n, lambda q, k, v: ring_attention(q, k, v, plan=alone)
     whole = plan(work, name)
     return int(whole.layout.tokens_per_rank[group.rank()]), lambda q, k, v: ring_attention(q, k, v, group, plan=whole)

@@ -15,8 +15,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.job.speeds import PREPARED, in_turn, measurement, spread
 from cp_ring.observe.counters import record
 from cp_ring.plan.cost import crossing
-from cp_ring.plan.heads import HeadPlan
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.shapes import Shape, planned
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.testing.network import ThrottledLink
@@ -26,7 +25,7 @@ NODES, NODE_SIZE = 2, 2
 SHAPES = {shape.name: shape for shape in (Shape("direct", 1, "auto"), Shape("relay", 1, "auto"), Shape("direct", 2, "auto"))}
 
 
-def plan_of(name: str, contest: Contest, full: bool) -> RingPlan | HeadPlan:
+def plan_of(name: str, contest: Contest, full: bool) -> Plan:
     """The plan of a shape in `SHAPES`."""
     mask = Mask.full(contest.n) if full else Mask.causal(contest.n)
     return planned(mask, Layout.zigzag(contest.n, contest.cp), SHAPES[name], None, NODE_SIZE)

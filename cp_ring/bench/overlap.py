@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.bench.attention import prepare_contestant
 from cp_ring.bench.contest import Contest
 from cp_ring.errors import ConfigError
@@ -26,7 +26,7 @@ from cp_ring.testing.rank_pool import Ranks
 
 def hop_seconds(group: Any, contest: Contest, repeats: int) -> float:
     """On a rank: seconds that its hop 1 computes in forward. This is time of its one thread, so other processes do not count."""
-    plan = RingPlan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp))
+    plan = Plan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp))
     hop = plan.rank_plan(group.rank()).hops[1]
     tokens = contest.n // contest.cp
     q, k, v = (torch.randn(tokens, 1, contest.heads, contest.head_dim) for _ in range(3))

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cp_ring.bench import samples
-from cp_ring.plan import Layout, Mask, RingPlan
+from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.balance import balance
+from cp_ring.plan.routes import DEFAULT
 
 
 class Result(NamedTuple):
@@ -36,10 +37,10 @@ def packed(repeats: int) -> list[Result]:
     n, cp = 1 << 20, 64
     cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, n), 4095, replace=False))
     mask, layout = Mask.documents([0, *cuts.tolist(), n]), Layout.zigzag(n, cp)
-    plan, build = best_time(lambda: RingPlan.build(mask, layout), repeats)
+    plan, build = best_time(lambda: Plan.build(mask, layout), repeats)
     _, verify = best_time(plan.verify, repeats)
     even, balanced = best_time(lambda: Layout.balanced(mask, cp), repeats)
-    _, alone = best_time(lambda: RingPlan.build_rank_plan(mask, even, 5), repeats)
+    _, alone = best_time(lambda: Plan.build_rank_plan(mask, even, 5), repeats)
     what = "1M tokens, 4,096 documents, cp 64"
     return [
         Result(f"{what}: build", build, "ms", 5),
@@ -52,9 +53,9 @@ def packed(repeats: int) -> list[Result]:
 def huge(repeats: int) -> list[Result]:
     """16M causal tokens on 1,024 ranks: the plan of one rank, and the whole plan built and proven, on two routes."""
     mask, layout = Mask.causal(1 << 24), Layout.zigzag(1 << 24, 1024)
-    _, alone = best_time(lambda: RingPlan.build_rank_plan(mask, layout, 500), repeats)
-    _, whole = best_time(lambda: RingPlan.build(mask, layout).verify(), min(repeats, 3))
-    _, relayed = best_time(lambda: RingPlan.build(mask, layout, "relay", node_size=8).verify(), min(repeats, 3))
+    _, alone = best_time(lambda: Plan.build_rank_plan(mask, layout, 500), repeats)
+    _, whole = best_time(lambda: Plan.build(mask, layout).verify(), min(repeats, 3))
+    _, relayed = best_time(lambda: Plan.build(mask, layout, "relay", node_size=8).verify(), min(repeats, 3))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     what = "16M causal tokens, cp 1,024"
     return [
@@ -74,7 +75,7 @@ def shares() -> list[Result]:
     ]
     results = [
         Result(
-            f"share of full ring, {name}, {route}", full_ring_share(mask, layout, route), "", goal if route == "direct" else 0.0
+            f"share of full ring, {name}, {route}", full_ring_share(mask, layout, route), "", goal if route == DEFAULT else 0.0
         )
         for name, mask, layout, goal in cases
         for route in ("direct", "ring")
@@ -85,7 +86,7 @@ def shares() -> list[Result]:
         for route in ("direct", "ring"):
             worst = max(full_ring_share(mask, make(mask), route) for mask in masks)
             what = f"share of full ring, documents of 2,000 tokens, cp 8, {name}, {route}, worst of {DRAWS}"
-            results.append(Result(what, worst, "", goal if route == "direct" else 0.0))
+            results.append(Result(what, worst, "", goal if route == DEFAULT else 0.0))
     return results
 
 
@@ -103,7 +104,7 @@ def balances() -> list[Result]:
 
 
 def full_ring_share(mask: Mask, layout: Layout, route: str) -> float:
-    return RingPlan.build(mask, layout, route).verify().share_of_full_ring
+    return Plan.build(mask, layout, route).verify().share_of_full_ring
 
 
 def best_time(make: Callable[[], Any], repeats: int) -> tuple[Any, float]:

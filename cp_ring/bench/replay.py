@@ -21,7 +21,7 @@ from cp_ring.attention import ring_attention
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, AttentionKernel, choose
 from cp_ring.kernels.calls import KernelCall, Statistics, kernel_calls
-from cp_ring.plan import Layout, Mask, RingPlan
+from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.testing.loopback import LoopbackTransport
 
 _LEAD_CYCLES = 10_000_000  # of the device's clock, about 5 ms
@@ -46,7 +46,7 @@ class RankSizes:
         return [torch.randn(tokens, 1, *x, generator=generator, device=self.device, dtype=self.dtype) for x in shapes]
 
 
-def replay(plan: RingPlan, rank: int, sizes: RankSizes, *, kernel: str = "auto", num_slots: int = 2, repeats: int = 5,
+def replay(plan: Plan, rank: int, sizes: RankSizes, *, kernel: str = "auto", num_slots: int = 2, repeats: int = 5,
            bandwidth: float | None = None) -> dict[str, Any]:  # fmt: skip
     """Times one rank: seconds of forward, and of forward and backward; and its peak memory beyond q, k, v, out and lse, in bytes.
 
@@ -127,7 +127,7 @@ def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5, names: Sequen
 
     `names` are the kernels to try; by default all but the reference. Raises `KernelError` where no installed kernel can.
     """
-    plan = RingPlan.build(mask, Layout.contiguous(mask.n, 1))
+    plan = Plan.build(mask, Layout.contiguous(mask.n, 1))
     device, rank_plan = torch.device(sizes.device), plan.rank_plan(0)
     q, k, v, dout = sizes.draw(mask.n)
     found = []
@@ -165,7 +165,7 @@ def efficiency(cp: int, mask: Mask, sizes: RankSizes, *, kernel: str = "auto", r
 
     `layout` is zigzag, or balanced for packed documents.
     """
-    plan = RingPlan.build(mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(mask.n, cp))
+    plan = Plan.build(mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(mask.n, cp))
     whole = whole or single_call(mask, sizes, repeats=repeats)
     ranks = [replay(plan, rank, sizes, kernel=kernel, repeats=repeats, bandwidth=bandwidth) for rank in range(cp)]
     slowest = {name: max(x[name] for x in ranks) for name in ("forward_s", "both_s")}

@@ -24,7 +24,7 @@ def run(tokens: int, repeats: int) -> list[dict[str, Any]]:
     tokens: those of the rank. The first is the median over `repeats` pairs of calls of their ratio, less 1. The time is that of
     this thread on a core, so that other work on the machine counts as little as it can.
     """
-    from cp_ring import Layout, Mask, RingPlan, ring_attention
+    from cp_ring import Layout, Mask, Plan, ring_attention
     from cp_ring.comm.transport import count
     from cp_ring.observe import timing
     from cp_ring.testing.loopback import LoopbackTransport
@@ -36,7 +36,7 @@ def run(tokens: int, repeats: int) -> list[dict[str, Any]]:
 
     torch.set_num_threads(1)
     n = tokens * _CP
-    plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, _CP), schedule="ring")
+    plan = Plan.build(Mask.causal(n), Layout.zigzag(n, _CP), schedule="ring")
     inputs = [torch.randn(1, tokens, _HEADS, _SIZE, requires_grad=True) for _ in range(3)]
     attend = partial(ring_attention, *inputs, Counted(_RANK, _CP), plan=plan, kernel="cpu")
 

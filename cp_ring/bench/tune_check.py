@@ -24,10 +24,9 @@ import torch.distributed as dist
 
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.job.speeds import exchange, memory_rate, timed
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.lower import KERNELS
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.shapes import Shape, planned, shapes_of
 from cp_ring.plan.simulate import kernel_calls, simulate
 from cp_ring.plan.sizes import AttentionSizes
@@ -106,7 +105,7 @@ def checked_shapes(model: SmallModel) -> list[CheckedShape]:
     return found
 
 
-def _plan(model: SmallModel, checked: CheckedShape, rates: Rates) -> RingPlan | HeadPlan:
+def _plan(model: SmallModel, checked: CheckedShape, rates: Rates) -> Plan:
     cp, n = checked.cp, model.tokens
     return planned(Mask.causal(n), Layout.zigzag(n, cp), checked.shape, None, cp, rates)
 
@@ -257,7 +256,7 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     """What this rank does in a second while all ranks do the same: flops, products, memory, link; and call, seconds."""
     sizes, d, now = model.sizes, model.head_dim, _clock(cpu)
     tokens = model.tokens // 2
-    whole = RingPlan.build(Mask.full(tokens), Layout.contiguous(tokens, 1))
+    whole = Plan.build(Mask.full(tokens), Layout.contiguous(tokens, 1))
 
     def seconds(work: Callable[[], object]) -> float:
         return float(timed(work, 3, group=group, clock=now).median)
@@ -265,7 +264,7 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     flops = sizes.heads * d * tokens * tokens * 14.0  # seven products of matrices, forward and backward
     x, weight = torch.randn(tokens, model.hidden, requires_grad=True), torch.randn(model.ffn, model.hidden, requires_grad=True)
     gradient = torch.ones(tokens, model.ffn)
-    tiny = RingPlan.build(Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring")
+    tiny = Plan.build(Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring")
     data, rank = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8), dist.get_rank(group)
     link = [exchange(data, (rank - 1) % RANKS, (rank + 1) % RANKS, group, now) for _ in range(4)][1:]
     return {
@@ -281,7 +280,7 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     }
 
 
-def _attention(model: SmallModel, plan: RingPlan, group: Any) -> Callable[[], object]:
+def _attention(model: SmallModel, plan: Plan, group: Any) -> Callable[[], object]:
     tokens = plan.n // plan.cp
     q, k, v = (torch.randn(1, tokens, model.heads, model.head_dim, requires_grad=True) for _ in range(3))
     gradient = torch.ones(1, tokens, model.heads, model.head_dim)

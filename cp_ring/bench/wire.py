@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring import LatentKeys, Layout, Mask, RingPlan, ring_attention
+from cp_ring import LatentKeys, Layout, Mask, Plan, ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.job.speeds import PREPARED, in_turn, measurement, spread
 from cp_ring.testing.network import ThrottledLink
@@ -52,7 +52,7 @@ def cases(tokens: int) -> list[WireCase]:
 
 def prepare(group: Any, case: WireCase) -> None:
     """On a rank: makes the tensors of a case, and runs each codec once."""
-    plan = RingPlan.build(Mask.causal(case.tokens), Layout.zigzag(case.tokens, 2))
+    plan = Plan.build(Mask.causal(case.tokens), Layout.zigzag(case.tokens, 2))
     size, generator = case.tokens // 2, torch.Generator().manual_seed(group.rank())
 
     def normal(*shape: int) -> Tensor:

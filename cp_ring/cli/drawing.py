@@ -12,7 +12,7 @@ from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.simulate import Span, spans
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.tiles import Tile
-from cp_ring.plan.verify import Report, tiles_in_stream
+from cp_ring.plan.verify import Report, tiles_in_stream, verify
 
 try:
     import matplotlib
@@ -29,7 +29,7 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from cp_ring.plan.ring_plan import RingPlan
+    from cp_ring.plan.tables import PlanTables
 
 Color = tuple[float, float, float]
 
@@ -40,7 +40,7 @@ _SCALE = "viridis"
 
 
 def draw(
-    plan: RingPlan,
+    plan: PlanTables,
     path: str,
     report: Report | None = None,
     sizes: AttentionSizes | None = None,
@@ -51,13 +51,13 @@ def draw(
 ) -> None:
     """Writes the picture to `path`, as PNG, SVG or PDF by its ending.
 
-    `report` is by default the result of `plan.verify`. `sizes`, `rates` and `ranks_per_node` are those of the predicted timeline.
+    `report` is by default that of the proof. `sizes`, `rates` and `ranks_per_node` are those of the predicted timeline.
     `panel` is `left` (the score matrix), `right` (the timeline) or `both`; `width` is in inches. Text stays text in SVG and PDF.
     Raises `PlanError` where the ending is another one, an option has no such value, or the file cannot be written.
     """
     check_ending(path)
     check_panel(panel, width)
-    report, sizes = report or plan.verify(num_slots=plan.cp), sizes or AttentionSizes()
+    report, sizes = report or verify(plan, num_slots=plan.cp), sizes or AttentionSizes()
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
         figure = Figure(figsize=(width, width * (0.52 if panel == "both" else 0.85)), layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
@@ -88,7 +88,7 @@ def check_panel(panel: str, width: float) -> None:
         raise PlanError(f"--width {width:g}: it must be a number of inches from 2 to 60")
 
 
-def _title(plan: RingPlan, report: Report, sizes: AttentionSizes, wide: bool) -> str:
+def _title(plan: PlanTables, report: Report, sizes: AttentionSizes, wide: bool) -> str:
     heads = f"{sizes.heads} heads, {sizes.kv_heads} for keys and values, of {sizes.head_dim}, {sizes.dtype}"
     codec = "" if sizes.wire == "plain" else f", which travels as {sizes.wire}"
     facts = (
@@ -129,7 +129,7 @@ def _ink(background: Color) -> str:
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else INK
 
 
-def _draw_scores(axes: Axes, plan: RingPlan) -> None:
+def _draw_scores(axes: Axes, plan: PlanTables) -> None:
     """The score matrix: queries from top to bottom, keys from left to right. A tile has the color of its rank and hop."""
     tiles, parent = tiles_in_stream(plan)
     rank, hop = plan.tile_rank[parent], plan.tile_hop[parent]
@@ -200,7 +200,7 @@ def _outline(tile: Tile) -> list[tuple[int, int]]:
     return left + right[::-1]
 
 
-def _draw_timeline(axes: Axes, plan: RingPlan, compute: list[Span], transfers: list[Span]) -> None:
+def _draw_timeline(axes: Axes, plan: PlanTables, compute: list[Span], transfers: list[Span]) -> None:
     """One lane per rank: above, the computation of its hops, and its idle time; below, the keys and values that it receives."""
     idle, busy = idle_times(compute, plan.cp)
     lanes = [(rank - 0.38, low * 1e3, high * 1e3) for rank, low, high in idle]

@@ -9,7 +9,7 @@ import typer
 from cp_ring.comm.nodes import node_size
 from cp_ring.errors import ConfigError
 from cp_ring.job.config import JobConfig, load
-from cp_ring.megatron.comm_types import ring_shape
+from cp_ring.megatron.comm_types import spec_of_layer
 from cp_ring.megatron.shape_choice import attention_sizes, latent_sizes
 from cp_ring.plan.shapes import AUTO
 from cp_ring.slurm.placement import context_groups
@@ -46,7 +46,7 @@ def options_of(job: JobConfig) -> dict[str, Any]:
     kinds = given.get("cp_comm_type") or "p2p"
     fixed = {name: value for name, value in (("route", "direct"), ("heads", 1)) if getattr(settings, name) == AUTO}
     kind = kinds if isinstance(kinds, str) else kinds[0]
-    shape = ring_shape(kind, settings.model_copy(update=fixed), cp, given.get("hierarchical_context_parallel_sizes"))
+    spec = spec_of_layer(kind, settings.model_copy(update=fixed), cp, given.get("hierarchical_context_parallel_sizes"))
     group = context_groups(tp, cp, tp * cp)[0].tolist()
     options = {
         "cp": cp,
@@ -54,8 +54,8 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         "window": _left(given.get("window_size")),
         "layout": settings.layout,
         "route": settings.route,
-        "schedule": shape.schedule,
-        "slot_shards": shape.slot_shards or cp,
+        "schedule": spec.schedule,
+        "slot_shards": spec.slot_shards or cp,
         "num_slots": settings.num_slots,
         "heads": sizes.heads,
         "kv_heads": sizes.kv_heads,
@@ -63,7 +63,7 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         "dtype": sizes.dtype,
         "mla": ",".join(map(str, latent)) if latent else None,
         "wire": "plain" if settings.wire == AUTO else settings.wire,
-        "head_parallel": AUTO if settings.heads == AUTO and kind == "p2p" else shape.heads,
+        "head_parallel": AUTO if settings.heads == AUTO and kind == "p2p" else spec.ulysses,
         "ranks_per_node": settings.node_size or node_size(group, RANKS_OF_A_NODE),
     }
     return {name: str(value) for name, value in options.items() if value is not None}

@@ -205,11 +205,11 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
     """Makes and proves the plan; prints and draws it."""
     with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
         shape, reason = _shape(request, mask, layout, assumed)
-        limit = max(request.slot_shards, request.ranks_per_node) if shape.route == "relay" else request.slot_shards
+        limit = max(request.slot_shards, request.ranks_per_node) if ROUTES[shape.route].own_schedule else request.slot_shards
         plan, build_ms = _timed(lambda: planned(mask, layout, shape, limit, request.node_size, assumed.rates))
     report, verify_ms = _timed(lambda: plan.verify(request.num_slots))
     shapes = shapes_of_plan(mask, layout, assumed, request.node_size, request.slot_shards)
-    ring, sizes = plan.ring, assumed.sizes if plan.heads == 1 else assumed.sizes.of_rank(plan.heads)
+    ring, sizes = plan.ring, assumed.sizes.of_rank(plan.ulysses)
     near, costs = members_of_node(request.ranks_per_node, shape.heads), cost(report, sizes, request.num_slots)
     facts = summary(ring, report, costs, near, assumed.kernel) | speed(plan, report, assumed)
     facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": shape.heads, "chosen": reason}

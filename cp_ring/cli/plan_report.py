@@ -9,16 +9,17 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.plan.cost import Cost, between_nodes, crossing
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.rates import Rates
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, group_sizes
 from cp_ring.plan.shapes import AUTO, Shape, costed, planned, shapes_of
 from cp_ring.plan.simulate import accumulator_bytes, kernel_calls, rank_updates, simulate
 from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.verify import Report
 
 MAX_RANKS_SHOWN = 32
@@ -36,7 +37,7 @@ class Assumed(NamedTuple):
     kernel: Capabilities
 
 
-def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int, kernel: Capabilities) -> dict[str, Any]:
+def summary(plan: PlanTables, report: Report, costs: Cost, ranks_per_node: int, kernel: Capabilities) -> dict[str, Any]:
     """The numbers of a plan, ready for JSON. Bytes are keys and values of one forward pass."""
     return {
         "mask": plan.mask.name,
@@ -64,7 +65,7 @@ def summary(plan: RingPlan, report: Report, costs: Cost, ranks_per_node: int, ke
     }
 
 
-def speed(plan: RingPlan | HeadPlan, report: Report, assumed: Assumed) -> dict[str, Any]:
+def speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
     """Bytes that merges, sums, casts and zero fills of each rank read and write, and predicted speeds.
 
     Both are of forward and backward. Speeds are those of the slowest rank, relative to one kernel call, where all ranks share a
@@ -73,12 +74,12 @@ def speed(plan: RingPlan | HeadPlan, report: Report, assumed: Assumed) -> dict[s
     if plan.cp > MAX_RANKS_COSTED:
         return {"accumulator_bytes_per_rank": None, "predicted_efficiency": None}
     sizes, rates, _, kernel = assumed
-    updates = {rank: rank_updates(plan.ring.rank_plan(rank), kernel) for rank in range(plan.ring.cp)}
+    updates = {rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel) for rank in range(plan.ring.cp)}
     predicted = {}
     for name, ranks_per_node in (("nvlink", plan.cp), ("network", 1)):
         found = simulate(plan, report, sizes, rates, ranks_per_node, kernel, updates)
         predicted[name] = {"forward": found.efficiency_forward, "both": found.efficiency_both}
-    moved = [sum(accumulator_bytes(of_rank, sizes.of_rank(plan.heads))) for of_rank in updates.values()]
+    moved = [sum(accumulator_bytes(of_rank, sizes.of_rank(plan.ulysses))) for of_rank in updates.values()]
     return {"accumulator_bytes_per_rank": moved, "predicted_efficiency": predicted}
 
 
@@ -88,7 +89,7 @@ def shapes_of_plan(mask: Mask, layout: Layout, assumed: Assumed, node_size: int,
     several = layout.cp > 1 and layout.cp <= MAX_RANKS_PREDICTED
     schedules = [Shape("direct", 1, name) for name in NAMES if name != AUTO] if several else []
     for shape in [*shapes_of(layout.cp, sizes, node_size), *schedules]:
-        limit = slot_shards if shape.schedule == AUTO and shape.route != "relay" else None
+        limit = slot_shards if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule else None
         plan = planned(mask, layout, shape, limit, node_size, rates)
         if layout.cp > MAX_RANKS_PREDICTED:
             moved = crossing(plan, sizes, ranks_per_node)
@@ -103,14 +104,14 @@ def shapes_of_plan(mask: Mask, layout: Layout, assumed: Assumed, node_size: int,
     return found
 
 
-def times(plan: RingPlan | HeadPlan, report: Report, assumed: Assumed) -> dict[str, Any] | None:
+def times(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any] | None:
     """The predicted times of a plan; None for more than `MAX_RANKS_PREDICTED` ranks."""
     if plan.cp > MAX_RANKS_PREDICTED:
         return None
     return simulate(plan, report, *assumed).facts()
 
 
-def exposed(plan: RingPlan | HeadPlan, report: Report, assumed: Assumed) -> dict[str, dict[str, float]] | None:
+def exposed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, dict[str, float]] | None:
     """Predicted seconds that the slowest rank waits at 50 GB/s: of the codec, and of keys that travel as they are."""
     if plan.cp > MAX_RANKS_PREDICTED:
         return None
@@ -122,7 +123,7 @@ def exposed(plan: RingPlan | HeadPlan, report: Report, assumed: Assumed) -> dict
     return found
 
 
-def print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
+def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
     """Prints the numbers of a plan as tables and sentences."""
     console = Console()
     _print_verdict(console, plan, facts)
@@ -162,7 +163,7 @@ def print_plan(plan: RingPlan, facts: dict[str, Any]) -> None:
     console.print(buffers)
 
 
-def _print_verdict(console: Console, plan: RingPlan, facts: dict[str, Any]) -> None:
+def _print_verdict(console: Console, plan: PlanTables, facts: dict[str, Any]) -> None:
     """The first line: whether the plan is right, how long a layer takes, and how much of that is waiting."""
     own = facts["predicted"]
     times = "too many ranks to predict the time"

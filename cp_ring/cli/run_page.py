@@ -151,19 +151,16 @@ def _times(steps: list[dict[str, Any]]) -> str:
 
 def _plan(run_dir: Path) -> str:
     """The picture of the plan of the first layer."""
-    from cp_ring.plan.heads import HeadPlan
     from cp_ring.slurm import attention_plan
 
     try:
         job = configs.load(str(run_dir / "job.yaml"), [])
         if job.parallel.context_parallel_size == 1:
             return _none("context parallel size 1: no hops")
-        plan = attention_plan.plan_of(job)
-        ring = plan.ring if isinstance(plan, HeadPlan) else plan
         from cp_ring.cli.drawing import draw
 
         with tempfile.TemporaryDirectory() as folder, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
-            draw(ring, f"{folder}/plan.svg", sizes=attention_plan.sizes_of(job))
+            draw(attention_plan.plan_of(job).ring, f"{folder}/plan.svg", sizes=attention_plan.sizes_of(job))
             text = Path(f"{folder}/plan.svg").read_text()
         # Two pictures on a page must not share the identifiers of their parts.
         return re.sub(r'(\bid="|url\(#|href="#)', r"\1plan-", text[text.index("<svg") :])

@@ -35,8 +35,7 @@ from torch.profiler import record_function
 from cp_ring.comm.transport import MessageBatch, Pending, Transport
 from cp_ring.observe.spans import waiting
 from cp_ring.plan.head_split import HeadSplit
-from cp_ring.plan.heads import Exchange
-from cp_ring.plan.tables import Transfer
+from cp_ring.plan.tables import Exchange, Transfer
 
 MAX_RANGES = 4
 """A shard that is at most so many ranges of the member's is received where it belongs; another is received as one, and copied."""

@@ -22,7 +22,8 @@ from cp_ring.observe.spans import arrived, posted
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.tables import PlanTables, RankPlan, Transfer
+from cp_ring.plan.plan import Plan
+from cp_ring.plan.tables import RankPlan, Transfer
 
 Buffers = Sequence[Tensor]
 """Tensors of the same tokens, which are their first dimension: keys and values, or the gradients of both."""
@@ -153,7 +154,7 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 def _not_a_group(group: object) -> str:
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         return f"group does not contain this process, which is rank {dist.get_rank()} of {dist.get_world_size()}"
-    hints = ((PlanTables | RankPlan, "plan="), (Mask, "mask="), (Layout, "layout="))
+    hints = ((Plan | RankPlan, "plan="), (Mask, "mask="), (Layout, "layout="))
     hint = next((f"; pass it as {name}" for kind, name in hints if isinstance(group, kind)), "")
     return f"group is a {type(group).__name__}, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or None{hint}"
 

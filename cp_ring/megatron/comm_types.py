@@ -14,35 +14,31 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
+from cp_ring.plan.routes import DEFAULT, ROUTES
 from cp_ring.plan.schedule import parse, text
+from cp_ring.plan.spec import PlanSpec
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 SIZES = "--hierarchical-context-parallel-sizes"
 
 
-class RingShape(NamedTuple):
-    """The shape of a layer's plan: arguments of `cp_ring.plan.heads.plan_of` by name."""
-
-    schedule: str
-    slot_shards: int | None
-    heads: int
-    node_size: int
-
-
-def ring_shape(
+def spec_of_layer(
     kind: str | None,
     settings: ContextParallelConfig,
     cp: int,
     sizes: Sequence[int] | None = None,
     group: Sequence[int] | None = None,
-) -> RingShape:
-    """The shape of a layer with `cp_comm_type` `kind` on `cp` ranks; `sizes` are the hierarchical context-parallel sizes.
+) -> PlanSpec:
+    """How attention of a layer with `cp_comm_type` `kind` is split over `cp` ranks.
+
+    `sizes` are the hierarchical context-parallel sizes.
 
     `group` are the ranks of the context-parallel group in the whole job, from which the node size follows if no flag gives it.
     Raises `ConfigError` with a line that names the flag.
@@ -50,22 +46,24 @@ def ring_shape(
     kind = _known(kind)
     if "auto" in (settings.route, settings.heads):
         raise ConfigError("--cp-ring-route auto and --cp-ring-heads auto need the flags of a job: give a route and a number")
+    named = PlanSpec(settings.layout, settings.route)
     if cp == 1:
-        return RingShape("auto", None, 1, 1)
+        return named
     node = settings.node_size or node_size(group or (), ranks_per_node() if group else None)
-    if kind == "all_gather" and settings.route == "relay":
-        raise ConfigError("--cp-comm-type all_gather and --cp-ring-route relay exclude one another: drop one")
+    if kind == "all_gather" and settings.route in ROUTES and ROUTES[settings.route].own_schedule:
+        raise ConfigError(f"--cp-comm-type all_gather and --cp-ring-route {settings.route} exclude one another: drop one")
     if kind != "p2p" and settings.heads != 1:
         both = f"--cp-comm-type {kind} and --cp-ring-heads {settings.heads}"
         raise ConfigError(f"{both} both say which ranks exchange heads: drop one")
     if kind == "all_gather":
         if settings.schedule not in ("auto", "gather"):
             raise ConfigError(f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {settings.schedule}: drop one")
-        return RingShape("gather", None, 1, node)
+        return replace(named, schedule="gather", node_size=node)
     heads = {"p2p": int(settings.heads), "a2a": cp}[kind] if kind != "a2a+p2p" else _first_level(cp, sizes)
     if cp % heads:
         raise ConfigError(f"--cp-ring-heads {heads} does not divide --context-parallel-size {cp}: change either")
-    return RingShape(settings.schedule if heads < cp else "auto", settings.slot_shards, heads, node)
+    schedule = settings.schedule if heads < cp else "auto"
+    return replace(named, schedule=schedule, ulysses=heads, node_size=node, slot_shards=settings.slot_shards)
 
 
 def types_by_layer(args: argparse.Namespace) -> list[str]:
@@ -80,13 +78,13 @@ def type_of(args: argparse.Namespace, layer: int) -> str:
     return kinds[0] if len(kinds) == 1 else kinds[layer - 1]
 
 
-def shapes(
+def specs(
     args: argparse.Namespace, config: ContextParallelConfig, group: Sequence[int] | None = None
-) -> list[tuple[str, RingShape]]:
-    """The distinct types of the layers, each with its shape; `group` as in `ring_shape`."""
+) -> list[tuple[str, PlanSpec]]:
+    """The distinct types of the layers, and how attention of each is split; `group` as in `spec_of_layer`."""
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     kinds = dict.fromkeys(types_by_layer(args))
-    return [(kind, ring_shape(kind, config, args.context_parallel_size, sizes, group)) for kind in kinds]
+    return [(kind, spec_of_layer(kind, config, args.context_parallel_size, sizes, group)) for kind in kinds]
 
 
 def check(args: argparse.Namespace, config: ContextParallelConfig) -> None:
@@ -99,9 +97,9 @@ def check(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     kinds, layers = types_by_layer(args), getattr(args, "num_layers", None)
     if len(kinds) > 1 and layers is not None and len(kinds) != layers and cp > 1:
         raise ConfigError(f"--cp-comm-type has {len(kinds)} entries for --num-layers {layers}: give one, or one for each layer")
-    for kind, shape in shapes(args, config):
-        check_heads(kind, shape, getattr(args, "num_attention_heads", None), args.tensor_model_parallel_size)
-        _check_schedule(config, shape, cp)
+    for kind, spec in specs(args, config):
+        check_heads(kind, spec.ulysses, getattr(args, "num_attention_heads", None), args.tensor_model_parallel_size)
+        _check_schedule(config, spec, cp)
 
 
 def _without_auto(config: ContextParallelConfig, kinds: Sequence[str]) -> ContextParallelConfig:
@@ -109,25 +107,25 @@ def _without_auto(config: ContextParallelConfig, kinds: Sequence[str]) -> Contex
     if config.heads == "auto" and any(kind != "p2p" for kind in kinds):
         kind = next(kind for kind in kinds if kind != "p2p")
         raise ConfigError(f"--cp-comm-type {kind} and --cp-ring-heads auto both say which ranks exchange heads: drop one")
-    simple = {"route": "direct"} if config.route == "auto" else {}
+    simple = {"route": DEFAULT} if config.route == "auto" else {}
     return config.model_copy(update=simple | ({"heads": 1} if config.heads == "auto" else {}))
 
 
-def check_heads(kind: str | None, shape: RingShape, heads: int | None, tp: int) -> None:
+def check_heads(kind: str | None, ulysses: int, heads: int | None, tp: int) -> None:
     """Raises `ConfigError` unless the exchange divides the query heads of a tensor-parallel rank; None is an unknown number."""
-    if heads is None or heads // tp % shape.heads == 0:
+    if heads is None or heads // tp % ulysses == 0:
         return
-    flag = f"--cp-ring-heads {shape.heads}" if _known(kind) == "p2p" else f"--cp-comm-type {kind} among {shape.heads} ranks"
+    flag = f"--cp-ring-heads {ulysses}" if _known(kind) == "p2p" else f"--cp-comm-type {kind} among {ulysses} ranks"
     raise ConfigError(f"{flag} does not divide the {heads // tp} query heads of a tensor-parallel rank: change either")
 
 
-def _check_schedule(config: ContextParallelConfig, shape: RingShape, cp: int) -> None:
+def _check_schedule(config: ContextParallelConfig, spec: PlanSpec, cp: int) -> None:
     """A list of hops is for the members of the ring."""
-    if shape.schedule == config.schedule and not isinstance(parse(config.schedule), str):
-        members, hops = cp // shape.heads, len(parse(config.schedule))
+    if spec.schedule == config.schedule and not isinstance(parse(config.schedule), str):
+        members, hops = cp // spec.ulysses, len(parse(config.schedule))
         if members != hops:
             shown = f"--cp-ring-schedule {text(config.schedule)}"
-            raise ConfigError(f"{shown}: {hops} hops for a ring of {members} members, of {shape.heads} ranks each")
+            raise ConfigError(f"{shown}: {hops} hops for a ring of {members} members, of {spec.ulysses} ranks each")
 
 
 def _known(kind: Any) -> str:

@@ -22,7 +22,7 @@ from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat, graphs
 from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
-from cp_ring.megatron.comm_types import check_heads, ring_shape
+from cp_ring.megatron.comm_types import check_heads, spec_of_layer
 from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.dropout import dropout_of
 from cp_ring.megatron.features import check_window
@@ -81,10 +81,12 @@ class RingDotProductAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_layer(config, layer_number, attention_type)
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
-        self.shape = ring_shape(cp_comm_type, self.settings, self.cp_group.size(), sizes, get_process_group_ranks(self.cp_group))
-        check_heads(cp_comm_type, self.shape, config.num_attention_heads, self.tp_group.size())
+        self.spec = spec_of_layer(
+            cp_comm_type, self.settings, self.cp_group.size(), sizes, get_process_group_ranks(self.cp_group)
+        )
+        check_heads(cp_comm_type, self.spec.ulysses, config.num_attention_heads, self.tp_group.size())
         self.logits_wanted = bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False))
-        self.sub_groups = compat.hierarchical_groups(self.cp_group, self.shape.heads)
+        self.sub_groups = compat.hierarchical_groups(self.cp_group, self.spec.ulysses)
         # Without Megatron's command line, nothing has chosen for auto.
         self.wire = "plain" if self.settings.wire == "auto" or self.cp_group.size() == 1 else self.settings.wire
         self.tap = self._make_tap()
@@ -175,22 +177,18 @@ class RingDotProductAttention(MegatronModule):
         """What finds the latents of this layer, where they travel; see `cp_ring.megatron.latent.link`."""
         if self.wire != "latent":
             return None
-        if problem := rejection(self.config, self.shape.heads):
+        if problem := rejection(self.config, self.spec.ulysses):
             raise ConfigError(f"--cp-ring-wire latent {problem}")
         return LatentTap(self.tp_group)
 
     def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any, the documents of the batch."""
         rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
-        used, shape = self.settings, self.shape
         if packed_seq_params is None:
-            return make_plan(
-                mask, tokens * cp, cp, used.layout, used.route, self.window,
-                **shape._asdict(),
-            )  # fmt: skip
+            return make_plan(mask, tokens * cp, cp, self.window, self.spec)
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         with timing.waiting_for_plan():
-            return wait_for(documents.prepare(rank, self.window, mask == "causal", route=used.route, **shape._asdict()))
+            return wait_for(documents.prepare(rank, self.window, mask == "causal", self.spec))
 
     def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout:
         """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in their batch rows."""

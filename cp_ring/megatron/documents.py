@@ -20,7 +20,6 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows
-from cp_ring.plan.heads import HeadRankPlan
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
@@ -42,7 +41,7 @@ class Documents(MicrobatchMask):
     end: Ints
     layout: Layout
     batch: int = 1
-    _plans: dict[tuple[Any, ...], Future[RankPlan | HeadRankPlan]] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[Any, ...], Future[RankPlan]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def in_rows(cls, cu_seqlens: Ints, batch: int, layout: str, cp: int) -> Documents:

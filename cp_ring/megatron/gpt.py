@@ -26,7 +26,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, graphs
 from cp_ring.megatron.ahead import begin, following, wait_for
 from cp_ring.megatron.batches import declare, on_this_cp_rank, with_positions
-from cp_ring.megatron.comm_types import shapes
+from cp_ring.megatron.comm_types import specs
 from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.masks import KEY, MicrobatchMask, decode, encode, read
 from cp_ring.megatron.settings import current, layer_windows
@@ -149,13 +149,12 @@ def _begin_documents(cu_seqlens: Ints, rank: int, cp: int) -> Future[Documents]:
 
 def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
     """A function that starts to make the plans of a mask, for the windows of all layers, on another thread."""
-    settings = current()
     group = get_process_group_ranks(parallel_state.get_context_parallel_group())
-    shape, windows = shapes(get_args(), settings, group)[0][1], layer_windows()
+    spec, windows = specs(get_args(), current(), group)[0][1], layer_windows()
 
     def prepare(carried: MicrobatchMask) -> None:
         for window, _ in windows:
-            carried.prepare(rank, window, True, route=settings.route, **shape._asdict())
+            carried.prepare(rank, window, True, spec)
 
     return prepare
 

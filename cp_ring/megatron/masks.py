@@ -12,8 +12,8 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,10 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.ahead import worker
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import layer_windows
-from cp_ring.plan.heads import HeadRankPlan, plan_of, rank_plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.ring_plan import PlanOptions
+from cp_ring.plan.spec import PlanSpec
 from cp_ring.plan.tables import RankPlan
 
 KEY = "cp_ring_mask"
@@ -52,7 +51,7 @@ class MicrobatchMask(ABC):
     origin = "--cp-ring-document-mask"  # where it comes from, for messages
     layout: Layout
     batch: int
-    _plans: dict[tuple[Any, ...], Future[RankPlan | HeadRankPlan]]
+    _plans: dict[tuple[Any, ...], Future[RankPlan]]
 
     @abstractmethod
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
@@ -78,18 +77,18 @@ class MicrobatchMask(ABC):
         return type(self).__name__
 
     def prepare(
-        self, rank: int, window: tuple[int, int] = (-1, -1), causal: bool = True, heads: int = 1, **options: Unpack[PlanOptions]
-    ) -> Future[RankPlan | HeadRankPlan]:
+        self, rank: int, window: tuple[int, int] = (-1, -1), causal: bool = True, spec: PlanSpec = PlanSpec()
+    ) -> Future[RankPlan]:
         """Starts making the rank plan of `rank` on a worker thread, once for all layers with this window.
 
-        `heads` and `options` are as in `rank_plan_of`. The plan of all ranks is made and proven for the first mask of each kind,
-        and then for one in `PROVE_EVERY` masks.
+        Tokens are split as `self.layout` says, whatever the layout of `spec`. The plan of all ranks is made and proven for the
+        first mask of each kind, and then for one in `PROVE_EVERY` masks.
         """
-        make = functools.partial(_make_plan, rank=rank, heads=heads, **options)
-        key = (rank, window, causal, heads, *sorted(options.items()))
+        key = rank, window, causal, spec
         if key not in self._plans:
             kind = self.layout.name, self.layout.cp, self.kind(), *key[1:]
-            self._plans[key] = worker().submit(make, self.mask(window, causal), self.layout, kind)
+            spec = replace(spec, layout=self.layout)
+            self._plans[key] = worker().submit(_make_plan, self.mask(window, causal), spec, self.layout.cp, rank, kind)
         return self._plans[key]
 
     def places(self, rank: int) -> torch.Tensor:
@@ -117,7 +116,7 @@ class DeclaredMask(MicrobatchMask):
     whole: Mask
     layout: Layout
     batch: int = 1
-    _plans: dict[tuple[Any, ...], Future[RankPlan | HeadRankPlan]] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[Any, ...], Future[RankPlan]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_rows(cls, masks: Sequence[Mask], layout: str, cp: int) -> DeclaredMask:
@@ -213,13 +212,11 @@ def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
     return mask if left < 0 and right < 0 else mask & (left, right)
 
 
-def _make_plan(
-    mask: Mask, layout: Layout, kind: tuple[object, ...], *, rank: int, heads: int, **options: Unpack[PlanOptions]
-) -> RankPlan | HeadRankPlan:
+def _make_plan(mask: Mask, spec: PlanSpec, cp: int, rank: int, kind: tuple[object, ...]) -> RankPlan:
     """The plan of one rank; that of all ranks is made and proven now and then. Plans of one `kind` are alike."""
     if kind not in _proven or next(_made) % PROVE_EVERY == 0:
-        plan = plan_of(mask, layout, heads, **options)
+        plan = spec.build(mask, cp)  # not kept: the next microbatch has another mask
         plan.verify()
         _proven.add(kind)
         return plan.rank_plan(rank)
-    return rank_plan_of(mask, layout, rank, heads, **options)
+    return spec.build_rank_plan(mask, cp, rank)

@@ -1,56 +1,46 @@
 """The layout and the plan of a Megatron layer without documents, from the names in the settings.
 
-A plan is verified when it is made, once per process, and shared by all layers. For documents see `documents`.
+A plan is shared by all layers. For documents see `documents`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 
 from cp_ring.megatron.settings import LayerWindows, layer_windows
-from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.plan import Plan
+from cp_ring.plan.spec import PlanSpec, plan
 
 _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
 
 def make_layout(name: str, n: int, cp: int) -> Layout:
     """The layout called `name` of `n` tokens over `cp` ranks; `balanced` balances the sum of the windows of all layers."""
-    if name == "balanced":
-        return _balanced(n, cp, layer_windows())
-    return LAYOUTS[name](Mask.full(n), cp)
+    return _layout(LAYOUTS[name], n, cp, layer_windows() if name == "balanced" else ())
 
 
 @functools.lru_cache(maxsize=16)
-def _balanced(n: int, cp: int, windows: LayerWindows) -> Layout:
-    return Layout.balanced([(Mask.causal(n, window), layers) for window, layers in windows], cp)
+def _layout(make: Callable[[Mask, int], Layout], n: int, cp: int, windows: LayerWindows) -> Layout:
+    return (
+        Layout.balanced([(Mask.causal(n, window), layers) for window, layers in windows], cp)
+        if windows
+        else make(Mask.full(n), cp)
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def make_plan(
-    mask: str,
-    n: int,
-    cp: int,
-    layout: str,
-    route: str,
-    window: tuple[int, int] = (-1, -1),
-    schedule: str = "auto",
-    slot_shards: int | None = None,
-    heads: int = 1,
-    node_size: int = 1,
-) -> RingPlan | HeadPlan:
-    """The verified plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp` ranks.
+def _mask(kind: str, n: int, window: tuple[int, int]) -> Mask:
+    return _MASKS[kind](n, window=window)
+
+
+def make_plan(mask: str, n: int, cp: int, window: tuple[int, int] = (-1, -1), spec: PlanSpec = PlanSpec()) -> Plan:
+    """The proven plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp` ranks.
 
     window: the numbers of keys before and after its own position that a query sees; -1 is all.
-    schedule, slot_shards: as in `RingPlan.build`.
-    heads: neighboring ranks that exchange tokens for heads; node_size: neighboring ranks on one node.
-    Raises `PlanError` if the mask, layout, route and schedule do not make a correct plan.
+    spec: its layout is a name. Raises `PlanError` if mask, layout, route and schedule do not make a correct plan.
     """
-    plan = plan_of(
-        _MASKS[mask](n, window=window), make_layout(layout, n, cp), heads,
-        route=route, schedule=schedule, slot_shards=slot_shards, node_size=node_size,
-    )  # fmt: skip
-    plan.verify()
-    return plan
+    return plan(_mask(mask, n, window), cp, replace(spec, layout=make_layout(str(spec.layout), n, cp)))

@@ -11,9 +11,10 @@ from typing import Any
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.comm_types import ring_shape
+from cp_ring.megatron.comm_types import spec_of_layer
 from cp_ring.megatron.settings import LayerWindows
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.shapes import AUTO, CHOSEN_BY, choose
 from cp_ring.plan.sizes import AttentionSizes, LatentSizes
 
@@ -59,17 +60,17 @@ def settle(
     if AUTO not in (config.route, config.heads):
         return config, ""
     if cp == 1:
-        return config.model_copy(update={"route": "direct", "heads": 1}), ""
+        return config.model_copy(update={"route": DEFAULT, "heads": 1}), ""
     node = config.node_size or node_size(ranks, per_node or ranks_per_node())
     kinds = given.get("cp_comm_type") or ["p2p"]
-    asked = config.model_copy(update={"route": "direct", "node_size": node, **({"heads": 1} if config.heads == AUTO else {})})
+    asked = config.model_copy(update={"route": DEFAULT, "node_size": node, **({"heads": 1} if config.heads == AUTO else {})})
     levels = given.get("hierarchical_context_parallel_sizes")
-    shapes = [ring_shape(kind, asked, cp, levels) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
-    gather = any(shape.schedule == "gather" for shape in shapes)
-    heads: int | str = AUTO if config.heads == AUTO else shapes[0].heads
+    specs = [spec_of_layer(kind, asked, cp, levels) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+    gather = any(spec.schedule == "gather" for spec in specs)
+    heads: int | str = AUTO if config.heads == AUTO else specs[0].ulysses
     few, near = min(cp, max(CHOSEN_BY - CHOSEN_BY % node, node)), node
     n = int(given.get("seq_length") or 1) // cp * few
-    if config.heads != AUTO and few % shapes[0].heads:
+    if config.heads != AUTO and few % specs[0].ulysses:
         few, n = cp, int(given.get("seq_length") or 1)
     layers = [(Mask.causal(n, window), count) for window, count in windows]
     try:

@@ -66,7 +66,7 @@ def choose_wire(args: argparse.Namespace, config: ContextParallelConfig) -> str:
             f"--cp-ring-wire {config.wire} does not support --attention-dropout {dropout:g}, for which positions travel with the "
             "keys: give --attention-dropout 0, or --cp-ring-wire plain"
         )
-    problem = rejection(args, max(shape.heads for _, shape in comm_types.shapes(args, config)))
+    problem = rejection(args, max(spec.ulysses for _, spec in comm_types.specs(args, config)))
     if config.wire == "latent" and problem:
         raise ConfigError(f"--cp-ring-wire latent {problem}")
     chosen = config.wire
@@ -90,7 +90,7 @@ def _latent_pays(args: argparse.Namespace, config: ContextParallelConfig) -> boo
     """Whether attention of one causal sequence takes less time with latents, in the model of `cp_ring.plan.simulate`."""
     cp = args.context_parallel_size
     node = config.node_size or max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
-    plan = make_plan("causal", args.seq_length, cp, "zigzag", "direct")
+    plan = make_plan("causal", args.seq_length, cp)
     report = plan.verify()
     latent, plain = (simulate(plan, report, sizes_of(args, wire), RATES, node).both for wire in ("latent", "plain"))
     return latent < plain

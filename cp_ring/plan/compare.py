@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.cost import blocked_pairs, crossing
-from cp_ring.plan.heads import HeadPlan, plan_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.simulate import Pass, simulate
 from cp_ring.plan.sizes import AttentionSizes
 
@@ -99,16 +98,16 @@ def compare(lengths: Ints, cp: int, layer: Layer, hybrid: Groups | None = None, 
     found.append(_per_document(lengths, cp, layer))
     zigzag, balanced = Layout.zigzag(n, cp), Layout.balanced(mask, cp)
     node = layer.ranks_per_node if cp % layer.ranks_per_node == 0 else 1
-    found.append(_planned("zigzag", plan_of(mask, zigzag, node_size=node), layer))
-    found.append(_planned("balanced", plan_of(mask, balanced, node_size=node), layer))
+    found.append(_planned("zigzag", Plan.build(mask, zigzag, node_size=node), layer))
+    found.append(_planned("balanced", Plan.build(mask, balanced, node_size=node), layer))
     weighed = Layout.balanced(mask, cp, token_work=layer.token_flops / layer.sizes.pair_flops[0])
-    found.append(_planned("balanced, weighed", plan_of(mask, weighed, node_size=node), layer))
+    found.append(_planned("balanced, weighed", Plan.build(mask, weighed, node_size=node), layer))
     if 1 < node < cp:
-        relayed = plan_of(mask, balanced, route="relay", slot_shards=max(4, node), node_size=node)
+        relayed = Plan.build(mask, balanced, route="relay", slot_shards=max(4, node), node_size=node)
         found.append(_planned("balanced, relay", relayed, layer))
     heads = min(node, cp)
     if heads > 1 and layer.sizes.heads % heads == 0:
-        found.append(_planned(f"balanced, heads {heads}", plan_of(mask, balanced, heads=heads), layer))
+        found.append(_planned(f"balanced, heads {heads}", Plan.build(mask, balanced, ulysses=heads), layer))
     return found
 
 
@@ -251,11 +250,11 @@ def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
                      forward, backward)  # fmt: skip
 
 
-def _planned(name: str, plan: RingPlan | HeadPlan, layer: Layer) -> SplitCost:
+def _planned(name: str, plan: Plan, layer: Layer) -> SplitCost:
     """A plan of cp_ring."""
     rates = replace(layer.rates, block=layer.block, padded=True)
     timeline = simulate(plan, plan.verify(plan.cp), layer.sizes, rates, layer.ranks_per_node)
-    tokens, ring, heads = plan.layout.tokens_per_rank, plan.ring, plan.heads
+    tokens, ring, heads = plan.layout.tokens_per_rank, plan.ring, plan.ulysses
     times = _with_tokens(timeline.forward, timeline.both - timeline.forward, float(tokens.max()), layer)
     moved, own = crossing(plan, layer.sizes, layer.ranks_per_node), layer.sizes.of_rank(heads)
     received = np.bincount(ring.transfers.receiver, ring.transfers.tokens, ring.cp).max() * own.wire_key_bytes

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.head_split import HeadSplit, split_heads
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.layout import Layout
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.tiles import OPEN, Tiles
@@ -116,9 +115,9 @@ class Crossing(NamedTuple):
     exchange: int
 
 
-def crossing(plan: RingPlan | HeadPlan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing:
+def crossing(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing:
     """The bytes of a plan that cross nodes, where each `ranks_per_node` neighboring ranks share one."""
-    ring, heads = plan.ring, plan.heads
+    ring, heads = plan.ring, plan.ulysses
     split, sizes = split_heads(sizes.heads, sizes.kv_heads, heads), sizes.exchanging(heads)
     found = [0, 0]
     for place in range(heads):
@@ -166,7 +165,7 @@ def _exchange_between_nodes(layout: Layout, split: HeadSplit, sizes: AttentionSi
     )
 
 
-def blocked_pairs(plan: RingPlan, block: int, padded: bool = True) -> NDArray[np.float64]:
+def blocked_pairs(plan: PlanTables, block: int, padded: bool = True) -> NDArray[np.float64]:
     """Pairs in the blocks of each rank's tiles at each hop, [cp, cp].
 
     padded: whether a block at the end of a tile counts whole, so that a tile of 4 tokens costs a block.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -24,35 +23,14 @@ class Part(NamedTuple):
 def identity(plan: PlanTables) -> tuple[Part, ...]:
     """The parts from which a plan is made: mask, layout, route, and each further setting among the fields of `PlanTables`.
 
-    The tables are left out: they follow from these parts, and `RingPlan.build_rank_plan` makes one rank's share of them only.
+    The tables are left out: they follow from these parts, and `Plan.build_rank_plan` makes one rank's share of them only.
     """
     parts = []
     for field in fields(plan):
         value = getattr(plan, field.name)
-        if isinstance(value, Mask):
-            parts.append(Part(field.name, digest_of_mask(value), repr(value)))
-        elif isinstance(value, Layout):
-            parts.append(Part(field.name, digest_of_layout(value), repr(value)))
+        if isinstance(value, Mask | Layout):
+            parts.append(Part(field.name, value.digest, repr(value)))
         elif value is None or isinstance(value, str | int | float | tuple):
             words = str(value)
             parts.append(Part(field.name, repr(value), words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."))
     return tuple(parts)
-
-
-def digest_of_mask(mask: Mask) -> str:
-    """Equal for equal masks with equal positions, whatever they are called."""
-    positions = b"" if mask.segments is None else mask.segments.tobytes()
-    return _digest(f"{mask.n} {mask.pieces.data.shape} ".encode(), mask.pieces.data.tobytes(), positions)
-
-
-def digest_of_layout(layout: Layout) -> str:
-    """Equal for equal layouts, whatever they are called."""
-    sizes = f"{layout.n} {layout.cp} {layout.rows} {len(layout.owner)} "
-    return _digest(sizes.encode(), layout.edges.tobytes(), layout.owner.tobytes())
-
-
-def _digest(*parts: bytes) -> str:
-    state = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()

@@ -11,7 +11,7 @@ name that users give:
 
 Flags and settings take their choices from `LAYOUTS`, so the entry must be made before they are read. Any chunks and any
 owners are right for attention; `Layout` says what the arrays must hold, and the layout's plans must pass
-`RingPlan.build(mask, layout).verify(rank_plans=True)`. Training needs equal tokens on all ranks besides.
+`Plan.build(mask, layout).verify(rank_plans=True)`. Training needs equal tokens on all ranks besides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from cp_ring.errors import PlanError
 from cp_ring.plan.balance import Layers, balanced_split
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, integer, integers
+from cp_ring.plan.ranges import Ints, digest, integer, integers
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +160,12 @@ class Layout:
         member = self.owner // size
         first = np.flatnonzero(np.append(True, member[1:] != member[:-1]))
         return Layout(self.n, self.cp // size, np.append(self.edges[first], self.n), member[first], self.name, self.rows)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal layouts, whatever they are called."""
+        sizes = f"{self.n} {self.cp} {self.rows} {len(self.owner)} "
+        return digest(sizes.encode(), self.edges.tobytes(), self.owner.tobytes())
 
     @cached_property
     def starts(self) -> Ints:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.pieces import first_overlap, joined, numbers, read
-from cp_ring.plan.ranges import Ints, integer, integers, sort_index, union
+from cp_ring.plan.ranges import Ints, digest, integer, integers, sort_index, union
 from cp_ring.plan.tiles import OPEN, Tile, Tiles, coalesce, split_at_edges
 
 MAX_DESCRIBED = 4
@@ -337,6 +338,12 @@ class Mask:
         pieces = Tiles(np.concatenate([clean, before, itself], axis=1)).trimmed()
         segments = np.array([[0, half], [0, 0]])
         return cls(n, pieces[sort_index(pieces.q0, pieces.k0)], "block_diffusion", f"blocks of {block} tokens", segments)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal masks with equal positions, whatever they are called."""
+        positions = b"" if self.segments is None else self.segments.tobytes()
+        return digest(f"{self.n} {self.pieces.data.shape} ".encode(), self.pieces.data.tobytes(), positions)
 
     @property
     def positions(self) -> Ints:

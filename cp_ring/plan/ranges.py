@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 
 import numpy as np
@@ -64,3 +65,8 @@ def expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
     """Pairs (i, number): for each i, the `count[i]` numbers that start at `first[i]`."""
     which = np.repeat(np.arange(len(first)), count)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - first, count)
+
+
+def digest(*parts: bytes) -> str:
+    """Of the bytes of all parts together, as hexadecimal text."""
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()

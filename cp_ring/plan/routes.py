@@ -1,31 +1,32 @@
 """Routes: how keys reach the ranks whose tiles read them, and how their gradients reach the owners of the keys.
 
 To add a route, write one function from what every rank reads at every hop (`Need`) and the number of ranks to two
-tables of transfers, of keys and of gradients, and enter it in `ROUTES` under the name that users give:
+tables of transfers, of keys and of gradients, and enter a `Route` in `ROUTES` under the name that users give:
 
     def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]: ...
 
-    ROUTES["direct"] = direct
+    ROUTES["direct"] = Route(direct)
 
 `need.schedule` maps distance to hop: a hop may have several sources. `need.order` counts distances; it is the plain ring
-distance, (rank - owner) mod cp, for all routes but those in `NODE_AWARE`.
+distance, (rank - owner) mod cp, for all routes but those that are `node_aware`.
 
 Flags and settings take their choices from `ROUTES`, so the entry must be made before they are read. The tables may be in
 any order. `verify.check_keys` and `verify.check_gradients` state what they must hold; every plan of the route must pass
-`RingPlan.build(mask, layout, "name").verify(rank_plans=True)`, for which `cp_ring.testing` has masks and a ring to run on.
-
-A route of which a rank can plan its own part alone may enter its name in `LOCAL` too. This only saves time.
+`Plan.build(mask, layout, "name").verify(rank_plans=True)`, for which `cp_ring.testing` has masks and a ring to run on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, sort_index, union
+from cp_ring.plan.schedule import Schedule, relay_schedule, resolve
 from cp_ring.plan.tables import Need, Transfers
 
 
@@ -142,17 +143,48 @@ def _part(need: Need, keep: NDArray[np.bool_]) -> Need:
     return replace(need, **{name: getattr(need, name)[keep] for name in ("rank", "hop", "owner", "start", "end")})
 
 
-ROUTES: dict[str, Callable[[Need, int], tuple[Transfers, Transfers]]] = {"direct": direct, "ring": ring, "relay": relay}
+@dataclass(frozen=True)
+class Route:
+    """A route, with all that the rest of the plan asks of it.
+
+    transfers: from what every rank reads at every hop, and the number of ranks, to the messages of keys and of gradients.
+    local: the messages of a rank follow from the tiles of the rank and of those that read its keys, so that a rank can plan
+        its own part alone. This only saves time.
+    node_aware: hops may be in the order of nodes (`Order`): a rank's own node first.
+    one_source: the schedule `auto` has one source a hop: more would send keys past the next neighbor.
+    own_schedule: the schedule of a route that can have no other one, from the given one, the number of ranks and the ranks of
+        a node. It raises `PlanError` where the given one is neither `auto` nor this one.
+    """
+
+    transfers: Callable[[Need, int], tuple[Transfers, Transfers]]
+    local: bool = False
+    node_aware: bool = False
+    one_source: bool = False
+    own_schedule: Callable[[str | Sequence[int], int, int], Schedule] | None = None
+
+    def schedule(
+        self, given: str | Sequence[int], layout: Layout, slot_shards: int | None, node_size: int
+    ) -> Schedule:  # fmt: skip
+        """The hops of a plan, checked; `node_size` as in `Order`. Raises `PlanError` as `cp_ring.plan.schedule.resolve` does."""
+        if self.own_schedule:
+            return self.own_schedule(given, layout.cp, node_size)
+        tokens = int(layout.tokens_per_rank.max()) // layout.rows
+        return resolve(given, layout.cp, tokens, slot_shards, one_source=self.one_source, node_size=node_size)
+
+
+class _Routes(dict[str, Route]):
+    def __setitem__(self, name: str, route: Route) -> None:
+        if not isinstance(route, Route):
+            warnings.warn(f"ROUTES[{name!r}] is a function: write Route(function)", DeprecationWarning, stacklevel=2)
+            route = Route(route)
+        super().__setitem__(name, route)
+
+
+DEFAULT = "direct"
+
+ROUTES = _Routes({
+    DEFAULT: Route(direct, local=True, node_aware=True),
+    "ring": Route(ring, one_source=True),
+    "relay": Route(relay, node_aware=True, own_schedule=relay_schedule),
+})  # fmt: skip
 """Routes that flags and settings can name."""
-
-LOCAL = {"direct"}
-"""Routes whose transfers of a rank follow from the tiles of the rank and of those that read its keys.
-
-`RingPlan.build_rank_plan` then plans for these alone. For other routes it plans for all ranks.
-"""
-
-NODE_AWARE = {"direct", "relay"}
-"""Routes whose hops may be in the order of nodes (`Order`): a rank's own node first."""
-
-ONE_SOURCE = {"ring"}
-"""Routes for which the schedule `auto` has one source a hop: more would send keys past the next neighbor."""

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.cost import crossing, memory
-from cp_ring.plan.heads import HeadPlan, members_of_node, plan_of
+from cp_ring.plan.heads import members_of_node
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.ring_plan import RingPlan
-from cp_ring.plan.routes import NODE_AWARE, ONE_SOURCE, ROUTES
+from cp_ring.plan.routes import DEFAULT, ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, parse
 from cp_ring.plan.simulate import Timeline, simulate
 from cp_ring.plan.sizes import AttentionSizes
@@ -31,7 +31,7 @@ CHOSEN_BY = 64
 
 
 class Shape(NamedTuple):
-    """A route, ranks that exchange heads, and a schedule, by which `plan_of` makes a plan."""
+    """A route, ranks that exchange heads, and a schedule, by which `Plan.build` makes a plan."""
 
     route: str
     heads: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     def name(self) -> str:
         """As tables show it: direct, direct ring, heads 4, heads 4 relay."""
         parts = [f"heads {self.heads}"] if self.heads > 1 else []
-        parts += [self.route] if self.heads == 1 or self.route != "direct" else []
+        parts += [self.route] if self.heads == 1 or self.route != DEFAULT else []
         return " ".join([*parts, *([self.schedule] if self.schedule != AUTO else [])])
 
 
@@ -70,27 +70,27 @@ def shapes_of(
         members, nodes = cp // u, members_of_node(node_size, u)
         for name in ROUTES if route == AUTO else (route,):
             # Where it does the same as direct, or cannot have the schedule, it is none of the choices.
-            same = name == "relay" and (nodes in (1, members) or schedule != AUTO)
-            if route != AUTO or name == "direct" or not (same or members == 1 or (u > 1 and name != "relay")):
+            own = ROUTES[name].own_schedule is not None
+            same = own and (nodes in (1, members) or schedule != AUTO)
+            if route != AUTO or name == DEFAULT or not (same or members == 1 or (u > 1 and not own)):
                 yield Shape(name, u, schedule)
 
 
 def planned(
     mask: Mask, layout: Layout, shape: Shape, slot_shards: int | None = None, node_size: int = 1, rates: Rates = RATES
-) -> RingPlan | HeadPlan:
+) -> Plan:
     """The plan of a shape, with the schedule `auto` of these rates."""
     schedule: str | tuple[int, ...] = parse(shape.schedule)
-    if schedule == AUTO and shape.route != "relay" and shape.route not in ONE_SOURCE:
-        near = members_of_node(node_size, shape.heads) if shape.route in NODE_AWARE else 1
+    route = ROUTES[shape.route]
+    if schedule == AUTO and not route.own_schedule and not route.one_source:
+        near = members_of_node(node_size, shape.heads) if route.node_aware else 1
         tokens = int(layout.merged(shape.heads).tokens_per_rank.max()) // layout.rows
         schedule = auto(layout.cp // shape.heads, tokens, slot_shards or SLOT_SHARDS, near, rates)
-    return plan_of(
-        mask, layout, shape.heads, route=shape.route, schedule=schedule, slot_shards=slot_shards, node_size=node_size
-    )  # fmt: skip
+    return Plan.build(mask, layout, shape.route, schedule, slot_shards, node_size, shape.heads)
 
 
 def costed(
-    plan: RingPlan | HeadPlan,
+    plan: Plan,
     report: Report,
     shape: Shape,
     sizes: AttentionSizes,
@@ -162,8 +162,8 @@ _NONE = "no shape of context parallelism is possible with these settings"
 
 
 def _limit(shape: Shape, slot_shards: int) -> int | None:
-    """The bound of the schedule. `relay` has a schedule of its own."""
-    return None if shape.route == "relay" else slot_shards
+    """The bound of the schedule, if the route has none of its own."""
+    return None if ROUTES[shape.route].own_schedule else slot_shards
 
 
 def _reason(best: _Timed, fits: list[_Timed], too_large: list[_Timed]) -> str:

@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 
 from cp_ring.plan.cost import Cost, blocked_pairs, cost, exchanged
 from cp_ring.plan.head_split import split_heads
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities, call_groups, lower
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
 from cp_ring.plan.rates import RATES, Rates, stage_seconds
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfers
 from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
@@ -166,7 +165,7 @@ class Links:
 
 
 def simulate(
-    plan: RingPlan | HeadPlan,
+    plan: Plan,
     report: Report,
     sizes: AttentionSizes,
     rates: Rates = RATES,
@@ -180,7 +179,7 @@ def simulate(
     `updates` has those of some ranks of the ring (`rank_updates`); by default a few are taken. Those of the others are taken to
     be as large as the largest of these.
     """
-    ring, heads = plan.ring, plan.heads
+    ring, heads = plan.ring, plan.ulysses
     split, links = split_heads(sizes.heads, sizes.kv_heads, heads), Links(plan.cp, ranks_per_node, rates)
     sizes = sizes.exchanging(heads)
     own, groups, hops = sizes.of_rank(heads), split.groups if heads > 1 else 1, ring.schedule[-1] + 1
@@ -200,7 +199,7 @@ def simulate(
         (compute[0], links.seconds(ahead[0])),
         (np.concatenate([halves, compute[1][:, 1:], halves], 1), links.seconds(ahead[1] + behind)),
     )
-    extra = _overheads(ring, own, rates, groups, kernel, updates)[member]
+    extra = _overheads(plan, own, rates, groups, kernel, updates)[member]
     exchange = _exchange_amounts(plan, links, sizes) if heads > 1 else np.zeros((4, 4, plan.cp), np.int64)
     first_there, last_there, first_back, last_back = (links.seconds(amounts) for amounts in exchange)
     extra = extra + (2 * groups * rates.call if heads > 1 else 0.0)  # before and after attention, in each direction
@@ -219,7 +218,7 @@ def _flops(costs: Cost) -> tuple[Floats, Floats]:
     return costs.forward_flops + forward, costs.backward_flops + backward
 
 
-def _in_blocks(costs: Cost, ring: RingPlan, report: Report, rates: Rates) -> Cost:
+def _in_blocks(costs: Cost, ring: PlanTables, report: Report, rates: Rates) -> Cost:
     """The costs with the FLOPs of a kernel that computes whole blocks at the edges of the mask."""
     ratio = blocked_pairs(ring, rates.block, rates.padded) / np.maximum(report.work, 1)
     return replace(costs, forward_flops=costs.forward_flops * ratio, backward_flops=costs.backward_flops * ratio)
@@ -257,13 +256,13 @@ def _ring_amounts(links: Links, table: Transfers, bytes_per_token: list[int], ho
     return links.amounts(sender, receiver, size, hop, hops)
 
 
-def _exchange_amounts(plan: RingPlan | HeadPlan, links: Links, sizes: AttentionSizes) -> Ints:
+def _exchange_amounts(plan: Plan, links: Links, sizes: AttentionSizes) -> Ints:
     """Bytes of the exchange of heads before and after attention in forward, then in backward: [4, 4, ranks].
 
     In backward the gradients of outputs come first, and the keys again where ranks share key/value heads. Gradients travel
     in the dtype of the inputs.
     """
-    split = split_heads(sizes.heads, sizes.kv_heads, plan.heads)
+    split = split_heads(sizes.heads, sizes.kv_heads, plan.ulysses)
     sender, receiver, tokens, queries, keys = np.array(list(exchanged(plan.layout, split)), np.int64).reshape(-1, 5).T
     of_query, of_out = (width // sizes.heads * sizes.element for width in (sizes.query_width, sizes.out_width))
     of_key = sizes.key_width // sizes.kv_heads * sizes.element
@@ -348,7 +347,7 @@ def _accumulated(update: Update, part: int, wire: int, result: int) -> int:
 
 
 def _overheads(
-    ring: RingPlan,
+    plan: Plan,
     own: AttentionSizes,
     rates: Rates,
     groups: int,
@@ -357,14 +356,14 @@ def _overheads(
 ) -> Floats:
     """Seconds of merges, sums and kernel calls of each rank of the ring in forward and in backward: [members, 2]."""
     if updates is None:
-        sample = sorted({0, ring.cp // 2, ring.cp - 1})[:SAMPLED_RANKS]
-        updates = {rank: rank_updates(ring.rank_plan(rank), kernel) for rank in sample}
+        sample = sorted({0, plan.ring.cp // 2, plan.ring.cp - 1})[:SAMPLED_RANKS]
+        updates = {rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel) for rank in sample}
     found = {
         rank: np.array(accumulator_bytes(of_rank, own)) / rates.memory + of_rank.calls * groups * rates.call
         for rank, of_rank in updates.items()
     }
     most = np.max(list(found.values()), axis=0)
-    return np.array([found.get(rank, most) for rank in range(ring.cp)])
+    return np.array([found.get(rank, most) for rank in range(plan.ring.cp)])
 
 
 # When each stage and each message begins and ends, for pictures
@@ -380,13 +379,13 @@ class Span(NamedTuple):
 
 
 def spans(
-    plan: RingPlan, report: Report, sizes: AttentionSizes, rates: Rates = RATES, ranks_per_node: int = 1
+    plan: PlanTables, report: Report, sizes: AttentionSizes, rates: Rates = RATES, ranks_per_node: int = 1
 ) -> tuple[list[Span], list[Span]]:
     """The forward pass of a ring: (computations, transfers), without merges and kernel calls.
 
     The rank of a transfer is its receiver. Its senders' messages follow one another, those inside a node beside the others.
     """
-    timeline = simulate(plan, report, sizes, rates, ranks_per_node, updates=NO_UPDATES)
+    timeline = simulate(Plan(plan, plan.layout), report, sizes, rates, ranks_per_node, updates=NO_UPDATES)
     forward, begin = timeline.passes[0], timeline.passes[0].begin
     live = (report.work > 0) | (report.keys_in > 0) | (report.keys_out > 0)
     rank, hop = np.nonzero(live[:, : begin.shape[1]])

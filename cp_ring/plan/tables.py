@@ -1,7 +1,7 @@
 """The tables of a plan: what every rank needs, computes and moves, for all ranks and for one.
 
-The rest of the plan makes or reads these tables. A route turns `Need` into `Transfers`; a `RingPlan` is a `PlanTables`;
-the proof checks it; the executor runs one rank's `RankPlan`.
+The rest of the plan makes or reads these tables. A route turns `Need` into `Transfers`; a `Plan` has `PlanTables`;
+the proof checks them; the executor runs one rank's `RankPlan`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.order import Order
 from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.tiles import Tiles, split_in_half
+
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,7 @@ class Transfers:
 
 @dataclass(frozen=True, eq=False)
 class PlanTables:
-    """Tiles and transfers of all ranks.
+    """Tiles and transfers of all ranks, or of all members of a ring (see `cp_ring.plan.heads`), which count as ranks here.
 
     schedule: the hop of each distance: rank r works on keys of rank `order.owner(r, d)` at hop `schedule[d]`.
     tiles: queries counted in the rank's shard, keys in the source's shard; sorted by rank and hop.
@@ -216,13 +218,32 @@ class Hops(Sequence[Hop]):
         return repr(tuple(self))
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Where the tokens of each rank of a member lie in the member's shard.
+
+    place: which of the member's ranks this rank is, from 0.
+    ranges: for each of the member's ranks, ranges `[start, end)` of the member's shard. End to end they are that rank's own
+        shard. A member holds its tokens in ascending order, as every rank does.
+    """
+
+    place: int
+    ranges: tuple[tuple[Span, ...], ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens of each rank of the member."""
+        return tuple(sum(end - start for start, end in spans) for spans in self.ranges)
+
+
 @dataclass(frozen=True, eq=False)
 class RankPlan:
     """One rank's hops; hops at which the rank neither computes nor moves anything are left out.
 
-    `num_tokens` is the size of the rank's shard, `batch` the number of batch rows that the shard holds, `pieces` the number of
-    pieces of the mask. `identity` is that of the whole plan (`cp_ring.plan.identity`), by which ranks find out whether they run
-    the same plan; () is not compared.
+    Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the size of the member's shard,
+    `batch` the number of batch rows that it holds, `pieces` the number of pieces of the mask. `exchange` is how the ranks of the
+    member exchange tokens for heads; None where the rank is its own member. `identity` is that of the whole plan
+    (`cp_ring.plan.identity`), by which ranks find out whether they run the same plan; () is not compared.
     """
 
     rank: int
@@ -232,6 +253,22 @@ class RankPlan:
     batch: int = 1
     identity: tuple[tuple[str, str, str], ...] = ()
     pieces: int = 1
+    exchange: Exchange | None = None
+
+    @property
+    def ulysses(self) -> int:
+        """Ranks of the member."""
+        return 1 if self.exchange is None else len(self.exchange.ranges)
+
+    @property
+    def member(self) -> int:
+        """Which member of the ring the rank belongs to."""
+        return self.rank // self.ulysses
+
+    @property
+    def shard_tokens(self) -> int:
+        """Tokens of the rank's own shard."""
+        return self.num_tokens if self.exchange is None else self.exchange.tokens[self.exchange.place]
 
     @cached_property
     def backward(self) -> Sequence[Hop]:

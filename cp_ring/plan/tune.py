@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.cost import memory
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.lower import ASSUMED, KERNELS
 from cp_ring.plan.mask import Mask
@@ -31,8 +30,9 @@ from cp_ring.plan.model import (
     step_memory,
     step_seconds,
 )
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.rates import Rates
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.shapes import AUTO, Shape, planned, shapes_of
 from cp_ring.plan.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
@@ -59,14 +59,14 @@ _LOSSY = ("int8", "fp8")
 class ProvenPlan:
     """A plan of `count` layers, for one of the draws."""
 
-    plan: RingPlan | HeadPlan
+    plan: Plan
     report: Report
     count: float
 
     @cached_property
     def merges(self) -> dict[int, RankUpdates]:
         """Those of rank 0."""
-        return {0: rank_updates(self.plan.ring.rank_plan(0), KERNELS[ASSUMED])}
+        return {0: rank_updates(self.plan.rank_plan(0), KERNELS[ASSUMED])}
 
 
 KnownPlans = dict[tuple[int, int, str, Shape], list[ProvenPlan]]
@@ -140,7 +140,7 @@ class AttentionCosts:
         missing = [shape for shape in shapes if (self._cp, self._near, name, shape) not in self._known]
         split = [(_layout(name, masks, self._cp), masks) for masks in draws] if missing else []
         for shape in missing:
-            limit = SLOT_SHARDS if shape.schedule == AUTO and shape.route != "relay" else None
+            limit = SLOT_SHARDS if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule else None
             found = self._known[self._cp, self._near, name, shape] = []
             for layout, masks in split:
                 for mask, count in masks:

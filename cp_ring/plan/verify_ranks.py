@@ -63,10 +63,10 @@ def verify_rank_plans(plan: PlanTables, rank_plans: Sequence[RankPlan], num_slot
     Raises `PlanError` that names the rank, the hop and the tokens.
     """
     for part in rank_plans:
-        _check_rank_plan(part, int(plan.layout.tokens_per_rank[part.rank]))
+        _check_rank_plan(part, int(plan.layout.tokens_per_rank[part.member]))
     keys = simulate([forward_order(part) for part in rank_plans])
     simulate([backward_order(part) for part in rank_plans])
-    grads = simulate([[posted for hop in part.hops if (posted := gradient_messages(hop, part.rank))] for part in rank_plans])
+    grads = simulate([[posted for hop in part.hops if (posted := gradient_messages(hop, part.member))] for part in rank_plans])
     for hops in ([part.hops for part in rank_plans], [part.backward for part in rank_plans]):
         rebuilt = _rebuild(plan, rank_plans, hops, keys, grads)
         for check in (verify.check_tables, verify.check_sources, verify.check_cover, verify.check_keys, verify.check_gradients):
@@ -88,13 +88,13 @@ def gradient_messages(hop: Hop, rank: int) -> Posted:
 
 def forward_order(part: RankPlan) -> list[Posted]:
     """A rank's messages in the order in which the forward pass posts them."""
-    return [posted for hop in part.hops if (posted := key_messages(hop, part.rank))]
+    return [posted for hop in part.hops if (posted := key_messages(hop, part.member))]
 
 
 def backward_order(part: RankPlan) -> list[Posted]:
     """A rank's messages in the order of the backward pass: keys of hop t between gradients of hops t - 2 and t - 1."""
-    timed = [(2 * hop.index - 2, key_messages(hop, part.rank)) for hop in part.hops]
-    timed += [(2 * hop.index + 1, gradient_messages(hop, part.rank)) for hop in part.hops]
+    timed = [(2 * hop.index - 2, key_messages(hop, part.member)) for hop in part.hops]
+    timed += [(2 * hop.index + 1, gradient_messages(hop, part.member)) for hop in part.hops]
     return [posted for _, posted in sorted(timed, key=lambda item: item[0]) if posted]
 
 
@@ -180,21 +180,21 @@ class _Contents:
 def _check_rank_plan(part: RankPlan, num_tokens: int) -> None:
     """The size of the shard is right, hops ascend, and hop 0 moves nothing."""
     if part.num_tokens != num_tokens:
-        raise PlanError(f"rank {part.rank} has {part.num_tokens} tokens, but the layout gives it {num_tokens}")
+        raise PlanError(f"rank {part.member} has {part.num_tokens} tokens, but the layout gives it {num_tokens}")
     for before, after in pairwise(part.hops):
         if before.index >= after.index:
-            raise PlanError(f"rank {part.rank}: hop {after.index} follows hop {before.index}")
+            raise PlanError(f"rank {part.member}: hop {after.index} follows hop {before.index}")
     for hop in part.hops:
         if hop.index == 0 and (hop.receives or hop.sends or hop.grad_sends):
-            raise PlanError(f"rank {part.rank}, hop 0: messages at the hop of the rank's own keys")
+            raise PlanError(f"rank {part.member}, hop 0: messages at the hop of the rank's own keys")
 
 
 def _rebuild(
     plan: PlanTables, rank_plans: Sequence[RankPlan], hops: list[Sequence[Hop]], keys: Pairs, grads: Pairs
 ) -> PlanTables:
     """The plan's tables again, from the tiles of the hops of every rank and the matched messages of keys and of gradients."""
-    key_buffers = {(part.rank, 0): _own_shard(part) for part in rank_plans}
-    grad_buffers = {(part.rank, 0): _own_shard(part) for part in rank_plans}
+    key_buffers = {(part.member, 0): _own_shard(part) for part in rank_plans}
+    grad_buffers = {(part.member, 0): _own_shard(part) for part in rank_plans}
     transfers = _follow(keys, key_buffers, "key")
     # What a gradient buffer holds is known from where its ranges go, so the last hops come first.
     backward = sorted(((receive, send) for send, receive in grads), key=lambda pair: -pair[1].hop)
@@ -203,16 +203,16 @@ def _rebuild(
     tiles, where = [], []
     for part, own_hops in zip(rank_plans, hops, strict=True):
         for hop in sorted(own_hops, key=lambda hop: hop.index):
-            place = (part.rank, hop.index)
-            held = key_buffers.get(place, _Contents(f"rank {part.rank}, hop {hop.index}: key buffer"))
-            summed = grad_buffers.get(place, _Contents(f"rank {part.rank}, hop {hop.index}: gradient buffer"))
+            place = (part.member, hop.index)
+            held = key_buffers.get(place, _Contents(f"rank {part.member}, hop {hop.index}: key buffer"))
+            summed = grad_buffers.get(place, _Contents(f"rank {part.member}, hop {hop.index}: gradient buffer"))
             held.check_filled(hop.num_keys)
             summed.check_filled(hop.num_grads)
             _check_sources(part, hop, held, summed, plan.order)
             for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True):
                 for owner, own_tile in _of_owners(tile, shift, held, summed):
                     tiles.append(own_tile)
-                    where.append((part.rank, hop.index, owner))
+                    where.append((part.member, hop.index, owner))
     rank, index, source = np.array(where, np.int64).reshape(-1, 3).T
     return PlanTables(
         plan.mask, plan.layout, plan.route, plan.schedule, Tiles.of(tiles), rank, index, source,
@@ -222,7 +222,7 @@ def _rebuild(
 
 
 def _own_shard(part: RankPlan) -> _Contents:
-    return _Contents(f"rank {part.rank}: its own shard", [(0, part.num_tokens, part.rank, 0)])
+    return _Contents(f"rank {part.member}: its own shard", [(0, part.num_tokens, part.member, 0)])
 
 
 def _follow(pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str) -> list[tuple[int, int, int, int, int, int, int]]:
@@ -249,9 +249,9 @@ def _follow(pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str) 
 def _check_sources(part: RankPlan, hop: Hop, held: _Contents, summed: _Contents, order: Order) -> None:
     """Raises `PlanError` unless `hop.sources` are the owners of what the hop's buffers hold, by distance."""
     owners = {piece[2] for contents in (held, summed) for piece in contents.pieces}
-    found = tuple(sorted(owners, key=lambda owner: order.distance(part.rank, owner)))
+    found = tuple(sorted(owners, key=lambda owner: order.distance(part.member, owner)))
     if found != hop.sources:
-        raise PlanError(f"rank {part.rank}, hop {hop.index}: its buffers hold tokens of ranks {found}, not {hop.sources}")
+        raise PlanError(f"rank {part.member}, hop {hop.index}: its buffers hold tokens of ranks {found}, not {hop.sources}")
 
 
 def _of_owners(tile: Tile, shift: int, held: _Contents, summed: _Contents) -> Iterable[tuple[int, Tile]]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from cp_ring.errors import ConfigError
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.tables import PlanTables
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class HopTraffic:
         return int(np.maximum(self.out, self.into).argmax())
 
 
-def traffic(plan: RingPlan, groups: Ints, placement: Placement, token_bytes: int) -> list[HopTraffic]:
+def traffic(plan: PlanTables, groups: Ints, placement: Placement, token_bytes: int) -> list[HopTraffic]:
     """The traffic of each hop that moves keys. `token_bytes`: bytes of the keys and values of one token."""
     if groups.shape[1] != plan.cp or groups.max() >= placement.ranks:
         raise ConfigError(f"groups of {groups.shape[1]} among {groups.max() + 1} ranks; the plan is for {plan.cp}")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring import Layout, RingPlan, ring_attention
+from cp_ring import Layout, Plan, ring_attention
 from cp_ring.observe.counters import Counters, record
 
 
@@ -49,7 +49,7 @@ def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> 
     return Grads(out.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.double()))
 
 
-def on_rank(group, case: Case, plan: RingPlan, **options) -> tuple[Grads, Counters]:  # type: ignore[no-untyped-def]
+def on_rank(group, case: Case, plan: Plan, **options) -> tuple[Grads, Counters]:  # type: ignore[no-untyped-def]
     """Runs on a rank: out and gradients of its shard, and its counters."""
     rank = group.rank() if group is not None else 0
     dim = 0 if options.get("qkv_format") == "sbhd" else 1

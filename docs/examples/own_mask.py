@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.plan import OPEN
 from cp_ring.testing.local_ring import LocalRing
 
@@ -26,7 +26,7 @@ def main(cp=4):
     n = mask.n
     assert mask.allowed(400, 0) and not mask.allowed(120, 0)
 
-    plan = RingPlan.build(mask, Layout.balanced(mask, cp))
+    plan = Plan.build(mask, Layout.balanced(mask, cp))
     report = plan.verify(rank_plans=True)
     print(f"{mask}: max / mean work {report.balance:.3f}")
 

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
-from cp_ring.plan.routes import ROUTES, direct, ring
+from cp_ring import Layout, Mask, Plan, ring_attention
+from cp_ring.plan.routes import ROUTES, Route, direct, ring
 from cp_ring.testing.local_ring import LocalRing
 
 
@@ -18,12 +18,12 @@ def keys_direct_gradients_ring(need, cp):
     return keys, gradients
 
 
-ROUTES["mixed"] = keys_direct_gradients_ring  # now route="mixed" and --cp-ring-route mixed name it
+ROUTES["mixed"] = Route(keys_direct_gradients_ring)  # now route="mixed" and --cp-ring-route mixed name it
 
 
 def main(cp=4):
     n = 512
-    plan = RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp), route="mixed")
+    plan = Plan.build(Mask.causal(n), Layout.zigzag(n, cp), route="mixed")
     plan.verify(rank_plans=True)  # every key arrives before it is read, every gradient comes home once, nothing can deadlock
 
     torch.manual_seed(0)

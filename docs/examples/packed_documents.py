@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention, roll, shard
+from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard
 
 VOCAB, HEADS, SIZE = 50, 4, 16
 CU_SEQLENS = [0, 300, 301, 420, 512]  # four documents of 300, 1, 119 and 92 tokens: no padding
@@ -36,7 +36,7 @@ def main(group):
     for ranks in (group, None):
         cp = 1 if ranks is None else dist.get_world_size(ranks)
         mask = Mask.documents(CU_SEQLENS)
-        plan = RingPlan.build(mask, Layout.balanced(mask, cp))
+        plan = Plan.build(mask, Layout.balanced(mask, cp))
         loss, shown = loss_of(weights, tokens, ranks, plan)
         gradients = torch.autograd.grad(loss, weights)
         if ranks is not None:

@@ -4,14 +4,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention, shard, unshard
+from cp_ring import Layout, Mask, Plan, ring_attention, shard, unshard
 
 N, WINDOW = 1024, 100  # tokens; a query sees itself and 100 tokens before it
 
 
 def main(group):
     cp = dist.get_world_size(group)
-    plan = RingPlan.build(Mask.causal(N, window=(WINDOW, 0)), Layout.zigzag(N, cp))
+    plan = Plan.build(Mask.causal(N, window=(WINDOW, 0)), Layout.zigzag(N, cp))
     report = plan.verify()  # raises PlanError where a pair is missed, computed twice, or its keys do not arrive
     if dist.get_rank(group) == 0:
         print(f"max / mean work {report.balance:.3f}; {report.share_of_full_ring:.1%} of a full ring's keys travel")

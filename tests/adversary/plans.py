@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
@@ -34,7 +34,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 class Subject:
     """A random plan, what its mask allows by a formula of its own, and the arguments that say the same, where there are any."""
 
-    plan: RingPlan
+    plan: Plan
     allowed: np.ndarray  # bool [n, n]
     arguments: dict[str, Any]
 
@@ -111,7 +111,7 @@ def draw(rng: Rng, max_cp: int, max_tokens: int, min_cp: int = 1) -> Subject:
     cp = int(rng.integers(min_cp, max_cp + 1))
     mask, allowed, arguments = draw_mask(rng, int(rng.integers(max(cp, 2), max_tokens + 1)))
     layout, route, schedule = draw_layout(rng, mask, cp), str(rng.choice(list(ROUTES))), draw_schedule(rng, cp)
-    plan = RingPlan.build(mask, layout, route, schedule)
+    plan = Plan.build(mask, layout, route, schedule)
     arguments = arguments and arguments | {"layout": layout, "route": route, "schedule": schedule}
     return Subject(plan, allowed, arguments)
 
@@ -225,8 +225,8 @@ def named_mutations(folder: Path, cases: int) -> Iterator[Try]:
         yield Try(f"case {number}: {name}: {subject.words}", _rejected_by_name(subject.plan, name, rng))
 
 
-def _rejected_by_name(plan: RingPlan, name: str, rng: Rng) -> str:
-    if not len(plan.tiles):
+def _rejected_by_name(plan: Plan, name: str, rng: Rng) -> str:
+    if not len(plan.ring.tiles):
         return ""
     try:
         if name in PLAN_MUTATIONS:
@@ -237,7 +237,7 @@ def _rejected_by_name(plan: RingPlan, name: str, rng: Rng) -> str:
         else:
             parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], rng)
             if parts is not None:
-                verify_rank_plans(plan, parts)
+                verify_rank_plans(plan.ring, parts)
                 return "the proof accepts it"
     except PlanError:
         pass
@@ -271,27 +271,33 @@ def _rejected_or_right(subject: Subject, rng: Rng) -> str:
     return wrong and f"the proof accepts it, but {wrong}"
 
 
-def corrupt(plan: RingPlan, rng: Rng) -> tuple[str, RingPlan]:
+def corrupt(plan: Plan, rng: Rng) -> tuple[str, Plan]:
     """The plan with one number changed, and which one."""
     columns = {f"tiles.{name}": place for place, name in enumerate(("q0", "q1", "k0", "k1", "lo", "hi"))}
-    tables = {f"{table}.{field.name}": None for table in ("transfers", "gradients") for field in fields(getattr(plan, table))}
+    tables = {
+        f"{table}.{field.name}": None for table in ("transfers", "gradients") for field in fields(getattr(plan.ring, table))
+    }
     others = ("tile_rank", "tile_hop", "tile_source", "layout.edges", "layout.owner", "schedule")
     name = str(rng.choice([*columns, *tables, *others]))
     owner, _, column = name.rpartition(".")
     if owner == "tiles":
-        data = plan.tiles.data.copy()
+        data = plan.ring.tiles.data.copy()
         data[columns[name]] = _changed(data[columns[name]], rng, plan.n)
-        return name, replace(plan, tiles=Tiles(data), _rank_plans={})
+        return name, _with_tables(plan, tiles=Tiles(data))
     if owner:
-        table = getattr(plan, owner)
+        table = getattr(plan.ring, owner)
         changed = replace(table, **{column: _changed(getattr(table, column), rng, plan.n)})
         if owner == "layout":
-            return name, replace(plan, layout=changed, _rank_plans={})
+            return name, replace(_with_tables(plan, layout=changed), layout=changed)
         if rng.random() < 0.7:  # else the table may no longer be sorted
-            changed = changed.in_buffer_order("receiver" if owner == "transfers" else "sender", plan.order)
-        return name, replace(plan, **{owner: changed}, _rank_plans={})
-    values = _changed(np.array(getattr(plan, name)), rng, plan.cp)
-    return name, replace(plan, **{name: tuple(values.tolist()) if name == "schedule" else values}, _rank_plans={})
+            changed = changed.in_buffer_order("receiver" if owner == "transfers" else "sender", plan.ring.order)
+        return name, _with_tables(plan, **{owner: changed})
+    values = _changed(np.array(getattr(plan.ring, name)), rng, plan.cp)
+    return name, _with_tables(plan, **{name: tuple(values.tolist()) if name == "schedule" else values})
+
+
+def _with_tables(plan: Plan, **changed: Any) -> Plan:
+    return replace(plan, ring=replace(plan.ring, **changed), _rank_plans={})
 
 
 def _changed(values: np.ndarray, rng: Rng, most: int) -> np.ndarray:

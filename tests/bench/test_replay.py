@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.bench.replay import RankSizes, efficiency, replay, single_call
 from cp_ring.errors import KernelError
 from cp_ring.plan.cost import cost
@@ -15,7 +15,7 @@ SIZES = RankSizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="
 
 
 def test_a_rank_receives_what_its_plan_says():
-    plan = RingPlan.build(Mask.causal(256), Layout.zigzag(256, 4))
+    plan = Plan.build(Mask.causal(256), Layout.zigzag(256, 4))
     for rank in range(4):
         hops = plan.rank_plan(rank).hops
         keys = sum(receive.tokens for hop in hops for receive in hop.receives)
@@ -35,7 +35,7 @@ def test_efficiency_of_the_slowest_rank():
 
 def test_documents_are_balanced():
     mask = Mask.documents([0, 100, 104, 120, 128])
-    plan = RingPlan.build(mask, Layout.balanced(mask, 2))
+    plan = Plan.build(mask, Layout.balanced(mask, 2))
     result = efficiency(2, mask, SIZES, repeats=1, layout="balanced", whole={"kernel": "none", "forward_s": 1.0, "both_s": 1.0})
     assert result["layout"] == plan.layout.name
     sent = max(sum(receive.tokens for hop in plan.rank_plan(r).hops for receive in hop.receives) for r in range(2))
@@ -53,7 +53,7 @@ def test_single_call_is_one_kernel_call():
 def peaks(cp, schedule, mask=Mask.causal):
     """The allocator's peak over q, k, v, out and lse of the first rank, one in the middle, and the last."""
     n = cp * SIZES.tokens
-    plan = RingPlan.build(mask(n), Layout.zigzag(n, cp), schedule=schedule)
+    plan = Plan.build(mask(n), Layout.zigzag(n, cp), schedule=schedule)
     return [replay(plan, rank, SIZES, repeats=1)["peak_extra_bytes"] for rank in (0, cp // 2, cp - 1)]
 
 
@@ -80,7 +80,7 @@ def test_planned_memory_is_flat(schedule, ranks):
     """What `cp-ring plan` says of every buffer."""
     tables = []
     for cp in ranks:
-        plan = RingPlan.build(Mask.causal(cp * 128), Layout.zigzag(cp * 128, cp), schedule=schedule)
+        plan = Plan.build(Mask.causal(cp * 128), Layout.zigzag(cp * 128, cp), schedule=schedule)
         tables.append(cost(plan.verify(), AttentionSizes()).memory)
     assert tables[0] == tables[1] == tables[2]
     assert all(tables[0].values())

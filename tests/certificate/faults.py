@@ -179,20 +179,20 @@ def _faulty_loss(fault: Callable[..., Any]) -> Callable[..., Any]:
 # More faults of attention; the first ones are those of the tests of the certificate.
 
 
-def _window_narrowed(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any, **hops: Any) -> Any:
+def _window_narrowed(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
     left, right = window
-    return make_plan(mask, n, cp, layout, route, (left - 1 if left > 0 else left, right), **hops)
+    return make_plan(mask, n, cp, (left - 1 if left > 0 else left, right), spec)
 
 
-def _group_permuted(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any, **hops: Any) -> Any:
+def _group_permuted(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
     """Attention takes the ranks of the group in another order than the batch."""
     import dataclasses
 
-    from cp_ring import RingPlan
+    from cp_ring import Plan
 
-    right = make_plan(mask, n, cp, layout, route, window, **hops)
+    right = make_plan(mask, n, cp, window, spec)
     turned = dataclasses.replace(right.layout, owner=cp - 1 - right.layout.owner)
-    return RingPlan.build(right.mask, turned, route, right.schedule)
+    return Plan.build(right.mask, turned, spec.route, right.schedule)
 
 
 def _stale_at_four(stream: Any, self: Any) -> Any:

@@ -18,7 +18,7 @@ from cp_ring.cli import app, main
 from cp_ring.cli.drawing import draw, idle_times, zoomed
 from cp_ring.cli.plan import capabilities_of
 from cp_ring.errors import PlanError
-from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
+from cp_ring.plan import Capabilities, Layout, Mask, Plan, lower
 from cp_ring.plan.cost import between_nodes, cost
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import KERNELS
@@ -33,7 +33,7 @@ def run(*args: str):
 
 
 def test_cost_by_hand() -> None:
-    plan = RingPlan.build(Mask.full(8), Layout.contiguous(8, 2))
+    plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
     costs = cost(plan.verify(), AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32"), num_slots=2)
     # 16 pairs a hop, 4 heads, a multiply and an add for each element of q and v.
     assert costs.forward_flops.tolist() == [[2 * 16 * 4 * 24] * 2] * 2
@@ -71,15 +71,15 @@ def test_conversions_that_cannot_be(options: list[str], message: str) -> None:
 
 
 def test_bytes_between_nodes() -> None:
-    plan = RingPlan.build(Mask.full(64), Layout.contiguous(64, 8))
+    plan = Plan.build(Mask.full(64), Layout.contiguous(64, 8))
     assert between_nodes(plan, 8) == 0.0
     assert between_nodes(plan, 4) == pytest.approx(4 / 7)
-    assert between_nodes(RingPlan.build(Mask.full(64), Layout.contiguous(64, 8), "ring"), 4) == pytest.approx(2 / 8)
+    assert between_nodes(Plan.build(Mask.full(64), Layout.contiguous(64, 8), "ring"), 4) == pytest.approx(2 / 8)
 
 
 def test_timeline_overlaps_and_keeps_order() -> None:
     for schedule, hops in (("ring", 4), ((0, 1, 2, 2), 3), ("gather", 2)):
-        plan = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4), schedule=schedule)
+        plan = Plan.build(Mask.causal(4096), Layout.zigzag(4096, 4), schedule=schedule)
         report = plan.verify()
         costs = cost(report, AttentionSizes())
         compute, transfers = spans(plan, report, AttentionSizes())
@@ -92,13 +92,13 @@ def test_timeline_overlaps_and_keeps_order() -> None:
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
 def test_draws(tmp_path: Path, name: str) -> None:
-    draw(RingPlan.build(Mask.documents([0, 100, 250, 256]), Layout.zigzag(256, 4), "ring"), str(tmp_path / name))
+    draw(Plan.build(Mask.documents([0, 100, 250, 256]), Layout.zigzag(256, 4), "ring"), str(tmp_path / name))
     data = (tmp_path / name).read_bytes()
     assert len(data) > 10_000 and (data.startswith(b"\x89PNG") or b"<svg" in data[:1000])
 
 
 def test_draws_only_what_it_can(tmp_path: Path) -> None:
-    plan = RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2))
+    plan = Plan.build(Mask.causal(8), Layout.zigzag(8, 2))
     with pytest.raises(PlanError, match=r"must end in \.png, \.svg or \.pdf"):
         draw(plan, "plan.gif")
     with pytest.raises(PlanError, match="cannot write"):
@@ -159,7 +159,7 @@ def test_schedule_and_kernel_calls() -> None:
     assert facts("--schedule", "0,1,2,2,3,3,4,4")["schedule"] == [0, 1, 2, 2, 3, 3, 4, 4]
     assert facts("--slot-shards", "1")["schedule"] == list(range(8))
     assert facts("--route", "ring")["schedule"] == list(range(8))
-    plan = RingPlan.build(Mask.causal(65536), Layout.zigzag(65536, 8), node_size=8)
+    plan = Plan.build(Mask.causal(65536), Layout.zigzag(65536, 8), node_size=8)
     counted = [sum(len(lower(hop.tiles, Capabilities()).tiles) for hop in plan.rank_plan(rank).hops) for rank in range(8)]
     assert auto["kernel_calls_per_rank"] == counted
     shown = " ".join(CliRunner().invoke(app, ["plan", "--seq-length", "64K", "--cp", "8"]).stdout.split())
@@ -295,9 +295,9 @@ def test_registered_layouts_and_routes_can_be_chosen(monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert (facts["layout"], facts["route"], facts["tokens_per_rank"]) == ("striped", "mine", [64] * 4)
-    plan = RingPlan.build(Mask.causal(256), striped(Mask.causal(256), 4), "mine")
+    plan = Plan.build(Mask.causal(256), striped(Mask.causal(256), 4), "mine")
     plan.verify(rank_plans=True)
-    assert repr(RingPlan.build_rank_plan(plan.mask, plan.layout, 3, route="mine")) == repr(plan.rank_plan(3))
+    assert repr(Plan.build_rank_plan(plan.mask, plan.layout, 3, route="mine")) == repr(plan.rank_plan(3))
     assert "striped" in str(run("--layout", "spiral").exception) and "mine" in str(run("--route", "scenic").exception)
 
 
@@ -363,7 +363,7 @@ def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
     def full(*_, **__):
         raise MemoryError("Unable to allocate 1 PiB")
 
-    monkeypatch.setattr(RingPlan, "build", full)
+    monkeypatch.setattr(Plan, "build", full)
     assert str(run().exception) == "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"
 
 
@@ -415,7 +415,7 @@ def test_the_verdict_comes_first() -> None:
 @pytest.mark.parametrize(("cp", "panel"), [(4, "left"), (4, "right"), (4, "both"), (24, "both")])
 def test_text_of_pictures_stays_text(tmp_path: Path, cp: int, panel: str) -> None:
     path, n = tmp_path / "plan.svg", cp * 64
-    draw(RingPlan.build(Mask.causal(n, window=(100, 0)), Layout.zigzag(n, cp)), str(path), panel=panel, width=8)
+    draw(Plan.build(Mask.causal(n, window=(100, 0)), Layout.zigzag(n, cp)), str(path), panel=panel, width=8)
     text = path.read_text()
     assert ("query position" in text) == (panel != "right") and ("idle time" in text) == (panel != "left")
     assert "causal, window 100" in text and "32 heads, 8 for keys and values, of 128, bf16" in text
@@ -426,7 +426,7 @@ def test_text_of_pictures_stays_text(tmp_path: Path, cp: int, panel: str) -> Non
 def test_many_documents_are_drawn_again_larger(tmp_path: Path) -> None:
     many = Mask.documents([0, *range(10, 400, 13), 400])
     assert zoomed(many) == (192, 244) and zoomed(Mask.documents([0, 100, 250, 400])) is None and zoomed(Mask.causal(400)) is None
-    draw(RingPlan.build(many, Layout.zigzag(400, 4)), str(tmp_path / "plan.svg"), panel="left", width=8)
+    draw(Plan.build(many, Layout.zigzag(400, 4)), str(tmp_path / "plan.svg"), panel="left", width=8)
     assert "tokens 192 to 244" in (tmp_path / "plan.svg").read_text()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention, roll, unshard
+from cp_ring import Layout, Mask, Plan, ring_attention, roll, unshard
 from cp_ring.comm import agreement as agreement_module
 from cp_ring.comm.agreement import FIRST, Agreement, Fact
 from cp_ring.errors import PlanError
@@ -75,7 +75,7 @@ def test_all_ranks_stop_with_one_line_that_says_what_differs(pool, says):
 
 
 def test_the_ranks_are_right_after_a_disagreement(pool):
-    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, CP))
+    plan = Plan.build(Mask.causal(N), Layout.zigzag(N, CP))
     case = Case.draw(N)
     assert all(pool.run(attend, CP, fresh([{}, {"causal": True}])))
     got = whole(plan.layout, pool.run(on_rank, CP, case, plan))
@@ -112,7 +112,7 @@ def known(group):
     try:
         met = []
         for dtype in (torch.float32, torch.float32, torch.float32, torch.float64):
-            plan = RingPlan.build(Mask.causal(N, (17, 0)), Layout.zigzag(N, CP))
+            plan = Plan.build(Mask.causal(N, (17, 0)), Layout.zigzag(N, CP))
             x = torch.ones(1, N // CP, 2, 8, dtype=dtype, requires_grad=True)
             ring_attention(x, x, x, group, plan=plan).sum().backward()
             met.append(len(count))
@@ -253,17 +253,17 @@ def test_under_debugging_what_is_not_received_is_nan(monkeypatch, kind, active):
 
 def test_a_part_of_a_plan_has_the_identity_of_the_whole():
     mask, layout = Mask.documents([0, 20, N]), Layout.zigzag(N, 4)
-    whole_plan = RingPlan.build(mask, layout)
+    whole_plan = Plan.build(mask, layout)
     digests = {whole_plan.rank_plan(rank).digest for rank in range(4)}
-    digests |= {RingPlan.build_rank_plan(mask, layout, rank).digest for rank in range(4)}
+    digests |= {Plan.build_rank_plan(mask, layout, rank).digest for rank in range(4)}
     assert len(digests) == 1
     others = [
-        RingPlan.build(Mask.documents([0, 21, N]), layout),
-        RingPlan.build(mask, Layout.contiguous(N, 4)),
-        RingPlan.build(mask, layout, "ring"),
+        Plan.build(Mask.documents([0, 21, N]), layout),
+        Plan.build(mask, Layout.contiguous(N, 4)),
+        Plan.build(mask, layout, "ring"),
     ]
     assert len(digests | {plan.rank_plan(0).digest for plan in others}) == 4
     assert {"mask", "layout", "route"} <= {part.name for part in identity(whole_plan)}
-    assert RingPlan.build(Mask.causal(N), layout).rank_plan(0).digest == (
-        RingPlan.build(Mask.documents([0, N]), layout).rank_plan(0).digest
+    assert Plan.build(Mask.causal(N), layout).rank_plan(0).digest == (
+        Plan.build(Mask.documents([0, N]), layout).rank_plan(0).digest
     )

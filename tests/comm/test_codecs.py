@@ -13,12 +13,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cp_ring import ConfigError, Layout, Mask, PlanError, RingPlan, ring_attention
+from cp_ring import ConfigError, Layout, Mask, Plan, PlanError, ring_attention
 from cp_ring.comm.codecs import CODECS, Decoding, Quantized
 from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
 from cp_ring.plan.cost import cost
-from cp_ring.plan.heads import plan_of
 from cp_ring.plan.sizes import WIRES, AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, Grads, brute_force, error
@@ -96,14 +95,14 @@ def attend(plan, case: Case, **options):
 
 
 PLANS = {
-    "causal": lambda: RingPlan.build(Mask.causal(96), Layout.zigzag(96, 3)),
-    "full, one source a hop": lambda: RingPlan.build(Mask.full(96), Layout.zigzag(96, 4), schedule="ring"),
-    "window": lambda: RingPlan.build(Mask.causal(96, (20, 0)), Layout.contiguous(96, 4)),
-    "documents, passed on": lambda: RingPlan.build(
+    "causal": lambda: Plan.build(Mask.causal(96), Layout.zigzag(96, 3)),
+    "full, one source a hop": lambda: Plan.build(Mask.full(96), Layout.zigzag(96, 4), schedule="ring"),
+    "window": lambda: Plan.build(Mask.causal(96, (20, 0)), Layout.contiguous(96, 4)),
+    "documents, passed on": lambda: Plan.build(
         Mask.documents([0, 7, 50, 51, 96]), Layout.zigzag(96, 4), route="ring", schedule="ring"
     ),
-    "relay": lambda: RingPlan.build(Mask.causal(96), Layout.zigzag(96, 4), route="relay", node_size=2),
-    "heads": lambda: plan_of(Mask.causal(96), Layout.zigzag(96, 4), heads=2),
+    "relay": lambda: Plan.build(Mask.causal(96), Layout.zigzag(96, 4), route="relay", node_size=2),
+    "heads": lambda: Plan.build(Mask.causal(96), Layout.zigzag(96, 4), ulysses=2),
 }
 
 
@@ -120,7 +119,7 @@ def test_attention_is_as_near_as_promised(name, shape):
 @pytest.mark.parametrize("name", OF_KEYS)
 def test_forward_and_backward_use_the_same_keys(name):
     """dq and out are those of attention in which each rank sees other ranks' keys as they were decoded."""
-    plan, case = RingPlan.build(Mask.full(64), Layout.contiguous(64, 2)), Case.draw(64, dtype=torch.float64)
+    plan, case = Plan.build(Mask.full(64), Layout.contiguous(64, 2)), Case.draw(64, dtype=torch.float64)
     found = attend(plan, case, wire=name)
     k, v = (x.transpose(0, 1) for x in roundtrip(name, case.k.transpose(0, 1).contiguous(), case.v.transpose(0, 1).contiguous()))
     for rank in range(2):
@@ -135,7 +134,7 @@ def test_forward_and_backward_use_the_same_keys(name):
 @pytest.mark.parametrize("name", OF_KEYS)
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_messages_have_the_bytes_of_the_plan(name, dtype):
-    plan, case = RingPlan.build(Mask.causal(96, (40, 0)), Layout.zigzag(96, 4)), Case.draw(96, b=2, e=24, dtype=dtype)
+    plan, case = Plan.build(Mask.causal(96, (40, 0)), Layout.zigzag(96, 4)), Case.draw(96, b=2, e=24, dtype=dtype)
     sizes = AttentionSizes(4, 2, 16, 24, dtype=BYTES[dtype], batch=2, wire=name)
     planned = cost(plan.verify(), sizes)
 
@@ -167,7 +166,7 @@ def test_gradients_in_bfloat16(shape, dtype):
 def test_nan_of_one_token_reaches_only_queries_that_see_it():
     case = Case.draw(64)
     case.k[:, 40, 1, 3] = math.nan
-    plan = RingPlan.build(Mask.documents([0, 32, 64]), Layout.zigzag(64, 4))
+    plan = Plan.build(Mask.documents([0, 32, 64]), Layout.zigzag(64, 4))
     for name in OF_KEYS:
         out = attend(plan, case, wire=name).out
         # Query 40 itself is left out: the CPU kernel gives finite numbers where the only new score of a query is NaN.
@@ -175,7 +174,7 @@ def test_nan_of_one_token_reaches_only_queries_that_see_it():
 
 
 def test_ranks_must_agree_on_the_codec():
-    plan, case = RingPlan.build(Mask.causal(32), Layout.zigzag(32, 2)), Case.draw(32)
+    plan, case = Plan.build(Mask.causal(32), Layout.zigzag(32, 2)), Case.draw(32)
 
     def on_rank(group):
         q, k, v, _ = (plan.layout.shard(x, group.rank, 1) for x in case)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cp_ring import ConfigError, LatentKeys, Layout, Mask, PlanError, RingPlan, ring_attention
+from cp_ring import ConfigError, LatentKeys, Layout, Mask, Plan, PlanError, ring_attention
 from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
 from cp_ring.plan.cost import cost
@@ -49,7 +49,7 @@ def truth_of(case: LatentCase, mask: Mask) -> list[torch.Tensor]:
     return [grads.out, grads.dq, dlatent, drope, dweight]
 
 
-def on_rank(group, case: LatentCase, plan: RingPlan, **options):
+def on_rank(group, case: LatentCase, plan: Plan, **options):
     """Runs on a rank: out and gradients of its tokens, and its share of the weight's gradient."""
     rank = 0 if group is None else group.rank
     first = options.get("qkv_format") == "sbhd"
@@ -61,7 +61,7 @@ def on_rank(group, case: LatentCase, plan: RingPlan, **options):
     return [x.transpose(0, 1) for x in found[:4]] + found[4:] if first else found
 
 
-def attend(case: LatentCase, plan: RingPlan, **options) -> list[torch.Tensor]:
+def attend(case: LatentCase, plan: Plan, **options) -> list[torch.Tensor]:
     parts = LocalRing(plan.cp).run(on_rank, case, plan, **options) if plan.cp > 1 else [on_rank(None, case, plan, **options)]
     columns = list(zip(*parts, strict=True))
     whole = [plan.layout.unshard(list(column), 1) for column in columns[:4]]
@@ -80,7 +80,7 @@ LIMIT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("mask", MASKS)
 def test_equals_brute_force(mask, cp):
-    case, plan = LatentCase.draw(), RingPlan.build(MASKS[mask], Layout.zigzag(N, cp))
+    case, plan = LatentCase.draw(), Plan.build(MASKS[mask], Layout.zigzag(N, cp))
     with debugging():
         found = attend(case, plan)
     for name, x, truth in zip(PARTS, found, truth_of(case, MASKS[mask]), strict=True):
@@ -90,7 +90,7 @@ def test_equals_brute_force(mask, cp):
 @pytest.mark.parametrize("mask", ["causal", "documents", "window"])
 def test_two_tensor_parallel_ranks_of_two_are_one(mask):
     """Each has half of the heads. What they owe to latents and rotated parts is summed, the rest lies side by side."""
-    case, plan = LatentCase.draw(), RingPlan.build(MASKS[mask], Layout.zigzag(N, 2))
+    case, plan = LatentCase.draw(), Plan.build(MASKS[mask], Layout.zigzag(N, 2))
     halves = zip(case.q.chunk(2, 2), case.weight.chunk(2), case.dout.chunk(2, 2), strict=True)
     parts = [attend(case._replace(q=q, weight=weight, dout=dout), plan) for q, weight, dout in halves]
     out, dq, dlatent, drope, dweight = zip(*parts, strict=True)
@@ -106,7 +106,7 @@ def test_two_tensor_parallel_ranks_of_two_are_one(mask):
     ids=lambda options: options.get("route", "gather"),
 )
 def test_routes_and_dtypes(options, dtype):
-    case, plan = LatentCase.draw(dtype), RingPlan.build(MASKS["causal"], Layout.zigzag(N, 4), **options)
+    case, plan = LatentCase.draw(dtype), Plan.build(MASKS["causal"], Layout.zigzag(N, 4), **options)
     found, truth = attend(case, plan), truth_of(case, MASKS["causal"])
     assert {x.dtype for x in found[:4]} == {dtype}
     for name, x, true in zip(PARTS, found, truth, strict=True):
@@ -117,7 +117,7 @@ def test_as_accurate_as_plain():
     """The error of the latent's wire is that of the same attention without it: the limits of the design."""
     ratios = []
     for seed in range(3):
-        case, plan = LatentCase.draw(seed=seed, n=512, batch=1), RingPlan.build(Mask.causal(512), Layout.zigzag(512, 4))
+        case, plan = LatentCase.draw(seed=seed, n=512, batch=1), Plan.build(Mask.causal(512), Layout.zigzag(512, 4))
         truth = truth_of(case, plan.mask)
         found, plain = (attend(case, plan, wire=wire) for wire in ("latent", "plain"))
         ratios.append([error(x, t) / error(y, t) for x, y, t in zip(found, plain, truth, strict=True)])
@@ -131,7 +131,7 @@ def test_as_accurate_as_plain():
     ids=lambda options: next(iter(options)),
 )
 def test_options(options):
-    case, plan = LatentCase.draw(), RingPlan.build(MASKS["causal"], Layout.zigzag(N, 3))
+    case, plan = LatentCase.draw(), Plan.build(MASKS["causal"], Layout.zigzag(N, 3))
     found, truth = attend(case, plan, **options), attend(case, plan, **{**options, "wire": "plain", "wire_dtype": "input"})
     limit = {"wire_dtype": 1e-2, "wire": 1.5e-2}.get(next(iter(options)), LIMIT[torch.float32])
     assert all(error(x, y) < limit for x, y in zip(found, truth, strict=True))
@@ -140,7 +140,7 @@ def test_options(options):
 def test_batch_rows_with_masks_of_their_own():
     rows = [Mask.causal(N), Mask.documents([0, 40, N])]
     case = LatentCase.draw()
-    plan = RingPlan.build(Mask.batch(rows), Layout.batch([Layout.zigzag(N, 2)] * 2))
+    plan = Plan.build(Mask.batch(rows), Layout.batch([Layout.zigzag(N, 2)] * 2))
 
     def both(group):
         first = plan.layout.positions(group.rank)
@@ -164,7 +164,7 @@ def test_batch_rows_with_masks_of_their_own():
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_messages_have_the_bytes_of_the_plan(mask):
-    case, plan = LatentCase.draw(), RingPlan.build(MASKS[mask], Layout.zigzag(N, 4))
+    case, plan = LatentCase.draw(), Plan.build(MASKS[mask], Layout.zigzag(N, 4))
     dim = SIZES.nope + SIZES.rope
     sizes = AttentionSizes(H, H, dim, SIZES.value, "fp32", batch=B, wire="latent", latent=SIZES)
     planned = cost(plan.verify(), sizes)
@@ -191,7 +191,7 @@ def test_bad_input_is_one_line():
             make()
     with pytest.raises(ConfigError, match="wire='latent' needs LatentKeys"):
         ring_attention(q, q, q, wire="latent")
-    plan = RingPlan.build(MASKS["causal"], Layout.zigzag(N, 2))
+    plan = Plan.build(MASKS["causal"], Layout.zigzag(N, 2))
 
     def over_heads(group):
         q, latent, rope = (plan.layout.shard(x, group.rank, 1) for x in LatentCase.draw()[:3])

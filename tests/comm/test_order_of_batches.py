@@ -10,9 +10,8 @@ from collections import defaultdict
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.comm.transport import messages
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.testing.loopback import LoopbackTransport
 
 CP, N = 4, 64
@@ -72,9 +71,9 @@ def plans(names, routes, schedules):
                 options = {"node_size": 2} if route == "relay" else {}
                 yield (
                     f"{name} {route} {schedule}",
-                    RingPlan.build(MASKS[name], Layout.zigzag(N, CP), route=route, schedule=schedule, slot_shards=CP, **options),
+                    Plan.build(MASKS[name], Layout.zigzag(N, CP), route=route, schedule=schedule, slot_shards=CP, **options),
                 )
-        yield f"{name} over heads", HeadPlan.build(MASKS[name], Layout.zigzag(N, CP), 2)
+        yield f"{name} over heads", Plan.build(MASKS[name], Layout.zigzag(N, CP), ulysses=2)
 
 
 @pytest.mark.parametrize("wire", ["plain", "int8"])

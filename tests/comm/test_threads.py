@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
 
-CASES = [(Case.draw(64, seed=seed, dtype=torch.float64), RingPlan.build(Mask.causal(64, (window, 0)), Layout.zigzag(64, 2)))
+CASES = [(Case.draw(64, seed=seed, dtype=torch.float64), Plan.build(Mask.causal(64, (window, 0)), Layout.zigzag(64, 2)))
          for seed, window in ((1, -1), (2, 9))]  # fmt: skip
 TIMES = 10
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.bench.replay import RankSizes, replay, single_call
 from cp_ring.kernels import choose
 from cp_ring.plan.schedule import SLOT_SHARDS
@@ -21,8 +21,8 @@ ATTENTION = re.compile("sdpa|fmha|flash|cudnn|attention", re.IGNORECASE)
 COPIES = re.compile("Memcpy|Memset")
 
 
-def causal_plan(cp: int, tokens: int, schedule: str = "auto", slot_shards: int = SLOT_SHARDS) -> RingPlan:
-    return RingPlan.build(Mask.causal(cp * tokens), Layout.zigzag(cp * tokens, cp), schedule=schedule, slot_shards=slot_shards)
+def causal_plan(cp: int, tokens: int, schedule: str = "auto", slot_shards: int = SLOT_SHARDS) -> Plan:
+    return Plan.build(Mask.causal(cp * tokens), Layout.zigzag(cp * tokens, cp), schedule=schedule, slot_shards=slot_shards)
 
 
 def profiles(job: Job) -> None:
@@ -34,7 +34,7 @@ def profiles(job: Job) -> None:
             _profile(job, plan, rank, sizes)
 
 
-def _profile(job: Job, plan: RingPlan, rank: int, sizes: RankSizes) -> None:
+def _profile(job: Job, plan: Plan, rank: int, sizes: RankSizes) -> None:
     q, k, v, dout = sizes.draw(sizes.tokens)
     inputs, transport = [x.requires_grad_() for x in (q, k, v)], LoopbackTransport(rank, plan.cp)
     rank_plan = plan.rank_plan(rank)
@@ -105,14 +105,14 @@ def efficiencies(job: Job) -> None:
     n = cp * tokens
     # None of one token: that one would be a full tile, and a call of its own.
     documents = Mask.documents([n * x // 100 for x in (0, 3, 10, 12, 30, 33, 55, 80, 100)])
-    plans = {"documents": RingPlan.build(documents, Layout.balanced(documents, cp))}
+    plans = {"documents": Plan.build(documents, Layout.balanced(documents, cp))}
     window = Mask.causal(n, window=(n // 16, 0))
-    plans["window"] = RingPlan.build(window, Layout.zigzag(n, cp))
+    plans["window"] = Plan.build(window, Layout.zigzag(n, cp))
     for name, plan in plans.items():
         _efficiency(job, plan, range(cp), "auto", name, "auto")
 
 
-def _efficiency(job: Job, plan: RingPlan, ranks: Any, kernel: str, mask: str, schedule: str) -> None:
+def _efficiency(job: Job, plan: Plan, ranks: Any, kernel: str, mask: str, schedule: str) -> None:
     """A rank's share of the work, at the speed of the single call, over its time; the slowest rank counts."""
     repeats = job.repeats if plan.cp <= 8 else 2
     work = plan.verify().work_per_rank

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.testing.oracle import Case, brute_force, error
 
 HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
@@ -31,7 +31,7 @@ def main(backend: str, rank: int, size: int, store: str, device: str, kernel: st
     }
     found = {}
     for name, mask in masks.items():
-        plan = RingPlan.build(mask, Layout.zigzag(n, size))
+        plan = Plan.build(mask, Layout.zigzag(n, size))
         case = Case.draw(n, **HEADS, dtype=dtype)
         parts = [plan.layout.shard(x, rank, 1).to(device) for x in case]
         inputs = [x.requires_grad_() for x in parts[:3]]

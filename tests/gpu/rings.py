@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.bench import accuracy as bench
 from cp_ring.comm.codecs import Fp8, Int8
 from cp_ring.kernels import REGISTRY, choose
@@ -60,7 +60,7 @@ def merging(job: Job) -> None:
     moved, ring = Case(*(x.to(job.device) for x in case)), LocalRing(4)
     for name, mask in masks.items():
         for schedule in ("ring", "auto"):
-            plan = RingPlan.build(mask, Layout.zigzag(n, 4), schedule=schedule)
+            plan = Plan.build(mask, Layout.zigzag(n, 4), schedule=schedule)
             results, seconds = {}, {}
             for way in ("triton", "torch"):
                 with _torch_operations() if way == "torch" else mock.patch.object(os, "sep", os.sep):
@@ -97,7 +97,7 @@ def wires(job: Job) -> None:
         job.check("elements that differ from those of the CPU", sum(different), 0, wire=codec.name, different=different)
 
 
-def _on_rank(group: Any, case: Case, plan: RingPlan) -> list[torch.Tensor]:
+def _on_rank(group: Any, case: Case, plan: Plan) -> list[torch.Tensor]:
     shard = [plan.layout.shard(x, group.rank, 1) for x in case]
     q, k, v = (x.detach().requires_grad_() for x in shard[:3])
     out = ring_attention(q, k, v, group, plan=plan)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.bench import samples
 from cp_ring.bench.replay import _seconds, single_call
 from cp_ring.kernels import AttentionKernel, determinism
@@ -159,7 +159,7 @@ def _plan_times(job: Job) -> None:
     for cp in (8, 64):
         for name, make in masks.items():
             start = time.perf_counter()
-            plan = RingPlan.build(make(cp * size), Layout.zigzag(cp * size, cp))
+            plan = Plan.build(make(cp * size), Layout.zigzag(cp * size, cp))
             built = time.perf_counter()
             plan.rank_plan(cp // 2)
             job.row(plan=name, cp=cp, tokens=cp * size, build_s=built - start, rank_plan_s=time.perf_counter() - built)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.cli import app
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.base import Capabilities
@@ -63,7 +63,7 @@ def moved(monkeypatch) -> Counter[str]:
 @pytest.mark.parametrize("schedule", ["ring", "auto", "gather"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_bytes_are_those_of_the_plan(moved, mask, schedule):
-    plan = RingPlan.build(MASKS[mask], Layout.zigzag(1024, 4), schedule=schedule)
+    plan = Plan.build(MASKS[mask], Layout.zigzag(1024, 4), schedule=schedule)
     for rank in range(4):
         generator = torch.Generator().manual_seed(0)
         q, k, v, dout = (torch.randn(256, 1, h, 16, generator=generator).bfloat16() for h in (4, 2, 2, 4))

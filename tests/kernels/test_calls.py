@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.kernels.base import Capabilities
 from cp_ring.kernels.calls import Statistics, _Packed, kernel_calls, work_of
 from cp_ring.kernels.reference import KERNEL
@@ -97,7 +97,7 @@ def documents(count: int, size: int) -> list[int]:
 @pytest.mark.parametrize("capabilities", CAPABILITIES, ids=str)
 def test_packed_documents(capabilities, window):
     cu = documents(12, 16)
-    plan = RingPlan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1))
+    plan = Plan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1))
     case = Case.draw(cu[-1], dtype=torch.float64)
     got = run(plan.rank_plan(0), case, capabilities)
     for x, y in zip(got, brute_force(case, plan.mask.dense(), scale=0.25), strict=True):
@@ -109,7 +109,7 @@ def test_calls_do_not_grow_with_documents(window):
     """Side by side, they are one call on a slice of tokens: nothing is gathered."""
     for count in (8, 64):
         cu = documents(count, 16)
-        hop = RingPlan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1)).rank_plan(0).hops[0]
+        hop = Plan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1)).rank_plan(0).hops[0]
         (call,) = kernel_calls(hop, Capabilities(bands=True, varlen=True))
         assert isinstance(call, _Packed)
         assert call.q.tokens.index is call.k.tokens.index is None

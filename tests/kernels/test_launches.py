@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_ring.kernels.transformer_engine as adapter
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.comm import codecs
 from cp_ring.comm.streams import KeyStream
 from cp_ring.kernels import REGISTRY, calls, choose, signatures
@@ -102,7 +102,7 @@ def draw(tokens: int) -> list[torch.Tensor]:
     return [torch.randn(tokens, 1, h, 16, generator=generator).bfloat16() for h in (4, 2, 2, 4)]
 
 
-def both(plan: RingPlan, rank: int, launches: Launches) -> tuple[list[Counter[str]], list[Counter[str]]]:
+def both(plan: Plan, rank: int, launches: Launches) -> tuple[list[Counter[str]], list[Counter[str]]]:
     """Launches of each hop, forward and backward."""
     q, k, v, dout = draw(plan.n // plan.cp)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -130,7 +130,7 @@ def beyond(hop: Counter[str]) -> int:
 def test_launches_per_hop(launches, rank):
     """One in forward, none at hop 0; at most 3 in backward; besides, the lse of a call's queries is copied where the last call
     had others."""
-    plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4), schedule="ring")
+    plan = Plan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4), schedule="ring")
     both(plan, rank, launches)  # tensors that are made once
     forward, backward = both(plan, rank, launches)
     assert [beyond(hop) for hop in forward] == [0, 1, 1, 1], forward
@@ -147,7 +147,7 @@ def test_launches_per_hop(launches, rank):
 @pytest.mark.parametrize("rank", range(8))
 def test_launches_of_hops_with_several_sources(launches, rank):
     """Sources that the same queries see go to the kernel in one call, so 7 remote ones take 3 calls at most."""
-    plan = RingPlan.build(Mask.causal(8 * 256), Layout.zigzag(8 * 256, 8), schedule=(0, 1, 1, 1, 2, 2, 2, 2))
+    plan = Plan.build(Mask.causal(8 * 256), Layout.zigzag(8 * 256, 8), schedule=(0, 1, 1, 1, 2, 2, 2, 2))
     both(plan, rank, launches)
     forward, backward = both(plan, rank, launches)
     assert len(forward) == 3
@@ -161,7 +161,7 @@ def test_packed_documents_upload_nothing_in_the_hops(launches):
     """Indices and lengths of packed tiles go to the device before the first hop, once for each plan."""
     ends = np.cumsum([0, *np.random.default_rng(0).integers(20, 200, 20).tolist()])
     n = int(ends[-1]) // 8 * 8
-    plan = RingPlan.build(Mask.documents(np.minimum(ends, n)), Layout.zigzag(n, 4))
+    plan = Plan.build(Mask.documents(np.minimum(ends, n)), Layout.zigzag(n, 4))
     for repeat in range(2):
         launches.counts.clear()
         forward, backward = both(plan, 1, launches)
@@ -177,9 +177,9 @@ def test_nothing_is_worked_out_twice(launches, monkeypatch):
     signatures.parameters_of.cache_clear()
     signatures._names.cache_clear()
     for plan in (
-        RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4)),
-        RingPlan.build(Mask.causal(4 * 90), Layout.zigzag(4 * 90, 4)),  # uneven: packings of one tile
-        RingPlan.build(Mask.documents([0, 30, 77, 101, 300, 512]), Layout.zigzag(512, 4)),
+        Plan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4)),
+        Plan.build(Mask.causal(4 * 90), Layout.zigzag(4 * 90, 4)),  # uneven: packings of one tile
+        Plan.build(Mask.documents([0, 30, 77, 101, 300, 512]), Layout.zigzag(512, 4)),
     ):
         both(plan, 1, launches)
         signatures_read.clear()
@@ -192,7 +192,7 @@ def test_nothing_is_worked_out_twice(launches, monkeypatch):
 
 def test_strided_queries_are_copied_once(launches):
     """As models without rotary embeddings give them: a part of one tensor of queries, keys and values."""
-    plan = RingPlan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4))
+    plan = Plan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4))
     q, k, v, _ = draw(1024)
     q = torch.cat([q, q], -1)[..., :16]
     with launches, torch.no_grad():
@@ -208,7 +208,7 @@ def test_strided_queries_are_copied_once(launches):
 def test_no_buffer_is_made_per_hop(launches):
     """After the first update everything is there; slots do not grow with the ranks."""
     cp = 16
-    plan = RingPlan.build(Mask.causal(cp * 512), Layout.zigzag(cp * 512, cp), schedule="ring")
+    plan = Plan.build(Mask.causal(cp * 512), Layout.zigzag(cp * 512, cp), schedule="ring")
     with record() as counters:
         forward, backward = both(plan, cp // 2, launches)
     assert counters.slots_peak == 2

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.attention import attend
 from cp_ring.kernels import logits
 from cp_ring.kernels.base import OPEN
 from cp_ring.kernels.cpu import KERNEL as CPU_KERNEL
 from cp_ring.kernels.dropout import Dropout
-from cp_ring.plan.heads import HeadPlan
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 
@@ -42,7 +41,7 @@ def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, kernel, monkeypatch):
     masks = [Mask.causal(N), Mask.causal(N, window=(5, 0)), Mask.documents([0, 7, 30, N]), Mask.full(N)]
     scores = torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2)) * 8**-0.5
     for mask in masks:
-        plan = RingPlan.build(mask, Layout.zigzag(N, cp) if cp > 1 else Layout.contiguous(N, 1))
+        plan = Plan.build(mask, Layout.zigzag(N, cp) if cp > 1 else Layout.contiguous(N, 1))
         truth = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).amax((0, 2, 3))
         plain, found = of_ranks(case, plan, kernel=kernel)
         torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
@@ -58,7 +57,7 @@ def test_each_rank_has_those_of_its_own_heads(heads):
     case, mask = Case.draw(N, b=2, h=8, g=4, d=8), Mask.causal(N, window=(9, 0))
     scores = torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2)) * 8**-0.5
     truth = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).amax((0, 2, 3))
-    _, found = of_ranks(case, HeadPlan.build(mask, Layout.zigzag(N, 4), heads))
+    _, found = of_ranks(case, Plan.build(mask, Layout.zigzag(N, 4), ulysses=heads))
     torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
     for rank, largest in enumerate(found):
         own = torch.arange(8) // (8 // heads) == rank % heads
@@ -67,7 +66,7 @@ def test_each_rank_has_those_of_its_own_heads(heads):
 
 def test_beside_dropout_it_is_that_of_all_pairs():
     case = Case.draw(N, b=2, h=4, g=1, d=8)
-    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 2))
+    plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 2))
     assert torch.equal(torch.stack(of_ranks(case, plan, dropped=True)[1]), torch.stack(of_ranks(case, plan)[1]))
 
 

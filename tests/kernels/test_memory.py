@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.testing.conformance import _nan_memory
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
@@ -19,7 +19,7 @@ from cp_ring.testing.oracle import Case, brute_force, error
 @pytest.mark.parametrize("calls", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_calls_leak_nothing(calls):
     """Forward and backward of a rank among four, with their messages, buffers and autograd; some calls have no backward."""
-    plan = RingPlan.build(Mask.documents([0, 7, 64]), Layout.zigzag(64, 4))
+    plan = Plan.build(Mask.documents([0, 7, 64]), Layout.zigzag(64, 4))
     transport = LoopbackTransport(1, 4)
     q, k, v, dout = (plan.layout.shard(x, 1, 1) for x in Case.draw(64, h=2, g=1, d=8))
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -53,7 +53,7 @@ def test_a_hundred_shapes_with_nan_in_fresh_memory():
         h, d, e = groups * int(generator.integers(1, 4)), int(generator.integers(1, 20)), int(generator.integers(1, 20))
         cuts = np.unique([0, *generator.integers(0, n + 1, 3).tolist()]).tolist()
         mask = Mask.documents(cuts, window=(int(generator.integers(-1, 12)), 0), n=n)
-        plan = RingPlan.build(mask, Layout.zigzag(n, cp), ("direct", "ring")[index // 2 % 2])
+        plan = Plan.build(mask, Layout.zigzag(n, cp), ("direct", "ring")[index // 2 % 2])
         case = Case.draw(n, b=b, h=h, g=groups, d=d, e=e, seed=index)
         truth = brute_force(case, mask.dense())
         with _nan_memory():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.kernels import sizes
 from cp_ring.kernels.calls import _Packed, kernel_calls
 from cp_ring.kernels.transformer_engine import KERNEL
@@ -49,7 +49,7 @@ def test_a_hundred_microbatches_have_at_most_eight_graphs(layout):
     graphs, unfilled = set(), set()
     for _ in range(100):
         mask = Mask.documents(lengths(generator, n))
-        plan = RingPlan.build_rank_plan(mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(n, cp), rank)
+        plan = Plan.build_rank_plan(mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(n, cp), rank)
         for call in (call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, plan)):
             if isinstance(call, _Packed):
                 counts = [max(side.count, sizes.tokens_of(side.longest)) for side in (call.q, call.k)]
@@ -62,6 +62,6 @@ def test_a_hundred_microbatches_have_at_most_eight_graphs(layout):
 
 @pytest.mark.parametrize(("n", "packed"), [(4096, False), (4000, True)])
 def test_uneven_tiles_are_packed_and_even_ones_are_not(n, packed):
-    plan = RingPlan.build_rank_plan(Mask.causal(n), Layout.zigzag(n, 2), 1)
+    plan = Plan.build_rank_plan(Mask.causal(n), Layout.zigzag(n, 2), 1)
     calls = [call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, plan)]
     assert len(calls) >= 2 and all(isinstance(call, _Packed) == packed for call in calls)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cp_ring.kernels.transformer_engine as adapter
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
 from cp_ring.kernels import choose, determinism, sizes, versions
 from cp_ring.kernels.base import OPEN
@@ -68,7 +68,7 @@ def _through_adapter(group, version, case, plan, **options):
 )
 def test_whole_ring(pool, cp, version, mask):
     n = 512
-    plan = RingPlan.build(mask(n), Layout.zigzag(n, cp))
+    plan = Plan.build(mask(n), Layout.zigzag(n, cp))
     case = Case.draw(n, b=2, h=4, g=2, d=16, e=24, dtype=torch.bfloat16)
     parts = pool.run(_through_adapter, cp, version, case, plan)
     got = whole(plan.layout, [part for part, _ in parts])

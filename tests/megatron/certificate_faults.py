@@ -58,8 +58,8 @@ def _streams(owner: str, attribute: str, faulty: Any) -> Any:
     return found
 
 
-def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any, **hops: Any) -> Any:
-    return make_plan(mask, n, cp, layout, route, **hops)
+def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
+    return make_plan(mask, n, cp, spec=spec)
 
 
 def _chunks_swapped(split: Any, batch: Any, rank: int, cp: int) -> Any:
@@ -139,9 +139,9 @@ def _padding() -> list[Any]:
     return [(Documents, "in_thd", attended)]
 
 
-def _wrong_beyond_256(make_plan: Any, mask: str, n: int, *args: Any, **hops: Any) -> Any:
-    *rest, (left, right) = args
-    return make_plan(mask, n, *rest, (left if n <= 256 else 200, right), **hops)
+def _wrong_beyond_256(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
+    left, right = window
+    return make_plan(mask, n, cp, (left if n <= 256 else 200, right), spec)
 
 
 def _second_row_like_the_first(attention: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.plan.sizes import AttentionSizes, LatentSizes
 from tests.megatron.launch import _lines, train
 
@@ -57,7 +57,7 @@ def counted(folder: Path, heads: int, tokens: int) -> dict[str, Sent]:
 
 def planned(wire: str, heads: int, tokens: int) -> Sent:
     """What the plan says, of all layers."""
-    report = RingPlan.build(Mask.causal(tokens), Layout.zigzag(tokens, CP)).verify()
+    report = Plan.build(Mask.causal(tokens), Layout.zigzag(tokens, CP)).verify()
     sizes = AttentionSizes(heads, heads, SIZES.nope + SIZES.rope, SIZES.value, "fp32", wire=wire, latent=SIZES)
     keys, gradients = sizes.on_wire()
     return Sent(LAYERS * 2 * keys * int(report.keys_in.sum()), LAYERS * gradients * int(report.grads_in.sum()))

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.comm import transport
 from cp_ring.observe import watchdog
 
@@ -45,7 +45,7 @@ def hanging_rank(rank, port, folder, how):
         x = torch.randn(1, 64 // RANKS, 2, 8)
         ring_attention(x, x, x, dist.group.WORLD, causal=True, timeout=TIMEOUT)
     watchdog.start(TIMEOUT)
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, RANKS), schedule="ring")
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, RANKS), schedule="ring")
     for step in (1, 2):
         x = torch.randn(1, 64 // RANKS, 2, 8, requires_grad=True)
         for layer in (1, 2, 3):
@@ -171,7 +171,7 @@ def test_it_costs_less_than_half_a_percent_of_a_small_hop():
     watch, work = watchdog.Watch(), []
     batch = SimpleNamespace(receives=[(None, [torch.zeros(1)])], sends=[], kind="keys", hop=1, ranks=())
     q = torch.randn(1, 512, 8, 64)
-    plan = RingPlan.build(Mask.full(512), Layout.contiguous(512, 1))
+    plan = Plan.build(Mask.full(512), Layout.contiguous(512, 1))
 
     def notes():
         for _ in range(1000):

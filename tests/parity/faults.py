@@ -38,13 +38,13 @@ def _attention() -> Any:
     return core_attention, "attend"
 
 
-def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, layout: str, route: str, window: Any, **hops: Any) -> Any:
-    return make_plan("no_mask", n, cp, layout, route, (window[0], 1), **hops)
+def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
+    return make_plan("no_mask", n, cp, (window[0], 1), spec)
 
 
-def _window_widened(make_plan: Any, *args: Any, **hops: Any) -> Any:
-    *kind, (left, right) = args
-    return make_plan(*kind, (left if left < 0 else left + 1, right), **hops)
+def _window_widened(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
+    left, right = window
+    return make_plan(mask, n, cp, (left if left < 0 else left + 1, right), spec)
 
 
 def _window_everywhere(has_window: Any, config: Any, layer_number: int) -> bool:

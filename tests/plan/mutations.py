@@ -11,23 +11,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_ring.plan import OPEN, Hop, RankPlan, RingPlan, Tiles, Transfer
+from cp_ring.plan import OPEN, Hop, Plan, RankPlan, Tiles, Transfer
 from cp_ring.plan.order import Order
 from cp_ring.plan.ranges import sort_index
-from cp_ring.plan.tables import Transfers
+from cp_ring.plan.tables import PlanTables, Transfers
 
 Rng = np.random.Generator
 
 
-def _with_tiles(plan: RingPlan, tiles: Tiles, rank: np.ndarray, hop: np.ndarray, source: np.ndarray) -> RingPlan:
+def _with_tiles(plan: PlanTables, tiles: Tiles, rank: np.ndarray, hop: np.ndarray, source: np.ndarray) -> PlanTables:
     sort = sort_index(rank, hop)
-    return replace(plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort], _rank_plans={})
+    return replace(plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort])
 
 
-def _edit_tile(plan: RingPlan, rng: Rng, change: Callable[[np.ndarray], None]) -> RingPlan:
+def _edit_tile(plan: PlanTables, rng: Rng, change: Callable[[np.ndarray], None]) -> PlanTables:
     data = plan.tiles.data.copy()
     change(data[:, rng.integers(len(plan.tiles))])
-    return replace(plan, tiles=Tiles(data), _rank_plans={})
+    return replace(plan, tiles=Tiles(data))
 
 
 def _add(*amounts: int) -> Callable[[np.ndarray], None]:
@@ -37,29 +37,29 @@ def _add(*amounts: int) -> Callable[[np.ndarray], None]:
     return change
 
 
-def tile_dropped(plan: RingPlan, rng: Rng) -> RingPlan:
+def tile_dropped(plan: PlanTables, rng: Rng) -> PlanTables:
     keep = np.delete(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
     return _with_tiles(plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep])
 
 
-def tile_doubled(plan: RingPlan, rng: Rng) -> RingPlan:
+def tile_doubled(plan: PlanTables, rng: Rng) -> PlanTables:
     keep = np.append(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
     return _with_tiles(plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep])
 
 
-def tile_shifted_in_keys(plan: RingPlan, rng: Rng) -> RingPlan:
+def tile_shifted_in_keys(plan: PlanTables, rng: Rng) -> PlanTables:
     return _edit_tile(plan, rng, _add(0, 0, 1, 1, 1, 1))
 
 
-def tile_shifted_in_queries(plan: RingPlan, rng: Rng) -> RingPlan:
+def tile_shifted_in_queries(plan: PlanTables, rng: Rng) -> PlanTables:
     return _edit_tile(plan, rng, _add(-1, -1, 0, 0, 1, 1))
 
 
-def tile_with_fewer_queries(plan: RingPlan, rng: Rng) -> RingPlan:
+def tile_with_fewer_queries(plan: PlanTables, rng: Rng) -> PlanTables:
     return _edit_tile(plan, rng, _add(0, -1, 0, 0, 0, 0))
 
 
-def tile_with_more_keys(plan: RingPlan, rng: Rng) -> RingPlan:
+def tile_with_more_keys(plan: PlanTables, rng: Rng) -> PlanTables:
     def change(tile: np.ndarray) -> None:
         tile[3] += 1
         tile[5] = max(tile[5], tile[3] - tile[0]) if tile[5] > 1 << 59 else tile[5] + 1
@@ -67,38 +67,38 @@ def tile_with_more_keys(plan: RingPlan, rng: Rng) -> RingPlan:
     return _edit_tile(plan, rng, change)
 
 
-def tile_without_its_corner(plan: RingPlan, rng: Rng) -> RingPlan:
+def tile_without_its_corner(plan: PlanTables, rng: Rng) -> PlanTables:
     def change(tile: np.ndarray) -> None:
         tile[5] = min(tile[5], tile[3] - 1 - tile[0]) - 1
 
     return _edit_tile(plan, rng, change)
 
 
-def tile_on_the_wrong_rank(plan: RingPlan, rng: Rng) -> RingPlan | None:
+def tile_on_the_wrong_rank(plan: PlanTables, rng: Rng) -> PlanTables | None:
     rank = plan.tile_rank.copy()
     i = rng.integers(len(rank))
     rank[i] = (rank[i] + 1) % plan.cp
     return _with_tiles(plan, plan.tiles, rank, plan.tile_hop, plan.tile_source) if plan.cp > 1 else None
 
 
-def tile_at_the_wrong_hop(plan: RingPlan, rng: Rng) -> RingPlan | None:
+def tile_at_the_wrong_hop(plan: PlanTables, rng: Rng) -> PlanTables | None:
     hop = plan.tile_hop.copy()
     i = rng.integers(len(hop))
     hop[i] = (hop[i] + 1) % plan.cp
     return _with_tiles(plan, plan.tiles, plan.tile_rank, hop, plan.tile_source) if plan.cp > 1 else None
 
 
-def tile_on_the_wrong_keys(plan: RingPlan, rng: Rng) -> RingPlan | None:
+def tile_on_the_wrong_keys(plan: PlanTables, rng: Rng) -> PlanTables | None:
     source = plan.tile_source.copy()
     i = rng.integers(len(source))
     source[i] = (source[i] + 1) % plan.cp
     return _with_tiles(plan, plan.tiles, plan.tile_rank, plan.tile_hop, source) if plan.cp > 1 else None
 
 
-def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) -> Callable[[RingPlan, Rng], RingPlan | None]:
+def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) -> Callable[[PlanTables, Rng], PlanTables | None]:
     """Changes one entry of one column of the transfers or the gradients."""
 
-    def mutate(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    def mutate(plan: PlanTables, rng: Rng) -> PlanTables | None:
         messages: Transfers = getattr(plan, table)
         if not len(messages):
             return None
@@ -109,26 +109,26 @@ def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) 
             # Another rank of the same hop may have the owner's tokens too, and would be right.
             while plan.schedule[plan.order.distance(values[i], messages.owner[i])] == messages.buffer[i]:
                 values[i] = change(int(values[i]), plan.cp)
-        return replace(plan, **{table: _sorted(table, replace(messages, **{column: values}), plan.order)}, _rank_plans={})
+        return replace(plan, **{table: _sorted(table, replace(messages, **{column: values}), plan.order)})
 
     return mutate
 
 
-def _pick_mutation(table: str, doubled: bool) -> Callable[[RingPlan, Rng], RingPlan | None]:
+def _pick_mutation(table: str, doubled: bool) -> Callable[[PlanTables, Rng], PlanTables | None]:
     """Doubles or drops one entry of the transfers or the gradients."""
 
-    def mutate(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    def mutate(plan: PlanTables, rng: Rng) -> PlanTables | None:
         messages: Transfers = getattr(plan, table)
         if not len(messages):
             return None
         i, every = rng.integers(len(messages)), np.arange(len(messages))
         picked = messages[np.sort(np.append(every, i)) if doubled else np.delete(every, i)]
-        return replace(plan, **{table: picked}, _rank_plans={})
+        return replace(plan, **{table: picked})
 
     return mutate
 
 
-def keys_two_hops_old(plan: RingPlan, rng: Rng) -> RingPlan | None:
+def keys_two_hops_old(plan: PlanTables, rng: Rng) -> PlanTables | None:
     """A route that forwards keys from the buffer of two hops before, which the executor has reused by then."""
     keys = plan.transfers
     late = keys.hop >= 3
@@ -136,10 +136,10 @@ def keys_two_hops_old(plan: RingPlan, rng: Rng) -> RingPlan | None:
         return None
     sender = np.where(late, plan.order.reader(keys.owner, _first_distance(plan, keys.hop - 2)), keys.sender)
     buffer = np.where(late, keys.hop - 2, keys.buffer)
-    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer), plan.order), _rank_plans={})
+    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer), plan.order))
 
 
-def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
+def gradients_two_hops_on(plan: PlanTables, rng: Rng) -> PlanTables | None:
     """A route that sends gradients to the buffer of two hops later, which does not exist yet."""
     grads = plan.gradients
     early = grads.hop + 2 <= plan.schedule[-1]
@@ -148,10 +148,10 @@ def gradients_two_hops_on(plan: RingPlan, rng: Rng) -> RingPlan | None:
     receiver = np.where(early, plan.order.reader(grads.owner, _first_distance(plan, grads.hop + 2)), grads.receiver)
     buffer = np.where(early, grads.hop + 2, grads.buffer)
     late = _sorted("gradients", replace(grads, receiver=receiver, buffer=buffer), plan.order)
-    return replace(plan, gradients=late, _rank_plans={})
+    return replace(plan, gradients=late)
 
 
-def _other_source(plan: RingPlan, rank: int, owner: int) -> int | None:
+def _other_source(plan: PlanTables, rank: int, owner: int) -> int | None:
     """Another owner whose keys `rank` uses at the hop at which it uses those of `owner`."""
     hops = np.array(plan.schedule)
     others = np.flatnonzero(hops == hops[plan.order.distance(rank, owner)])
@@ -159,7 +159,7 @@ def _other_source(plan: RingPlan, rank: int, owner: int) -> int | None:
     return int(others[0]) if len(others) else None
 
 
-def tile_on_another_source_of_its_hop(plan: RingPlan, rng: Rng) -> RingPlan | None:
+def tile_on_another_source_of_its_hop(plan: PlanTables, rng: Rng) -> PlanTables | None:
     for i in rng.permutation(np.flatnonzero(plan.tile_hop)).tolist():
         other = _other_source(plan, int(plan.tile_rank[i]), int(plan.tile_source[i]))
         if other is not None:
@@ -169,17 +169,17 @@ def tile_on_another_source_of_its_hop(plan: RingPlan, rng: Rng) -> RingPlan | No
     return None
 
 
-def source_missing_from_a_slot(plan: RingPlan, rng: Rng) -> RingPlan | None:
+def source_missing_from_a_slot(plan: PlanTables, rng: Rng) -> PlanTables | None:
     """All keys of one of the hop's owners stay away."""
     keys = plan.transfers
     for i in rng.permutation(len(keys)).tolist():
         if _other_source(plan, int(keys.receiver[i]), int(keys.owner[i])) is not None:
             keep = (keys.receiver != keys.receiver[i]) | (keys.owner != keys.owner[i])
-            return replace(plan, transfers=keys[keep], _rank_plans={})
+            return replace(plan, transfers=keys[keep])
     return None
 
 
-def gradients_to_another_owner_of_the_hop(plan: RingPlan, rng: Rng) -> RingPlan | None:
+def gradients_to_another_owner_of_the_hop(plan: PlanTables, rng: Rng) -> PlanTables | None:
     """Of gradients that should be home after this hop."""
     grads = plan.gradients
     for i in rng.permutation(np.flatnonzero(grads.buffer == 0)).tolist():
@@ -187,25 +187,25 @@ def gradients_to_another_owner_of_the_hop(plan: RingPlan, rng: Rng) -> RingPlan 
         if other is not None:
             receiver = grads.receiver.copy()
             receiver[i] = other if receiver[i] == grads.owner[i] else (receiver[i] + 1) % plan.cp
-            return replace(plan, gradients=replace(grads, receiver=receiver), _rank_plans={})
+            return replace(plan, gradients=replace(grads, receiver=receiver))
     return None
 
 
-def another_schedule(plan: RingPlan, rng: Rng) -> RingPlan | None:
+def another_schedule(plan: PlanTables, rng: Rng) -> PlanTables | None:
     """A right schedule, but not the one of the tables: an owner whose keys are used is at another hop."""
     used = sorted({*plan.order.distance(plan.tile_rank, plan.tile_source).tolist()} - {0})
     for distance in used:
         hops = np.array(plan.schedule)
         hops[distance:] += 1 if hops[distance] == hops[distance - 1] else -1
         if hops[distance]:
-            return replace(plan, schedule=tuple(hops.tolist()), _rank_plans={})
+            return replace(plan, schedule=tuple(hops.tolist()))
     return None
 
 
-def _to_itself(table: str) -> Callable[[RingPlan, Rng], RingPlan | None]:
+def _to_itself(table: str) -> Callable[[PlanTables, Rng], PlanTables | None]:
     """A message more, from a rank's buffer of a hop to the same buffer."""
 
-    def mutate(plan: RingPlan, rng: Rng) -> RingPlan | None:
+    def mutate(plan: PlanTables, rng: Rng) -> PlanTables | None:
         messages: Transfers = getattr(plan, table)
         if not len(messages):
             return None
@@ -215,12 +215,12 @@ def _to_itself(table: str) -> Callable[[RingPlan, Rng], RingPlan | None]:
         sender[-1] = receiver[-1] = getattr(more, holder)[-1]
         buffer[-1] = more.hop[-1]
         spoiled = replace(more, sender=sender, receiver=receiver, buffer=buffer)
-        return replace(plan, **{table: _sorted(table, spoiled, plan.order)}, _rank_plans={})
+        return replace(plan, **{table: _sorted(table, spoiled, plan.order)})
 
     return mutate
 
 
-def _first_distance(plan: RingPlan, hop: np.ndarray) -> np.ndarray:
+def _first_distance(plan: PlanTables, hop: np.ndarray) -> np.ndarray:
     """The first ring distance of each hop."""
     return np.searchsorted(plan.schedule, hop)
 
@@ -233,7 +233,7 @@ def _next(value: int, cp: int) -> int:
     return (value + 1) % cp
 
 
-PLAN_MUTATIONS: dict[str, Callable[[RingPlan, Rng], RingPlan | None]] = {
+_TABLE_MUTATIONS: dict[str, Callable[[PlanTables, Rng], PlanTables | None]] = {
     f.__name__: f
     for f in (
         tile_dropped, tile_doubled, tile_shifted_in_keys, tile_shifted_in_queries, tile_with_fewer_queries, tile_with_more_keys,
@@ -243,7 +243,7 @@ PLAN_MUTATIONS: dict[str, Callable[[RingPlan, Rng], RingPlan | None]] = {
     )
 }  # fmt: skip
 for _table in ("transfers", "gradients"):
-    PLAN_MUTATIONS |= {
+    _TABLE_MUTATIONS |= {
         f"{_table}: dropped": _pick_mutation(_table, doubled=False),
         f"{_table}: doubled": _pick_mutation(_table, doubled=True),
         f"{_table}: range shortened": _table_mutation(_table, "end", lambda value, cp: value - 1),
@@ -256,6 +256,16 @@ for _table in ("transfers", "gradients"):
         f"{_table}: wrong buffer": _table_mutation(_table, "buffer", _next),
     }
 
+
+def _of_plan(mutate: Callable[[PlanTables, Rng], PlanTables | None]) -> Callable[[Plan, Rng], Plan | None]:
+    def spoil(plan: Plan, rng: Rng) -> Plan | None:
+        tables = mutate(plan.ring, rng)
+        return tables and replace(plan, ring=tables, _rank_plans={})
+
+    return spoil
+
+
+PLAN_MUTATIONS = {name: _of_plan(mutate) for name, mutate in _TABLE_MUTATIONS.items()}
 
 RankPlans = list[RankPlan]
 

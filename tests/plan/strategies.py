@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_ring.plan import OPEN, Capabilities, Layout, Mask, RingPlan
+from cp_ring.plan import OPEN, Capabilities, Layout, Mask, Plan
 from cp_ring.plan.mask import paint
 from cp_ring.plan.schedule import Schedule
 
@@ -110,10 +110,10 @@ def schedules(draw: st.DrawFn, cp: int) -> str | Schedule:
 
 
 @st.composite
-def plans(draw: st.DrawFn, min_cp: int = 1) -> RingPlan:
+def plans(draw: st.DrawFn, min_cp: int = 1) -> Plan:
     """Any plan of up to 9 ranks and 64 tokens."""
     cp = draw(st.integers(min_cp, 9))
     mask = draw(masks(draw(st.integers(cp, 64))))
     layout, route = draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring", "relay"]))
     node_size = draw(st.sampled_from([size for size in range(1, cp + 1) if cp % size == 0]))
-    return RingPlan.build(mask, layout, route, draw(schedules(cp)) if route != "relay" else "auto", node_size=node_size)
+    return Plan.build(mask, layout, route, draw(schedules(cp)) if route != "relay" else "auto", node_size=node_size)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.bench import samples
 from cp_ring.cli import app, main
 from cp_ring.errors import ConfigError, PlanError
@@ -48,23 +48,23 @@ def test_a_single_document_is_the_same_for_all_that_need_no_group():
 
 def test_blocks_are_what_kernels_compute():
     mask = Mask.documents([0, 200, 456, 512])
-    plan = RingPlan.build(mask, Layout.contiguous(512, 1))
+    plan = Plan.build(mask, Layout.contiguous(512, 1))
     assert blocked_pairs(plan, 128)[0, 0] == (3 + 3 + 1) * 128**2  # documents of 2, 2 and 1 blocks
     assert blocked_pairs(plan, 1).sum() == mask.area()
-    windowed = RingPlan.build(Mask.causal(1024, (128, 0)), Layout.zigzag(1024, 2))
+    windowed = Plan.build(Mask.causal(1024, (128, 0)), Layout.zigzag(1024, 2))
     dense = Mask.causal(1024, (128, 0)).dense()
     assert blocked_pairs(windowed, 1).sum() == dense.sum() <= blocked_pairs(windowed, 64).sum() <= 1024 * (128 + 3 * 64)
 
 
 def test_bytes_are_those_of_the_plan():
     mask = Mask.documents(np.cumsum([0, *LONG_TAIL]))
-    plan = RingPlan.build(mask, Layout.zigzag(mask.n, 4))
+    plan = Plan.build(mask, Layout.zigzag(mask.n, 4))
     split = by_name(LONG_TAIL, 4)["zigzag"]
     moved = plan.verify().keys_in.sum(1).max() * Layer().key_bytes
     assert split.bytes_in == moved
     split = by_name(np.array([4096]), 4)["per-document zigzag"]
     assert split.bytes_in == 3 * 1024 * Layer().key_bytes  # the first rank's late chunk reads all others
-    whole = RingPlan.build(Mask.causal(4096), Layout.zigzag(4096, 4)).verify().keys_in.sum(1).max() * Layer().key_bytes
+    whole = Plan.build(Mask.causal(4096), Layout.zigzag(4096, 4)).verify().keys_in.sum(1).max() * Layer().key_bytes
     assert split.bytes_in == whole
 
 

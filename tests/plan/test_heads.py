@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cp_ring.errors import PlanError
-from cp_ring.plan import HeadPlan, Layout, Mask, split_heads
+from cp_ring.plan import Layout, Mask, Plan, split_heads
 from cp_ring.plan.head_split import check_heads
-from cp_ring.plan.heads import Exchange, check_exchange, plan_of
+from cp_ring.plan.heads import Exchange, check_exchange
 
 
 def layouts(n: int, cp: int) -> list[Layout]:
@@ -24,14 +24,14 @@ def layouts(n: int, cp: int) -> list[Layout]:
 def test_members_hold_the_tokens_of_their_ranks(cp, heads):
     n = 16 * cp
     for layout in layouts(n, cp):
-        plan = HeadPlan.build(Mask.full(n), layout, heads)
+        plan = Plan.build(Mask.full(n), layout, ulysses=heads)
         plan.verify(rank_plans=True)
         for rank in range(cp):
             exchange = plan.rank_plan(rank).exchange
             member = plan.ring.layout.positions(rank // heads)
             mine = [member[start:end] for start, end in exchange.ranges[exchange.place]]
             assert np.concatenate(mine).tolist() == layout.positions(rank).tolist()
-            alone = HeadPlan.build_rank_plan(plan.mask, layout, rank, heads)
+            alone = Plan.build_rank_plan(plan.mask, layout, rank, ulysses=heads)
             assert repr(alone) == repr(plan.rank_plan(rank)) and alone.digest == plan.rank_plan(rank).digest
 
 
@@ -43,7 +43,7 @@ def test_neighbors_in_a_zigzag_are_a_zigzag():
 @pytest.mark.parametrize("spoil", ["swapped", "shifted", "short", "outside", "moved"])
 def test_a_spoiled_exchange_is_rejected(spoil):
     layout = Layout.balanced(Mask.documents([0, 30, 64]), 4, 4)
-    merged, exchange = layout.merged(2), HeadPlan.build(Mask.full(64), layout, 2).rank_plan(1).exchange
+    merged, exchange = layout.merged(2), Plan.build(Mask.full(64), layout, ulysses=2).rank_plan(1).exchange
     ranges = list(exchange.ranges[1])
     spoiled = {
         "swapped": [ranges[1], ranges[0], *ranges[2:]],
@@ -58,9 +58,9 @@ def test_a_spoiled_exchange_is_rejected(spoil):
 
 
 def test_a_ring_of_other_members_is_rejected():
-    plan = HeadPlan.build(Mask.causal(64), Layout.zigzag(64, 4), 2)
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=2)
     with pytest.raises(PlanError, match="not that of members of 2 ranks"):
-        replace(plan, ring=plan_of(plan.mask, Layout.contiguous(64, 2)), _rank_plans={}).verify()
+        replace(plan, ring=Plan.build(plan.mask, Layout.contiguous(64, 2)).ring, _rank_plans={}).verify()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12])

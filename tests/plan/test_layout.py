@@ -8,7 +8,7 @@ import torch
 
 from cp_ring.bench import samples
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, RingPlan
+from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.balance import balance, tokens_moved
 
 N, CP = 65536, 8
@@ -117,9 +117,9 @@ def test_balanced_is_deterministic() -> None:
         (lambda: Layout.per_document_zigzag([0, 8.5], 2), r"cu_seqlens_padded must be whole numbers, not float64 as in \[0\."),
         (lambda: Layout.zigzag(8, 2).positions(9), "there is no rank 9 among the 2 of the layout, 0 to 1"),
         (lambda: Layout.zigzag(8, 2).shard(torch.zeros(8), -1, 0), "there is no rank -1 among the 2 of the layout, 0 to 1"),
-        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(-1), "there is no rank -1 among the 2"),
-        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(9), "there is no rank 9 among the 2"),
-        (lambda: RingPlan.build_rank_plan(Mask.causal(8), Layout.zigzag(8, 2), 2), "there is no rank 2 among the 2"),
+        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(-1), "there is no rank -1 among the 2"),
+        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(9), "there is no rank 9 among the 2"),
+        (lambda: Plan.build_rank_plan(Mask.causal(8), Layout.zigzag(8, 2), 2), "there is no rank 2 among the 2"),
         (lambda: Layout.contiguous(8, 2).unshard([torch.zeros(5), torch.zeros(3)], 0), "parts of"),
     ],
 )
@@ -144,12 +144,12 @@ MIXED = {
 def test_one_layout_balances_the_sum_of_all_layers(name: str) -> None:
     layers = MIXED[name](16384)
     layout = Layout.balanced(layers, 4)
-    work = sum(count * RingPlan.build(mask, layout).verify().work_per_rank for mask, count in layers)
+    work = sum(count * Plan.build(mask, layout).verify().work_per_rank for mask, count in layers)
     assert work.max() / work.mean() < 1.06 and np.ptp(layout.tokens_per_rank) == 0
     # Balanced for one of the masks, the sum of all is not better.
     for mask, _ in layers:
         single = Layout.balanced(mask, 4)
-        other = sum(count * RingPlan.build(each, single).verify().work_per_rank for each, count in layers)
+        other = sum(count * Plan.build(each, single).verify().work_per_rank for each, count in layers)
         assert work.max() <= 1.06 * other.max()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cp_ring.bench import samples
-from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, Tiles, lower
+from cp_ring.plan import Capabilities, Layout, Mask, Plan, Tiles, lower
 from cp_ring.plan.lower import BAND
 
 BLOCK = 128
@@ -24,8 +24,8 @@ def blocks(tiles: Tiles) -> int:
     return total
 
 
-def windowed(window: int, cp: int) -> RingPlan:
-    return RingPlan.build(Mask.causal(32768, (window, 0)), Layout.zigzag(32768, cp))
+def windowed(window: int, cp: int) -> Plan:
+    return Plan.build(Mask.causal(32768, (window, 0)), Layout.zigzag(32768, cp))
 
 
 @pytest.mark.parametrize("window", [1024, 1500, 2048, 4096, 5000])
@@ -41,7 +41,7 @@ def test_windows_cost_at_most_15_percent_more_blocks(window: int, cp: int) -> No
 def test_documents_cost_at_most_15_percent_more_blocks(layout: str, seed: int, window: int) -> None:
     mask = Mask.documents(samples.exponential(65536, 1024, seed), window=(window, 0))
     chosen = Layout.zigzag(65536, 8) if layout == "zigzag" else Layout.balanced(mask, 8)
-    tiles = RingPlan.build(mask, chosen).tiles
+    tiles = Plan.build(mask, chosen).tiles
     assert blocks(lower(tiles, Capabilities()).tiles) <= 1.15 * blocks(tiles)
 
 
@@ -61,7 +61,7 @@ def test_narrow_bands_stay_bands_in_small_rectangles() -> None:
 
 
 def test_documents_of_a_hop_are_one_varlen_batch() -> None:
-    plan = RingPlan.build(Mask.documents(samples.exponential(65536, 500, 0)), Layout.zigzag(65536, 8))
-    diagonal = plan.tiles[(plan.tile_rank == 0) & (plan.tile_hop == 0)]
+    plan = Plan.build(Mask.documents(samples.exponential(65536, 500, 0)), Layout.zigzag(65536, 8))
+    diagonal = plan.ring.tiles[(plan.ring.tile_rank == 0) & (plan.ring.tile_hop == 0)]
     lowered = lower(diagonal, Capabilities(varlen=True))
     assert len(diagonal) > 8 and len(np.unique(lowered.batch)) <= 4

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from cp_ring.bench import samples
 from cp_ring.errors import PlanError
-from cp_ring.plan import OPEN, Layout, Mask, RingPlan, Tiles, lower
-from cp_ring.plan.identity import digest_of_mask
+from cp_ring.plan import OPEN, Layout, Mask, Plan, Tiles, lower
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.mask import paint
@@ -277,7 +276,7 @@ def test_the_proof_rejects_pieces_that_overlap_or_lie_outside() -> None:
         ([(0, 40, 0, 32, -OPEN, 0)], r"for 32 tokens, but its piece \(0, 40, 0, 32, .*\) lies outside"),
     ):
         with pytest.raises(PlanError, match=message):
-            RingPlan.build(Mask(32, Tiles.of(pieces)), layout).verify()
+            Plan.build(Mask(32, Tiles.of(pieces)), layout).verify()
 
 
 GROUP = Mask.shared_prefix([(4096, [1024] * 8)])
@@ -288,8 +287,8 @@ def test_a_shared_prefix_saves_what_the_documentation_says() -> None:
     """Work 0.44 and wire 0.14 of 8 separate copies at cp 4, and balanced."""
     alone = Mask.causal(4096 + 1024)
     assert (GROUP.area(), 8 * alone.area()) == (46_143_488, 104_878_080)
-    separate = RingPlan.build(alone, Layout.zigzag(alone.n, 4)).verify()
-    shared = RingPlan.build(GROUP, Layout.balanced(GROUP, 4)).verify()
+    separate = Plan.build(alone, Layout.zigzag(alone.n, 4)).verify()
+    shared = Plan.build(GROUP, Layout.balanced(GROUP, 4)).verify()
     assert shared.balance < 1.05
     assert (int(shared.keys_in.sum()), 8 * int(separate.keys_in.sum())) == (12_800, 92_160)
     assert round(GROUP.area() / (8 * alone.area()), 2) == 0.44 and round(12_800 / 92_160, 2) == 0.14
@@ -309,13 +308,13 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_large_pieces_cost_at_most_15_percent_more_blocks(name: str) -> None:
     for layout in ("zigzag", "balanced"):
-        tiles = RingPlan.build(LARGE[name], LAYOUTS[layout](LARGE[name], 4)).tiles
+        tiles = Plan.build(LARGE[name], LAYOUTS[layout](LARGE[name], 4)).tiles
         assert blocks(lower(tiles, Capabilities()).tiles) <= 1.15 * blocks(tiles), layout
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_balanced_layouts_balance_them(name: str) -> None:
-    report = RingPlan.build(LARGE[name], Layout.balanced(LARGE[name], 4)).verify(rank_plans=True)
+    report = Plan.build(LARGE[name], Layout.balanced(LARGE[name], 4)).verify(rank_plans=True)
     assert report.balance < 1.06 and np.ptp(report.tokens_per_rank) <= 1
 
 
@@ -323,12 +322,12 @@ def test_long_streams_of_many_groups_are_planned_and_proven() -> None:
     """1M tokens: as many tiles as chunk edges and pieces make, whatever the number of tokens."""
     lengths = np.diff(samples.exponential(1 << 20, 1000, 0)).tolist()
     mask = Mask.shared_prefix([(lengths[i], lengths[i + 1 : i + 9]) for i in range(0, len(lengths), 9)])
-    plan = RingPlan.build(mask, Layout.balanced(mask, 64))
-    assert plan.verify().balance < 1.06 and len(plan.tiles) < 20 * len(lengths)
+    plan = Plan.build(mask, Layout.balanced(mask, 64))
+    assert plan.verify().balance < 1.06 and len(plan.ring.tiles) < 20 * len(lengths)
 
 
 def test_ranks_with_other_positions_have_another_mask():
     """Ranks compare digests: rotary embeddings with other positions would be wrong without a line."""
     prefix = Mask.shared_prefix([(5, [3, 4])])
     plain = replace(prefix, segments=None)
-    assert digest_of_mask(prefix) == digest_of_mask(Mask.from_dict(prefix.to_dict())) != digest_of_mask(plain)
+    assert prefix.digest == Mask.from_dict(prefix.to_dict()).digest != plain.digest

@@ -7,7 +7,7 @@ import pytest
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, RingPlan
+from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.order import Order
 from cp_ring.plan.schedule import relay_schedule
 from cp_ring.plan.tables import Transfers
@@ -36,18 +36,18 @@ def between(table: Transfers, size: int) -> np.ndarray:
 @pytest.mark.parametrize(("cp", "size"), [(4, 2), (6, 3), (8, 2), (8, 4), (64, 8)])
 def test_keys_and_gradients_cross_to_each_node_once(cp, size):
     n = 64 * cp
-    relay = RingPlan.build(Mask.full(n), Layout.zigzag(n, cp), "relay", node_size=size)
-    direct = RingPlan.build(Mask.full(n), Layout.zigzag(n, cp), node_size=size)
+    relay = Plan.build(Mask.full(n), Layout.zigzag(n, cp), "relay", node_size=size)
+    direct = Plan.build(Mask.full(n), Layout.zigzag(n, cp), node_size=size)
     relay.verify(rank_plans=cp < 64)
     nodes, shard = cp // size, n // cp
-    for table, straight in ((relay.transfers, direct.transfers), (relay.gradients, direct.gradients)):
+    for table, straight in ((relay.ring.transfers, direct.ring.transfers), (relay.ring.gradients, direct.ring.gradients)):
         assert (between(table, size) == (nodes - 1) * shard).all()  # of every rank: all cards carry the same
         assert (between(straight, size) == (nodes - 1) * size * shard).all()
 
 
 @pytest.mark.parametrize("route", ["direct", "relay"])
 def test_a_rank_comes_to_its_own_node_first(route):
-    plan = RingPlan.build(Mask.full(512), Layout.zigzag(512, 8), route, node_size=4)
+    plan = Plan.build(Mask.full(512), Layout.zigzag(512, 8), route, node_size=4)
     for rank in range(8):
         node = [source // 4 == rank // 4 for hop in plan.rank_plan(rank).hops for source in hop.sources]
         assert node == sorted(node, reverse=True)
@@ -57,9 +57,9 @@ def test_a_rank_comes_to_its_own_node_first(route):
 
 def test_other_routes_ignore_nodes():
     mask, layout = Mask.causal(64), Layout.zigzag(64, 4)
-    assert RingPlan.build(mask, layout, "ring", node_size=2).node_size == 1
-    assert repr(RingPlan.build(mask, layout, "relay", node_size=1).rank_plan(1).hops) == repr(
-        RingPlan.build(mask, layout, "direct", "ring").rank_plan(1).hops
+    assert Plan.build(mask, layout, "ring", node_size=2).node_size == 1
+    assert repr(Plan.build(mask, layout, "relay", node_size=1).rank_plan(1).hops) == repr(
+        Plan.build(mask, layout, "direct", "ring").rank_plan(1).hops
     )
 
 
@@ -81,9 +81,9 @@ def test_bad_sizes_and_schedules():
     mask, layout = Mask.causal(64), Layout.zigzag(64, 4)
     for size in (0, 3):
         with pytest.raises(PlanError, match=f"node_size={size}: it must divide the 4 ranks"):
-            RingPlan.build(mask, layout, node_size=size)
+            Plan.build(mask, layout, node_size=size)
     with pytest.raises(PlanError, match="schedule gather: the route relay has a schedule of its own"):
-        RingPlan.build(mask, layout, "relay", "gather", node_size=2)
+        Plan.build(mask, layout, "relay", "gather", node_size=2)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, RingPlan
+from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.packing import WAYS, pack
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
@@ -36,7 +36,7 @@ def check_packing(lengths, capacity, how, cp):
         mask = Mask.documents(offsets)
         layout = Layout.balanced(mask, cp)
         assert np.ptp(layout.tokens_per_rank) <= (capacity % cp > 0)
-        report = RingPlan.build(mask, layout).verify()
+        report = Plan.build(mask, layout).verify()
         assert report.work.sum() == sum(n * (n + 1) // 2 for n in np.diff(offsets).tolist())
         places = [layout.positions(rank) for rank in range(cp)]
         back = np.empty(capacity, np.int64)

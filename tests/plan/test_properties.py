@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, RingPlan, lower
+from cp_ring.plan import Layout, Mask, Plan, lower
 from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED
 from cp_ring.plan.mask import paint
 from cp_ring.plan.verify import check_sources, tiles_in_stream, verify
@@ -21,35 +21,35 @@ from tests.plan.strategies import CAPABILITIES, plans
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
 
-def check_plan(plan: RingPlan) -> None:
+def check_plan(plan: Plan) -> None:
     """The proof accepts the plan, its tiles paint the mask, also after lowering, and a rank plan built alone is the same."""
     report = plan.verify(rank_plans=True)
     tiles, _ = tiles_in_stream(plan)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
     for capabilities in CAPABILITIES:
-        lowered = lower(plan.tiles, capabilities)
+        lowered = lower(plan.ring.tiles, capabilities)
         allowed = {FULL, CAUSAL, REVERSED} | ({BAND} if capabilities.bands or capabilities.narrow_bands else set())
         assert set(lowered.kind.tolist()) <= allowed
         for parent in np.unique(lowered.parent):
             mine = lowered.tiles[lowered.parent == parent]
-            assert np.array_equal(paint(mine, plan.n, plan.n), paint(plan.tiles[parent : parent + 1], plan.n, plan.n))
+            assert np.array_equal(paint(mine, plan.n, plan.n), paint(plan.ring.tiles[parent : parent + 1], plan.n, plan.n))
         for batch in np.unique(lowered.batch):
             mine = np.flatnonzero(lowered.batch == batch)
             assert len(set(lowered.kind[mine].tolist())) == 1
             queries = np.concatenate([np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine])
             assert len(queries) == len(np.unique(queries))
     rank = plan.n % plan.cp
-    alone = RingPlan.build_rank_plan(
-        plan.mask, plan.layout, rank, route=plan.route, schedule=plan.schedule, node_size=plan.node_size
+    alone = Plan.build_rank_plan(
+        plan.mask, plan.layout, rank, route=plan.route, schedule=plan.schedule, node_size=plan.ring.node_size
     )
     assert repr(alone) == repr(plan.rank_plan(rank))
 
 
-def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
+def check_mutation(plan: Plan, pick: int, seed: int) -> None:
     """One mutation of the tables, or of the rank plans, makes the proof fail."""
     rng = np.random.default_rng(seed)
-    if not len(plan.tiles):
+    if not len(plan.ring.tiles):
         return
     name = [*PLAN_MUTATIONS, *RANK_PLAN_MUTATIONS][pick % (len(PLAN_MUTATIONS) + len(RANK_PLAN_MUTATIONS))]
     if name in PLAN_MUTATIONS:
@@ -61,46 +61,46 @@ def check_mutation(plan: RingPlan, pick: int, seed: int) -> None:
         parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], rng)
         if parts is not None:
             with pytest.raises(PlanError):
-                verify_rank_plans(plan, parts)
+                verify_rank_plans(plan.ring, parts)
 
 
 @settings(max_examples=500, **QUIET)
 @given(plan=plans())
-def test_random_plans_are_right(plan: RingPlan) -> None:
+def test_random_plans_are_right(plan: Plan) -> None:
     check_plan(plan)
 
 
 @settings(max_examples=500, **QUIET)
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
-def test_spoiled_random_plans_are_rejected(plan: RingPlan, pick: int, seed: int) -> None:
+def test_spoiled_random_plans_are_rejected(plan: Plan, pick: int, seed: int) -> None:
     check_mutation(plan, pick, seed)
 
 
 @pytest.mark.slow
 @settings(max_examples=25_000, **QUIET)
 @given(plan=plans())
-def test_many_random_plans_are_right(plan: RingPlan) -> None:
+def test_many_random_plans_are_right(plan: Plan) -> None:
     check_plan(plan)
 
 
 @pytest.mark.slow
 @settings(max_examples=25_000, **QUIET)
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
-def test_many_spoiled_random_plans_are_rejected(plan: RingPlan, pick: int, seed: int) -> None:
+def test_many_spoiled_random_plans_are_rejected(plan: Plan, pick: int, seed: int) -> None:
     check_mutation(plan, pick, seed)
 
 
-def several_sources(route: str) -> RingPlan:
+def several_sources(route: str) -> Plan:
     """Slots of several sources, of each of which several ranges arrive."""
     striped = Layout(96, 6, np.arange(0, 97, 4), np.arange(24) % 6, "striped")
-    return RingPlan.build(Mask.full(96, (6, 6)), striped, route, (0, 1, 1, 2, 2, 2))
+    return Plan.build(Mask.full(96, (6, 6)), striped, route, (0, 1, 1, 2, 2, 2))
 
 
-def relays() -> list[RingPlan]:
+def relays() -> list[Plan]:
     """Two and four ranks on a node; of the second, a rank passes on what others of its node need."""
     return [
-        RingPlan.build(Mask.full(64), Layout.zigzag(64, 4), "relay", node_size=2),
-        RingPlan.build(Mask.full(96, (40, 40)), Layout.zigzag(96, 8), "relay", node_size=4),
+        Plan.build(Mask.full(64), Layout.zigzag(64, 4), "relay", node_size=2),
+        Plan.build(Mask.full(96, (40, 40)), Layout.zigzag(96, 8), "relay", node_size=4),
     ]
 
 
@@ -124,14 +124,14 @@ def test_each_mutation_of_the_rank_plans_of_relays_is_rejected_by_name(name: str
             parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], np.random.default_rng(seed))
             if parts is not None:
                 with pytest.raises(PlanError, match=r"rank \d"):
-                    verify_rank_plans(plan, parts)
+                    verify_rank_plans(plan.ring, parts)
 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("name", PLAN_MUTATIONS)
 def test_each_mutation_of_the_tables_is_rejected_by_name(name: str, route: str) -> None:
     plans = [
-        RingPlan.build(Mask.documents([0, 21, 50, 64]), Layout.zigzag(64, 4), route, "ring"),
+        Plan.build(Mask.documents([0, 21, 50, 64]), Layout.zigzag(64, 4), route, "ring"),
         several_sources(route),
     ]
     for seed in range(5):
@@ -147,8 +147,8 @@ def test_each_mutation_of_the_tables_is_rejected_by_name(name: str, route: str) 
 @pytest.mark.parametrize("name", RANK_PLAN_MUTATIONS)
 def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name: str, route: str) -> None:
     plans = [
-        RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring"),
-        RingPlan.build(Mask.causal(96), Layout.zigzag(96, 6), route, (0, 1, 1, 2, 2, 2)),
+        Plan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring"),
+        Plan.build(Mask.causal(96), Layout.zigzag(96, 6), route, (0, 1, 1, 2, 2, 2)),
         several_sources(route),
     ]
     for seed in range(5):
@@ -158,13 +158,13 @@ def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name: str, route: s
             if parts is not None:
                 found += 1
                 with pytest.raises(PlanError, match=r"rank \d"):
-                    verify_rank_plans(plan, parts)
+                    verify_rank_plans(plan.ring, parts)
         assert found
 
 
 @pytest.mark.parametrize("table", ["transfers", "gradients"])
 def test_a_message_of_a_rank_to_itself_is_rejected_by_name(table: str) -> None:
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), "direct", "ring")
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), "direct", "ring")
     spoiled = PLAN_MUTATIONS[f"{table}: to itself"](plan, np.random.default_rng(1))
     assert spoiled is not None
     for check in (check_sources, verify):
@@ -174,27 +174,27 @@ def test_a_message_of_a_rank_to_itself_is_rejected_by_name(table: str) -> None:
 
 def test_too_few_slots_are_rejected() -> None:
     for route in ("direct", "ring"):
-        plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring")
+        plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring")
         assert plan.verify(num_slots=2).slots == 2
         with pytest.raises(PlanError, match="rank 0, hop 1: 2 receive buffers in use, num_slots is 1"):
             plan.verify(num_slots=1)
 
 
 def test_unsorted_tables_are_rejected() -> None:
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4))
     back = slice(None, None, -1)
-    turned = {"tiles": plan.tiles[back], "tile_rank": plan.tile_rank[back], "tile_hop": plan.tile_hop[back]}
+    turned = {"tiles": plan.ring.tiles[back], "tile_rank": plan.ring.tile_rank[back], "tile_hop": plan.ring.tile_hop[back]}
     for spoiled, what in (
-        (replace(plan, **turned, tile_source=plan.tile_source[back]), "tiles"),
-        (replace(plan, transfers=plan.transfers[back]), "transfers"),
-        (replace(plan, gradients=plan.gradients[back]), "gradients"),
+        (replace(plan.ring, **turned, tile_source=plan.ring.tile_source[back]), "tiles"),
+        (replace(plan.ring, transfers=plan.ring.transfers[back]), "transfers"),
+        (replace(plan.ring, gradients=plan.ring.gradients[back]), "gradients"),
     ):
         with pytest.raises(PlanError, match=f"{what} are not sorted"):
             spoiled.verify()
 
 
 def test_a_layout_with_holes_is_rejected() -> None:
-    plan = RingPlan.build(Mask.causal(64), Layout.contiguous(64, 4))
+    plan = Plan.build(Mask.causal(64), Layout.contiguous(64, 4))
     with pytest.raises(PlanError, match="do not go up from 0 to 64"):
         replace(plan, layout=replace(plan.layout, edges=plan.layout.edges[::-1])).verify()
     with pytest.raises(PlanError, match="a chunk of rank 4, but ranks are 0 to 3"):

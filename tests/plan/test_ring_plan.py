@@ -12,13 +12,13 @@ import pytest
 
 from cp_ring.bench import samples
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, RingPlan
+from cp_ring.plan import Layout, Mask, Plan
 
 N = 65536
 
 
 def share(mask: Mask, layout: Layout, route: str = "direct") -> float:
-    return RingPlan.build(mask, layout, route).verify().share_of_full_ring
+    return Plan.build(mask, layout, route).verify().share_of_full_ring
 
 
 def test_causal_moves_three_quarters() -> None:
@@ -39,7 +39,7 @@ def test_documents_move_little(seed: int) -> None:
 
 def test_ring_forwards_only_what_a_rank_downstream_needs() -> None:
     mask, layout = Mask.causal(N, (4096, 0)), Layout.contiguous(N, 8)
-    direct, ring = (RingPlan.build(mask, layout, route).verify() for route in ("direct", "ring"))
+    direct, ring = (Plan.build(mask, layout, route).verify() for route in ("direct", "ring"))
     assert ring.keys_in.sum() == direct.keys_in.sum() == 7 * 4096
     assert (ring.keys_in[:, 2:] == 0).all() and ring.keys_in[0].sum() == 0
     # Gradients go home along the ring, so they pass every rank between.
@@ -47,12 +47,12 @@ def test_ring_forwards_only_what_a_rank_downstream_needs() -> None:
 
 
 def test_documents_that_end_at_shard_edges_move_nothing() -> None:
-    report = RingPlan.build(Mask.documents([0, 16, 32, 48, 64]), Layout.contiguous(64, 4)).verify(rank_plans=True)
+    report = Plan.build(Mask.documents([0, 16, 32, 48, 64]), Layout.contiguous(64, 4)).verify(rank_plans=True)
     assert report.keys_in.sum() == report.grads_in.sum() == 0 and (report.moving_hops == 0).all()
 
 
 def test_report_counts_work_and_tokens() -> None:
-    report = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4)).verify()
+    report = Plan.build(Mask.causal(64), Layout.zigzag(64, 4)).verify()
     assert report.work.sum() == 64 * 65 // 2
     assert report.balance == pytest.approx(1.0)
     assert (report.keys_in.sum(0) == report.keys_out.sum(0)).all() and (report.grads_in == report.keys_out).all()
@@ -60,7 +60,7 @@ def test_report_counts_work_and_tokens() -> None:
 
 
 def test_a_mask_with_nothing_allowed_is_a_plan_with_nothing_to_do() -> None:
-    plan = RingPlan.build(Mask.documents([0], n=8), Layout.zigzag(8, 2))
+    plan = Plan.build(Mask.documents([0], n=8), Layout.zigzag(8, 2))
     report = plan.verify(rank_plans=True)
     assert report.work.sum() == 0 and report.balance == 1.0 and len(plan.rank_plan(0).hops) == 0
 
@@ -69,13 +69,13 @@ def test_a_mask_with_nothing_allowed_is_a_plan_with_nothing_to_do() -> None:
 def test_a_rank_plan_built_alone_is_that_of_the_whole_plan(route: str) -> None:
     mask = Mask.documents(samples.exponential(4096, 300, 0))
     layout = Layout.balanced(mask, 8)
-    plan = RingPlan.build(mask, layout, route)
+    plan = Plan.build(mask, layout, route)
     for rank in range(8):
-        assert repr(RingPlan.build_rank_plan(mask, layout, rank, route=route)) == repr(plan.rank_plan(rank))
+        assert repr(Plan.build_rank_plan(mask, layout, rank, route=route)) == repr(plan.rank_plan(rank))
 
 
 def test_plans_travel_to_other_processes_with_their_rank_plans() -> None:
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4))
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4))
     assert repr(plan.rank_plan(1)) == repr(pickle.loads(pickle.dumps(plan)).rank_plan(1))
 
 
@@ -108,10 +108,10 @@ def packed_work(scale: int) -> dict[str, Callable[[], object]]:
     mask, layout = Mask.documents([0, *cuts.tolist(), n]), Layout.zigzag(n, 64)
     long, wide = Mask.causal(scale << 22), Layout.zigzag(scale << 22, scale * 256)
     return {
-        "build": lambda: RingPlan.build(mask, layout),
-        "verify": lambda: RingPlan.build(mask, layout).verify(),
+        "build": lambda: Plan.build(mask, layout),
+        "verify": lambda: Plan.build(mask, layout).verify(),
         "balanced": lambda: Layout.balanced(mask, 64),
-        "one of many ranks": lambda: RingPlan.build_rank_plan(long, wide, 100),
+        "one of many ranks": lambda: Plan.build_rank_plan(long, wide, 100),
     }
 
 
@@ -126,8 +126,8 @@ def test_cost_of_large_plans_is_linear(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(16, 2)), "the mask is for 8 tokens, the layout for 16"),
-        (lambda: RingPlan.build(Mask.causal(8), Layout.zigzag(8, 2), "magic"), "unknown route 'magic'; known are direct, ring"),
+        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(16, 2)), "the mask is for 8 tokens, the layout for 16"),
+        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2), "magic"), "unknown route 'magic'; known are direct, ring"),
     ],
 )
 def test_bad_input_is_one_line(make, message: str) -> None:
@@ -138,7 +138,7 @@ def test_bad_input_is_one_line(make, message: str) -> None:
 
 def test_half_of_the_own_keys_work_comes_last_in_backward():
     """The last gradients travel during it. Nothing is cut if nothing travels."""
-    plan = RingPlan.build(Mask.causal(8192), Layout.zigzag(8192, 4), schedule="ring")
+    plan = Plan.build(Mask.causal(8192), Layout.zigzag(8192, 4), schedule="ring")
     for rank in range(4):
         part = plan.rank_plan(rank)
         first, *others, last = part.backward
@@ -148,14 +148,14 @@ def test_half_of_the_own_keys_work_comes_last_in_backward():
         assert sum(areas) == part.hops[0].tiles.area().sum()
         assert max(areas) < 0.6 * sum(areas)
         assert first.tiles.q1.max() == last.tiles.q0.min() == 1536  # of 2048: about half the area, a multiple of 128
-    alone = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 1)).rank_plan(0)
+    alone = Plan.build(Mask.causal(64), Layout.zigzag(64, 1)).rank_plan(0)
     assert alone.backward is alone.hops
-    one_token_each = RingPlan.build(Mask.causal(2), Layout.contiguous(2, 2)).rank_plan(1)
+    one_token_each = Plan.build(Mask.causal(2), Layout.contiguous(2, 2)).rank_plan(1)
     assert one_token_each.backward is one_token_each.hops
 
 
 def test_the_order_of_the_backward_pass_is_proven_too():
-    plan = RingPlan.build(Mask.documents([0, 100, 200, 777, 1000, 1024]), Layout.zigzag(1024, 4))
+    plan = Plan.build(Mask.documents([0, 100, 200, 777, 1000, 1024]), Layout.zigzag(1024, 4))
     plan.verify(rank_plans=True)
     part = plan.rank_plan(1)
     part.__dict__["backward"] = part.backward[:-1]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from cp_ring.errors import PlanError
-from cp_ring.plan import Capabilities, Layout, Mask, RingPlan, lower
+from cp_ring.plan import Capabilities, Layout, Mask, Plan, lower
 from cp_ring.plan.rates import Rates
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, check, group_sizes, parse, resolve
 from cp_ring.plan.simulate import Pass
 from cp_ring.plan.sizes import AttentionSizes
 
 
-def calls(plan: RingPlan, rank: int) -> int:
+def calls(plan: Plan, rank: int) -> int:
     return sum(len(lower(hop.tiles, Capabilities()).tiles) for hop in plan.rank_plan(rank).hops)
 
 
@@ -81,23 +81,23 @@ def test_auto_goes_by_the_links() -> None:
 
 def test_auto_of_a_plan() -> None:
     def schedule(n: int, cp: int, route: str = "direct", **options: int) -> tuple[int, ...]:
-        return RingPlan.build(Mask.causal(n), Layout.zigzag(n, cp), route, **options).schedule
+        return Plan.build(Mask.causal(n), Layout.zigzag(n, cp), route, **options).schedule
 
     assert schedule(65536, 8) == auto(8, 8192, SLOT_SHARDS) == (0, 1, 1, 2, 2, 2, 3, 3)
     assert schedule(65536, 8, node_size=4) == auto(8, 8192, node_size=4)
     assert schedule(65536, 8, "ring", node_size=4) == tuple(range(8))
     assert schedule(65536, 8, slot_shards=2) == auto(8, 8192, 2)
     assert schedule(65536, 8, "ring") == tuple(range(8))  # more sources would send past the next neighbor
-    batch = RingPlan.build(Mask.batch([Mask.causal(64)] * 3), Layout.batch([Layout.zigzag(64, 4)] * 3))
+    batch = Plan.build(Mask.batch([Mask.causal(64)] * 3), Layout.batch([Layout.zigzag(64, 4)] * 3))
     assert batch.schedule == auto(4, 16)
 
 
 def test_several_sources_take_few_kernel_calls() -> None:
     for mask, most in ((Mask.causal(65536), 5), (Mask.full(65536), 4)):
         layout = Layout.zigzag(65536, 8)
-        plan = RingPlan.build(mask, layout)
+        plan = Plan.build(mask, layout)
         assert max(calls(plan, rank) for rank in range(8)) == most
-        ring = RingPlan.build(mask, layout, schedule="ring")
+        ring = Plan.build(mask, layout, schedule="ring")
         assert min(calls(ring, rank) for rank in range(8)) == 8
         # They move the same bytes.
         assert plan.verify(rank_plans=True).keys_in.sum() == ring.verify().keys_in.sum()
@@ -110,9 +110,9 @@ def test_several_sources_take_few_kernel_calls() -> None:
 )
 @pytest.mark.parametrize("layout", [Layout.zigzag(1024, 8), Layout.contiguous(1024, 8)], ids=["zigzag", "contiguous"])
 def test_several_sources_move_the_same_bytes(mask: Mask, layout: Layout) -> None:
-    ring = RingPlan.build(mask, layout, schedule="ring").verify()
+    ring = Plan.build(mask, layout, schedule="ring").verify()
     for schedule in ("auto", "gather", (0, 1, 1, 2, 2, 3, 3, 3)):
-        report = RingPlan.build(mask, layout, schedule=schedule).verify(rank_plans=True)
+        report = Plan.build(mask, layout, schedule=schedule).verify(rank_plans=True)
         assert (report.keys_in.sum(1) == ring.keys_in.sum(1)).all() and (report.grads_in.sum(1) == ring.grads_in.sum(1)).all()
         if schedule == "auto":
             assert report.keys_in.max() <= SLOT_SHARDS * report.tokens_per_rank.max()
@@ -120,12 +120,12 @@ def test_several_sources_move_the_same_bytes(mask: Mask, layout: Layout) -> None
 
 def test_ring_route_forwards_hops_of_several_sources() -> None:
     """The owner sends to one rank a hop at most as often as the first hop has sources; the others forward."""
-    plan = RingPlan.build(Mask.full(96), Layout.contiguous(96, 6), "ring", (0, 1, 2, 2, 3, 3))
+    plan = Plan.build(Mask.full(96), Layout.contiguous(96, 6), "ring", (0, 1, 2, 2, 3, 3))
     plan.verify(rank_plans=True)
-    keys = plan.transfers
+    keys = plan.ring.transfers
     assert ((keys.sender == keys.owner) == (keys.hop == 1)).all()
     assert np.bincount(keys.hop).tolist() == [0, 6, 12, 12]
-    assert (plan.gradients.receiver == plan.gradients.owner).tolist() == (plan.gradients.hop == 3).tolist()
+    assert (plan.ring.gradients.receiver == plan.ring.gradients.owner).tolist() == (plan.ring.gradients.hop == 3).tolist()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_ring_route_forwards_hops_of_several_sources() -> None:
     ],
 )
 def test_a_bad_schedule_is_one_line(schedule: object, message: str) -> None:
-    for build in (RingPlan.build, lambda *args, **kw: RingPlan.build_rank_plan(*args, rank=0, **kw)):
+    for build in (Plan.build, lambda *args, **kw: Plan.build_rank_plan(*args, rank=0, **kw)):
         with pytest.raises(PlanError) as caught:
             build(Mask.causal(64), Layout.zigzag(64, 4), schedule=schedule, slot_shards=2)
         assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
@@ -153,10 +153,10 @@ def test_a_bad_schedule_is_one_line(schedule: object, message: str) -> None:
 
 def test_slot_shards_must_be_positive() -> None:
     with pytest.raises(PlanError, match="slot_shards 0: it must be at least 1"):
-        RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), slot_shards=0)
+        Plan.build(Mask.causal(64), Layout.zigzag(64, 4), slot_shards=0)
 
 
 def test_schedules_as_text() -> None:
     assert parse("auto") == "auto" and parse(" 0,1, 1,2") == (0, 1, 1, 2)
-    plan = RingPlan.build(Mask.causal(64), Layout.zigzag(64, 4), schedule="0,1,2,2")
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), schedule="0,1,2,2")
     assert plan.schedule == (0, 1, 2, 2)

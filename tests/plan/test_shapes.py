@@ -8,8 +8,8 @@ from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask
 from cp_ring.plan.cost import crossing
 from cp_ring.plan.lower import ASSUMED, KERNELS
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.rates import Rates
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.shapes import Shape, choose, costed, planned, shapes_of
 from cp_ring.plan.simulate import rank_updates, simulate
 from cp_ring.plan.sizes import AttentionSizes
@@ -24,7 +24,7 @@ def predicted(plan, ranks_per_node, sizes=SIZES, **rates):
 
 def test_times_by_hand():
     """Full mask, 4 ranks of 16 tokens on nodes of 2, one source a hop: the neighbor's keys come fast, the others slowly."""
-    plan = RingPlan.build(Mask.full(64), Layout.contiguous(64, 4), schedule="ring", node_size=2)
+    plan = Plan.build(Mask.full(64), Layout.contiguous(64, 4), schedule="ring", node_size=2)
     pair, shard = 4 * 4 * 16, 16 * 2 * 2 * 16 * 4  # FLOP of a pair in forward, bytes of a shard
     rates = {"flops": 256 * pair, "inside": shard / 0.5, "between": shard / 3}
     found = predicted(plan, 2, **rates)
@@ -43,8 +43,8 @@ def test_times_by_hand():
 
 def test_one_card_carries_the_ring():
     """On the route ring one rank of a node sends all that leaves it: its own card is as busy as a card of the whole node."""
-    plan = RingPlan.build(Mask.full(64), Layout.contiguous(64, 4), "ring")
-    direct = RingPlan.build(Mask.full(64), Layout.contiguous(64, 4), node_size=2)
+    plan = Plan.build(Mask.full(64), Layout.contiguous(64, 4), "ring")
+    direct = Plan.build(Mask.full(64), Layout.contiguous(64, 4), node_size=2)
     alone, shared = (predicted(plan, 2, flops=1e30, inside=1e30, between=1.0, ranks_per_card=n) for n in (1, 2))
     assert alone.bytes_per_card == shared.bytes_per_card
     one, both = (predicted(direct, 2, flops=1e30, inside=1e30, between=1.0, ranks_per_card=n) for n in (1, 2))
@@ -72,7 +72,7 @@ def test_exchange_of_heads_takes_time():
 
 
 def test_all_ranks_or_a_sample():
-    plan = RingPlan.build(Mask.causal(65536), Layout.zigzag(65536, 8))
+    plan = Plan.build(Mask.causal(65536), Layout.zigzag(65536, 8))
     every = {rank: rank_updates(plan.rank_plan(rank), KERNELS[ASSUMED]) for rank in range(8)}
     report, sizes = plan.verify(), AttentionSizes()
     few, all_of_them = simulate(plan, report, sizes), simulate(plan, report, sizes, updates=every)

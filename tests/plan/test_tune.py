@@ -10,8 +10,8 @@ from cp_ring.plan.cost import blocked_pairs
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.model import RECOMPUTE, Experts, ModelSizes, ParallelSizes, TrainingSetup, step_memory, step_seconds
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.rates import NAMED, RATES, Rates, named_or_read
-from cp_ring.plan.ring_plan import RingPlan
 from cp_ring.plan.simulate import simulate
 from cp_ring.plan.sizes import AttentionSizes, LatentSizes
 from cp_ring.plan.tune import AttentionCosts, Given, Search, possible_sizes, reasons
@@ -133,7 +133,7 @@ def test_reasons_name_what_costs_time_and_what_does_not_fit():
 
 
 def test_a_kernel_that_computes_blocks_takes_longer():
-    plan = RingPlan.build(Mask.causal(1024), Layout.contiguous(1024, 1))
+    plan = Plan.build(Mask.causal(1024), Layout.contiguous(1024, 1))
     assert blocked_pairs(plan, 512).tolist() == [[3 * 512**2]]
     assert blocked_pairs(plan, 4096).tolist() == [[4096**2]] and blocked_pairs(plan, 4096, padded=False).tolist() == [[1024**2]]
     free = Rates(memory=1e30, call=1e-30)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_ring import Layout, Mask, RingPlan
+from cp_ring import Layout, Mask, Plan
 from cp_ring.plan.updates import ABSENT, MAX_PARTS, Partial, Update, gradient_updates, query_updates
 from tests.plan.strategies import plans
 from tests.plan.test_properties import QUIET
@@ -56,7 +56,7 @@ def test_every_part_is_added_once_and_in_order(data: st.DataObject) -> None:
 
 @settings(max_examples=200, **QUIET)
 @given(plan=plans(min_cp=2))
-def test_gradients_of_random_plans(plan: RingPlan) -> None:
+def test_gradients_of_random_plans(plan: Plan) -> None:
     """What a kernel call or a message holds for a key is added once, to the total of the hop. What arrives does not wait."""
     for rank in range(plan.cp):
         mine = plan.rank_plan(rank)
@@ -113,7 +113,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("rank", range(8))
 def test_what_leaves_is_as_the_kernel_made_it(rank: int) -> None:
     """With one source a hop, a tile covers the gradient buffer of its hop."""
-    plan = RingPlan.build(Mask.causal(1024), Layout.zigzag(1024, 8), schedule="ring").rank_plan(rank)
+    plan = Plan.build(Mask.causal(1024), Layout.zigzag(1024, 8), schedule="ring").rank_plan(rank)
     parts = [
         [_keys(tile, shift) for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True)] for hop in plan.backward
     ]

@@ -10,7 +10,7 @@ from cp_ring.job import config
 from cp_ring.plan.cost import between_nodes
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ring_plan import RingPlan
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.schedule import relay_schedule
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.slurm.attention_plan import describe_job, plan_of, sizes_of
@@ -18,7 +18,7 @@ from cp_ring.slurm.placement import Placement, context_groups, describe, order_f
 
 
 def plan(cp, n=64, route="direct", mask=None):
-    return RingPlan.build(mask or Mask.causal(n), Layout.zigzag(n, cp), route, "ring")
+    return Plan.build(mask or Mask.causal(n), Layout.zigzag(n, cp), route, "ring")
 
 
 def test_groups_are_those_of_megatron():
@@ -131,9 +131,9 @@ def test_plan_of_a_job_goes_by_its_flags_and_nodes():
 
     assert plan(4).node_size == 4 and plan(4, tp=2).node_size == 2 and plan(4, node_size=8).node_size == 8
     assert plan(4, route="relay").schedule == relay_schedule("auto", 8, 4)
-    assert plan(4, heads=2).heads == 2 and plan(4, heads=2).ring.node_size == 2
+    assert plan(4, heads=2).ulysses == 2 and plan(4, heads=2).ring.node_size == 2
     assert plan(4, megatron={"cp_comm_type": "a2a"}).ring.cp == 1
-    assert plan(4, megatron={"cp_comm_type": ["a2a+p2p", "p2p"], "hierarchical_context_parallel_sizes": [4, 2]}).heads == 4
+    assert plan(4, megatron={"cp_comm_type": ["a2a+p2p", "p2p"], "hierarchical_context_parallel_sizes": [4, 2]}).ulysses == 4
     assert plan(4, route="auto", heads="auto").cp == 8
     given = {"megatron": HEADS | {"seq_length": 1024}, "parallel": {"context_parallel_size": 8}, "cp_ring": {"heads": 4}}
     lines = describe_job(config.validate(given, "job"), Placement(("a", "b"), 4))

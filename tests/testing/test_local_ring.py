@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, RingPlan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.routes import ROUTES
 from cp_ring.testing import local_ring
@@ -18,7 +18,7 @@ from cp_ring.testing.oracle import Case, brute_force, error
 N = 128
 
 
-def on_rank(group, case: Case, plan: RingPlan, **options):
+def on_rank(group, case: Case, plan: Plan, **options):
     q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = ring_attention(q, k, v, group, plan=plan, **options)
@@ -29,7 +29,7 @@ def on_rank(group, case: Case, plan: RingPlan, **options):
 @pytest.mark.parametrize("cp", [1, 5, 8, 9, 13])
 def test_many_ranks_equal_brute_force(cp, route, schedule):
     for mask in (Mask.causal(N), Mask.documents([0, 3, 60, 61, 120], window=(30, 0), n=N), Mask.prefix(N, 40)):
-        plan = RingPlan.build(mask, Layout.zigzag(N, cp), route, schedule)
+        plan = Plan.build(mask, Layout.zigzag(N, cp), route, schedule)
         case = Case.draw(N, b=2)
         parts = LocalRing(cp).run(on_rank, case, plan, num_slots=3)
         for i, truth in enumerate(brute_force(case, mask.dense())):
@@ -42,8 +42,8 @@ def test_several_sources_lose_no_accuracy(cp, schedule):
     """Errors against float64 are at most those that the design allows over one kernel call on the whole sequence."""
     n = 40 * cp
     for mask in (Mask.causal(n), Mask.causal(n, (60, 0)), Mask.documents([0, 3, 60, 61, n]), Mask.prefix(n, 50), Mask.full(n)):
-        plan = RingPlan.build(mask, Layout.zigzag(n, cp), schedule=schedule)
-        one = RingPlan.build(mask, Layout.contiguous(n, 1))
+        plan = Plan.build(mask, Layout.zigzag(n, cp), schedule=schedule)
+        one = Plan.build(mask, Layout.contiguous(n, 1))
         case = Case.draw(n, h=4, g=2, d=32)
         parts = LocalRing(cp).run(on_rank, case, plan)
         single = LocalRing(1).run(on_rank, case, one)[0]
@@ -54,7 +54,7 @@ def test_several_sources_lose_no_accuracy(cp, schedule):
 
 def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
     monkeypatch.setattr(local_ring, "TIMEOUT", 0.2)
-    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 2))
+    plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 2))
 
     def only_rank_0(group):
         return on_rank(group, Case.draw(N), plan) if group.rank == 0 else None
@@ -64,7 +64,7 @@ def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
 
 
 def test_a_ring_of_another_size():
-    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 4))
+    plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 4))
     with pytest.raises(PlanError, match="the plan is for 4 ranks, the group has 2"):
         LocalRing(2).run(on_rank, Case.draw(N), plan)
 
@@ -72,7 +72,7 @@ def test_a_ring_of_another_size():
 def test_ranks_without_tokens():
     """A layout may leave ranks empty; with b > 1 too, their shards are just empty."""
     layout = Layout(N, 3, np.array([0, 50, N]), np.array([2, 0]))
-    plan = RingPlan.build(Mask.causal(N), layout)
+    plan = Plan.build(Mask.causal(N), layout)
     plan.verify(rank_plans=True)
     case = Case.draw(N, b=2)
     parts = LocalRing(3).run(on_rank, case, plan)
@@ -81,7 +81,7 @@ def test_ranks_without_tokens():
 
 
 def test_the_failure_of_a_rank_is_the_failure_of_all():
-    plan = RingPlan.build(Mask.causal(N), Layout.zigzag(N, 3))
+    plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 3))
 
     def case(group):
         if group.rank == 2:

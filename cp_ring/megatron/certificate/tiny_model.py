@@ -126,7 +126,7 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
     """Key/value heads of a tiny model: two for each tensor-parallel rank, or as many as ranks need that exchange heads."""
     tp, all_heads = args.tensor_model_parallel_size, args.num_attention_heads // sharing
-    needed = lcm(*(shape.heads for _, shape in comm_types.shapes(args, settings.current())))
+    needed = lcm(*(spec.ulysses for _, spec in comm_types.specs(args, settings.current())))
     fitting = (groups for groups in range(2 * tp, all_heads, tp) if groups * sharing // tp % needed == 0)
     return min(all_heads, next(fitting, all_heads))
 
