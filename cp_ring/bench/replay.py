@@ -8,7 +8,6 @@ takes part, so this is not the speed-up of a cluster.
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from cp_ring.attention import ring_attention
 from cp_ring.errors import KernelError
+from cp_ring.job.speeds import measurement
 from cp_ring.kernels import REGISTRY, AttentionKernel, choose
 from cp_ring.kernels.calls import KernelCall, Statistics, kernel_calls
 from cp_ring.plan import Layout, Mask, Plan
@@ -80,11 +80,11 @@ def time_both_ways(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Te
         with torch.no_grad():
             forward()
 
-    medians = {}
-    for name, work in (("forward_s", alone), ("both_s", both)):
-        times = [_seconds(work, device) for _ in range(repeats + 2)][2:]
-        medians[name] = statistics.median(times)
-    return medians
+    return {name: _median(work, device, repeats) for name, work in (("forward_s", alone), ("both_s", both))}
+
+
+def _median(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    return float(measurement([_seconds(work, device) for _ in range(repeats + 2)][2:]).median)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -156,7 +156,7 @@ def _time_kernel_call(
         call.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
 
     works = {"forward_s": lambda: call.attend(kernel, q, k, v, scale), "both_s": both}
-    return {name: statistics.median([_seconds(work, q.device) for _ in range(repeats + 2)][2:]) for name, work in works.items()}
+    return {name: _median(work, q.device, repeats) for name, work in works.items()}
 
 
 def efficiency(cp: int, mask: Mask, sizes: RankSizes, *, kernel: str = "auto", repeats: int = 5, bandwidth: float | None = None,

@@ -266,7 +266,7 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     gradient = torch.ones(tokens, model.ffn)
     tiny = Plan.build(Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring")
     data, rank = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8), dist.get_rank(group)
-    link = [exchange(data, (rank - 1) % RANKS, (rank + 1) % RANKS, group, now) for _ in range(4)][1:]
+    link = [exchange(data, (rank - 1) % RANKS, (rank + 1) % RANKS, group, now, sent=True) for _ in range(4)][1:]
     return {
         "flops": flops / seconds(_attention(model, whole, None)),
         "products": 6.0

@@ -89,10 +89,12 @@ def product_rate(device: torch.device, repeats: int = 3) -> float:
     return 2 * size**3 / best(lambda: left @ left, repeats, cuda)
 
 
-def exchange(data: Tensor, sender: int, receiver: int, group: Any = None, clock: Clock = time.perf_counter) -> float:
+def exchange(
+    data: Tensor, sender: int, receiver: int, group: Any = None, clock: Clock = time.perf_counter, sent: bool = False
+) -> float:
     """Seconds until the data of `sender` has arrived, while this rank sends as much to `receiver`: ranks of the group.
 
-    All ranks of the group call this together.
+    sent: and until this rank's own data has left. All ranks of the group call this together.
     """
     buffer = torch.empty_like(data)
     dist.barrier(group)
@@ -102,11 +104,12 @@ def exchange(data: Tensor, sender: int, receiver: int, group: Any = None, clock:
         dist.P2POp(dist.isend, data, group=group, group_peer=receiver),
     ]
     works = dist.batch_isend_irecv(ops)
-    works[0].wait()
+    for work in works if sent else works[:1]:
+        work.wait()
     if data.is_cuda:
         torch.cuda.synchronize()
     seconds = clock() - start
-    for work in works[1:]:
+    for work in [] if sent else works[1:]:
         work.wait()
     return seconds
 
