@@ -89,7 +89,7 @@ def check_panel(panel: str, width: float) -> None:
 
 def _title(plan: PlanTables, report: Report, sizes: AttentionSizes, wide: bool) -> str:
     heads = f"{sizes.heads} heads, {sizes.kv_heads} for keys and values, of {sizes.head_dim}, {sizes.dtype}"
-    codec = "" if sizes.wire == "plain" else f", which travels as {sizes.wire}"
+    codec = "" if sizes.codec.plain else f", which travels as {sizes.wire}"
     facts = (
         f"{plan.mask.describe()}; {heads}",
         f"{plan.n:,} tokens on {plan.cp} ranks; {plan.layout.name} layout, {plan.route} route, {plan.schedule[-1]} remote hops",

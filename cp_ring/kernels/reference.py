@@ -20,7 +20,7 @@ class ReferenceKernel:
     """Follows `AttentionKernel`; everything is computed and returned in float64."""
 
     name = "reference"
-    capabilities = Capabilities(bands=True, varlen=True, deterministic=True)
+    capabilities = Capabilities(bands=True, varlen=True, deterministic=True, slow=True)
     dropout_dtype = torch.float64
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:

@@ -21,7 +21,7 @@ from cp_ring.megatron.features import logits_without_te
 from cp_ring.megatron.wire import rejection as wire_rejection
 from cp_ring.plan.model_sizes import Experts, ModelSizes
 from cp_ring.plan.step import ParallelSizes
-from cp_ring.plan.wires import LatentSizes
+from cp_ring.plan.wires import WIRES, LatentSizes
 
 _HOPPER = (9, 0)
 _FUSED = {
@@ -56,8 +56,9 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
         except (Exception, SystemExit) as error:  # assertions, and whatever else a check of Megatron's raises
             return " ".join(str(error).split()) or type(error).__name__
     heads = config.heads if isinstance(config.heads, int) else 1
-    problem = wire_rejection(asked, heads) if config.wire == "latent" else ""
-    return f"--cp-ring-wire latent {problem}" if problem else ""
+    latent = config.wire in WIRES and WIRES[config.wire].latent
+    problem = wire_rejection(asked, heads) if latent else ""
+    return f"--cp-ring-wire {config.wire} {problem}" if problem else ""
 
 
 def _connections(args: argparse.Namespace) -> str:
