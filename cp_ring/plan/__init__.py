@@ -8,8 +8,7 @@ from cp_ring.plan.head_split import HeadSplit, split_heads
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, Lowered, lower
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan
-from cp_ring.plan.spec import PlanSpec
+from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.tables import Hop, RankPlan, Transfer
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
 from cp_ring.plan.verify import Report
@@ -39,15 +38,10 @@ class _HeadPlan(Plan):
     def build(cls, mask: Mask, layout: Layout, heads: int, **options: Any) -> Plan:  # type: ignore[override]
         return Plan.build(mask, layout, ulysses=heads, **options)
 
-    @classmethod
-    def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, heads: int, **options: Any) -> RankPlan:  # type: ignore[override]
-        return Plan.build_rank_plan(mask, layout, rank, ulysses=heads, **options)
-
 
 _RENAMED = {
     "RingPlan": (Plan, "Plan"),
     "HeadPlan": (_HeadPlan, "Plan, and ulysses= for heads"),
-    "HeadRankPlan": (RankPlan, "RankPlan"),
 }
 
 

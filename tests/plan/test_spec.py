@@ -95,8 +95,6 @@ def test_names_of_before_warn_and_work():
     assert told[0].filename == __file__
     plan_of_heads = HeadPlan.build(MASK, layout, 2, route="ring")
     assert plan_of_heads.ulysses == 2 and plan_of_heads.ring.cp == 2
-    alone = HeadPlan.build_rank_plan(MASK, layout, 3, 2, route="ring")
-    assert repr(alone) == repr(plan_of_heads.rank_plan(3))
 
 
 def test_a_function_in_routes_is_a_route(monkeypatch):
