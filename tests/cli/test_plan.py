@@ -65,16 +65,16 @@ def test_conversions_that_cannot_be(options: list[str], message: str) -> None:
 
 def test_bytes_between_nodes() -> None:
     plan = Plan.build(Mask.full(64), Layout.contiguous(64, 8))
-    assert between_nodes(plan, 8) == 0.0
-    assert between_nodes(plan, 4) == pytest.approx(4 / 7)
-    assert between_nodes(Plan.build(Mask.full(64), Layout.contiguous(64, 8), "ring"), 4) == pytest.approx(2 / 8)
+    assert between_nodes(plan.ring, 8) == 0.0
+    assert between_nodes(plan.ring, 4) == pytest.approx(4 / 7)
+    assert between_nodes(Plan.build(Mask.full(64), Layout.contiguous(64, 8), "ring").ring, 4) == pytest.approx(2 / 8)
 
 
 def test_timeline_overlaps_and_keeps_order() -> None:
     for schedule, hops in (("ring", 4), ((0, 1, 2, 2), 3), ("gather", 2)):
         plan = Plan.build(Mask.causal(4096), Layout.zigzag(4096, 4), schedule=schedule)
         costs = cost(plan.verify(), AttentionSizes())
-        compute, transfers = timeline(plan, costs)
+        compute, transfers = timeline(plan.ring, costs)
         assert len(compute) == 4 * hops and len(transfers) == 12
         assert all(span.start >= arrival.end for span in compute for arrival in transfers
                    if (arrival.rank, arrival.hop) == (span.rank, span.hop))  # fmt: skip
@@ -84,7 +84,7 @@ def test_timeline_overlaps_and_keeps_order() -> None:
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
 def test_draws(tmp_path: Path, name: str) -> None:
-    draw(Plan.build(Mask.documents([0, 100, 250, 256]), Layout.zigzag(256, 4), "ring"), str(tmp_path / name))
+    draw(Plan.build(Mask.documents([0, 100, 250, 256]), Layout.zigzag(256, 4), "ring").ring, str(tmp_path / name))
     data = (tmp_path / name).read_bytes()
     assert len(data) > 10_000 and (data.startswith(b"\x89PNG") or b"<svg" in data[:1000])
 
@@ -92,9 +92,9 @@ def test_draws(tmp_path: Path, name: str) -> None:
 def test_draws_only_what_it_can(tmp_path: Path) -> None:
     plan = Plan.build(Mask.causal(8), Layout.zigzag(8, 2))
     with pytest.raises(PlanError, match=r"must end in \.png, \.svg or \.pdf"):
-        draw(plan, "plan.gif")
+        draw(plan.ring, "plan.gif")
     with pytest.raises(PlanError, match="cannot write"):
-        draw(plan, str(tmp_path / "none" / "plan.png"))
+        draw(plan.ring, str(tmp_path / "none" / "plan.png"))
 
 
 def test_json_has_its_keys() -> None:
