@@ -243,7 +243,7 @@ def plan_command(
     if draw:
         from cp_ring.cli.drawing import draw as draw_plan
 
-        draw_plan(plan, draw, report, own_sizes, speeds, members_of_node(ranks_per_node, shape.heads), panel, width)
+        draw_plan(whole, draw, report, own_sizes, speeds, members_of_node(ranks_per_node, shape.heads), panel, width)
         typer.echo(f"wrote {draw}", err=as_json)
 
 

@@ -84,7 +84,7 @@ def test_timeline_overlaps_and_keeps_order() -> None:
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
 def test_draws(tmp_path: Path, name: str) -> None:
-    draw(Plan.build(Mask.documents([0, 100, 250, 256]), Layout.zigzag(256, 4), "ring").ring, str(tmp_path / name))
+    draw(Plan.build(Mask.documents([0, 100, 250, 256]), Layout.zigzag(256, 4), "ring"), str(tmp_path / name))
     data = (tmp_path / name).read_bytes()
     assert len(data) > 10_000 and (data.startswith(b"\x89PNG") or b"<svg" in data[:1000])
 
@@ -92,9 +92,9 @@ def test_draws(tmp_path: Path, name: str) -> None:
 def test_draws_only_what_it_can(tmp_path: Path) -> None:
     plan = Plan.build(Mask.causal(8), Layout.zigzag(8, 2))
     with pytest.raises(PlanError, match=r"must end in \.png, \.svg or \.pdf"):
-        draw(plan.ring, "plan.gif")
+        draw(plan, "plan.gif")
     with pytest.raises(PlanError, match="cannot write"):
-        draw(plan.ring, str(tmp_path / "none" / "plan.png"))
+        draw(plan, str(tmp_path / "none" / "plan.png"))
 
 
 def test_json_has_its_keys() -> None:

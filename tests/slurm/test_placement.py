@@ -47,13 +47,8 @@ def test_bytes_are_those_of_the_transfers_one_by_one(cp, per_node, route):
     found = {hop.hop: hop for hop in traffic(made.ring, groups, placement, 10)}
     expected = {}
     for group in groups:
-        for hop, sender, receiver, tokens in zip(
-            made.ring.transfers.hop,
-            made.ring.transfers.sender,
-            made.ring.transfers.receiver,
-            made.ring.transfers.tokens,
-            strict=True,
-        ):
+        moves = made.ring.transfers
+        for hop, sender, receiver, tokens in zip(moves.hop, moves.sender, moves.receiver, moves.tokens, strict=True):
             source, target = placement.host(group[sender]), placement.host(group[receiver])
             cell = expected.setdefault(int(hop), {"inside": 0, "between": 0, "out": {}, "into": {}})
             cell["inside" if source == target else "between"] += int(tokens) * 10
@@ -79,10 +74,8 @@ def test_order_of_hosts_decides_what_passes_between_nodes():
 
 
 def test_lines_name_the_hops():
-    made, groups = plan(4), context_groups(1, 4, 8)
-    lines = describe(
-        Placement(("a", "b", "c", "d"), 2), groups, traffic(made.ring, groups, Placement(("a", "b", "c", "d"), 2), 2**20)
-    )
+    made, groups, placement = plan(4), context_groups(1, 4, 8), Placement(("a", "b", "c", "d"), 2)
+    lines = describe(placement, groups, traffic(made.ring, groups, placement, 2**20))
     assert lines[0] == "each of 2 context-parallel groups of 4 is on 2 of 4 nodes" and lines[1] == "the first on a a b b"
     assert [line.split(":")[0] for line in lines[2:5]] == ["hop 1", "hop 2", "hop 3"] and lines[5] == "inside nodes: no hop"
     alone = Placement(("a", "b"), 4)
