@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cp_ring.config import ContextParallelConfig
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.offload import Offload
-    from cp_ring.plan import Layout, Mask, Plan
+    from cp_ring.plan import Layout, Mask, Plan, PlanSpec
     from cp_ring.sharding import convert_layout, roll, shard, unshard
 
     __version__: str
@@ -28,6 +28,7 @@ __all__ = [
     "Offload",
     "Plan",
     "PlanError",
+    "PlanSpec",
     "__version__",
     "convert_layout",
     "ring_attention",
@@ -47,6 +48,8 @@ _MODULES = {
     "Offload": "cp_ring.offload",
     "Plan": "cp_ring.plan",
     "PlanError": "cp_ring.errors",
+    "PlanSpec": "cp_ring.plan",
+    "RingPlan": "cp_ring.plan",  # the name of Plan before, for one version
     "convert_layout": "cp_ring.sharding",
     "ring_attention": "cp_ring.attention",
     "roll": "cp_ring.sharding",

@@ -110,7 +110,7 @@ def kernel_of(
 
 def marked(q: Tensor, k: Tensor, dropout: Dropout, wire: str) -> tuple[Tensor, Tensor]:
     """q and k [s, b, heads, d] with the positions of their tokens, by which the kernel drops weights and biases scores."""
-    if wire != Plain.name:
+    if not CODECS[wire].carries_positions:
         asked = f"dropout_p={dropout.p:g}" if dropout.p else "alibi_slopes"
         raise ConfigError(f"wire={wire!r} does not support {asked}, for which positions travel with the keys")
     return dropout.mark(q, k)
@@ -120,7 +120,7 @@ def codec_inputs(
     wire: str, latents: Latents | None, rank_plan: RankPlan, qkv_format: str
 ) -> list[Tensor]:  # fmt: skip
     """The inputs of the codec beside k and v, the tokens of the first one first; none where keys do not travel as latents."""
-    if CODECS[wire] is not LatentCodec:
+    if not CODECS[wire].needs_latents:
         return []
     if latents is None:
         raise ConfigError(f"wire={wire!r} needs LatentKeys in place of k")

@@ -12,11 +12,11 @@ from torch import Tensor
 from cp_ring.errors import ConfigError
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan
+from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.schedule import text
 from cp_ring.plan.shapes import AUTO, choose
 from cp_ring.plan.sizes import AttentionSizes
-from cp_ring.plan.spec import PlanSpec, plan
+from cp_ring.plan.spec import plan
 
 _OF_PLANS = "mask, layout, route, schedule and heads"
 Offsets = Sequence[int] | np.ndarray | Tensor
@@ -56,8 +56,7 @@ def plan_of_call(
         mask = _mask(offsets, causal, tuple(window_size))
     if AUTO in (route, heads):
         route, heads = _fastest(mask, layout, cp, route, schedule, heads, node_size, sizes or AttentionSizes())
-    hops = schedule if isinstance(schedule, str) else tuple(schedule)
-    proven = plan(mask, cp, PlanSpec(layout, route, hops, int(heads), node_size))
+    proven = plan(mask, cp, PlanSpec(layout, route, schedule, int(heads), node_size))
     held = int(proven.layout.tokens_per_rank[rank])
     if proven.layout.rows == 1 and held != tokens:
         name = "cu_seqlens ends at" if cu_seqlens is not None else "the sequence has"

@@ -16,6 +16,7 @@ from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import KernelError
 from cp_ring.kernels import choose
 from cp_ring.plan.schedule import SLOT_SHARDS
+from cp_ring.plan.sizes import WIRES
 from cp_ring.testing.local_ring import LocalRing
 
 PARTS = ("out", "dq", "dk", "dv")
@@ -157,5 +158,5 @@ def _add_ratios(
             result = results.setdefault((kernel, dtype, name, cp, wire), new)
             for part, ours, theirs in zip(PARTS, errors(got, truth), single, strict=True):
                 result.setdefault(part, []).append(ours / theirs)
-                if wire != "plain":
+                if not WIRES[wire].plain:
                     result.setdefault("error", {}).setdefault(part, []).append(ours)

@@ -12,7 +12,7 @@ from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.simulate import Span, spans
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.tiles import Tile
-from cp_ring.plan.verify import Report, tiles_in_stream, verify
+from cp_ring.plan.verify import Report, tiles_in_stream
 
 try:
     import matplotlib
@@ -29,6 +29,7 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from cp_ring.plan.plan import Plan
     from cp_ring.plan.tables import PlanTables
 
 Color = tuple[float, float, float]
@@ -40,7 +41,7 @@ _SCALE = "viridis"
 
 
 def draw(
-    plan: PlanTables,
+    plan: Plan,
     path: str,
     report: Report | None = None,
     sizes: AttentionSizes | None = None,
@@ -51,28 +52,28 @@ def draw(
 ) -> None:
     """Writes the picture to `path`, as PNG, SVG or PDF by its ending.
 
-    `report` is by default that of the proof. `sizes`, `rates` and `ranks_per_node` are those of the predicted timeline.
+    `report` is by default the result of `plan.verify`. `sizes`, `rates` and `ranks_per_node` are those of the predicted timeline.
     `panel` is `left` (the score matrix), `right` (the timeline) or `both`; `width` is in inches. Text stays text in SVG and PDF.
     Raises `PlanError` where the ending is another one, an option has no such value, or the file cannot be written.
     """
     check_ending(path)
     check_panel(panel, width)
-    report, sizes = report or verify(plan, num_slots=plan.cp), sizes or AttentionSizes()
+    report, sizes, ring = report or plan.verify(num_slots=plan.cp), sizes or AttentionSizes(), plan.ring
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
         figure = Figure(figsize=(width, width * (0.52 if panel == "both" else 0.85)), layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
         panels = figure.subplots(1, 2, width_ratios=(1, 1.15)) if panel == "both" else [figure.subplots()] * 2
         if panel != "right":
-            _draw_scores(panels[0], plan)
+            _draw_scores(panels[0], ring)
         if panel != "left":
-            _draw_timeline(panels[1], plan, *spans(plan, report, sizes, rates, ranks_per_node))
+            _draw_timeline(panels[1], ring, *spans(ring, report, sizes, rates, ranks_per_node))
             panels[1].set_xlabel(f"time of one layer's forward pass (ms)\n{_caption(rates, ranks_per_node)}")
-        figure.suptitle(_title(plan, report, sizes, panel == "both"), fontsize=13, color=INK)
-        if plan.cp <= MAX_LEGEND:
-            handles = [Patch(color=color(rank, 0, plan.cp, 1), label=f"rank {rank}") for rank in range(plan.cp)]
-            figure.legend(handles=handles, loc="outside lower center", ncols=min(plan.cp, 8), frameon=False, fontsize=10)
+        figure.suptitle(_title(ring, report, sizes, panel == "both"), fontsize=13, color=INK)
+        if ring.cp <= MAX_LEGEND:
+            handles = [Patch(color=color(rank, 0, ring.cp, 1), label=f"rank {rank}") for rank in range(ring.cp)]
+            figure.legend(handles=handles, loc="outside lower center", ncols=min(ring.cp, 8), frameon=False, fontsize=10)
         else:
-            scale = ScalarMappable(Normalize(0, plan.cp - 1), matplotlib.colormaps[_SCALE])
+            scale = ScalarMappable(Normalize(0, ring.cp - 1), matplotlib.colormaps[_SCALE])
             figure.colorbar(scale, ax=panels if panel == "both" else panels[0], label="rank", shrink=0.6, pad=0.01)
         try:
             figure.savefig(path, dpi=140)
@@ -90,7 +91,7 @@ def check_panel(panel: str, width: float) -> None:
 
 def _title(plan: PlanTables, report: Report, sizes: AttentionSizes, wide: bool) -> str:
     heads = f"{sizes.heads} heads, {sizes.kv_heads} for keys and values, of {sizes.head_dim}, {sizes.dtype}"
-    codec = "" if sizes.wire == "plain" else f", which travels as {sizes.wire}"
+    codec = "" if sizes.codec.plain else f", which travels as {sizes.wire}"
     facts = (
         f"{plan.mask.describe()}; {heads}",
         f"{plan.n:,} tokens on {plan.cp} ranks; {plan.layout.name} layout, {plan.route} route, {plan.schedule[-1]} remote hops",

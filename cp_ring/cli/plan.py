@@ -223,7 +223,7 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
     if request.draw:
         from cp_ring.cli.drawing import draw
 
-        draw(ring, request.draw, report, sizes, assumed.rates, near, request.panel, request.width)
+        draw(plan, request.draw, report, sizes, assumed.rates, near, request.panel, request.width)
         typer.echo(f"wrote {request.draw}", err=request.as_json)
 
 

@@ -160,7 +160,7 @@ def _plan(run_dir: Path) -> str:
         from cp_ring.cli.drawing import draw
 
         with tempfile.TemporaryDirectory() as folder, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
-            draw(attention_plan.plan_of(job).ring, f"{folder}/plan.svg", sizes=attention_plan.sizes_of(job))
+            draw(attention_plan.plan_of(job), f"{folder}/plan.svg", sizes=attention_plan.sizes_of(job))
             text = Path(f"{folder}/plan.svg").read_text()
         # Two pictures on a page must not share the identifiers of their parts.
         return re.sub(r'(\bid="|url\(#|href="#)', r"\1plan-", text[text.index("<svg") :])

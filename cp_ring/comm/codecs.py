@@ -57,9 +57,15 @@ class Gradients(Protocol):
 
 
 class Codec(Protocol):
-    """The keys and values of one call, and how they travel. A class of codecs takes k and v, and its other inputs after them."""
+    """The keys and values of one call, and how they travel. A class of codecs takes k and v, and its other inputs after them.
+
+    needs_latents: the other inputs are `LatentKeys`, which have no heads to exchange.
+    carries_positions: keys arrive as they are, with the positions of tokens that dropout and ALiBi write into them.
+    """
 
     name: str
+    needs_latents: bool
+    carries_positions: bool
 
     def __init__(self, k: Tensor, v: Tensor, *inputs: Tensor): ...
 
@@ -84,6 +90,8 @@ class Plain:
     """Keys and values travel as they are, and tiles read them where they arrive."""
 
     name = "plain"
+    needs_latents = False
+    carries_positions = True
 
     def __init__(self, k: Tensor, v: Tensor):
         self._k, self._v = k, v
@@ -107,6 +115,8 @@ class Plain:
 
 class Decoding(Plain, ABC):
     """Base of codecs that decode what a hop receives into a buffer of their own, as large as a slot of plain keys."""
+
+    carries_positions = False
 
     @abstractmethod
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:

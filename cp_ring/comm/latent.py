@@ -104,6 +104,7 @@ class LatentCodec(Decoding):
     """
 
     name = "latent"
+    needs_latents = True
 
     def __init__(self, k: Tensor, v: Tensor, latent: Tensor, key_up: Tensor, value_up: Tensor):
         super().__init__(k, v)

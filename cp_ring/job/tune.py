@@ -18,7 +18,9 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.model import RESERVED_BYTES, TrainingSetup
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import RATES, Rates
+from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, text
+from cp_ring.plan.shapes import AUTO
 from cp_ring.plan.tune import Given, LayerMasks, Search, Tuned, reasons
 
 BEST = 5
@@ -263,5 +265,7 @@ def configured(job: JobConfig, way: Tuned, request: Request) -> JobConfig:
 def _schedule(way: Tuned, request: Request) -> str:
     """The schedule as settings name it: its hops where the ranks, which take the default rates, would choose another one."""
     shape, hops = way.attention.shape, way.attention.schedule
+    route = ROUTES[shape.route]
+    fixed = route.own_schedule is not None or route.one_source
     alike = replace(request.rates, products=RATES.products, block=RATES.block) == RATES
-    return shape.schedule if alike or shape.schedule != "auto" or shape.route != "direct" or len(hops) == 1 else text(hops)
+    return shape.schedule if alike or shape.schedule != AUTO or fixed or len(hops) == 1 else text(hops)

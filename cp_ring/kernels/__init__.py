@@ -67,7 +67,7 @@ def _chosen(
     """`choose` with all that it depends on as arguments, cached for the next call of attention. `exact` asks for determinism."""
     kernels: list[AttentionKernel] = [importlib.import_module(home).KERNEL for _, home in candidates]
     if packed:
-        kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.name == "reference")
+        kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.capabilities.slow)
     reasons = []
     for kernel in kernels:
         reason = kernel.rejection(device, dtype, d, e)
@@ -75,7 +75,7 @@ def _chosen(
             reason = "does not give the same bits in every run, which deterministic algorithms need"
         if reason is None and dropout and dropout_dtype(kernel) is None:
             reason = "draws attention dropout by another rule than that of positions, or not at all, and has no ALiBi of tiles"
-        if reason is None and dropout and name == "auto" and kernel.name == "reference":
+        if reason is None and dropout and name == "auto" and kernel.capabilities.slow:
             reason = "computes dropout and ALiBi in float64, which is so slow that it must be named"
         if reason is None:
             _log.info("attention kernel: %s (%s; %s on %s, head sizes %d and %d)", kernel.name, name, dtype, device.type, d, e)

@@ -20,7 +20,7 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.features import logits_without_te
 from cp_ring.megatron.wire import rejection as wire_rejection
 from cp_ring.plan.model import Experts, ModelSizes, ParallelSizes
-from cp_ring.plan.sizes import LatentSizes
+from cp_ring.plan.sizes import WIRES, LatentSizes
 
 _HOPPER = (9, 0)
 _FUSED = {
@@ -55,8 +55,9 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
         except (Exception, SystemExit) as error:  # assertions, and whatever else a check of Megatron's raises
             return " ".join(str(error).split()) or type(error).__name__
     heads = config.heads if isinstance(config.heads, int) else 1
-    problem = wire_rejection(asked, heads) if config.wire == "latent" else ""
-    return f"--cp-ring-wire latent {problem}" if problem else ""
+    latent = config.wire in WIRES and WIRES[config.wire].latent
+    problem = wire_rejection(asked, heads) if latent else ""
+    return f"--cp-ring-wire {config.wire} {problem}" if problem else ""
 
 
 def _connections(args: argparse.Namespace) -> str:

@@ -21,9 +21,9 @@ from typing import Any
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
+from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.routes import DEFAULT, ROUTES
 from cp_ring.plan.schedule import parse, text
-from cp_ring.plan.spec import PlanSpec
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 SIZES = "--hierarchical-context-parallel-sizes"

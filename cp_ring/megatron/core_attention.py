@@ -33,6 +33,7 @@ from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.wire import rejection
 from cp_ring.observe import debug, timing, watchdog
+from cp_ring.plan.sizes import WIRES
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -175,10 +176,10 @@ class RingDotProductAttention(MegatronModule):
 
     def _make_tap(self) -> LatentTap | None:
         """What finds the latents of this layer, where they travel; see `cp_ring.megatron.latent.link`."""
-        if self.wire != "latent":
+        if not WIRES[self.wire].latent:
             return None
         if problem := rejection(self.config, self.spec.ulysses):
-            raise ConfigError(f"--cp-ring-wire latent {problem}")
+            raise ConfigError(f"--cp-ring-wire {self.wire} {problem}")
         return LatentTap(self.tp_group)
 
     def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:

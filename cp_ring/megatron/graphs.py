@@ -12,6 +12,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.settings import current
+from cp_ring.plan.sizes import WIRES
 
 _SEPARATE = {"moe_router", "moe_preprocess", "mamba"}
 """Modules whose graphs hold them alone."""
@@ -105,8 +106,9 @@ def _reasons(args: argparse.Namespace) -> Iterator[str]:
         yield f"--attention-dropout {args.attention_dropout} would drop the same weights in each step: give --attention-dropout 0"
     if _value(args, "cp_ring_kernel") in ("cpu", "reference"):
         yield f"--cp-ring-kernel {_value(args, 'cp_ring_kernel')} waits for the host: give a kernel for CUDA, or auto"
-    if _value(args, "cp_ring_wire") == "latent":
-        yield "--cp-ring-wire latent finds latents by hooks, which a graph leaves out: give plain, int8 or fp8"
+    wire = _value(args, "cp_ring_wire")
+    if wire in WIRES and WIRES[wire].latent:
+        yield f"--cp-ring-wire {wire} finds latents by hooks, which a graph leaves out: give plain, int8 or fp8"
     if getattr(args, "context_parallel_size", 1) > 1 and getattr(args, "distributed_backend", "nccl") != "nccl":
         yield f"--distributed-backend {args.distributed_backend} cannot be captured: give nccl"
     if getattr(args, "cuda_graph_warmup_steps", 1) == 0:

@@ -25,8 +25,8 @@ from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import layer_windows
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.spec import PlanSpec
 from cp_ring.plan.tables import RankPlan
 
 KEY = "cp_ring_mask"

@@ -60,25 +60,25 @@ def choose_wire(args: argparse.Namespace, config: ContextParallelConfig) -> str:
     cp, latent = args.context_parallel_size, getattr(args, "multi_latent_attention", False)
     if cp == 1 or (config.wire == "auto" and not latent):
         return "plain"
-    dropout = args.attention_dropout
-    if dropout and config.wire not in ("auto", "plain"):
+    dropout, asked = args.attention_dropout, WIRES.get(config.wire)  # None: auto
+    if dropout and asked and not asked.plain:
         raise ConfigError(
             f"--cp-ring-wire {config.wire} does not support --attention-dropout {dropout:g}, for which positions travel with the "
             "keys: give --attention-dropout 0, or --cp-ring-wire plain"
         )
     problem = rejection(args, max(spec.ulysses for _, spec in comm_types.specs(args, config)))
-    if config.wire == "latent" and problem:
-        raise ConfigError(f"--cp-ring-wire latent {problem}")
+    if asked and asked.latent and problem:
+        raise ConfigError(f"--cp-ring-wire {config.wire} {problem}")
     chosen = config.wire
     if chosen == "auto":
         chosen = "latent" if not problem and not dropout and _latent_pays(args, config) else "plain"
-    if latent or chosen != "plain":
+    if latent or not WIRES[chosen].plain:
         _note(args, config.wire, chosen)
     return chosen
 
 
 def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
-    other = "latent" if chosen == "plain" else "plain"
+    other = "latent" if WIRES[chosen].plain else "plain"
     here, there = (sizes_of(args, wire).wire_key_bytes // args.micro_batch_size for wire in (chosen, other))
     found = f" is {chosen}" if asked != chosen else ""
     widening = WIRES[chosen].widening

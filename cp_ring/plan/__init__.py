@@ -1,10 +1,14 @@
 """Plans as data: masks, layouts, tiles, transfers, and the proof that they are right. No torch.distributed here."""
 
+import warnings
+from pathlib import Path
+from typing import Any
+
 from cp_ring.plan.head_split import HeadSplit, split_heads
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, Lowered, lower
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan
+from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.tables import Hop, RankPlan, Transfer
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
 from cp_ring.plan.verify import Report
@@ -18,6 +22,7 @@ __all__ = [
     "Lowered",
     "Mask",
     "Plan",
+    "PlanSpec",
     "RankPlan",
     "Report",
     "Tile",
@@ -26,3 +31,24 @@ __all__ = [
     "lower",
     "split_heads",
 ]
+
+
+class _HeadPlan(Plan):
+    @classmethod
+    def build(cls, mask: Mask, layout: Layout, heads: int, **options: Any) -> Plan:  # type: ignore[override]
+        return Plan.build(mask, layout, ulysses=heads, **options)
+
+
+_RENAMED = {
+    "RingPlan": (Plan, "Plan"),
+    "HeadPlan": (_HeadPlan, "Plan, and ulysses= for heads"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'cp_ring.plan' has no attribute {name!r}")
+    found, spelling = _RENAMED[name]
+    package = str(Path(__file__).parents[1])
+    warnings.warn(f"{name} has another name: write {spelling}", DeprecationWarning, skip_file_prefixes=(package,))
+    return found

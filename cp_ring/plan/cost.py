@@ -71,7 +71,7 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
         "forward: partial results of out": MAX_PARTS * tokens * sizes.out_width * element,
         "forward: out in float32": tokens * sizes.out_width * float32,
         "both: key and value slots": num_slots * arriving * sizes.wire_key_bytes,
-        **({} if sizes.wire == "plain" else _codec_memory(sizes, tokens, arriving, leaving)),
+        **({} if sizes.codec.plain else _codec_memory(sizes, tokens, arriving, leaving)),
         "backward: partial results of dq": MAX_PARTS * tokens * sizes.query_width * element,
         "backward: dq in float32": tokens * sizes.query_width * float32,
         "backward: dk, dv in float32": tokens * width * float32,

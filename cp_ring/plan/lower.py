@@ -31,6 +31,7 @@ class Capabilities:
     block: tiles whose sides are not multiples of this are packed, as are all tiles of packed documents. Packed calls of a new
         size are slow at first, so they are filled up to few sizes. 0: any size is as good as another.
     deterministic: the same bits in every run, if the caller asks for it. It changes no tile.
+    slow: made to compare others with; `auto` takes it last, and for dropout it must be named.
     """
 
     bands: bool = False
@@ -38,6 +39,7 @@ class Capabilities:
     varlen: bool = False
     block: int = 0
     deterministic: bool = False
+    slow: bool = False
 
 
 KERNELS = {
@@ -46,7 +48,7 @@ KERNELS = {
     "flash": Capabilities(bands=True, varlen=True, deterministic=True),
     "flash_aten": Capabilities(bands=True, varlen=True, deterministic=True),
     "cpu": Capabilities(deterministic=True),
-    "reference": Capabilities(bands=True, varlen=True, deterministic=True),
+    "reference": Capabilities(bands=True, varlen=True, deterministic=True, slow=True),
 }
 """What the kernels of cp_ring can do, by name: plans and predictions need it without the libraries of the kernels."""
 

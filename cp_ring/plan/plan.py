@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.heads import check_exchange, check_members, members_of_node, with_exchange
-from cp_ring.plan.layout import Layout, check_rank
+from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.order import Order
 from cp_ring.plan.ranges import Ints, integer, union
@@ -31,14 +32,50 @@ from cp_ring.plan.verify import Report, verify
 from cp_ring.plan.verify_ranks import verify_rank_plans
 
 
-class PlanOptions(TypedDict, total=False):
-    """What `Plan.build` takes besides mask and layout."""
+@dataclass(frozen=True)
+class PlanSpec:
+    """How attention is split over ranks. `cp_ring.plan.spec.plan` makes and proves the plan of a mask by it.
 
-    route: str
-    schedule: str | Sequence[int]
-    slot_shards: int | None
-    node_size: int
-    ulysses: int
+    layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
+    route, schedule, ulysses, node_size, slot_shards: as in `Plan.build`.
+    """
+
+    layout: Layout | str = "zigzag"
+    route: str = DEFAULT
+    schedule: str | Sequence[int] = "auto"
+    ulysses: int = 1
+    node_size: int = 1
+    slot_shards: int | None = None
+
+    def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
+        """The plan of `mask` over `cp` ranks, neither proven nor kept; with `rank`, all that this rank's part needs of it.
+
+        Raises `PlanError` where mask, ranks and spec do not fit together.
+        """
+        if isinstance(self.layout, str) and self.layout not in LAYOUTS:
+            raise PlanError(f"layout={self.layout!r}: unknown; known are {', '.join(LAYOUTS)}")
+        if self.route not in ROUTES:
+            raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
+        layout, route, near = self.layout, ROUTES[self.route], self.node_size
+        layout = members = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
+        if layout.cp != cp:
+            raise PlanError(f"layout is for {layout.cp} ranks, not for {cp}")
+        if self.ulysses != 1:
+            members, near = layout.merged(self.ulysses), members_of_node(near, self.ulysses)
+        if mask.n != layout.n:
+            raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
+        if integer(near, "node_size") < 1 or members.cp % near:
+            raise PlanError(f"node_size={near}: it must divide the {members.cp} ranks")
+        near = near if route.node_aware else 1
+        hops = route.schedule(self.schedule, members, self.slot_shards, near)
+        whole = rank is None or not route.local
+        cut = _cut(mask, members, None if whole else members.owner == rank // self.ulysses)
+        return Plan(_tables(mask, members, self.route, hops, cut, near), layout, self.ulysses)
+
+    def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
+        """One rank's plan, neither proven nor kept, without planning for the others if the route is `local`."""
+        check_rank(rank, cp)
+        return self.build(mask, cp, rank).rank_plan(rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,33 +120,12 @@ class Plan:
         Raises `PlanError` if mask and layout differ in length, if `ulysses` does not divide the ranks, or if the route or the
         schedule is not right.
         """
-        return cls._build(mask, layout, None, route, schedule, slot_shards, node_size, ulysses)
+        return PlanSpec(layout, route, schedule, ulysses, node_size, slot_shards).build(mask, layout.cp)
 
     @classmethod
-    def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, **options: Unpack[PlanOptions]) -> RankPlan:
+    def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, **options: Any) -> RankPlan:
         """One rank's plan, without planning for the others if the route is `local`. Options and errors as in `build`."""
-        check_rank(rank, layout.cp)
-        return cls._build(mask, layout, rank, **options).rank_plan(rank)
-
-    @classmethod
-    def _build(
-        cls, mask: Mask, layout: Layout, rank: int | None, route: str = DEFAULT, schedule: str | Sequence[int] = "auto",
-        slot_shards: int | None = None, node_size: int = 1, ulysses: int = 1,
-    ) -> Plan:  # fmt: skip
-        """As `build`; with `rank`, its tables need hold no more than the rank's part."""
-        members, near = layout, node_size
-        if ulysses != 1:
-            members, near = layout.merged(ulysses), members_of_node(node_size, ulysses)
-        hops, size = _check(mask, members, route, schedule, slot_shards, near)
-        if rank is None or not ROUTES[route].local:
-            parts = split_at_edges(mask.pieces, members.edges)
-        else:
-            mine = members.owner == rank // ulysses
-            keep = (mine, ~mine), (~mine, mine), (mine, mine)
-            tiles, *chunks = zip(*(split_at_edges(mask.pieces, members.edges, keep=each) for each in keep), strict=True)
-            query_chunk, key_chunk = map(np.concatenate, chunks)
-            parts = Tiles(np.concatenate([each.data for each in tiles], axis=1)), query_chunk, key_chunk
-        return cls(_tables(mask, members, route, hops, parts, size), layout, ulysses)
+        return PlanSpec(layout, **options).build_rank_plan(mask, layout.cp, rank)
 
     @property
     def mask(self) -> Mask:
@@ -166,18 +182,14 @@ class Plan:
         return proven
 
 
-def _check(
-    mask: Mask, layout: Layout, route: str, schedule: str | Sequence[int], slot_shards: int | None, node_size: int
-) -> tuple[Schedule, int]:
-    """Raises `PlanError` if the arguments do not fit together; returns the schedule, and the node size of the order."""
-    if mask.n != layout.n:
-        raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
-    if route not in ROUTES:
-        raise PlanError(f"unknown route {route!r}; known are {', '.join(ROUTES)}")
-    if integer(node_size, "node_size") < 1 or layout.cp % node_size:
-        raise PlanError(f"node_size={node_size}: it must divide the {layout.cp} ranks")
-    size = node_size if ROUTES[route].node_aware else 1
-    return ROUTES[route].schedule(schedule, layout, slot_shards, size), size
+def _cut(mask: Mask, layout: Layout, mine: NDArray[np.bool_] | None) -> tuple[Tiles, Ints, Ints]:
+    """Pieces cut at the edges of chunks, and the chunks of their queries and keys; only those of the chunks `mine`, if given."""
+    if mine is None:
+        return split_at_edges(mask.pieces, layout.edges)
+    keep = (mine, ~mine), (~mine, mine), (mine, mine)
+    tiles, *chunks = zip(*(split_at_edges(mask.pieces, layout.edges, keep=each) for each in keep), strict=True)
+    query_chunk, key_chunk = map(np.concatenate, chunks)
+    return Tiles(np.concatenate([each.data for each in tiles], axis=1)), query_chunk, key_chunk
 
 
 def _tables(

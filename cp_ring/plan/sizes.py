@@ -43,6 +43,11 @@ class Wire:
     error: float = 0.0
 
     @property
+    def plain(self) -> bool:
+        """Whether keys and values travel as they are."""
+        return self.key_element is None and not self.latent
+
+    @property
     def widening(self) -> float:
         """By how much the bounds of the certificate widen: its probes have few tokens, and other masks and draws."""
         return 2 * self.error

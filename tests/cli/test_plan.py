@@ -72,9 +72,9 @@ def test_conversions_that_cannot_be(options: list[str], message: str) -> None:
 
 def test_bytes_between_nodes() -> None:
     plan = Plan.build(Mask.full(64), Layout.contiguous(64, 8))
-    assert between_nodes(plan, 8) == 0.0
-    assert between_nodes(plan, 4) == pytest.approx(4 / 7)
-    assert between_nodes(Plan.build(Mask.full(64), Layout.contiguous(64, 8), "ring"), 4) == pytest.approx(2 / 8)
+    assert between_nodes(plan.ring, 8) == 0.0
+    assert between_nodes(plan.ring, 4) == pytest.approx(4 / 7)
+    assert between_nodes(Plan.build(Mask.full(64), Layout.contiguous(64, 8), "ring").ring, 4) == pytest.approx(2 / 8)
 
 
 def test_timeline_overlaps_and_keeps_order() -> None:
@@ -82,7 +82,7 @@ def test_timeline_overlaps_and_keeps_order() -> None:
         plan = Plan.build(Mask.causal(4096), Layout.zigzag(4096, 4), schedule=schedule)
         report = plan.verify()
         costs = cost(report, AttentionSizes())
-        compute, transfers = spans(plan, report, AttentionSizes())
+        compute, transfers = spans(plan.ring, report, AttentionSizes())
         assert len(compute) == 4 * hops and len(transfers) == 12
         assert all(span.start > arrival.end * (1 - 1e-9) for span in compute for arrival in transfers
                    if (arrival.rank, arrival.hop) == (span.rank, span.hop))  # fmt: skip

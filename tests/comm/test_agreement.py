@@ -263,7 +263,7 @@ def test_a_part_of_a_plan_has_the_identity_of_the_whole():
         Plan.build(mask, layout, "ring"),
     ]
     assert len(digests | {plan.rank_plan(0).digest for plan in others}) == 4
-    assert {"mask", "layout", "route"} <= {part.name for part in identity(whole_plan)}
+    assert {"mask", "layout", "route"} <= {part.name for part in identity(whole_plan.ring)}
     assert Plan.build(Mask.causal(N), layout).rank_plan(0).digest == (
         Plan.build(Mask.documents([0, N]), layout).rank_plan(0).digest
     )

@@ -151,6 +151,8 @@ def _both(group, plan, case, name):
 
 def test_every_codec_has_widths():
     assert set(CODECS) == set(WIRES)
+    for name, codec in CODECS.items():
+        assert (codec.needs_latents, codec.carries_positions) == (WIRES[name].latent, WIRES[name].plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

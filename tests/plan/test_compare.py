@@ -49,11 +49,11 @@ def test_a_single_document_is_the_same_for_all_that_need_no_group():
 def test_blocks_are_what_kernels_compute():
     mask = Mask.documents([0, 200, 456, 512])
     plan = Plan.build(mask, Layout.contiguous(512, 1))
-    assert blocked_pairs(plan, 128)[0, 0] == (3 + 3 + 1) * 128**2  # documents of 2, 2 and 1 blocks
-    assert blocked_pairs(plan, 1).sum() == mask.area()
+    assert blocked_pairs(plan.ring, 128)[0, 0] == (3 + 3 + 1) * 128**2  # documents of 2, 2 and 1 blocks
+    assert blocked_pairs(plan.ring, 1).sum() == mask.area()
     windowed = Plan.build(Mask.causal(1024, (128, 0)), Layout.zigzag(1024, 2))
     dense = Mask.causal(1024, (128, 0)).dense()
-    assert blocked_pairs(windowed, 1).sum() == dense.sum() <= blocked_pairs(windowed, 64).sum() <= 1024 * (128 + 3 * 64)
+    assert blocked_pairs(windowed.ring, 1).sum() == dense.sum() <= blocked_pairs(windowed.ring, 64).sum() <= 1024 * (128 + 3 * 64)
 
 
 def test_bytes_are_those_of_the_plan():

@@ -31,7 +31,7 @@ def windowed(window: int, cp: int) -> Plan:
 @pytest.mark.parametrize("window", [1024, 1500, 2048, 4096, 5000])
 @pytest.mark.parametrize("cp", [1, 4])
 def test_windows_cost_at_most_15_percent_more_blocks(window: int, cp: int) -> None:
-    tiles = windowed(window, cp).tiles
+    tiles = windowed(window, cp).ring.tiles
     assert blocks(lower(tiles, Capabilities()).tiles) <= 1.15 * blocks(tiles)
 
 
@@ -41,12 +41,12 @@ def test_windows_cost_at_most_15_percent_more_blocks(window: int, cp: int) -> No
 def test_documents_cost_at_most_15_percent_more_blocks(layout: str, seed: int, window: int) -> None:
     mask = Mask.documents(samples.exponential(65536, 1024, seed), window=(window, 0))
     chosen = Layout.zigzag(65536, 8) if layout == "zigzag" else Layout.balanced(mask, 8)
-    tiles = Plan.build(mask, chosen).tiles
+    tiles = Plan.build(mask, chosen).ring.tiles
     assert blocks(lower(tiles, Capabilities()).tiles) <= 1.15 * blocks(tiles)
 
 
 def test_a_native_window_needs_no_lowering() -> None:
-    tiles = windowed(1024, 4).tiles
+    tiles = windowed(1024, 4).ring.tiles
     lowered = lower(tiles, Capabilities(bands=True))
     assert lowered.tiles == tiles.fitted() and lowered.parent.tolist() == list(range(len(tiles)))
     # What flash-attn calls (left, right), counted from the bottom right corner, is never negative.

@@ -308,7 +308,7 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_large_pieces_cost_at_most_15_percent_more_blocks(name: str) -> None:
     for layout in ("zigzag", "balanced"):
-        tiles = Plan.build(LARGE[name], LAYOUTS[layout](LARGE[name], 4)).tiles
+        tiles = Plan.build(LARGE[name], LAYOUTS[layout](LARGE[name], 4)).ring.tiles
         assert blocks(lower(tiles, Capabilities()).tiles) <= 1.15 * blocks(tiles), layout
 
 

@@ -57,7 +57,7 @@ def test_a_rank_comes_to_its_own_node_first(route):
 
 def test_other_routes_ignore_nodes():
     mask, layout = Mask.causal(64), Layout.zigzag(64, 4)
-    assert Plan.build(mask, layout, "ring", node_size=2).node_size == 1
+    assert Plan.build(mask, layout, "ring", node_size=2).ring.node_size == 1
     assert repr(Plan.build(mask, layout, "relay", node_size=1).rank_plan(1).hops) == repr(
         Plan.build(mask, layout, "direct", "ring").rank_plan(1).hops
     )

@@ -127,7 +127,7 @@ def test_cost_of_large_plans_is_linear(name: str) -> None:
     ("make", "message"),
     [
         (lambda: Plan.build(Mask.causal(8), Layout.zigzag(16, 2)), "the mask is for 8 tokens, the layout for 16"),
-        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2), "magic"), "unknown route 'magic'; known are direct, ring"),
+        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2), "magic"), "route='magic': unknown; known are direct, ring"),
     ],
 )
 def test_bad_input_is_one_line(make, message: str) -> None:

@@ -134,8 +134,10 @@ def test_reasons_name_what_costs_time_and_what_does_not_fit():
 
 def test_a_kernel_that_computes_blocks_takes_longer():
     plan = Plan.build(Mask.causal(1024), Layout.contiguous(1024, 1))
-    assert blocked_pairs(plan, 512).tolist() == [[3 * 512**2]]
-    assert blocked_pairs(plan, 4096).tolist() == [[4096**2]] and blocked_pairs(plan, 4096, padded=False).tolist() == [[1024**2]]
+    assert blocked_pairs(plan.ring, 512).tolist() == [[3 * 512**2]]
+    assert blocked_pairs(plan.ring, 4096).tolist() == [[4096**2]] and blocked_pairs(plan.ring, 4096, padded=False).tolist() == [
+        [1024**2]
+    ]
     free = Rates(memory=1e30, call=1e-30)
     report, sizes = plan.verify(), AttentionSizes()
     exact, blocks = (simulate(plan, report, sizes, replace(free, block=block)).both for block in (1, 512))

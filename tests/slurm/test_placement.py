@@ -45,12 +45,11 @@ def test_bytes_are_those_of_the_transfers_one_by_one(cp, per_node, route):
     made = plan(cp, route=route, mask=Mask.causal(64, window=(20, 0)))
     placement = Placement(tuple(f"n{i}" for i in range(2 * cp // per_node)), per_node)
     groups = context_groups(1, cp, 2 * cp)
-    found = {hop.hop: hop for hop in traffic(made, groups, placement, 10)}
+    found = {hop.hop: hop for hop in traffic(made.ring, groups, placement, 10)}
     expected = {}
     for group in groups:
-        for hop, sender, receiver, tokens in zip(
-            made.transfers.hop, made.transfers.sender, made.transfers.receiver, made.transfers.tokens, strict=True
-        ):
+        moves = made.ring.transfers
+        for hop, sender, receiver, tokens in zip(moves.hop, moves.sender, moves.receiver, moves.tokens, strict=True):
             source, target = placement.host(group[sender]), placement.host(group[receiver])
             cell = expected.setdefault(int(hop), {"inside": 0, "between": 0, "out": {}, "into": {}})
             cell["inside" if source == target else "between"] += int(tokens) * 10
@@ -64,24 +63,24 @@ def test_bytes_are_those_of_the_transfers_one_by_one(cp, per_node, route):
             table = getattr(found[hop], name)
             assert {host: int(table[i]) for i, host in enumerate(placement.hosts) if table[i]} == cell[name]
     total = sum(hop.inside + hop.between for hop in found.values())
-    assert sum(hop.between for hop in found.values()) / total == pytest.approx(between_nodes(made, per_node))
+    assert sum(hop.between for hop in found.values()) / total == pytest.approx(between_nodes(made.ring, per_node))
 
 
 def test_order_of_hosts_decides_what_passes_between_nodes():
     made, groups = plan(4), context_groups(1, 4, 4)
-    shared = traffic(made, groups, Placement(("a", "b"), 2), 8)
-    apart = traffic(made, groups, Placement(("a", "b", "c", "d"), 1), 8)
+    shared = traffic(made.ring, groups, Placement(("a", "b"), 2), 8)
+    apart = traffic(made.ring, groups, Placement(("a", "b", "c", "d"), 1), 8)
     assert sum(hop.between for hop in shared) < sum(hop.between for hop in apart)
     assert all(hop.inside == 0 for hop in apart)
 
 
 def test_lines_name_the_hops():
-    made, groups = plan(4), context_groups(1, 4, 8)
-    lines = describe(Placement(("a", "b", "c", "d"), 2), groups, traffic(made, groups, Placement(("a", "b", "c", "d"), 2), 2**20))
+    made, groups, placement = plan(4), context_groups(1, 4, 8), Placement(("a", "b", "c", "d"), 2)
+    lines = describe(placement, groups, traffic(made.ring, groups, placement, 2**20))
     assert lines[0] == "each of 2 context-parallel groups of 4 is on 2 of 4 nodes" and lines[1] == "the first on a a b b"
     assert [line.split(":")[0] for line in lines[2:5]] == ["hop 1", "hop 2", "hop 3"] and lines[5] == "inside nodes: no hop"
     alone = Placement(("a", "b"), 4)
-    assert describe(alone, groups, traffic(made, groups, alone, 1))[-1] == "no hop passes between nodes"
+    assert describe(alone, groups, traffic(made.ring, groups, alone, 1))[-1] == "no hop passes between nodes"
 
 
 def test_order_from_file():
@@ -129,7 +128,7 @@ def test_plan_of_a_job_goes_by_its_flags_and_nodes():
         given = {"megatron": HEADS | {"seq_length": 1024} | (megatron or {}), "parallel": parallel, "cp_ring": cp_ring}
         return plan_of(config.validate(given, "job"), per_node)
 
-    assert plan(4).node_size == 4 and plan(4, tp=2).node_size == 2 and plan(4, node_size=8).node_size == 8
+    assert plan(4).ring.node_size == 4 and plan(4, tp=2).ring.node_size == 2 and plan(4, node_size=8).ring.node_size == 8
     assert plan(4, route="relay").schedule == relay_schedule("auto", 8, 4)
     assert plan(4, heads=2).ulysses == 2 and plan(4, heads=2).ring.node_size == 2
     assert plan(4, megatron={"cp_comm_type": "a2a"}).ring.cp == 1

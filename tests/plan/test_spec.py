@@ -1,0 +1,105 @@
+"""PlanSpec and `plan`: one maker and one cache of proven plans; the names that plans and routes had before."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cp_ring
+from cp_ring.errors import PlanError
+from cp_ring.plan import Layout, Mask, Plan, PlanSpec, spec
+from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.routes import ROUTES, Route, direct
+from cp_ring.plan.spec import plan
+
+MASK = Mask.documents([0, 9, 40, 64])
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch):
+    monkeypatch.setattr(spec, "_plans", type(spec._plans)())
+
+
+def test_equal_arguments_share_one_plan():
+    zigzag = Layout.zigzag(64, 4)
+    again = Mask.documents([0, 9, 40, 64])
+    assert plan(MASK, 4) is plan(again, 4) and plan(MASK, 4, PlanSpec(zigzag)) is plan(
+        again, 4, PlanSpec(replace(zigzag, name="x"))
+    )
+    others = [PlanSpec("contiguous"), PlanSpec(route="ring"), PlanSpec(schedule="gather"), PlanSpec(ulysses=2),
+              PlanSpec(node_size=2), PlanSpec(slot_shards=1)]  # fmt: skip
+    assert len({id(plan(MASK, 4, each)) for each in [PlanSpec(), *others]}) == 7
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(map(id, threads.map(lambda _: plan(MASK, 4, PlanSpec(ulysses=4)), range(8))))) == 1
+
+
+def test_another_route_or_layout_of_the_same_name_makes_another_plan(monkeypatch):
+    before = plan(MASK, 4)
+    monkeypatch.setitem(ROUTES, "direct", Route(direct))
+    assert plan(MASK, 4) is not before
+    before = plan(MASK, 4)
+    monkeypatch.setitem(LAYOUTS, "zigzag", lambda mask, cp: Layout.contiguous(mask.n, cp))
+    assert np.array_equal(plan(MASK, 4).layout.owner, np.arange(4)) and plan(MASK, 4) is not before
+
+
+def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
+    def lost(need, cp):
+        keys, gradients = direct(need, cp)
+        return keys[1:], gradients
+
+    monkeypatch.setitem(ROUTES, "lost", Route(lost))
+    for _ in range(2):
+        with pytest.raises(PlanError, match="rank"):
+            plan(MASK, 4, PlanSpec(route="lost"))
+    assert not spec._plans
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+@pytest.mark.parametrize("route", ["direct", "ring", "relay"])
+def test_one_rank_plans_its_part_alone(route, ulysses):
+    chosen = PlanSpec("balanced", route, ulysses=ulysses, node_size=2)
+    whole = plan(MASK, 4, chosen)
+    for rank in range(4):
+        alone = chosen.build_rank_plan(MASK, 4, rank)
+        assert repr(alone) == repr(whole.rank_plan(rank)) and alone.digest == whole.rank_plan(rank).digest
+        assert (alone.ulysses, alone.member, alone.shard_tokens) == (ulysses, rank // ulysses, 16)
+        assert alone.num_tokens == 16 * ulysses
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (PlanSpec("diagonal"), "layout='diagonal': unknown; known are zigzag, contiguous, balanced"),
+        (PlanSpec(route="pigeon"), "route='pigeon': unknown; known are direct, ring, relay"),
+        (PlanSpec(Layout.zigzag(64, 2)), "layout is for 2 ranks, not for 4"),
+        (PlanSpec(ulysses=3), "heads=3: it must divide the 4 context-parallel ranks"),
+    ],
+)
+def test_what_does_not_fit_is_rejected_in_one_line(asked, says):
+    with pytest.raises(PlanError) as raised:
+        plan(MASK, 4, asked)
+    assert str(raised.value) == says
+
+
+def test_names_of_before_warn_and_work():
+    layout = Layout.zigzag(64, 4)
+    with pytest.warns(DeprecationWarning, match="RingPlan has another name: write Plan") as told:
+        ring = cp_ring.RingPlan.build(MASK, layout, "ring", node_size=2)
+    assert told[0].filename == __file__ and isinstance(ring, Plan) and ring.route == "ring"
+    with pytest.warns(DeprecationWarning, match="write Plan, and ulysses= for heads") as told:
+        from cp_ring.plan import HeadPlan
+    assert told[0].filename == __file__
+    plan_of_heads = HeadPlan.build(MASK, layout, 2, route="ring")
+    assert plan_of_heads.ulysses == 2 and plan_of_heads.ring.cp == 2
+
+
+def test_a_function_in_routes_is_a_route(monkeypatch):
+    monkeypatch.setitem(ROUTES, "mine", Route(direct))
+    with pytest.warns(DeprecationWarning, match=r"ROUTES\['mine'\] is a function: write Route\(function\)"):
+        ROUTES["mine"] = direct
+    with warnings.catch_warnings(action="error"):
+        plan(MASK, 4, PlanSpec(route="mine")).verify(rank_plans=True)
