@@ -21,8 +21,8 @@ COUNTED = {token.OP, token.NAME, token.NUMBER, token.STRING}
 COUNTED |= {token.FSTRING_START, token.FSTRING_MIDDLE, token.FSTRING_END}
 # One file a probe, a kernel, a patch:
 MANY_FILES = {"cp_ring/megatron/certificate", "cp_ring/kernels", "patches"}
-NO_STATE = set("frozenset tuple range compile getLogger TypeVar Path Lock RLock Typer".split())
-NO_STATE |= {"ContextVar"}  # ends with its context
+NO_STATE = {"frozenset", "tuple", "range", "compile", "getLogger", "TypeVar", "Path", "Typer"}
+NO_STATE |= {"Lock", "RLock", "ContextVar"}
 # The parameters are those of another function, or of a kernel:
 GIVEN = {"overload", "override", "jit"}
 
