@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from cp_ring.megatron.checkpoints import folders, manifest
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.faults import __main__ as campaign
 from tests.faults.jobs import resumed_well
 
 
 def run(*faults):
     command = [sys.executable, "-m", "tests.faults", "--rounds", "1", "--json", "--only", *faults]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     return done.returncode, json.loads(done.stdout), done.stderr
 
 

@@ -19,6 +19,7 @@ import yaml
 
 from cp_ring.job.launch import _Interrupts
 from cp_ring.observe import progress
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import environment
 from tests.slurm.job import TINY
 
@@ -32,7 +33,7 @@ def job(tmp_path):
     return [sys.executable, "-m", "cp_ring.cli", "train", str(path), *(word for one in settings for word in ("--set", one))]
 
 
-def until(happened, timeout_s=200):
+def until(happened, timeout_s=LIMIT_S):
     end = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < end
@@ -57,12 +58,12 @@ def interrupted(line, run_dir, kill_a_rank=False):
                 first = ranks(run)
                 assert len(first) == 2
                 first[0].send_signal(signal.SIGKILL)
-                psutil.wait_procs(first, timeout=200)
+                psutil.wait_procs(first, timeout=LIMIT_S)
                 done = len(progress.read(run_dir))
                 until(lambda: run.poll() is not None or len(progress.read(run_dir)) >= done + 3)
             processes = psutil.Process(run.pid).children(recursive=True)
             os.killpg(run.pid, signal.SIGINT)
-            run.wait(timeout=200)
+            run.wait(timeout=LIMIT_S)
         finally:
             for process in psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []:
                 process.kill()

@@ -9,6 +9,8 @@ import sys
 import pytest
 import yaml
 
+from cp_ring.testing.rank_pool import LIMIT_S
+
 TINY = {
     "megatron.num_layers": 1,
     "megatron.hidden_size": 32,
@@ -32,7 +34,7 @@ def train(folder, **settings):
 
 def command(name, folder, settings):
     """`cp-ring name quickstart` in `folder` with these settings."""
-    return subprocess.run(line_of(name, settings), cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(line_of(name, settings), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def line_of(name, settings):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests import needs
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -41,7 +42,7 @@ def machine(tmp_path):
             env={"PATH": str(tools), "HOME": str(tmp_path / "home")},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
         )
 
     run.tools, run.root, run.home = tools, root, tmp_path / "home"

@@ -17,6 +17,7 @@ import psutil
 import yaml
 
 from cp_ring.observe import progress
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.slurm.job import TINY
 
 HERE = Path(__file__).parent
@@ -33,8 +34,8 @@ class Cluster:
         self._process = subprocess.Popen(line, env=os.environ | environment, stdout=self.log, stderr=self.log)
 
     def wait_until_up(self) -> None:
-        self.until(lambda: self._init() is not None, 60)
-        self.until(lambda: self.run("squeue").returncode == 0 and "idle" in self.run("sinfo", "-h", "-o", "%t").stdout, 60)
+        self.until(lambda: self._init() is not None)
+        self.until(lambda: self.run("squeue").returncode == 0 and "idle" in self.run("sinfo", "-h", "-o", "%t").stdout)
 
     def _init(self) -> int | None:
         """The first process of the cluster's namespaces."""
@@ -55,10 +56,10 @@ class Cluster:
         kept = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE")}
         return kept | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONWARNINGS": "ignore"}
 
-    def run(self, *command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(self.line(*command), env=self.environment, capture_output=True, text=True, timeout=timeout)
 
-    def until(self, happened: Callable[[], object], timeout: float = 120) -> None:
+    def until(self, happened: Callable[[], object], timeout: float = LIMIT_S) -> None:
         end = time.monotonic() + timeout
         while not happened():
             if time.monotonic() > end:
@@ -148,15 +149,15 @@ class Job:
         }
         return [process for process in own.values() if process.ppid() not in own]
 
-    def reach(self, step: int, timeout: float = 200) -> None:
+    def reach(self, step: int, timeout: float = LIMIT_S) -> None:
         """Waits until training has done `step`."""
         self.cluster.until(lambda: self.step >= step or self.state in ENDED, timeout)
         assert self.state not in ENDED, self.logs()
 
-    def end(self, timeout: float = 300) -> str:
+    def end(self, timeout: float = LIMIT_S) -> str:
         """Waits until the job is over and returns its state; no process of it may be left."""
         self.cluster.until(lambda: self.state in ENDED, timeout)
-        self.cluster.until(lambda: not self.processes(), 20)
+        self.cluster.until(lambda: not self.processes())
         return self.state
 
     def status(self) -> dict[str, object]:

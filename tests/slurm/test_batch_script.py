@@ -14,6 +14,7 @@ import pytest
 from cp_ring.errors import ConfigError
 from cp_ring.slurm import attempts
 from cp_ring.slurm.batch_script import Resources, Script, lint, output_pattern, quote
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests import needs
 
 FOLDER = Path(__file__).resolve().parents[2] / "launch" / "slurm"
@@ -77,7 +78,7 @@ class Machine:
 
     def run(self, run_dir, command, attempt=0, **settings):
         done = self.start(run_dir, command, attempt, **settings)
-        output = done.communicate(timeout=60)[0]
+        output = done.communicate(timeout=LIMIT_S)[0]
         return done.returncode, output
 
     @property
@@ -135,7 +136,7 @@ def test_tries_whose_script_was_lost_count_too(machine, tmp_path):
     assert code == 1 and "given up: no new checkpoint in 2 tries" in output
 
 
-def until(happened, timeout_s=20):
+def until(happened, timeout_s=LIMIT_S):
     end = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < end
@@ -158,7 +159,7 @@ def test_warning_is_passed_on_and_requeued(machine, tmp_path):
     script = machine.start(run_dir, obedient(run_dir))
     until((run_dir / "ready").exists)
     script.send_signal(signal.SIGUSR1)
-    script.communicate(timeout=30)
+    script.communicate(timeout=LIMIT_S)
     assert script.returncode == 0 and machine.requeues == 1
     assert attempts.read(run_dir)[-1] == attempts.Event(attempts.read(run_dir)[-1].time, "7", 0, "stop", 5, "warned")
 
@@ -169,7 +170,7 @@ def test_warning_before_the_rank_listens_is_sent_again(machine, tmp_path):
     script = machine.start(run_dir, [sys.executable, "-c", f"import time; time.sleep(2); {code}"])
     until((run_dir / "logs" / "7.0" / "rank0000-n1.log").exists)
     script.send_signal(signal.SIGUSR1)
-    script.communicate(timeout=30)
+    script.communicate(timeout=LIMIT_S)
     assert script.returncode == 0 and machine.requeues == 1
 
 
@@ -178,7 +179,7 @@ def test_canceled_stays_canceled(machine, tmp_path):
     script = machine.start(run_dir, ["bash", "-c", f"touch {run_dir}/ready; sleep 1; exit 4"])
     until((run_dir / "ready").exists)
     script.send_signal(signal.SIGTERM)
-    output = script.communicate(timeout=30)[0]
+    output = script.communicate(timeout=LIMIT_S)[0]
     assert script.returncode == 4 and machine.requeues == 0 and output.endswith(": terminated by Slurm\n")
 
 

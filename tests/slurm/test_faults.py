@@ -129,7 +129,7 @@ def test_lost_node(cluster, undisturbed):
         job.reach(step)
         cluster.kill_node(node)
         tries = job.restarts
-        cluster.until(lambda tries=tries: job.restarts > tries, 90)
+        cluster.until(lambda tries=tries: job.restarts > tries)
         cluster.start_node(node)
     assert job.end() == "COMPLETED", job.logs()
     assert job.starts[1] >= 2 and same(job, expected)
@@ -141,7 +141,7 @@ def test_silently_lost_link(cluster, undisturbed):
     job = Job(cluster, "link-lost", *QUICK, megatron__save_interval=2, megatron__train_iters=60, **CP4)
     job.reach(5)
     cluster.run("ip", "link", "set", "v2", "down")
-    cluster.until(lambda: job.restarts == 1, 120)
+    cluster.until(lambda: job.restarts == 1)
     cluster.run("ip", "link", "set", "v2", "up")
     assert job.end() == "COMPLETED", job.logs()
     assert job.starts[1] >= 4 and same(job, undisturbed(60))
@@ -155,7 +155,7 @@ def test_preempted_then_requeued(cluster, undisturbed):
     options = ("--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null")
     urgent = cluster.run("sbatch", *options, f"{cluster.folder}/urgent.sh")
     assert urgent.returncode == 0, urgent.stderr
-    cluster.until(lambda: job.restarts == 1, 90)
+    cluster.until(lambda: job.restarts == 1)
     assert job.saved >= 2, job.logs()
     assert job.end() == "COMPLETED", job.logs()
     assert job.starts[1] >= 2 and same(job, undisturbed(60))
@@ -166,7 +166,7 @@ def test_time_limit(cluster, undisturbed):
     """Slurm's clock has a resolution of a minute: a limit of one minute warns at once when the lead is 50 s."""
     options = ("--warn-seconds", "30", "--no-preflight", "--time", "1")
     job = Job(cluster, "time-limit", *options, megatron__train_iters=2000, **CP4)
-    cluster.until(lambda: job.restarts == 1, 120)
+    cluster.until(lambda: job.restarts == 1)
     assert job.saved == job.step > 0 and job.status()["last_stop"].startswith("warned"), job.logs()
     cluster.run("scancel", job.number)
     assert job.end() == "CANCELLED"
