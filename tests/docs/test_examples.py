@@ -81,6 +81,7 @@ def frames(frame):
     raise AssertionError(f"not called by RingDotProductAttention: {names}")
 
 
+@pytest.mark.ci
 def test_the_first_program_by_torchrun():
     """The program that README.md shows, started as README.md says."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -19,6 +19,7 @@ def run(*faults):
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.ci
 def test_jobs_recover_from_a_kill():
     code, (entry,), _ = run("a rank killed during a save")
     assert code == 0 and entry["recovered"] == entry["rounds"] == 1, entry

@@ -82,6 +82,7 @@ def saved(run_dir):
     return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
 
+@pytest.mark.ci
 def test_a_lost_rank_then_ctrl_c(job, tmp_path):
     text, code = interrupted([*job, "--set", "launch.max_restarts=1"], tmp_path / "run", kill_a_rank=True)
     assert code == 128 + signal.SIGTERM, text
@@ -111,7 +112,22 @@ def test_torchrun(job, tmp_path):
 
 
 def test_second_ctrl_c_kills_the_ranks():
-    """A rank that does not react to SIGTERM, below a process between it and the launcher."""
+    """A rank that does not react to SIGTERM, below a process between it and the launcher.
+
+    The launcher is a fork of this process: it ends all its children, and those of this process serve other tests.
+    """
+    launcher = os.fork()
+    if not launcher:
+        code = 1
+        try:
+            interrupt_twice()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]) == 0
+
+
+def interrupt_twice():
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     said = []
@@ -130,5 +146,5 @@ def test_second_ctrl_c_kills_the_ranks():
             rank.send_signal(signal.SIGTERM)
             assert rank.poll() is None
             os.kill(os.getpid(), signal.SIGINT)
-        assert rank.wait(timeout=60) == -signal.SIGKILL
+        assert rank.wait(timeout=LIMIT_S) == -signal.SIGKILL
     assert len(said) == 2 and interrupts.count == 2

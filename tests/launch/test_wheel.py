@@ -12,6 +12,7 @@ import pytest
 
 from cp_ring.testing.rank_pool import LIMIT_S
 
+pytestmark = pytest.mark.ci
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "cp_ring", "patches", "configs", "launch")
 

@@ -32,6 +32,7 @@ def losses(output):
     return [float(value) for value in re.findall(r"lm loss: (\S+) \|", output)]
 
 
+@pytest.mark.ci
 def test_an_unmodified_script_trains_with_ring_attention(tmp_path):
     ring = launch(2, ["-m", "cp_ring.run", SCRIPT, *FLAGS, "--cp-ring-cpu", "--cp-ring", "--context-parallel-size", "2"])
     assert ring.returncode == 0, ring.stdout[-3000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -59,12 +60,12 @@ class Cluster:
     def run(self, *command: str, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(self.line(*command), env=self.environment, capture_output=True, text=True, timeout=timeout)
 
-    def until(self, happened: Callable[[], object], timeout: float = LIMIT_S) -> None:
+    def until(self, happened: Callable[[], object], timeout: float = LIMIT_S, every: float = 0.25) -> None:
         end = time.monotonic() + timeout
         while not happened():
             if time.monotonic() > end:
                 raise TimeoutError(f"not within {timeout} s: {happened}")
-            time.sleep(0.25)  # a question to Slurm costs a process
+            time.sleep(every)
 
     def kill_node(self, name: str) -> None:
         """The node is gone, with every process on it."""
@@ -151,14 +152,28 @@ class Job:
 
     def reach(self, step: int, timeout: float = LIMIT_S) -> None:
         """Waits until training has done `step`."""
-        self.cluster.until(lambda: self.step >= step or self.state in ENDED, timeout)
+        turns = itertools.count()  # a question to Slurm costs a process
+        self.cluster.until(lambda: self.step >= step or (next(turns) % 10 == 9 and self.state in ENDED), timeout)
         assert self.state not in ENDED, self.logs()
 
     def end(self, timeout: float = LIMIT_S) -> str:
         """Waits until the job is over and returns its state; no process of it may be left."""
-        self.cluster.until(lambda: self.state in ENDED, timeout)
+        self.cluster.until(lambda: self.state in ENDED, timeout, every=1.0)
         self.cluster.until(lambda: not self.processes())
         return self.state
+
+    def warn(self) -> None:
+        """Sends the batch script the warning before a time limit, until it has come: a daemon may drop a signal."""
+        log = self.run_dir / "logs" / f"job-{self.number}.log"
+
+        def warned() -> bool:
+            return f" try {self.restarts}: warned\n" in log.read_text() or self.state in ENDED
+
+        while not warned():
+            done = self.cluster.run("scancel", "--batch", "--signal=USR1", self.number)
+            assert done.returncode == 0, done.stderr
+            with contextlib.suppress(TimeoutError):
+                self.cluster.until(warned, 20, every=1.0)
 
     def status(self) -> dict[str, object]:
         done = self.cluster.run(sys.executable, "-m", "cp_ring.cli", "status", str(self.run_dir), "--json")

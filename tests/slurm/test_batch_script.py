@@ -36,7 +36,7 @@ echo "$@" >>"$CALLS"
 while [[ $1 != bash ]]; do shift; done
 trap 'kill -USR1 $pid' USR1
 export SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=n1
-"$@" & pid=$!
+(while [[ -e ${HOLD:-} ]]; do sleep 0.1; done; exec "$@") & pid=$! # slurmd may take its time to start a task
 while :; do wait $pid; code=$?; kill -0 $pid 2>/dev/null || exit $code; done
 """
 SCONTROL = """#!/bin/bash
@@ -72,6 +72,7 @@ class Machine:
         }
         environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
         environment |= {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CALLS": str(self.calls)}
+        environment["HOLD"] = str(self.folder / "hold")
         return subprocess.Popen(
             ["bash", str(path)], env=environment, cwd=self.folder, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -164,14 +165,43 @@ def test_warning_is_passed_on_and_requeued(machine, tmp_path):
     assert attempts.read(run_dir)[-1] == attempts.Event(attempts.read(run_dir)[-1].time, "7", 0, "stop", 5, "warned")
 
 
-def test_warning_before_the_rank_listens_is_sent_again(machine, tmp_path):
-    run_dir = tmp_path / "run"
-    code = obedient(run_dir)[2]
-    script = machine.start(run_dir, [sys.executable, "-c", f"import time; time.sleep(2); {code}"])
-    until((run_dir / "logs" / "7.0" / "rank0000-n1.log").exists)
+@pytest.mark.parametrize("late", ["task", "handler"])
+def test_warning_before_the_rank_listens_is_not_lost_and_does_no_harm(machine, tmp_path, late):
+    """Before the task has begun, a signal would end it; before Python handles the signal, it is ignored."""
+    run_dir, hold = tmp_path / "run", tmp_path / "hold"
+    held = tmp_path / "held"
+    held.touch()
+    if late == "task":
+        hold.touch()
+    code = f"import pathlib, time\nwhile pathlib.Path({str(held)!r}).exists(): time.sleep(0.1)\n{obedient(run_dir)[2]}"
+    script = machine.start(run_dir, [sys.executable, "-c", code])
+    until(machine.calls.exists)
     script.send_signal(signal.SIGUSR1)
+    for line in script.stdout:
+        if line.endswith(" try 0: warned\n"):
+            break
+    hold.unlink(missing_ok=True)
+    held.unlink()
     script.communicate(timeout=LIMIT_S)
     assert script.returncode == 0 and machine.requeues == 1
+    assert (attempts.read(run_dir)[-1].reason, attempts.read(run_dir)[-1].iteration) == ("warned", 5)
+
+
+def test_warning_before_training_begins_is_no_try(machine, tmp_path):
+    """It comes while links are checked: nothing is trained, and the job is queued again however often this happens."""
+    run_dir = tmp_path / "run"
+    for attempt in range(4):
+        check = ["bash", "-c", f"touch {tmp_path}/checks; while [[ -e {tmp_path}/checks ]]; do sleep 0.1; done"]
+        script = machine.start(run_dir, ["touch", f"{tmp_path}/trained"], attempt, preflight=check)
+        until((tmp_path / "checks").exists)
+        script.send_signal(signal.SIGUSR1)
+        for line in script.stdout:
+            if line.endswith(f" try {attempt}: warned\n"):
+                break
+        (tmp_path / "checks").unlink()
+        script.communicate(timeout=LIMIT_S)
+        assert script.returncode == 0 and machine.requeues == attempt + 1
+    assert not (tmp_path / "trained").exists() and attempts.read(run_dir)[-1].reason == "warned"
 
 
 def test_canceled_stays_canceled(machine, tmp_path):

@@ -291,6 +291,7 @@ def test_port_in_use_is_rejected(alone):
     assert code == 2 and f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in err, err
 
 
+@pytest.mark.ci
 def test_where_ranks_cannot_meet_links_are_not_measured_and_the_reason_is_printed(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
