@@ -534,7 +534,7 @@ def test_rejected_once_by_a_launched_job(tmp_path, late):
     assert done.returncode != 0
     assert done.stdout.count("cp_ring: error: ") == 1, done.stdout
     assert "exitcode  : 2" in done.stdout
-    assert done.stdout.count("--window-size 16,4") == 2
+    assert done.stdout.count("give 16,0") == 2, done.stdout  # the line, and the summary
 
 
 def rejected_rank(rank, ranks, port, started_by, log):
