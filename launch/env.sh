@@ -5,16 +5,19 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 
-# Sets `cpu` to the CPU seconds (user and system) of all commands that this script has waited for, in whole ones.
+# Sets `cpu` to the CPU seconds (user and system) of all commands that this script has waited for.
 # bash knows them in this shell alone, not in $(...).
-cpu=0
-# shellcheck disable=SC2034 # the scripts that source this one read it
 cpu_seconds() {
-    local file
-    file="$(mktemp)"
+    local file="$ROOT/.cache/times.$$" spent user system
+    mkdir -p "$ROOT/.cache"
     times >"$file"
-    cpu="$(awk -F '[ms ]+' 'NR == 2 { printf "%.0f", 60 * ($1 + $3) + $2 + $4 }' "$file")"
+    { read -r _; read -r user system; } <"$file"
     rm -f "$file"
+    cpu=0
+    for spent in "$user" "$system"; do # 1m2.345s
+        spent="${spent%%[.,]*}"
+        cpu=$((cpu + 60 * ${spent%m*} + ${spent#*m}))
+    done
 }
 
 # Prints the first Python >= 3.12 that runs; the shim of a version manager can be on PATH and still fail.
