@@ -55,7 +55,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, networks: Sequence[Network] | None = None, backend: str = "gloo"):
-        context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+        context: Any = mp.get_context("spawn" if backend == "nccl" else "forkserver")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
