@@ -181,7 +181,7 @@ def run(contest: Contest, names: list[str], repeats: int) -> list[dict[str, Any]
             results[name]["skipped"] = f"{CONTESTANTS[name].module} is not installed"
             continue
         try:
-            parts = pools[name].run(prepare_contestant, sizes[name], name, contest, timeout=600)
+            parts = pools[name].run(prepare_contestant, sizes[name], name, contest)
         except RankError as error:
             if name == "cp_ring":
                 raise
@@ -192,7 +192,7 @@ def run(contest: Contest, names: list[str], repeats: int) -> list[dict[str, Any]
     for _ in range(repeats):
         for name, result in results.items():
             if "skipped" not in result:
-                result["times"].append(max(pools[name].run(time_round, sizes[name], name, timeout=600)))
+                result["times"].append(max(pools[name].run(time_round, sizes[name], name)))
     for pool in pools.values():
         pool.close()
     for result in results.values():

@@ -141,10 +141,10 @@ def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]
     ranks = Ranks(work.cp)
     try:
         for name in names:
-            ranks.run(prepare, work.cp, name, work, timeout=600)
+            ranks.run(prepare, work.cp, name, work)
         for _ in range(repeats):
             for result in results:
-                times = ranks.run(time_round, work.cp, result["layout"], timeout=600)
+                times = ranks.run(time_round, work.cp, result["layout"])
                 result["times"].append(max(clock for clock, _ in times))
                 result["cpu_times"].append(max(computed for _, computed in times))
     finally:

@@ -67,7 +67,7 @@ def run(contest: Contest, repeats: int, share: float, full: bool) -> list[dict[s
             {"shape": name, "planned_bytes_between_nodes": planned_bytes(name, contest, full)} for name in SHAPES
         ]
         for result in results:
-            sent = ranks.run(prepare_shape, contest.cp, result["shape"], contest, full, timeout=600)
+            sent = ranks.run(prepare_shape, contest.cp, result["shape"], contest, full)
             result["bytes_between_nodes"] = sum(sent)
         free = _rounds(ranks, contest.cp, repeats)
         needed = results[0]["bytes_between_nodes"] / NODES / statistics.median(free["direct"])
@@ -90,5 +90,5 @@ def _rounds(ranks: Ranks, cp: int, repeats: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in SHAPES}
     for _ in range(repeats):
         for name, of_shape in times.items():
-            of_shape.append(max(ranks.run(time_round, cp, name, timeout=600)))
+            of_shape.append(max(ranks.run(time_round, cp, name)))
     return times

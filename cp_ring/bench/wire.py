@@ -112,7 +112,7 @@ def run(tokens: int, ratio: float, repeats: int) -> list[dict[str, Any]]:
 def _measure(link: ThrottledLink, ranks: Ranks, case: WireCase, ratio: float, repeats: int) -> list[dict[str, Any]]:
     """Each round runs every codec once; a time is that of the slower rank."""
     link.throttle(None)
-    ranks.run(prepare, 2, case, timeout=600)
+    ranks.run(prepare, 2, case)
     free = statistics.median(_slower(ranks, "plain") for _ in range(repeats))
     # Keys travel in forward and in backward, and their gradients in backward.
     speed = 3 * case.shard_bytes / (ratio * free)
@@ -130,4 +130,4 @@ def _measure(link: ThrottledLink, ranks: Ranks, case: WireCase, ratio: float, re
 
 
 def _slower(ranks: Ranks, wire: str) -> float:
-    return float(max(ranks.run(time_wire, 2, wire, timeout=600)))
+    return float(max(ranks.run(time_wire, 2, wire)))

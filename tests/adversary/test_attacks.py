@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cp_ring.plan import verify
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.adversary import ATTACKS, Registered, canary, checkpoints, gadgets, plans
 from tests.adversary.__main__ import run
 
@@ -58,7 +59,7 @@ def test_the_corpus_has_at_least_200_gadgets(tmp_path):
 
 def test_the_program_prints_entries():
     command = [sys.executable, "-m", "tests.adversary", "--json", "--only", "extension codes"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [{"attack": "extension codes", "tries": 6, "held": 6}]
 

@@ -16,6 +16,7 @@ SMALL = str(Path(__file__).parents[1] / "megatron" / "small_script.py")  # a use
 SAMPLE = ("group permuted", "rotary positions of one rank shifted", "label at a chunk's border", "loss divided by cp twice")
 
 
+@pytest.mark.ci
 def test_a_script_as_users_have_it(tmp_path):
     job = Job("sample", 2, f"{OSS} --num-layers 2 --calculate-per-token-loss", SAMPLE, by_script=True)
     right, *faulty = campaign.examine(job, [("", 1), *((fault, 1) for fault in SAMPLE)], SMALL, tmp_path)
@@ -23,6 +24,7 @@ def test_a_script_as_users_have_it(tmp_path):
     assert [found["fault"] for found in faulty if not found.get("rejections")] == [], faulty
 
 
+@pytest.mark.ci
 def test_experts_with_biases_are_covered(tmp_path):
     """Megatron itself cannot have them on one rank alone, as the tiny model does."""
     flags = f"{EXPERTS} --context-parallel-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
@@ -31,6 +33,7 @@ def test_experts_with_biases_are_covered(tmp_path):
     assert (right["rejections"], right["failure"], right["not_covered"]) == ([], "", []), right
 
 
+@pytest.mark.ci
 def test_a_job_that_fails_is_no_stopped_fault(tmp_path):
     job = Job("broken", 2, "--no-such-flag", ("mask widened",))
     (entry,) = campaign.faults([job], "", tmp_path)

@@ -22,6 +22,7 @@ from cp_ring.observe.debug import debugging
 from cp_ring.plan.identity import identity
 from cp_ring.testing.local_ring import LocalGroup, LocalRing
 from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank, whole
+from cp_ring.testing.rank_pool import LIMIT_S
 
 N, CP = 64, 2
 CALLS = {
@@ -128,7 +129,7 @@ def test_a_known_call_is_not_compared(pool):
 def together(case, *args):
     """`case(agreement, rank, *args)` on two ranks that share a store; the results, or the errors."""
     store = dist.HashStore()
-    store.set_timeout(datetime.timedelta(seconds=20))
+    store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
 
     def one(rank):
         try:
@@ -176,13 +177,13 @@ def test_a_rank_to_which_the_call_is_known_is_told_apart_from_one_that_is_late(m
         time.sleep(0.3)  # late: the other rank waits, and nobody is told anything
         assert not raised.is_set()
         agreement.check("b", lambda: [Fact.of("plan", "b")])
-        raised.wait(10)
+        raised.wait(LIMIT_S)
         return ""
 
     said, error = together(case)
     line = "ranks of the group make different calls: plan is b on rank 0 and c on rank 1"
     assert said == "" and str(error) == line
-    printed, end = "", time.monotonic() + 20
+    printed, end = "", time.monotonic() + LIMIT_S
     while not printed.endswith("\n") and time.monotonic() < end:  # a thread prints it, after it has told the other rank
         printed += capfd.readouterr().err
         time.sleep(0.01)

@@ -12,6 +12,7 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, lock, manifest
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import trace, train
 
 
@@ -43,7 +44,7 @@ def other(tmp_path):
     ready = context.Event()
     process = context.Process(target=hold, args=(tmp_path, ready), daemon=True)
     process.start()
-    assert ready.wait(60)
+    assert ready.wait(LIMIT_S)
     yield process
     process.kill()
     process.join()
@@ -116,7 +117,7 @@ def test_a_file_that_is_no_lock_counts_as_silent(tmp_path, text):
 def test_the_lock_is_renewed_and_given_up(tmp_path):
     held = lock.acquire(tmp_path)
     os.utime(held.path, (0, 0))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while held.path.stat().st_mtime == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)

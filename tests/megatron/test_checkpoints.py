@@ -22,7 +22,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.checkpoints import folders, inspection, last_good, manifest, saving, unpickle
-from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
+from cp_ring.megatron.rejection import rejecting
 from tests.megatron.launch import trace, train
 
 RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "12"]
@@ -306,7 +306,7 @@ def load_entry(folder, key):
     name = next(name for name in reader.read_metadata().state_dict_metadata if name.startswith(key))
     state = {name: io.BytesIO()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with one_line_errors(), unpickle.restricted():
+    with rejecting(), unpickle.restricted():
         torch.distributed.checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
     return state[name]
 

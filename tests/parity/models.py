@@ -13,7 +13,7 @@ COMMON = shlex.split("""
     --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --mock-data --split 90,5,5
     --dataloader-type single --num-workers 0 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 40 --log-interval 100 --seed 7
     --init-method-std 0.1 --train-iters 3 --micro-batch-size 1 --global-batch-size 4 --eval-interval 2 --eval-iters 1
-    --distributed-timeout-minutes 3
+    --distributed-timeout-minutes 30
 """)
 ROPE = "--position-embedding-type rope"
 HEADS = "--group-query-attention --num-query-groups 2"

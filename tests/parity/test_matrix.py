@@ -27,6 +27,7 @@ def check(cells: list[Cell], folder) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.ci
 def test_a_part_trains_as_without_context_parallelism_and_planted_faults_show(tmp_path):
     planted = named(",".join(PLANTED), "cp2", planted=True)
     check([cell for split, names in PART.items() for cell in named(names, split)] + planted, tmp_path)

@@ -27,7 +27,7 @@ from cp_ring.comm.transport import forget
 from cp_ring.megatron import settings
 from cp_ring.observe import watchdog
 
-TIMEOUT_S = 30.0  # how long a message of a probe may take
+TIMEOUT_S = 600.0  # how long a message of a probe may take, and a rank to end after another one has failed: a node may be busy
 POLL_S = 0.2
 _KEY = "cp_ring/certificate/"
 _number = itertools.count()
@@ -110,7 +110,7 @@ class ProbeGroups:
             for (backend, _), group in self.copies.items():
                 if "nccl" in backend:
                     group.abort()  # gloo's waits end by themselves once the failed rank has closed its side
-            if not self.done.wait(2 * TIMEOUT_S):
+            if not self.done.wait(TIMEOUT_S):
                 rank = dist.get_rank()
                 print(
                     f"cp_ring: error: --cp-ring-certify: a rank failed in the probe, and rank {rank} still waits for it; "

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, inspection, lock, manifest
-from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
 from cp_ring.megatron.checkpoints.saving import all_ranks_agree
 from cp_ring.megatron.checkpoints.unpickle import restricted
-from cp_ring.megatron.rejection import note
+from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.observe import watchdog
 
 
@@ -30,7 +29,7 @@ def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training.global_vars import get_args
 
         which = kwargs.get("load_arg", args[3] if len(args) > 3 else "load")
-        with one_line_errors(), watchdog.paused():
+        with rejecting(), watchdog.paused():
             if which == "load":
                 agree_on_iteration(get_args())
             with restricted():
@@ -44,7 +43,7 @@ def gated(read: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(read)
     def read_gated(*args: Any, **kwargs: Any) -> Any:
-        with one_line_errors(), restricted():
+        with rejecting(), restricted():
             return read(*args, **kwargs)
 
     return read_gated
