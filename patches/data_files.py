@@ -1,8 +1,8 @@
 """Reads the files of data sets as what they are: numbers.
 
 Megatron keeps an index of each data set in a cache, by default in the folder of the data, and reads it with
-`numpy.load(allow_pickle=True)`: plainly until 0.18, and since 0.19 through a list of names that still lets forged arrays crash the
-process. It trusts what a token file's index (.idx) says about the token file (.bin).
+`numpy.load(allow_pickle=True)`: plainly until 0.18, and since 0.19 through a list of names that still lets forged arrays crash
+the process. It trusts what a token file's index (.idx) says about the token file (.bin).
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _rebuilding(build: Callable[..., Any]) -> Callable[..., Any]:
 def index_problem(lengths: Any, pointers: Any, documents: Any, itemsize: int, size: int) -> str:
     """Why an index cannot be that of a token file of `size` bytes, or "".
 
-    lengths: int32 [n], tokens of each sequence, of `itemsize` bytes. pointers: int64 [n], their first bytes. documents: int64 [d],
-    the first sequence of each document, and n.
+    lengths: int32 [n], tokens of each sequence, of `itemsize` bytes. pointers: int64 [n], their first bytes. documents: int64
+    [d], the first sequence of each document, and n.
     """
     if len(documents) and (documents[0] < 0 or documents[-1] > len(lengths) or (documents[1:] < documents[:-1]).any()):
         return "its documents are not in the order of its sequences"

@@ -32,7 +32,7 @@ import types
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -98,6 +98,10 @@ def _passes(check: Check, value: Any) -> bool:
 
 def _of(*kinds: type) -> Check:
     return lambda value: type(value) in kinds
+
+
+def _is_one_of(*things: Any) -> Check:
+    return lambda value: any(value is thing for thing in things)
 
 
 def _is_count(value: Any) -> bool:
@@ -232,7 +236,7 @@ _NUMPY = _entries(
     _NDARRAY,
     Entry("numpy.dtype", _DataType, (_TEXT, _FLAG, _FLAG), 1, fill=_fill_data_type),
     *(
-        Entry(f"{core}._reconstruct", lambda *_: np.empty(0, np.int8), (lambda kind: kind is _NDARRAY, _of(tuple), _BYTES), 3,
+        Entry(f"{core}._reconstruct", lambda *_: np.empty(0, np.int8), (_is_one_of(_NDARRAY), _of(tuple), _BYTES), 3,
               fill=_fill_array)
         for core in _CORES
     ),
@@ -301,7 +305,7 @@ _TORCH = _REBUILD | _entries(
     Entry("torch._utils._rebuild_parameter_with_state", _parameter, (_of(torch.Tensor), _FLAG, _no_hooks, _of(dict)), 4),
     Entry(
         "torch._tensor._rebuild_from_type_v2", _retyped,
-        (lambda one: one in _REBUILD.values(), lambda one: one in (_TENSOR, _PARAMETER), _of(tuple), _of(dict, types.NoneType)), 4,
+        (_is_one_of(*_REBUILD.values()), _is_one_of(_TENSOR, _PARAMETER), _of(tuple), _of(dict, types.NoneType)), 4,
     ),
     Entry("torch._C.Generator", torch.Generator, (_of(torch.device),), 1,
           fill=_fill_by_own(_tuple_of(_INT, _INT_OR_NONE, _of(torch.Tensor)))),
@@ -414,8 +418,8 @@ class _Gate(_PythonUnpickler):
     In Python, since the one in C lets nobody see which object is given which state: 7 s instead of 3 s for 100,000 tensors.
     """
 
-    entries: dict[str, Entry] = {}
-    classes: dict[str, str] = {}
+    entries: ClassVar[dict[str, Entry]] = {}
+    classes: ClassVar[dict[str, str]] = {}
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
