@@ -110,6 +110,7 @@ def _checked(initialize: Callable[..., Any]) -> Callable[..., Any]:
         from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
 
         with one_line_errors():
+            self.index = self.bin_reader = None  # `__del__` expects both
             try:
                 initialize(self, path_prefix, *args, **kwargs)
             except (ValueError, KeyError, OverflowError, AttributeError, struct.error) as error:

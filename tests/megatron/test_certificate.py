@@ -158,8 +158,9 @@ def trained(tmp_path_factory):
     """A job trained with and without its certificate, one with a fault, and one that resumes the first with another window."""
     folder = tmp_path_factory.mktemp("trained")
     common = shlex.split(f"--num-layers 2 --seq-length 64 --context-parallel-size 2 --cp-ring {OSS} --hidden-dropout 0.1")
+    three = [*common, "--train-iters", "5", "--exit-interval", "3"]
     saved = ["--save", str(folder / "saved"), "--save-interval", "100"]
-    jobs = {"with": [*common, *saved, "--cp-ring-certify"], "without": common, "fault": [*common, "--cp-ring-certify"]}
+    jobs = {"with": [*three, *saved, "--cp-ring-certify"], "without": three, "fault": [*common, "--cp-ring-certify"]}
     jobs["resumed"] = [*common, "--cp-ring-certify", "--load", str(folder / "saved"), "--window-size", "7,0"]
     more = [*common, "--load", str(folder / "saved"), "--train-iters", "5"]
     jobs |= {"loaded": [*more, "--cp-ring-certify"], "loaded, without": more}

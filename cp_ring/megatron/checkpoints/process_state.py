@@ -66,7 +66,7 @@ def _of_class(label: str, kind: type) -> Iterator[tuple[str, Any]]:
 def _names(owner: Any) -> dict[Any, Any]:
     if isinstance(owner, types.FunctionType):
         return {"__code__": owner.__code__, "__defaults__": owner.__defaults__, "__kwdefaults__": owner.__kwdefaults__}
-    return owner if isinstance(owner, dict) else vars(owner)  # type: ignore[return-value]
+    return owner if isinstance(owner, dict) else vars(owner)
 
 
 def _watched(owner: Any) -> dict[Any, Any]:
