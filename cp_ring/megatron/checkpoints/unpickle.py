@@ -250,7 +250,7 @@ _NUMPY = _entries(
 def _check_extent(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> None:
     """Raises `Rejected` for a tensor that reaches beyond its storage, which torch would enlarge."""
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else -1
-    if (last + 1) * itemsize > storage.nbytes():
+    if (last + 1) * itemsize > storage._untyped_storage.nbytes():
         raise _rejected(f"of a tensor of shape {size!r:.60} that is larger than its storage")
 
 
