@@ -180,15 +180,18 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """The next node, if it is not too deep and does not stand for too many."""
-        mark, self._depth = self.peek_event().start_mark, self._depth + 1
+        event = self.peek_event()
+        mark, self._depth = event.start_mark, self._depth + 1
         if self._depth > _DEEPEST:
             raise yaml.composer.ComposerError(None, None, f"it is nested too deeply: {_DEEPEST} levels are allowed", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self._sizes:
+                raise yaml.composer.ComposerError(None, None, "an alias stands for what it is in", mark)
+            return node
         inner = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
-        if any(id(part) not in self._sizes for part in parts):
-            raise yaml.composer.ComposerError(None, None, "an alias stands for what it is in", mark)
         self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in parts)
         if self._sizes[id(node)] > _MOST_NODES:
             raise yaml.composer.ComposerError(None, None, f"it has more than {_MOST_NODES} values", mark)
