@@ -1,6 +1,7 @@
 """Checkpoints: published whole or not at all, verified before they are loaded, as many as asked for, and none runs code."""
 
 import argparse
+import collections
 import enum
 import errno
 import io
@@ -21,8 +22,9 @@ from cp_ring import patches
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.megatron.checkpoints import folders, inspection, last_good, manifest, saving, unpickle
+from cp_ring.megatron.checkpoints import folders, inspection, last_good, manifest, process_state, saving, unpickle
 from cp_ring.megatron.rejection import rejecting
+from tests.adversary import gadgets
 from tests.megatron.launch import trace, train
 
 RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "12"]
@@ -459,7 +461,12 @@ FORGERIES = {
     "enumeration with a second argument": Forged(signal.Signals, (9, {"a": 1})),
     "state of an enumeration": Forged(*KILLED, {"planted": 1}),
     "state by torch": Forged(RETYPE, (*KILLED, signal.Signals, {"planted": 1})),
-}
+    "member renamed by torch": b"\x80\x02"
+    + gadgets.renaming(gadgets.name("signal", "Signals"), 9, {"_name_": "SIGTERM", "planted": 1})
+    + b".",
+    "class as a value that is called": b"\x80\x02" + gadgets.name("types", "SimpleNamespace") + b")R}X\x01\x00\x00\x00a"
+    + gadgets.name("signal", "Signals") + b"sbN\x85R.",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -467,7 +474,61 @@ def test_a_pickle_that_forges_memory_or_changes_the_process_is_rejected(name):
     planted = FORGERIES[name]
     with pytest.raises(unpickle.Rejected, match="--cp-ring-trust-checkpoint"):
         unpickle.torch_load(archive(planted if isinstance(planted, bytes) else pickle.dumps(planted, 2)))
-    assert not hasattr(signal.Signals(9), "planted") and not hasattr(argparse.Namespace, "planted")
+    assert (
+        signal.Signals(9).name == "SIGKILL"
+        and not hasattr(signal.Signals(9), "planted")
+        and not hasattr(argparse.Namespace, "planted")
+    )
+
+
+def test_a_load_that_changes_an_enumeration_ends_in_one_line():
+    from megatron.core.transformer.enums import AttnMaskType
+
+    changed = r"has changed megatron\.core\.transformer\.enums\.AttnMaskType\.causal\._name_ "
+    before = AttnMaskType.causal._name_
+    try:
+        with pytest.raises(unpickle.Rejected, match=changed), unpickle.restricted():
+            AttnMaskType.causal._name_ = "no_mask"
+    finally:
+        AttnMaskType.causal._name_ = before
+    with unpickle.restricted():
+        pass
+
+
+@pytest.mark.parametrize("change", ["method", "default of a field", "default of an argument", "function"])
+def test_the_state_of_the_process_holds_what_attention_is_made_of(monkeypatch, change):
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    before = process_state.snapshot()
+    assert process_state.first_change(before) == ""
+    if change == "method":
+        monkeypatch.setattr(DotProductAttention, "forward", lambda self: None)
+    elif change == "default of a field":
+        monkeypatch.setattr(transformer_config.TransformerConfig, "attention_dropout", 0.5)
+    elif change == "default of an argument":
+        monkeypatch.setattr(DotProductAttention.forward, "__defaults__", (None,) * 9)
+    else:
+        monkeypatch.setattr(torch.nn.functional, "softmax", lambda x: x)
+    assert process_state.first_change(before)
+    monkeypatch.undo()
+    assert process_state.first_change(before) == ""
+
+
+def test_tensors_with_attributes_pass_and_ones_beyond_their_storage_do_not():
+    weight, tensor = torch.nn.Parameter(torch.rand(4, 2).bfloat16()), torch.rand(3)
+    weight.partition_dim, tensor.shared = 0, [True]
+    loaded = through(
+        {"weight": weight, "tensor": tensor, "view": tensor[1:], "complex": torch.ones(2, dtype=torch.cfloat).conj()}
+    )
+    assert loaded["weight"].partition_dim == 0 and type(loaded["weight"]) is torch.nn.Parameter
+    assert loaded["tensor"].shared == [True] and torch.equal(loaded["view"], tensor[1:]) and loaded["complex"].is_conj()
+    rebuild, (storage, *_) = tensor.detach().clone().__reduce_ex__(2)
+    for offset, size, stride in [(0, (4,), (1,)), (1, (3,), (1,)), (0, (2, 2), (2, 1)), (1 << 61, (1,), (1,)), (-1, (1,), (1,))]:
+        with pytest.raises(unpickle.Rejected):
+            through(Forged(rebuild, (storage, offset, size, stride, False, collections.OrderedDict())))
+    with pytest.raises(unpickle.Rejected, match="to a tensor"):
+        through(Forged(RETYPE, (rebuild, torch.Tensor, (storage, 0, (3,), (1,), False, collections.OrderedDict()), {"shape": 1})))
 
 
 def through(value):

@@ -24,24 +24,27 @@ from cp_ring.megatron.layer_pattern import config_of_layer
 
 SEED = 20261121
 LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
+LOADED_SECONDS = 1.0  # for those after a checkpoint is loaded
 
 
-def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certificate:
+def certify(args: argparse.Namespace, step: ForwardStep | None = None, loaded: bool = False) -> Certificate:
     """Probes the job of `args`, whose parallel groups exist, on all ranks; ends it with exit code 2 where a probe fails.
 
     `step` is the forward step that it trains with, by default that of `cp_ring.pretrain_gpt`. With `--cp-ring-certify strict`
-    the job ends too where something cannot be probed.
+    the job ends too where something cannot be probed. `loaded`: it has been certified before, and has loaded a checkpoint since.
 
     Leaves random states, arguments, groups and settings as they were. Rank 0 writes the certificate beside the checkpoints.
     """
     try:
-        certificate = run_probes(args, step=step)
+        certificate = run_probes(args, step=step, **({"seconds": LOADED_SECONDS} if loaded else {}))
     except ConfigError as error:
         rejection.reject(str(error))
+    if loaded:
+        certificate.about["loaded"] = True
     problem = verdict(certificate)
     if problem:
         rejection.reject(problem)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not loaded:
         record.save(args, certificate)
     return certificate
 
@@ -67,7 +70,9 @@ def summary(certificate: Certificate) -> str:
     layers = sorted({f"{probe.layer} under {probe.mask}" for probe in certificate.probes})
     layers = [layer + (f", up to {limits[layer]}" if layer in limits else "") for layer in layers]
     missing = f"; not covered: {', '.join(certificate.not_covered)}" if certificate.not_covered else ""
-    return f"certificate: {len(certificate.probes)} probes passed in {certificate.seconds:.1f} s ({'; '.join(layers)}){missing}"
+    after = " after loading the checkpoint" if certificate.about.get("loaded") else ""
+    passed = f"{len(certificate.probes)} probes passed in {certificate.seconds:.1f} s"
+    return f"certificate{after}: {passed} ({'; '.join(layers)}){missing}"
 
 
 @dataclass

@@ -20,6 +20,13 @@ from cp_ring.megatron.checkpoints.unpickle import restricted
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.observe import watchdog
 
+_loaded = False
+
+
+def has_loaded() -> bool:
+    """Whether this process has loaded a checkpoint into its model."""
+    return _loaded
+
 
 def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's `load_checkpoint`, of a verified checkpoint and through the gates of `unpickle`."""
@@ -28,12 +35,15 @@ def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
+        global _loaded
         which = kwargs.get("load_arg", args[3] if len(args) > 3 else "load")
         with rejecting(), watchdog.paused():
             if which == "load":
                 agree_on_iteration(get_args())
             with restricted():
-                return load_checkpoint(*args, **kwargs)
+                found = load_checkpoint(*args, **kwargs)
+        _loaded |= bool(found[0]) or which != "load" or bool(getattr(get_args(), "finetune", False))
+        return found
 
     return load
 
