@@ -114,7 +114,7 @@ def test_errors_are_one_line():
         cp_ring.shard(x, Mask.causal(N))
     with pytest.raises(PlanError, match="rank 0 holds 40 tokens of the layout, but dimension 1 of the tensor has 48"):
         cp_ring.unshard(x, Layout.zigzag(40, 1))
-    with pytest.raises(PlanError, match="cu_seqlens must rise from 0 to the 48 tokens of the whole sequence"):
+    with pytest.raises(PlanError, match="cu_seqlens must end at the 48 tokens of the whole sequence"):
         cp_ring.roll(x, -1, cu_seqlens=[0, 40])
 
 
