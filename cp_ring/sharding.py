@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from cp_ring.checks import check_local
 from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import MessageBatch, Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
@@ -49,7 +50,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
         return tuple(None if x is None else shard(x, layout, group, dim) for x in tensors)
     if isinstance(tensors, dict):
         return {name: None if x is None else shard(x, layout, group, dim) for name, x in tensors.items()}
-    dim, transport = dimension(dim, tensors), transport_for(group, tensors.device)
+    dim, transport = _begin(tensors, dim, group)
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
     return _layout(layout, tensors.shape[dim], size).shard(tensors, rank, dim)
 
@@ -69,7 +70,7 @@ def unshard(
 
     `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is not this rank's part of the layout.
     """
-    dim, transport = dimension(dim, x), transport_for(group, x.device)
+    dim, transport = _begin(x, dim, group)
     layout = _layout_of_part(layout, x, transport, dim)
     if transport is None:
         return layout.unshard([x], dim)
@@ -96,7 +97,7 @@ def roll(
     the whole sequence, a token whose source is outside of its own document gets `fill`. `cu_seqlens=[0, n]` fills the end of a
     single sequence. The result has the dtype of x. Raises `ConfigError` for a `fill` that this dtype does not have.
     """
-    dim, shift, transport = dimension(dim, x), integer(shift, "shift"), transport_for(group, x.device)
+    (dim, transport), shift = _begin(x, dim, group), integer(shift, "shift")
     layout = _layout_of_part(layout, x, transport, dim)
     rank = transport.rank if transport else 0
     outside = None
@@ -126,7 +127,7 @@ def convert_layout(
     which a rank need not hold equally many of; each is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where
     x is not this rank's part of `before`, or the layouts do not fit together.
     """
-    dim, transport = dimension(dim, x), transport_for(group, x.device)
+    dim, transport = _begin(x, dim, group)
     before = _layout_of_part(before, x, transport, dim)
     after = _layout(after, before.n, before.cp)
     plan = conversion(before, after)
@@ -136,6 +137,14 @@ def convert_layout(
     _agree(transport, "convert_layout to", after, x.movedim(dim, 0), 0)
     converted: Tensor = _Convert.apply(x.movedim(dim, 0), plan, transport)
     return converted.movedim(0, dim)
+
+
+def _begin(
+    x: Tensor, dim: int, group: dist.ProcessGroup | DeviceMesh | Transport | None
+) -> tuple[int, Transport | None]:  # fmt: skip
+    """The checked dimension of tokens, and the transport of the group."""
+    check_local("the tensor", x)
+    return dimension(dim, x), transport_for(group, x.device)
 
 
 def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, shift: int) -> None:

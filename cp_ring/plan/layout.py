@@ -139,7 +139,9 @@ class Layout:
         cp, layers = _size(cp), _layers(masks)
         n = layers[0][0].n
         if not isinstance(token_work, Real) or not 0 <= float(token_work) * n < _MOST_WORK:
-            raise PlanError(f"token_work {token_work!r} must be at least 0, and finite: that of {n} tokens below {_MOST_WORK:.0e}")
+            raise PlanError(
+                f"token_work {token_work!r} must be at least 0, and finite: that of {n} tokens below {_MOST_WORK:.0e}"
+            )
         chunks_per_rank = None if chunks_per_rank is None else integer(chunks_per_rank, "chunks_per_rank")
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
@@ -245,7 +247,9 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
         if integer(count, "number of layers") < 1:
             raise PlanError(f"{count} layers have the mask {mask.describe()!r}: it must be at least 1")
     if sum(int(count) * mask.area() for mask, count in layers) >= _MOST_WORK:
-        raise PlanError(f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens: too much work to count")
+        raise PlanError(
+            f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens: too much work to count"
+        )
     return layers
 
 

@@ -561,4 +561,3 @@ def _documents_in_words(start: Ints, end: Ints, n: int) -> str:
     """How many documents hold a token, how many tokens on average, and the padding behind them."""
     count, total = int((end > start).sum()), int((end - start).sum())
     return f"{count}, mean {total / max(count, 1):.0f} tokens{_padding_in_words(total, n)}"
-
