@@ -48,7 +48,8 @@ def by_position_of(
         return None
     if p and (not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64):
         raise ConfigError(
-            f"dropout_seed={seed!r}: dropout needs a whole number of up to 64 bits, the same on all ranks and another in each call"
+            f"dropout_seed={seed!r}: dropout needs a whole number of up to 64 bits, the same on all ranks and another in each "
+            "call"
         )
     if not isinstance(plan, RingPlan | HeadPlan):
         name = f"dropout_p={p}" if p else "alibi_slopes"

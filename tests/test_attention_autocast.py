@@ -62,7 +62,8 @@ def test_latents(wire):
     def one_rank(group):
         mine = shard((q, latent, rope), None, group)
         tensors = (*mine, weight, shard(dout, None, group))
-        with_it, without = (gradients(group, tensors, {"wire": wire}, on, on, latent=True) for on in (True, False))
+        # Backward of the own keys is torch's, which follows an autocast around it.
+        with_it, without = (gradients(group, tensors, {"wire": wire}, on, False, latent=True) for on in (True, False))
         return all(torch.equal(x, y) for x, y in zip(with_it, without, strict=True))
 
     assert LocalRing(2).run(one_rank) == [True, True]

@@ -81,7 +81,9 @@ class GroupTransport:
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self.agree = agreement_of(group).check
+        self._agreement = agreement_of(group)
+        self.agree = self._agreement.check
+        self._tags = dist.get_backend(group) == "gloo"  # NCCL has none
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -96,9 +98,9 @@ class GroupTransport:
         if not batch:
             return Done()
         group = self.group
-        ops = [dist.P2POp(dist.irecv, part, group=group, group_peer=peer) for peer, part in messages(batch.receives)]
-        for peer, part in messages(batch.sends):
-            ops.append(dist.P2POp(dist.isend, part, group=group, group_peer=peer))
+        tag = self._agreement.tag if self._tags else 0
+        ops = [dist.P2POp(dist.irecv, part, None, group, tag, peer) for peer, part in messages(batch.receives)]
+        ops += [dist.P2POp(dist.isend, part, None, group, tag, peer) for peer, part in messages(batch.sends)]
         batch.ranks = self.ranks
         count(batch)
         with record_function(f"cp_ring: send {batch.kind}"):
