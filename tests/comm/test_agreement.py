@@ -317,7 +317,9 @@ def test_tags_are_those_of_the_messages(monkeypatch):
     transport = object.__new__(transport_module.GroupTransport)
     group = SimpleNamespace()
     transport._group, transport.ranks, transport._agreement = (lambda: group), [0, 1], SimpleNamespace(tag=5)
-    batch = transport_module.MessageBatch([(Transfer(1, ((0, 2),)), [torch.ones(2)])], [(Transfer(1, ((0, 2),)), [torch.ones(2)])])
+    batch = transport_module.MessageBatch(
+        [(Transfer(1, ((0, 2),)), [torch.ones(2)])], [(Transfer(1, ((0, 2),)), [torch.ones(2)])]
+    )
     for transport._tags in (True, False):
         transport.post(batch)
     assert posted == [(5, 1), (5, 1), (0, 1), (0, 1)]
