@@ -155,7 +155,9 @@ class Agreement:
     def _compare_past(self) -> str:
         """Compares the last calls with those of the ranks beside this one; a line if they differ, which `check` raises next."""
         with self._lock:
-            place, past = (self._resets, self._since), list(self._past)
+            place, past, meeting = (self._resets, self._since), list(self._past), self._meeting
+        if meeting:
+            return ""  # the main thread waits, and holds the store
         if place != self._published:
             self._store.set(f"{_KEY}past/{self._rank}", json.dumps([*place, past[-1].hex() if past else ""]))
             self._published = place
