@@ -35,7 +35,7 @@ def integers(values: object, what: str) -> Ints:
     except (RuntimeError, TypeError, ValueError) as error:
         raise PlanError(f"{what} cannot be read as whole numbers: {' '.join(str(error).split())}") from None
     if array.size and array.dtype.kind not in "iu":
-        raise PlanError(f"{what} must be whole numbers of 64 bits, not {array.dtype} as in {short(array)}")
+        raise PlanError(f"{what} must be whole numbers, not {array.dtype} as in {short(array)}")
     if array.dtype.kind == "u" and array.max(initial=0) > np.iinfo(np.int64).max:
         raise PlanError(f"{what} must be whole numbers of 64 bits, not {short(array)}")
     return array.astype(np.int64)
