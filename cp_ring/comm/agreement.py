@@ -117,6 +117,7 @@ class Agreement:
             self._history = hashlib.blake2b(digest_size=16)
             self._past.clear()
             self._since, self._resets, self._line = 0, self._resets + 1, ""
+            self._meeting = False
         raise PlanError(line)
 
     def _meet(self, facts: Sequence[Fact]) -> None:
@@ -135,7 +136,7 @@ class Agreement:
                 self._store.delete_key(f"{_KEY}{self._number - 1}{name}")
         with self._lock:
             self._number += 1
-            self._meeting = False
+            self._meeting = line != _ALIKE  # until the histories that differ are gone
         if line != _ALIKE:
             self._begin_anew(line)
 
