@@ -68,10 +68,10 @@ def _rebuilding(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def build_or_rebuild(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
+        from cp_ring.megatron.rejection import rejecting
         from cp_ring.megatron.rejection import note
 
-        with one_line_errors():
+        with rejecting():
             for _ in range(3):  # an index has three files
                 try:
                     return build(self, *args, **kwargs)
@@ -107,9 +107,9 @@ def _checked(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(initialize)
     def initialize_checked(self: Any, path_prefix: str, *args: Any, **kwargs: Any) -> None:
-        from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
+        from cp_ring.megatron.rejection import rejecting
 
-        with one_line_errors():
+        with rejecting():
             self.index = self.bin_reader = None  # `__del__` expects both
             try:
                 initialize(self, path_prefix, *args, **kwargs)
