@@ -68,8 +68,7 @@ def _rebuilding(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def build_or_rebuild(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from cp_ring.megatron.rejection import rejecting
-        from cp_ring.megatron.rejection import note
+        from cp_ring.megatron.rejection import note, rejecting
 
         with rejecting():
             for _ in range(3):  # an index has three files
