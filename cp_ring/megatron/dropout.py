@@ -1,8 +1,11 @@
-"""The keys of attention dropout in training: one for each layer and microbatch, the same at any context-parallel size.
+"""The keys of attention dropout in training: one for each layer and microbatch, the same at any split of ranks and of layers.
 
 A microbatch has a number: how many microbatches of the whole job came before it. Each layer counts its own, and keeps the count
 in Megatron's tracker of random states. So the number of a microbatch is the same when its layer is recomputed, because Megatron
 restores these states before; and a job that resumes from a checkpoint, which has these states, continues the count.
+
+Layers that predict further tokens (MTP) have numbers of their own. Megatron counts them from 1 again, or from where the pipeline
+stage that holds them ends.
 
 Hidden dropout does not go through here: see `docs/megatron.md`.
 """
@@ -19,6 +22,12 @@ import torch
 from cp_ring.kernels.dropout import Dropout, mixed
 
 _NAME = "cp_ring attention dropout of layer "
+_PREDICTING = 1 << 20  # more than the layers of any model
+
+
+def number_of_prediction(depth: int, index: int) -> int:
+    """The layer number, for `next_key`, of the attention layer `index` (from 0) of the MTP layer `depth` (from 1)."""
+    return _PREDICTING * depth + index
 
 
 def next_key(layer_number: int) -> int:

@@ -89,7 +89,7 @@ def probe_dropout(subject: Subject, seed: int) -> list[Probe]:
     layer = subject.layer
     rank, heads = layer.tp_group.rank(), subject.kind.heads
     numbers = list(range(rank * heads, (rank + 1) * heads))
-    with same_key(layer.layer_number) as key:
+    with same_key(layer.dropout_number) as key:
 
         def factor(batch_row: int, queries: Tensor, keys: Tensor) -> Tensor:
             of_query = torch.full_like(queries, batch_row)

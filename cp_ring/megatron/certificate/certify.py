@@ -213,7 +213,9 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
             tokens = max(kind.tokens for kind in kinds)
             kinds = [replace(kind, tokens=tokens) for kind in kinds]
             settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
-            found.loss += loss_probe.probe_loss(args, kinds, alone, step, seed)
+            probes, missing = loss_probe.probe_loss(args, kinds, alone, step, seed)
+            found.loss += probes
+            found.not_covered += [one for one in missing if one not in found.not_covered]
     finally:
         settings.configure(before)
         dist.destroy_process_group(alone)

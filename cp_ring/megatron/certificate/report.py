@@ -11,7 +11,8 @@ from typing import Any
 class Probe:
     """The result of one probe of one kind of layer, on one rank or, once merged, the worst of all ranks.
 
-    `error` must not exceed `bound`; `where` names the worst place: rank, and the positions of a query and a key.
+    `error` must not exceed `bound`; `where` names the worst place: rank, and the positions of a query and a key. Where `bound` is 0,
+    `error` counts what is wrong, in the `unit` given.
     """
 
     name: str
@@ -20,6 +21,7 @@ class Probe:
     error: float
     bound: float
     where: str = ""
+    unit: str = "pairs"
 
     @property
     def passed(self) -> bool:
@@ -28,7 +30,7 @@ class Probe:
 
     def rejection(self) -> str:
         """One line for a probe that failed."""
-        amount = f"off by {self.error:.2g} (bound {self.bound:.2g})" if self.bound else f"wrong in {self.error:.0f} pairs"
+        amount = f"off by {self.error:.2g} (bound {self.bound:.2g})" if self.bound else f"wrong in {self.error:.0f} {self.unit}"
         return f"--cp-ring-certify: {self.layer}, {self.mask}: {self.name} {amount}, {self.where}"
 
 

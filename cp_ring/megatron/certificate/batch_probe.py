@@ -1,0 +1,171 @@
+"""Probe of a microbatch of the job's own length: what reaches the model and the loss of each token, and with what weight.
+
+The forward step of the job runs with the tiny model, whose layers are left out: it stops where they would begin, and the losses
+of the tokens are ones. So a microbatch of any length takes milliseconds. What a rank gets must be what the forward step gives a
+model of whole batch rows at context parallel size 1, token by token, without any tolerance.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_ring.megatron import compat
+from cp_ring.megatron.certificate.report import Probe
+
+SAME = 1e-4  # relative difference of two weights; the weights that are drawn differ by a tenth or more
+TOKENS = ("input_ids", "tokens")
+NAMES = {"labels": "label", "position_ids": "position id", "loss_mask": "loss mask", "next": "label of the further prediction",
+         "weights": "weight in the loss"}  # fmt: skip
+WHOLE = {"embedded": "embedding", "rotary": "rotary embedding"}
+
+
+@dataclass
+class Seen:
+    """What the forward step gave the model, tensors [b, s] by the names of `NAMES`; those of `WHOLE` are [s, b or 1, ...].
+
+    `weights` are the derivatives of the loss by the losses of tokens, None where the step gave the model no labels.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _LayersBegin(Exception):
+    """Ends the forward pass of the tiny model before its first layer."""
+
+
+def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabulary: int) -> Seen:
+    """Runs the forward step `step` and its loss on `data`, without the layers of `model`, whose embeddings know `vocabulary` tokens."""
+    seen = Seen()
+    with _recording(model, seen, vocabulary):
+        output, loss = step(iter([data]), model)
+        if "labels" in seen.tensors:
+            total = loss(output)[0]
+            (weights,) = torch.autograd.grad(total, output)
+            weights = weights.detach().double().view(seen.tensors["labels"].shape)
+            whole = weights.sum()
+            group = compat.group_of(None, "cp")
+            if group.size() > 1:
+                dist.all_reduce(whole, group=group)
+            seen.tensors["weights"] = weights
+            seen.tensors["sum of weights"] = whole
+    return seen
+
+
+@contextmanager
+def _recording(model: Any, seen: Seen, vocabulary: int) -> Iterator[None]:
+    """Within the block the model notes its arguments in `seen`, and returns a loss of 1 for each token."""
+    forward, signature = model.forward, inspect.signature(model.forward)
+
+    @functools.wraps(forward)
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        seen.tensors |= {name: given[name].detach() for name in NAMES if isinstance(given.get(name), Tensor)}
+        tokens = next((name for name in TOKENS if isinstance(given.get(name), Tensor)), None)
+        assert tokens is not None, "the forward step gave the model no tokens"
+        seen.tensors["tokens"] = given[tokens].detach()
+        if "labels" in seen.tensors and getattr(model.config, "mtp_num_layers", None):
+            seen.tensors["next"] = _next_labels(seen.tensors["labels"], given.get("packed_seq_params"))
+        given[tokens] = given[tokens] % vocabulary
+        _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
+        return torch.ones(seen.tensors["tokens"].shape, device=given[tokens].device, requires_grad=True)
+
+    model.forward = record
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
+    """Runs the forward pass as far as the first layer, which gets the embeddings of tokens and positions."""
+    layers = getattr(model, "decoder", None)
+    if layers is None:
+        return
+
+    def begin(hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
+        rotary = kwargs.get("rotary_pos_emb")
+        found = {"embedded": hidden_states, "rotary": rotary[0] if isinstance(rotary, tuple) else rotary}
+        seen.tensors.update({name: x.detach() for name, x in found.items() if isinstance(x, Tensor)})
+        raise _LayersBegin
+
+    layers.forward = begin
+    try:
+        with torch.no_grad():
+            forward()
+    except _LayersBegin:
+        pass
+    finally:
+        del layers.forward
+
+
+def _next_labels(labels: Tensor, packed: Any) -> Tensor:
+    """What multi-token prediction makes of the labels: those one token further."""
+    from megatron.core.transformer import multi_token_prediction  # heavy, and installed with Megatron only
+
+    roll = multi_token_prediction.roll_tensor
+    more = {"cp_group": compat.group_of(None, "cp"), "packed_seq_params": packed}
+    rolled: Tensor = roll(labels, shifts=-1, dims=-1, **compat.known_arguments(roll, more))[0]
+    return rolled
+
+
+def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe]:
+    """What this rank saw against whole batch rows; `positions` [b, s] are the places of this rank's tokens in them."""
+    layer = f"microbatch of {'x'.join(map(str, truth.tensors['tokens'].shape))} tokens"
+    probes = [_probe("token", ours.tensors["tokens"], truth.tensors["tokens"].gather(1, positions), positions, (layer, mask))]
+    for name, shown in NAMES.items():
+        mine, whole = ours.tensors.get(name), truth.tensors.get(name)
+        if mine is None or whole is None or mine.shape != positions.shape or whole.dim() != 2:
+            continue  # a model gets whole positions where it splits them by itself, as those of several axes
+        expected = whole.gather(1, positions)
+        if name == "weights":
+            mine = mine * float(truth.tensors["sum of weights"] / ours.tensors["sum of weights"])
+        probes.append(_probe(shown, mine, expected, positions, (layer, mask)))
+    for name, shown in WHOLE.items():
+        mine, whole = ours.tensors.get(name), truth.tensors.get(name)
+        if mine is not None and whole is not None and len(mine) == positions.shape[1]:
+            probes.append(_probe_of_embeddings(shown, mine, whole, positions, (layer, mask)))
+    return probes
+
+
+def _probe(name: str, mine: Tensor, expected: Tensor, positions: Tensor, about: tuple[str, str]) -> Probe:
+    """Tokens [b, s] whose value is not the expected one."""
+    tolerance = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
+    wrong = ~((mine - expected).abs() <= tolerance)
+    where = ""
+    if wrong.any():
+        batch_row, token = (int(x) for x in wrong.nonzero()[0])
+        place = f"token {int(positions[batch_row, token])} of batch row {batch_row}"
+        values = f"{mine[batch_row, token]:.6g}, at cp 1 {expected[batch_row, token]:.6g}"
+        where = f"rank {dist.get_rank()}: {place} has {values}"
+    return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
+
+
+def _probe_of_embeddings(name: str, mine: Tensor, whole: Tensor, positions: Tensor, about: tuple[str, str]) -> Probe:
+    """Tokens whose embedding, of this rank [s, b or 1, ...] and of whole batch rows [n, b or 1, ...], differs."""
+    places = positions.T.to(whole.device)  # [s, b]
+    mine, whole = (x.flatten(2) for x in (mine, whole))
+    batch_rows = max(mine.shape[1], whole.shape[1])
+    wrong = torch.zeros(len(mine), batch_rows, dtype=torch.bool, device=mine.device)
+    for batch_row in range(batch_rows):
+        expected = whole[places[:, batch_row], batch_row if whole.shape[1] > 1 else 0]
+        wrong[:, batch_row] = (mine[:, batch_row if mine.shape[1] > 1 else 0] != expected).any(1)
+    where = ""
+    if wrong.any():
+        token, batch_row = (int(x) for x in wrong.nonzero()[0])
+        where = f"rank {dist.get_rank()}: token {int(places[token, batch_row])} of batch row {batch_row} has another than at cp 1"
+    return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
+
+
+def uncovered(seen: Seen) -> list[str]:
+    """What the observed microbatch does not show, in words."""
+    return [] if "labels" in seen.tensors else ["labels and weights of tokens at the job's own length (the model gets no labels)"]
