@@ -36,15 +36,8 @@ def note(message: str) -> None:
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Calls `reject` for errors of cp_ring while no process group exists; later errors are raised unchanged."""
+    """Calls `reject` for errors of cp_ring."""
     try:
         yield
     except (ConfigError, KernelError, PlanError) as error:
-        if _running():
-            raise
         reject(str(error))
-
-
-def _running() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -84,6 +84,31 @@ def probe_long(subject: Subject, seed: int) -> list[Probe]:
     return [*_mask_probes(subject, batch, rounds=1), *_value_probes(subject, batch, seed, SAMPLED)]
 
 
+def prepare(subject: Subject, seed: int) -> tuple[ProbeBatch, _Inputs, dict[str, Tensor]]:
+    """A short microbatch, random tensors for it, and what the declared layer makes of them."""
+    batch = subject.batch()
+    _draw_sink(subject, seed)
+    inputs = _draw(subject, batch, seed, None)
+    return batch, inputs, _reference(subject, batch, inputs, None)
+
+
+def probe_values(subject: Subject, batch: ProbeBatch, inputs: _Inputs, truth: dict[str, Tensor], seed: int) -> list[Probe]:
+    """The layer on what `prepare` made for one like it."""
+    _draw_sink(subject, seed)
+    found = _of_layer(subject, batch, inputs)
+    return [_value_probe(subject, batch, name, found[name], truth[name], inputs.sampled) for name in truth]
+
+
+def _probe_key(subject: Subject, key: int) -> Probe:
+    """Whether all ranks of the group drop by the same key."""
+    keys: list[Any] = [key] * subject.group.size()
+    if subject.group.size() > 1:
+        dist.all_gather_object(keys, key, group=subject.group)
+    other = [rank for rank, each in enumerate(keys) if each != keys[0]]
+    where = f"context-parallel rank {other[0]} drops by another key than rank 0" if other else ""
+    return replace(subject.probe("key of dropout", float(len(other)), 0.0, where), unit="ranks")
+
+
 def probe_dropout(subject: Subject, seed: int) -> list[Probe]:
     """The probes of values with attention dropout, whose pairs are found by their positions in the batch rows."""
     layer = subject.layer
@@ -99,7 +124,7 @@ def probe_dropout(subject: Subject, seed: int) -> list[Probe]:
         try:
             _draw_sink(subject, seed)
             noted = replace(subject, note=f"{subject.note} with dropout")
-            return _value_probes(noted, subject.batch(), seed, factor=factor)
+            return [_probe_key(subject, key), *_value_probes(noted, subject.batch(), seed, factor=factor)]
         finally:
             layer.eval()
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from torch import Tensor
 from cp_ring.megatron import compat, settings
 from cp_ring.megatron.certificate import batch_probe
 from cp_ring.megatron.certificate.declared import PREFIX
-from cp_ring.megatron.certificate.isolation import replaced
+from cp_ring.megatron.certificate.isolation import attempting, replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_scale, declared_window
 from cp_ring.megatron.certificate.oracle import DenseAttention, Rule, Spans
 from cp_ring.megatron.certificate.probe_batch import (
@@ -191,7 +193,7 @@ def probe_loss(
     a loss of its own. Returns the probes and what they do not cover.
     """
     own = not hasattr(args, "transformer_config") and is_own(step)
-    step = _own_step() if own or step is None else step
+    step = _in_words(_own_step() if own or step is None else step)
     theirs = _whole_rows if own else step
     batch, positions = _drawn(args, kinds[0], seed)
     tiny = tiny_args(args, kinds, len(batch.spans))
@@ -199,7 +201,8 @@ def probe_loss(
     long = _long_kind(args, kinds[0])
     long_batch, long_positions = _drawn(args, long, seed, distinct=True)
     with arguments_in_force(tiny, one_stage(alone)):
-        model = build(tiny)
+        with attempting("no tiny model can be built from the job's flags"):
+            model = build(tiny)
         name = name_of(tiny, model)
         with arguments_in_force(with_changes(tiny, _sizes(long)), one_stage(alone)):
             seen = batch_probe.observe(model, step, long_batch.fresh(), VOCABULARY)
@@ -251,6 +254,26 @@ def _drawn(args: argparse.Namespace, kind: LayerKind, seed: int, distinct: bool 
     positions = [_positions(batch, kind, of_rank, cp, split_of(args)) for of_rank in range(cp)]
     batch.counted(positions)
     return batch, positions
+
+
+def _in_words(step: ForwardStep) -> ForwardStep:
+    """The forward step and its loss function; their errors say what was called, and with what."""
+    function = getattr(step, "func", step)  # of a partial
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
+    name = f"{getattr(function, '__name__', type(function).__name__)}{place}"
+
+    def called(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        with attempting(f"{name} does not take a microbatch of tokens, labels, loss_mask and position_ids"):
+            output, loss = step(iterator, model)
+
+        def loss_in_words(*args: Any, **kwargs: Any) -> Any:
+            with attempting(f"the loss function of {name} does not take the losses of tokens"):
+                return loss(*args, **kwargs)
+
+        return output, loss_in_words
+
+    return called
 
 
 def _own_step() -> ForwardStep:
