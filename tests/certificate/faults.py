@@ -158,6 +158,14 @@ def _own_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
     return faulty
 
 
+def _own_batch(fault: Callable[..., Parts]) -> Callable[..., Any]:
+    def faulty(get_batch: Any, *args: Any) -> Parts:
+        mine = get_batch(*args)
+        return mine | fault(mine, {}, lambda other: {}) if _cp() > 1 else mine
+
+    return faulty
+
+
 def _zigzag(whole: Parts, rank: int, cp: int) -> Parts:
     chunks = {name: tensor.chunk(2 * cp, 1) for name, tensor in whole.items()}
     return {name: torch.cat([of[rank], of[2 * cp - 1 - rank]], 1) for name, of in chunks.items()}
@@ -461,6 +469,8 @@ def _places(name: str, step: Any) -> list[Any]:
     from cp_ring.megatron.certificate.loss_probe import is_own
 
     if is_own(step):
+        if name in OF_BORDERS:  # documents are split by themselves
+            return [(gpt, "get_batch", _own_batch(OF_BORDERS[name]))]
         if name in SPLITS:
             return [(gpt, "on_this_cp_rank", _own_split(SPLITS[name]))]
         return [(gpt, "loss_function", _faulty_loss(LOSSES[name]))]

@@ -48,6 +48,27 @@ def test_layers_and_microbatches_differ_and_draw_from_no_other_state(make_layer)
 
 
 @no_cuda
+def test_layers_that_predict_further_tokens_have_counters_of_their_own(applied, one_rank):
+    """They count from 1 again, and from pipeline stage to stage they stand beside other layers of the decoder."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_ring.megatron.core_attention import RingDotProductAttention
+
+    applied("core_attention")
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.5, mtp_num_layers=2, use_cpu_initialization=True
+    )
+    spec = get_gpt_layer_local_spec()
+    model = GPTModel(config, spec, 64, 16, mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False))
+    layers = [layer for layer in model.modules() if isinstance(layer, RingDotProductAttention)]
+    assert [layer.name for layer in layers] == [1, 2, "MTP 1", "MTP 2"]
+    numbers = [layer.dropout_number for layer in layers]
+    assert numbers == [1, 2, dropout.number_of_prediction(1, 0), dropout.number_of_prediction(2, 0)] and len(set(numbers)) == 4
+
+
+@no_cuda
 def test_the_count_goes_on_where_the_states_of_a_checkpoint_are(make_layer):
     from megatron.core import tensor_parallel
 

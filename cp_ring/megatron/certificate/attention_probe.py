@@ -99,16 +99,6 @@ def probe_values(subject: Subject, batch: ProbeBatch, inputs: _Inputs, truth: di
     return [_value_probe(subject, batch, name, found[name], truth[name], inputs.sampled) for name in truth]
 
 
-def _probe_key(subject: Subject, key: int) -> Probe:
-    """Whether all ranks of the group drop by the same key."""
-    keys: list[Any] = [key] * subject.group.size()
-    if subject.group.size() > 1:
-        dist.all_gather_object(keys, key, group=subject.group)
-    other = [rank for rank, each in enumerate(keys) if each != keys[0]]
-    where = f"context-parallel rank {other[0]} drops by another key than rank 0" if other else ""
-    return replace(subject.probe("key of dropout", float(len(other)), 0.0, where), unit="ranks")
-
-
 def probe_dropout(subject: Subject, seed: int) -> list[Probe]:
     """The probes of values with attention dropout, whose pairs are found by their positions in the batch rows."""
     layer = subject.layer
@@ -124,7 +114,7 @@ def probe_dropout(subject: Subject, seed: int) -> list[Probe]:
         try:
             _draw_sink(subject, seed)
             noted = replace(subject, note=f"{subject.note} with dropout")
-            return [_probe_key(subject, key), *_value_probes(noted, subject.batch(), seed, factor=factor)]
+            return _value_probes(noted, subject.batch(), seed, factor=factor)
         finally:
             layer.eval()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ WHOLE = {"embedded": "embedding", "rotary": "rotary embedding"}
 class Seen:
     """What the forward step gave the model, tensors [b, s] by the names of `NAMES`; those of `WHOLE` are [s, b or 1, ...].
 
-    `weights` are the derivatives of the loss by the losses of tokens, None where the step gave the model no labels.
+    `weights` are the derivatives of the loss by the losses of tokens; they are missing where the step gave the model no labels.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -45,51 +45,60 @@ class _LayersBegin(Exception):
 def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabulary: int) -> Seen:
     """Runs the forward step `step` and its loss on `data`, without the layers of `model`, whose embeddings know `vocabulary` tokens."""
     seen = Seen()
-    with _recording(model, seen, vocabulary):
+    with _recording(model, seen, vocabulary), suppress(_LayersBegin):
         output, loss = step(iter([data]), model)
-        if "labels" in seen.tensors:
-            total = loss(output)[0]
-            (weights,) = torch.autograd.grad(total, output)
-            weights = weights.detach().double().view(seen.tensors["labels"].shape)
-            whole = weights.sum()
-            group = compat.group_of(None, "cp")
-            if group.size() > 1:
-                dist.all_reduce(whole, group=group)
-            seen.tensors["weights"] = weights
-            seen.tensors["sum of weights"] = whole
+        if isinstance(output, Tensor) and output.requires_grad and output.numel() == seen.tensors["labels"].numel():
+            (weights,) = torch.autograd.grad(loss(output)[0], output, allow_unused=True, materialize_grads=True)
+            seen.tensors["weights"] = weights.detach().double().view(seen.tensors["labels"].shape)
     return seen
 
 
 @contextmanager
+def _replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within the block a call of `module` is one of `forward`."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+@contextmanager
 def _recording(model: Any, seen: Seen, vocabulary: int) -> Iterator[None]:
-    """Within the block the model notes its arguments in `seen`, and returns a loss of 1 for each token."""
+    """Within the block the model notes its arguments in `seen`, and returns a loss of 1 for each token.
+
+    Without labels it ends the forward step, because what the step wants in place of losses is unknown.
+    """
     forward, signature = model.forward, inspect.signature(model.forward)
 
     @functools.wraps(forward)
     def record(*args: Any, **kwargs: Any) -> Tensor:
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments
-        seen.tensors |= {name: given[name].detach() for name in NAMES if isinstance(given.get(name), Tensor)}
         tokens = next((name for name in TOKENS if isinstance(given.get(name), Tensor)), None)
-        assert tokens is not None, "the forward step gave the model no tokens"
+        if tokens is None:
+            raise _LayersBegin
+        seen.tensors |= {name: given[name].detach() for name in NAMES if isinstance(given.get(name), Tensor)}
         seen.tensors["tokens"] = given[tokens].detach()
         if "labels" in seen.tensors and getattr(model.config, "mtp_num_layers", None):
             seen.tensors["next"] = _next_labels(seen.tensors["labels"], given.get("packed_seq_params"))
         given[tokens] = given[tokens] % vocabulary
         _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
-        return torch.ones(seen.tensors["tokens"].shape, device=given[tokens].device, requires_grad=True)
+        if "labels" not in seen.tensors:
+            raise _LayersBegin
+        return torch.ones(seen.tensors["labels"].shape, device=given[tokens].device, requires_grad=True)
 
-    model.forward = record
-    try:
+    with _replaced_forward(model, record):
         yield
-    finally:
-        del model.forward
 
 
 def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
     """Runs the forward pass as far as the first layer, which gets the embeddings of tokens and positions."""
-    layers = getattr(model, "decoder", None)
-    if layers is None:
+    layers, embedding = getattr(model, "decoder", None), getattr(model, "embedding", None)
+    if layers is None or embedding is None:
         return
 
     def begin(hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -98,14 +107,18 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
         seen.tensors.update({name: x.detach() for name, x in found.items() if isinstance(x, Tensor)})
         raise _LayersBegin
 
-    layers.forward = begin
-    try:
-        with torch.no_grad():
-            forward()
-    except _LayersBegin:
-        pass
-    finally:
-        del layers.forward
+    def empty(input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """A hidden state of no size: only learned positions need a real one, which is large for long batch rows."""
+        parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+        return torch.zeros(input_ids.shape[1] // parts, len(input_ids), 1, device=input_ids.device)
+
+    with ExitStack() as stack:
+        stack.enter_context(suppress(_LayersBegin))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_replaced_forward(layers, begin))
+        if not getattr(embedding, "add_position_embedding", True):
+            stack.enter_context(_replaced_forward(embedding, empty))
+        forward()
 
 
 def _next_labels(labels: Tensor, packed: Any) -> Tensor:
@@ -113,13 +126,14 @@ def _next_labels(labels: Tensor, packed: Any) -> Tensor:
     from megatron.core.transformer import multi_token_prediction  # heavy, and installed with Megatron only
 
     roll = multi_token_prediction.roll_tensor
-    more = {"cp_group": compat.group_of(None, "cp"), "packed_seq_params": packed}
-    rolled: Tensor = roll(labels, shifts=-1, dims=-1, **compat.known_arguments(roll, more))[0]
+    rolled: Tensor = roll(labels, shifts=-1, dims=-1, cp_group=compat.group_of(None, "cp"), packed_seq_params=packed)[0]
     return rolled
 
 
 def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe]:
     """What this rank saw against whole batch rows; `positions` [b, s] are the places of this rank's tokens in them."""
+    if "tokens" not in ours.tensors or "tokens" not in truth.tensors:
+        return []
     layer = f"microbatch of {'x'.join(map(str, truth.tensors['tokens'].shape))} tokens"
     probes = [_probe("token", ours.tensors["tokens"], truth.tensors["tokens"].gather(1, positions), positions, (layer, mask))]
     for name, shown in NAMES.items():
@@ -128,7 +142,8 @@ def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe
             continue  # a model gets whole positions where it splits them by itself, as those of several axes
         expected = whole.gather(1, positions)
         if name == "weights":
-            mine = mine * float(truth.tensors["sum of weights"] / ours.tensors["sum of weights"])
+            # Megatron divides by numbers of tokens afterwards, or the loss function does: the tiny model shows whether it is right.
+            mine, expected = (x / x.sum() if x.sum() else x for x in (mine, expected))
         probes.append(_probe(shown, mine, expected, positions, (layer, mask)))
     for name, shown in WHOLE.items():
         mine, whole = ours.tensors.get(name), truth.tensors.get(name)
@@ -168,4 +183,7 @@ def _probe_of_embeddings(name: str, mine: Tensor, whole: Tensor, positions: Tens
 
 def uncovered(seen: Seen) -> list[str]:
     """What the observed microbatch does not show, in words."""
-    return [] if "labels" in seen.tensors else ["labels and weights of tokens at the job's own length (the model gets no labels)"]
+    if "tokens" not in seen.tensors:
+        return ["the microbatch at the job's own length (the model takes no input_ids)"]
+    missing = [what for name, what in (("labels", "labels"), ("weights", "weights of tokens")) if name not in seen.tensors]
+    return [f"{' and '.join(missing)} at the job's own length (the forward step does not pass them on)"] if missing else []
