@@ -31,7 +31,7 @@ def _replacements() -> Iterator[Replacement]:
         from cp_ring.patches.install import install_for_model
 
         if attends_to_own_tokens(config):
-            note(f"{type(self).__name__}: context_parallel_size is 1 in its configuration, so each rank attends to its own tokens")
+            note(f"{type(self).__name__}: its configuration has context_parallel_size 1, so each rank attends to its own tokens")
             constructor(self, config, *args, **kwargs)
             return
         accepted = accept_model(config)

@@ -41,7 +41,7 @@ def attention_layers(args: argparse.Namespace, config: Any = None) -> list[int]:
 
 
 def predicting_layers(args: argparse.Namespace) -> list[int]:
-    """The numbers, from 1 in each part, of the layers that attend in the parts of a hybrid pattern that predict further tokens."""
+    """The numbers, from 1 in each part, of the attention layers of a hybrid pattern that predict further tokens."""
     parts = pattern_of(args).split("/")[1:]
     return [number for part in parts for number, letter in enumerate(part, 1) if letter in _ATTENTION]
 

@@ -134,18 +134,23 @@ OF_LONG_ROWS: dict[str, Callable[..., Parts]] = {
 }
 OF_BORDERS: dict[str, Callable[..., Parts]] = {"position ids repeated at a document's border": _positions_repeated}
 
-SPLITS: dict[str, Callable[[Parts, Parts, Callable[[int], Parts]], Parts]] = {
-    "chunk order swapped": _chunks_swapped,
-    "rank order reversed": _ranks_reversed,
-    "loss mask not split": _mask_not_split,
-    "loss mask of ones": _mask_of_ones,
-    "loss mask of another rank": _mask_of_another_rank,
-    "label at a chunk's border": _border_label,
-    "labels of another rank": _labels_of_another_rank,
-    "labels rolled within a rank": _labels_rolled_locally,
-    "position ids of each rank from 0": _positions_local,
-    "contiguous instead of zigzag": _tokens_contiguous,
-} | OF_WEIGHTS | OF_LONG_ROWS | OF_BORDERS
+SPLITS: dict[str, Callable[[Parts, Parts, Callable[[int], Parts]], Parts]] = (
+    {
+        "chunk order swapped": _chunks_swapped,
+        "rank order reversed": _ranks_reversed,
+        "loss mask not split": _mask_not_split,
+        "loss mask of ones": _mask_of_ones,
+        "loss mask of another rank": _mask_of_another_rank,
+        "label at a chunk's border": _border_label,
+        "labels of another rank": _labels_of_another_rank,
+        "labels rolled within a rank": _labels_rolled_locally,
+        "position ids of each rank from 0": _positions_local,
+        "contiguous instead of zigzag": _tokens_contiguous,
+    }
+    | OF_WEIGHTS
+    | OF_LONG_ROWS
+    | OF_BORDERS
+)
 
 
 def _own_split(fault: Callable[..., Parts]) -> Callable[..., Any]:

@@ -130,7 +130,8 @@ def ended(monkeypatch):
 def test_a_line_begins_with_what_is_not_covered_where_no_loss_is(ended):
     probe = Probe("mask", "layer 1 (no window)", "causal", 0.0, 0.0)
     about = {"up_to": {"layer 1 (no window) under causal": "4096 of 131072 tokens"}}
-    certificate = Certificate([probe], about, ["the loss (forward_step: ValueError: x (rank 1))"], "forward_step: ValueError: x (rank 1)")
+    why = "forward_step: ValueError: x (rank 1)"
+    certificate = Certificate([probe], about, [f"the loss ({why})"], why)
     (summary,) = ended(certificate)
     assert summary.startswith("certificate: not covered: the loss (forward_step: ValueError: x (rank 1)); 1 probes passed in ")
     assert "under causal, up to 4096 of 131072 tokens" in summary

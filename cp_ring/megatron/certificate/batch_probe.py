@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.megatron import compat
+from cp_ring.megatron import compat, settings
 from cp_ring.megatron.certificate.report import Probe
 
 SAME = 1e-4  # relative difference of two weights; the weights that are drawn differ by a tenth or more
@@ -43,7 +43,7 @@ class _LayersBegin(Exception):
 
 
 def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabulary: int) -> Seen:
-    """Runs the forward step `step` and its loss on `data`, without the layers of `model`, whose embeddings know `vocabulary` tokens."""
+    """Runs the forward step `step` and its loss on `data`, without the layers of `model`, which has `vocabulary` tokens."""
     seen = Seen()
     with _recording(model, seen, vocabulary), suppress(_LayersBegin):
         output, loss = step(iter([data]), model)
@@ -85,6 +85,7 @@ def _recording(model: Any, seen: Seen, vocabulary: int) -> Iterator[None]:
         seen.tensors["tokens"] = given[tokens].detach()
         if "labels" in seen.tensors and getattr(model.config, "mtp_num_layers", None):
             seen.tensors["next"] = _next_labels(seen.tensors["labels"], given.get("packed_seq_params"))
+        seen.tensors |= _rotary_of_layers(model, given.get("packed_seq_params"), seen.tensors["tokens"].shape[1])
         given[tokens] = given[tokens] % vocabulary
         _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
         if "labels" not in seen.tensors:
@@ -121,6 +122,18 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
         forward()
 
 
+def _rotary_of_layers(model: Any, packed: Any, s: int) -> dict[str, Tensor]:
+    """The rotary embeddings of multi-latent attention, whose layers make their own, where those of all microbatches are alike."""
+    if packed is not None or settings.split_by_microbatch() or not getattr(model.config, "multi_latent_attention", False):
+        return {}
+    attention = [module for module in model.modules() if hasattr(module, "core_attention")]
+    make = next((module.rotary_pos_emb for module in attention if getattr(module, "rotary_pos_emb", None) is not None), None)
+    if make is None:
+        return {}
+    rotary = make(s * compat.group_of(None, "cp").size())
+    return {"rotary": rotary[0] if isinstance(rotary, tuple) else rotary}
+
+
 def _next_labels(labels: Tensor, packed: Any) -> Tensor:
     """What multi-token prediction makes of the labels: those one token further."""
     from megatron.core.transformer import multi_token_prediction  # heavy, and installed with Megatron only
@@ -142,7 +155,7 @@ def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe
             continue  # a model gets whole positions where it splits them by itself, as those of several axes
         expected = whole.gather(1, positions)
         if name == "weights":
-            # Megatron divides by numbers of tokens afterwards, or the loss function does: the tiny model shows whether it is right.
+            # Megatron, or the loss function, divides by numbers of tokens: the tiny model shows whether by the right ones.
             mine, expected = (x / x.sum() if x.sum() else x for x in (mine, expected))
         probes.append(_probe(shown, mine, expected, positions, (layer, mask)))
     for name, shown in WHOLE.items():

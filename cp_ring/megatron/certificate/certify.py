@@ -220,6 +220,9 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
             settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
             probes, missing = loss_probe.probe_loss(args, kinds, alone, step, seed)
             found.loss += probes
+            rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
+            if rotates and tokens < args.seq_length and not any(probe.name == "rotary embedding" for probe in probes):
+                found.up_to[f"{probes[0].layer} under {mask}"] = tokens, args.micro_batch_size
             found.not_covered += [one for one in missing if one not in found.not_covered]
     finally:
         settings.configure(before)

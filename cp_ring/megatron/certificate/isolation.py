@@ -116,7 +116,11 @@ class ProbeGroups:
         """Tells all ranks that the probes of this one have failed."""
         order = int(self.store.add(self.key + "failed", 1))
         text = str(error).strip().splitlines()
-        message = text[0] if (fatal or isinstance(error, NotProbed)) and text else f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+        message = (
+            text[0]
+            if (fatal or isinstance(error, NotProbed)) and text
+            else f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+        )
         return Failure(dist.get_rank(), order, message, fatal)
 
     def watch(self, store: Any) -> None:

@@ -186,7 +186,7 @@ def is_own(step: ForwardStep | None) -> bool:
 def probe_loss(
     args: argparse.Namespace, kinds: list[LayerKind], alone: Any, step: ForwardStep | None, seed: int
 ) -> tuple[list[Probe], list[str]]:
-    """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`, and its microbatch at the job's own length.
+    """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`, and a microbatch of the job's length.
 
     Every rank of the job calls it. `alone` is a process group of this rank only, `step` the job's forward step: that of
     `cp_ring.pretrain_gpt`, also for None, or a script's own, which then runs at context parallel size 1 too, because it may have

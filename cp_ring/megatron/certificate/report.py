@@ -11,8 +11,8 @@ from typing import Any
 class Probe:
     """The result of one probe of one kind of layer, on one rank or, once merged, the worst of all ranks.
 
-    `error` must not exceed `bound`; `where` names the worst place: rank, and the positions of a query and a key. Where `bound` is 0,
-    `error` counts what is wrong, in the `unit` given.
+    `error` must not exceed `bound`; `where` names the worst place: rank, and the positions of a query and a key. Where `bound` is
+    0, `error` counts what is wrong, in the `unit` given.
     """
 
     name: str
