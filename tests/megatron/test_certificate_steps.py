@@ -149,7 +149,10 @@ def test_a_script_of_another_model_ends_in_one_line(tmp_path):
     done = attempt(2, "other", [ENCODER_DECODER, *flags], tmp_path, COMMON)
     assert done.code == 2 and len(done.rejected.splitlines()) == 1
     assert "cp_ring: certificate: not covered: the loss (forward_step (encoder_decoder_script.py, line " in done.output
-    assert "does not take a microbatch of tokens, labels, loss_mask and position_ids: KeyError: 'text_enc' (rank " in done.output
+    assert (
+        "could not be called with a microbatch of tokens, labels, loss_mask and position_ids: KeyError: 'text_enc' (rank "
+        in done.output
+    )
     assert "layer 1 is cross attention" in done.rejected and "Traceback" not in done.output
 
 

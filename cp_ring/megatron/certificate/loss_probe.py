@@ -264,11 +264,11 @@ def _in_words(step: ForwardStep) -> ForwardStep:
     name = f"{getattr(function, '__name__', type(function).__name__)}{place}"
 
     def called(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        with attempting(f"{name} does not take a microbatch of tokens, labels, loss_mask and position_ids"):
+        with attempting(f"{name} could not be called with a microbatch of tokens, labels, loss_mask and position_ids"):
             output, loss = step(iterator, model)
 
         def loss_in_words(*args: Any, **kwargs: Any) -> Any:
-            with attempting(f"the loss function of {name} does not take the losses of tokens"):
+            with attempting(f"the loss function of {name} could not be called with the losses of tokens"):
                 return loss(*args, **kwargs)
 
         return output, loss_in_words
