@@ -72,7 +72,7 @@ class RingDotProductAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number = max(1, layer_number)
-        self.dropout_number = self.layer_number
+        self.dropout_number, self.calls = self.layer_number, 1
         self.name: int | str = self.layer_number  # in messages
         self.attn_mask_type = attn_mask_type
         self.cp_group = _group_of_layer(config, compat.group_of(pg_collection, "cp"))
@@ -208,7 +208,7 @@ class RingDotProductAttention(MegatronModule):
             places = torch.from_numpy(layout.positions(rank)) if cp > 1 else torch.arange(tokens)
         else:
             places = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows()).places(rank)
-        return dropout_of(self.dropout, self.dropout_number, places, self.tp_group.rank() * heads)
+        return dropout_of(self.dropout, self.dropout_number, places, self.tp_group.rank() * heads, self.calls)
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""
@@ -277,8 +277,9 @@ def _number_predictions(parent: Any, _: str, child: Any) -> None:
     """
     if isinstance(parent, MultiTokenPredictionLayer) and child is not None:
         layers = [module for module in child.modules() if isinstance(module, RingDotProductAttention)]
+        calls = parent.config.mtp_num_layers if getattr(parent.config, "mtp_use_repeated_layer", False) else 1
         for index, layer in enumerate(layers):
-            layer.dropout_number = number_of_prediction(parent.layer_number, index)
+            layer.dropout_number, layer.calls = number_of_prediction(parent.layer_number, index), calls
             layer.name = f"MTP {parent.layer_number}" + (f".{index + 1}" if len(layers) > 1 else "")
 
 

@@ -104,6 +104,22 @@ def test_recomputed_layers_drop_the_same_weights(make_layer, applied):
     assert torch.equal(gradient(recomputed), plain)
 
 
+def test_a_layer_that_serves_all_depths_has_the_same_keys_at_any_data_parallel_size(monkeypatch):
+    from megatron.core import tensor_parallel
+
+    def keys(rank, ranks, microbatches):
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        before = tracker.get_states()
+        monkeypatch.setattr(dropout, "_data_parallel", lambda: (rank, ranks))
+        try:
+            return [tuple(dropout.next_key(7, calls=3) for _ in range(3)) for _ in range(microbatches)]
+        finally:
+            tracker.set_states(before)
+
+    alone, two = keys(0, 1, 4), [keys(rank, 2, 2) for rank in (0, 1)]
+    assert alone == [two[0][0], two[1][0], two[0][1], two[1][1]] and len({key for each in alone for key in each}) == 12
+
+
 def test_a_job_counts_the_microbatches_before_it(monkeypatch):
     class Arguments:
         seed, consumed_train_samples, micro_batch_size = 7, 96, 2

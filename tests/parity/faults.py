@@ -213,13 +213,13 @@ def _dropout() -> Any:
     return core_attention, "dropout_of"
 
 
-def _places_on_the_rank(dropout_of: Any, p: float, layer: int, positions: Any, first_head: int) -> Any:
-    return dropout_of(p, layer, torch.arange(len(positions)), first_head)
+def _places_on_the_rank(dropout_of: Any, p: float, layer: int, positions: Any, *more: Any) -> Any:
+    return dropout_of(p, layer, torch.arange(len(positions)), *more)
 
 
-def _predictions_as_the_decoder(dropout_of: Any, p: float, layer: int, positions: Any, first_head: int) -> Any:
+def _predictions_as_the_decoder(dropout_of: Any, p: float, layer: int, positions: Any, *more: Any) -> Any:
     """The first layer that predicts further tokens counts with the decoder's first, where the stage has both."""
-    return dropout_of(p, layer if layer < 1 << 20 else layer >> 20, positions, first_head)
+    return dropout_of(p, layer if layer < 1 << 20 else layer >> 20, positions, *more)
 
 
 def _windows() -> Any:
