@@ -224,7 +224,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     more = {name: batch[name] for name in ("loss_mask", "packed_seq_params") if compat.takes(model, name)}
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
-    return output, functools.partial(loss_function, batch["loss_mask"], weight=batch[_WEIGHT])
+    return output, functools.partial(loss_function, batch["loss_mask"], weight=batch.get(_WEIGHT))
 
 
 def _first_or_last_stage(vp_stage: int | None) -> bool:
