@@ -294,7 +294,7 @@ def _progress(told: dict[str, Any]) -> tuple[Any, ...]:
     """A key that sorts reports by progress. In backward, layers run in descending order."""
     if "hop" not in told:
         return (-1,)
-    layer = told["layer"] if isinstance(told["layer"], int) else 0
+    layer = told["layer"] if isinstance(told["layer"], int) else sys.maxsize  # those that predict follow the decoder's
     backward = told["direction"] == "backward"
     return told["step"], backward, -layer if backward else layer, told["microbatch"], told["hop"], -told.get("seconds", 0.0)
 

@@ -13,7 +13,7 @@ PART = {
     "cp4": "mtp_uneven_loss_mask",
     "a2a+p2p": "packed_thd",
     "tp2cp2": "moe_sequence_parallel",
-    "pp2cp2": "mla_latent_wire",
+    "pp2cp2": "mla_latent_wire,dropout_mtp",
 }
 PLANTED = ("packed_thd",)
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.comm.transport import forget
+from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import settings
 from cp_ring.observe import watchdog
 
@@ -44,6 +45,22 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for owner, name, value in reversed(before):
             setattr(owner, name, value)
+
+
+class NotProbed(Exception):
+    """Says in words what a probe could not do, and why."""
+
+
+@contextmanager
+def attempting(what: str) -> Iterator[None]:
+    """Errors in the block become a `NotProbed` that begins with `what`; those of cp_ring stay as they are."""
+    try:
+        yield
+    except (NotProbed, ConfigError, PlanError, KernelError):
+        raise
+    except Exception as error:
+        first, *_ = str(error).strip().splitlines() or [""]
+        raise NotProbed(f"{what}: {f'{type(error).__name__}: {first}'.rstrip(': ')}") from error
 
 
 @dataclass
@@ -99,7 +116,11 @@ class ProbeGroups:
         """Tells all ranks that the probes of this one have failed."""
         order = int(self.store.add(self.key + "failed", 1))
         text = str(error).strip().splitlines()
-        message = text[0] if fatal and text else f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+        message = (
+            text[0]
+            if (fatal or isinstance(error, NotProbed)) and text
+            else f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+        )
         return Failure(dist.get_rank(), order, message, fatal)
 
     def watch(self, store: Any) -> None:
