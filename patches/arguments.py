@@ -30,13 +30,15 @@ def _replacements() -> Iterator[Replacement]:
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.certificate import record
         from cp_ring.megatron.features import logits_without_te
-        from cp_ring.megatron.rejection import rejecting
+        from cp_ring.megatron.rejection import megatrons_rejections, rejecting
         from cp_ring.megatron.validate import accept_complete
         from cp_ring.patches.install import install_for_model
 
         config = ContextParallelConfig.from_args(args)
-        with rejecting(), logits_without_te(args) if config.enabled else nullcontext():
-            result = validate_args(args, *rest, **kwargs)
+        ours = config.enabled or config.cpu
+        with rejecting(), megatrons_rejections() if ours else nullcontext():
+            with logits_without_te(args) if config.enabled else nullcontext():
+                result = validate_args(args, *rest, **kwargs)
         accept_complete(args)
         if config.enabled:
             with rejecting():

@@ -173,7 +173,7 @@ def test_a_save_counts_only_once_the_folder_is_seen_whole_under_its_name(tmp_pat
 
     monkeypatch.setattr(type(folder), "rename", spoiled)
     with pytest.raises(OSError, match=r"is not what was published: .* is missing"):
-        folders.publish(folder, final, "ab")
+        folders.publish(folder, final, lock.acquire(tmp_path))
     assert manifest.defect(final) == "" and folders.published(tmp_path) == [2]  # the one before is back
 
 
