@@ -77,6 +77,7 @@ BOUNDS = {"int8": 0.024, "fp8": 0.1}  # of quantized keys: those of the certific
 
 _RESUMED = ("cp1", "cp4", "tp2", "tp2cp2")
 _ON_TP = ("tp2cp2", "tp2cp2 sp", "tp2")
+_OFF_TP = tuple(name for name in SPLITS if name not in _ON_TP)  # of latents Megatron's gradients depend on tp with local layers
 _WITHOUT_SP = tuple(name for name in SPLITS if name != "tp2cp2 sp")
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": tuple(MODELS),
@@ -121,28 +122,29 @@ RULES = (
     Rule("latents have no heads to exchange", {"wire": ("latent",), "comm": _HEADS}, {"model": "mla"}),
     Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": ("tp2cp2",)}),
     Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": _WITHOUT_SP, "resume": ("tp2", "tp2cp2")}, {"split": "cp2"}),
-    Rule("", {"model": _LATENT, "split": _ON_TP, "resume": ("cp1", "cp4")}),  # there Megatron's gradients depend on tp
-    Rule("", {"model": _LATENT, "split": tuple(set(SPLITS) - set(_ON_TP)), "resume": ("tp2", "tp2cp2")}),
+    Rule("", {"model": (*_LATENT, "mamba"), "split": _ON_TP, "resume": ("cp1", "cp4")}),
+    Rule("", {"model": (*_LATENT, "mamba"), "split": _OFF_TP, "resume": ("tp2", "tp2cp2")}),
     Rule("whose state runs along the sequence", {"model": _RECURRENT, "documents": _DECLARED}),
     Rule("needs all logits at once", {"loss chunk": ("yes",), "model": ("mtp", "mla+moe+mtp", *_RECURRENT)}),
     Rule("leave core_attn out", {"offload": ("yes",), "recompute": ("selective",)}),
     Rule("takes all ranks of the job", {"sharding": _MEGATRON_FSDP, "split": ("pp2cp2",)}),
-    Rule("needs --bf16 or --fp16", {"sharding": _MEGATRON_FSDP, "dtype": ("float32",), "resume": _RESUMED}),
+    Rule("needs --bf16 or --fp16", {"sharding": _MEGATRON_FSDP, "dtype": ("float32",), "resume": _RESUMED}, {"sharding": "megatron fsdp"}),
     Rule("not supported with pipeline parallelism", {"sharding": ("fsdp2",), "split": ("pp2cp2",)}),
     Rule("not supported with expert parallelism", {"sharding": ("fsdp2",), "model": _EXPERTS}, {"split": "cp4"}),
     Rule("requires --untie-embeddings-and-output-weights", {"sharding": ("fsdp2",), "model": _TIED}),
     Rule("positions travel with the keys", {"wire": ("latent", "int8", "fp8"), "dropout": ("yes",)}),
     Rule("does not support --use-megatron-fsdp", {"wire": ("latent",), "sharding": _MEGATRON_FSDP}, {"model": "mla"}),
-)
+    Rule("does not support --use-torch-fsdp2", {"wire": ("latent",), "sharding": ("fsdp2",)}, {"model": "mla"}),
+    Rule("needs --data-parallel-sharding-strategy optim_grads_params", {"sharding": ("megatron fsdp optim",), "resume": _RESUMED},
+        {"dtype": "bf16"}),
+)  # fmt: skip
 WANTED = [
     {"model": model, "split": split, "sharding": sharding, "resume": resume, "dtype": dtype, "wire": wire}
     for model, split, sharding, resume, dtype, wire in (
         ("mla", "tp2cp2", "fsdp2", "tp2", "float32", "plain"),
-        ("mla", "tp2cp2", "fsdp2", "tp2", "float32", "latent"),
         ("mla", "tp2cp2", "megatron fsdp", "tp2", "bf16", "plain"),
-        ("mla", "tp2cp2", "megatron fsdp optim", "tp2", "bf16", "plain"),
         ("mla", "tp2cp2 sp", "distributed optimizer", "tp2", "float32", "latent"),
-        ("mla", "dp2cp2", "fsdp2", "cp4", "float32", "latent"),
+        ("mla", "dp2cp2", "fsdp2", "cp4", "float32", "plain"),
         ("mla+moe+mtp", "tp2cp2 sp", "megatron fsdp", "tp2", "bf16", "plain"),
     )
 ]
@@ -169,6 +171,11 @@ def rows(count: int, seed: int) -> list[tuple[Row, str]]:
     return [*rejected, *((row, "") for row in found)]
 
 
+def _experts(row: Row) -> int:
+    """The expert parallel size; 1 where the baseline has two tensor-parallel ranks already."""
+    return 2 if row["model"] == "moe" or (row["model"] in _EXPERTS and row["split"] != "tp2cp2 sp") else 1
+
+
 def _model(name: str, row: Row) -> Model:
     documents, data = DOCUMENTS[row["documents"]]
     flags = [MODELS[row["model"]], documents, f"--micro-batch-size {row['rows']}"]
@@ -182,7 +189,7 @@ def _model(name: str, row: Row) -> Model:
     stock = not documents and row["dropout"] == "no" and row["model"] not in _LATENT
     return Model(
         name, " ".join(flags), "", " ".join(ring), STOCK if stock else REFERENCE, data,
-        layers=4 if row["model"] in _RECURRENT else 2, experts=2 if row["model"] in _EXPERTS else 1,
+        layers=4 if row["model"] in _RECURRENT else 2, experts=_experts(row),
         tolerance=max(2**-8 if row["dtype"] == "bf16" else 1e-6, BOUNDS.get(row["wire"], 0)),
         drawn_by_tp=row["model"] in (*_LATENT, *_RECURRENT),
     )  # fmt: skip
