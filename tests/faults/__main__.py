@@ -167,6 +167,8 @@ def _first_is_stopped(first: Runs, second: Runs, straight: Losses, chance: rando
     good = first.good() == STEPS == folders.tracked(first.saves) and _all_whole(first.saves)
     if code == 0:
         good = good and (not losses or resumed_well(losses, min(losses) - 1, straight))
+    if not (good and same_steps and ended in (0, 1)):
+        print(f"{first.folder}: {ended} {sorted(stale)}, {code} {sorted(losses)}, {first.good()}", file=sys.stderr, flush=True)
     return good and same_steps and ended in (0, 1), 0
 
 

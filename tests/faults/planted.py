@@ -15,7 +15,7 @@ from tests.megatron import worker
 _OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 _WRITING = os.O_WRONLY | os.O_RDWR
 EVERY = -1
-BEAT_S, STALE_S = 0.5, 10.0  # of jobs on hosts that know nothing of one another
+BEAT_S, STALE_S = 0.5, 20.0  # of jobs on hosts that know nothing of one another
 
 
 def rank(number: int, ranks: int, port: int, fault: dict, *job) -> None:

@@ -185,6 +185,10 @@ def parse(monkeypatch):
             "--pipeline-model-parallel-size 2 with --use-megatron-fsdp: Megatron's FSDP takes all ranks",
         ),
         (["--use-megatron-fsdp", "--save", "x"], "--save with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16"),
+        (
+            ["--use-megatron-fsdp", "--bf16", "--save", "x", "--data-parallel-sharding-strategy", "optim"],
+            "--save with --use-megatron-fsdp needs --data-parallel-sharding-strategy optim_grads_params: with optim",
+        ),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
         (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
         (

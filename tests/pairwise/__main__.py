@@ -38,7 +38,7 @@ def run(case: Case, folder: Path) -> tuple[Verdict, str]:
 def last_words(output: str) -> str:
     """The exit code and the last line of a failed job that names an error."""
     code, *lines = output.splitlines()
-    errors = [line for line in lines if "Error: " in line]
+    errors = [line for line in lines if "Error: " in line and "Connection closed by peer" not in line]
     return f"{code}: {(errors or lines)[0] if errors or lines else ''}"
 
 
