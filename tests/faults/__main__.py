@@ -163,7 +163,8 @@ def _first_is_stopped(first: Runs, second: Runs, straight: Losses, chance: rando
         while code == 2 and not running.done():  # it came before the first was stopped
             code, losses = second.run({"host": "two"})
         ended, stale = running.result()
-    same_steps = resumed_well(stale, 0, straight) and max(stale) == STEPS
+    # Stopped while it started, it goes on from what the second has saved by then.
+    same_steps = not stale or (resumed_well(stale, min(stale) - 1, straight) and max(stale) == STEPS)
     good = first.good() == STEPS == folders.tracked(first.saves) and _all_whole(first.saves)
     if code == 0:
         good = good and (not losses or resumed_well(losses, min(losses) - 1, straight))

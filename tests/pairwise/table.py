@@ -116,6 +116,7 @@ _NOT_LATENT = tuple(name for name in MODELS if name not in _LATENT)
 RULES = (
     Rule("", {"documents": ("packed thd",), "layout": ("contiguous", "balanced")}),
     Rule("", {"documents": ("packed thd",), "rows": ("2",)}),
+    Rule("", {"documents": ("packed thd",), "model": ("mrope",)}),  # these test data have one position a token
     Rule("", {"model": _RECURRENT, "split": ("tp2cp2 sp",)}),
     Rule("", {"model": _RECURRENT, "dtype": ("bf16",)}),  # their kernels here are in float32
     Rule("needs --multi-latent-attention", {"wire": ("latent",), "model": _NOT_LATENT}),
@@ -134,6 +135,7 @@ RULES = (
     Rule("requires --untie-embeddings-and-output-weights", {"sharding": ("fsdp2",), "model": _TIED}),
     Rule("positions travel with the keys", {"wire": ("latent", "int8", "fp8"), "dropout": ("yes",)}),
     Rule("does not support --use-megatron-fsdp", {"wire": ("latent",), "sharding": _MEGATRON_FSDP}, {"model": "mla"}),
+    Rule("does not support --recompute-granularity selective", {"wire": ("latent",), "recompute": ("selective",)}, {"model": "mla"}),
     Rule("does not support --use-torch-fsdp2", {"wire": ("latent",), "sharding": ("fsdp2",)}, {"model": "mla"}),
     Rule("needs --data-parallel-sharding-strategy optim_grads_params", {"sharding": ("megatron fsdp optim",), "resume": _RESUMED},
         {"dtype": "bf16"}),
@@ -176,6 +178,13 @@ def _experts(row: Row) -> int:
     return 2 if row["model"] == "moe" or (row["model"] in _EXPERTS and row["split"] != "tp2cp2 sp") else 1
 
 
+def _rounding(row: Row) -> float:
+    """The largest relative error of a row with plain keys: in bf16 one rounding, with experts two, for their choice is not smooth."""
+    if row["dtype"] == "bf16":
+        return 2**-7 if row["model"] in _EXPERTS else 2**-8
+    return 2e-6 if row["model"] == "delta net" and row["layout"] == "balanced" else 1e-6
+
+
 def _model(name: str, row: Row) -> Model:
     documents, data = DOCUMENTS[row["documents"]]
     flags = [MODELS[row["model"]], documents, f"--micro-batch-size {row['rows']}"]
@@ -190,7 +199,7 @@ def _model(name: str, row: Row) -> Model:
     return Model(
         name, " ".join(flags), "", " ".join(ring), STOCK if stock else REFERENCE, data,
         layers=4 if row["model"] in _RECURRENT else 2, experts=_experts(row),
-        tolerance=max(2**-8 if row["dtype"] == "bf16" else 1e-6, BOUNDS.get(row["wire"], 0)),
+        tolerance=max(_rounding(row), BOUNDS.get(row["wire"], 0)),
         drawn_by_tp=row["model"] in (*_LATENT, *_RECURRENT),
     )  # fmt: skip
 
