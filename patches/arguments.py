@@ -35,10 +35,9 @@ def _replacements() -> Iterator[Replacement]:
         from cp_ring.patches.install import install_for_model
 
         config = ContextParallelConfig.from_args(args)
-        ours = config.enabled or config.cpu
-        with rejecting(), megatrons_rejections() if ours else nullcontext():
-            with logits_without_te(args) if config.enabled else nullcontext():
-                result = validate_args(args, *rest, **kwargs)
+        objections = megatrons_rejections() if config.enabled or config.cpu else nullcontext()
+        with rejecting(), objections, logits_without_te(args) if config.enabled else nullcontext():
+            result = validate_args(args, *rest, **kwargs)
         accept_complete(args)
         if config.enabled:
             with rejecting():

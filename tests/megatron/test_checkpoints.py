@@ -208,7 +208,8 @@ def put_another_checkpoints_shard(folder):
 def test_what_changes_between_its_verification_and_the_end_of_loading_is_rejected(pool, checkpoint, change, named):
     told = pool.run(functools.partial(load_while, change), 4, checkpoint)
     place = folders.folder_of(checkpoint, 8) / named
-    assert set(told) == {f"the checkpoint is not what was verified: {place} was replaced or changed while it was loaded: start the job again"}
+    why = f"{place} was replaced or changed while it was loaded"
+    assert set(told) == {f"the checkpoint is not what was verified: {why}: start the job again"}
     assert pool.run(functools.partial(load_while, lambda folder: None), 4, checkpoint)[0] == ""
 
 

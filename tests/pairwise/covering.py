@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 Row = dict[str, str]
+Factors = Mapping[str, Sequence[str]]
 Pair = tuple[str, str, str, str]  # factor, value, factor, value; in the order of the factors
 _TRIES = 60
 
 
 def cover(
-    factors: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool], count: int, seed: int, wanted: Iterable[Row] = ()
+    factors: Factors, allowed: Callable[[Row], bool], count: int, seed: int, wanted: Iterable[Row] = ()
 ) -> tuple[list[Row], set[Pair]]:
     """`count` rows, and the pairs that are in none of them although they are allowed by themselves.
 
@@ -42,11 +43,11 @@ def cover(
     return rows, missing
 
 
-def _pairs(factors: Mapping[str, Sequence[str]]) -> list[Pair]:
+def _pairs(factors: Factors) -> list[Pair]:
     return [(a, x, b, y) for a, b in itertools.combinations(factors, 2) for x in factors[a] for y in factors[b]]
 
 
-def _pairs_of(row: Row, factors: Mapping[str, Sequence[str]]) -> list[Pair]:
+def _pairs_of(row: Row, factors: Factors) -> list[Pair]:
     return [(a, row[a], b, row[b]) for a, b in itertools.combinations(factors, 2) if a in row and b in row]
 
 
@@ -55,7 +56,7 @@ def _row(pair: Pair) -> Row:
 
 
 def _filled(
-    start: Row, factors: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool], missing: set[Pair], random: np.random.Generator
+    start: Row, factors: Factors, allowed: Callable[[Row], bool], missing: set[Pair], random: np.random.Generator
 ) -> Row | None:
     """A whole row that begins with `start`; None at a dead end."""
     row = dict(start)

@@ -129,13 +129,15 @@ RULES = (
     Rule("needs all logits at once", {"loss chunk": ("yes",), "model": ("mtp", "mla+moe+mtp", *_RECURRENT)}),
     Rule("leave core_attn out", {"offload": ("yes",), "recompute": ("selective",)}),
     Rule("takes all ranks of the job", {"sharding": _MEGATRON_FSDP, "split": ("pp2cp2",)}),
-    Rule("needs --bf16 or --fp16", {"sharding": _MEGATRON_FSDP, "dtype": ("float32",), "resume": _RESUMED}, {"sharding": "megatron fsdp"}),
+    Rule("needs --bf16 or --fp16", {"sharding": _MEGATRON_FSDP, "dtype": ("float32",), "resume": _RESUMED},
+        {"sharding": "megatron fsdp"}),
     Rule("not supported with pipeline parallelism", {"sharding": ("fsdp2",), "split": ("pp2cp2",)}),
     Rule("not supported with expert parallelism", {"sharding": ("fsdp2",), "model": _EXPERTS}, {"split": "cp4"}),
     Rule("requires --untie-embeddings-and-output-weights", {"sharding": ("fsdp2",), "model": _TIED}),
     Rule("positions travel with the keys", {"wire": ("latent", "int8", "fp8"), "dropout": ("yes",)}),
     Rule("does not support --use-megatron-fsdp", {"wire": ("latent",), "sharding": _MEGATRON_FSDP}, {"model": "mla"}),
-    Rule("does not support --recompute-granularity selective", {"wire": ("latent",), "recompute": ("selective",)}, {"model": "mla"}),
+    Rule("does not support --recompute-granularity selective", {"wire": ("latent",), "recompute": ("selective",)},
+        {"model": "mla"}),
     Rule("does not support --use-torch-fsdp2", {"wire": ("latent",), "sharding": ("fsdp2",)}, {"model": "mla"}),
     Rule("needs --data-parallel-sharding-strategy optim_grads_params", {"sharding": ("megatron fsdp optim",), "resume": _RESUMED},
         {"dtype": "bf16"}),
@@ -179,7 +181,7 @@ def _experts(row: Row) -> int:
 
 
 def _rounding(row: Row) -> float:
-    """The largest relative error of a row with plain keys: in bf16 one rounding, with experts two, for their choice is not smooth."""
+    """The largest error of a row with plain keys; in bf16 one rounding, or two with experts, whose choice is not smooth."""
     if row["dtype"] == "bf16":
         return 2**-7 if row["model"] in _EXPERTS else 2**-8
     return 2e-6 if row["model"] == "delta net" and row["layout"] == "balanced" else 1e-6
@@ -230,7 +232,8 @@ class Case:
             return cls(name, cell, cell.baseline(), (first,))
         saved = folder / f"{name}-saved"
         then = Cell(model, _split(row["resume"], row["comm"], model.experts)).job()
-        first = dataclasses.replace(first, flags=(*first.flags, *shlex.split(f"--save {saved} --save-interval 2 --exit-interval 2")))
+        save = shlex.split(f"--save {saved} --save-interval 2 --exit-interval 2")
+        first = dataclasses.replace(first, flags=(*first.flags, *save))
         then = dataclasses.replace(then, name=f"{then.name}-resumed", flags=(*then.flags, "--load", str(saved)))
         return cls(name, cell, cell.baseline(), (first, then))
 
