@@ -699,3 +699,13 @@ def test_a_balanced_layout_knows_the_windows_of_all_layers(parse, flags, windows
     layout = make_layout("balanced", 128, 4)
     expected = Layout.balanced([(Mask.causal(128, window), layers) for window, layers in windows], 4)
     assert (layout.owner == expected.owner).all() and (layout.edges == expected.edges).all()
+
+
+def test_megatrons_own_objections_are_one_line_and_ours_stay_as_they_are():
+    def said(error):
+        with pytest.raises(type(error) if not str(error) else ConfigError) as stop, rejection.megatrons_rejections():
+            raise error
+        return str(stop.value)
+
+    assert said(AssertionError("--a is not\n   for --b")) == "Megatron rejects these flags: --a is not for --b"
+    assert said(ConfigError("ours")) == "ours" and said(AssertionError()) == ""
