@@ -140,6 +140,19 @@ def _record(message: str) -> None:
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
+@contextlib.contextmanager
+def megatrons_rejections() -> Iterator[None]:
+    """Raises Megatron's own objection to the flags, an assertion or a `ValueError` with a message, as `ConfigError`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AssertionError, ValueError) as error:
+        if not str(error):
+            raise
+        raise ConfigError(f"Megatron rejects these flags: {' '.join(str(error).split())}") from error
+
+
 def _running() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()

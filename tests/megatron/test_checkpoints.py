@@ -4,6 +4,7 @@ import argparse
 import collections
 import enum
 import errno
+import functools
 import io
 import json
 import os
@@ -174,6 +175,56 @@ def test_all_ranks_fall_back_to_the_last_good_checkpoint(pool, checkpoint, damag
     assert pool.run(decide, 4, checkpoint) == [wanted] * 4
     if "flipped" not in damage and "another" not in damage:  # the status command looks at sizes only
         assert last_good(checkpoint) == wanted
+
+
+def load_while(change, group, load):
+    """What this rank says where one rank does `change` to the newest checkpoint after all have verified it."""
+    from cp_ring.megatron.checkpoints import loading
+
+    folder, before = loading.agree_on_iteration(argparse.Namespace(load=str(load), save=None, ckpt_step=None))
+    try:
+        with loading.as_verified(folder, before):
+            if group.rank() == 1:
+                change(folder)
+            torch.distributed.barrier()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def put_another_checkpoints_shard(folder):
+    aside = folder.parent / "aside"
+    shutil.copyfile(folders.folder_of(folder.parent, 6) / "__1_0.distcp", aside)
+    os.replace(aside, folder / "__1_0.distcp")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (put_another_checkpoints_shard, "__1_0.distcp"),
+        (lambda folder: flip(folder / "__0_0.distcp"), "__0_0.distcp"),
+        (lambda folder: (folder / "__0_1.distcp").write_bytes(b"new"), "__0_1.distcp"),
+        (lambda folder: (folder / ".metadata").unlink(), ".metadata"),
+    ],
+)
+def test_what_changes_between_its_verification_and_the_end_of_loading_is_rejected(pool, checkpoint, change, named):
+    told = pool.run(functools.partial(load_while, change), 4, checkpoint)
+    place = folders.folder_of(checkpoint, 8) / named
+    why = f"{place} was replaced or changed while it was loaded"
+    assert set(told) == {f"the checkpoint is not what was verified: {why}: start the job again"}
+    assert pool.run(functools.partial(load_while, lambda folder: None), 4, checkpoint)[0] == ""
+
+
+def test_what_fails_to_load_because_it_was_changed_says_so(checkpoint):
+    from cp_ring.megatron.checkpoints.loading import as_verified
+
+    folder = folders.folder_of(checkpoint, 8)
+    before = manifest.stamps(folder)
+    with pytest.raises(ConfigError, match="not what was verified"), as_verified(folder, before):
+        cut(folder / "__0_0.distcp")
+        raise RuntimeError("PytorchStreamReader failed")
+    with pytest.raises(RuntimeError, match="Pytorch"), as_verified(folder, manifest.stamps(folder)):
+        raise RuntimeError("PytorchStreamReader failed")
 
 
 def test_falls_back_more_than_once_but_never_for_a_step_that_was_asked_for(pool, checkpoint):

@@ -188,6 +188,10 @@ def parse(monkeypatch):
             "--pipeline-model-parallel-size 2 with --use-megatron-fsdp: Megatron's FSDP takes all ranks",
         ),
         (["--use-megatron-fsdp", "--save", "x"], "--save with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16"),
+        (
+            ["--use-megatron-fsdp", "--bf16", "--save", "x", "--data-parallel-sharding-strategy", "optim"],
+            "--save with --use-megatron-fsdp needs --data-parallel-sharding-strategy optim_grads_params: with optim",
+        ),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
         (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
         (
@@ -749,3 +753,13 @@ def test_a_balanced_layout_knows_the_windows_of_all_layers(parse, flags, windows
     layout = make_layout("balanced", 128, 4)
     expected = Layout.balanced([(Mask.causal(128, window), layers) for window, layers in windows], 4)
     assert (layout.owner == expected.owner).all() and (layout.edges == expected.edges).all()
+
+
+def test_megatrons_own_objections_are_one_line_and_ours_stay_as_they_are():
+    def said(error):
+        with pytest.raises(type(error) if not str(error) else ConfigError) as stop, rejection.megatrons_rejections():
+            raise error
+        return str(stop.value)
+
+    assert said(AssertionError("--a is not\n   for --b")) == "Megatron rejects these flags: --a is not for --b"
+    assert said(ConfigError("ours")) == "ours" and said(AssertionError()) == ""

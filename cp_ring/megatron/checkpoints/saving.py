@@ -252,7 +252,7 @@ def publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
         try:
             held = lock.acquire(final.parent)
             _write_manifest(folder)
-            folders.publish(folder, final, held.owner.token)
+            folders.publish(folder, final, held)
         except (OSError, ValueError) as error:
             errors.append(reason(error))
     if not good or not all_ranks_agree(not errors):
@@ -273,8 +273,9 @@ def track(folder: Path, iteration: int) -> None:
     why = [""]
     if dist.get_rank() == 0:
         try:
-            files.replace_text(folder / folders.TRACKER, str(iteration))
-            folders.prune(folder, iteration, current().keep_checkpoints, lock.acquire(folder).owner.token)
+            held = lock.acquire(folder)
+            folders.replace_tracker(folder, str(iteration))
+            folders.prune(folder, iteration, current().keep_checkpoints, held.owner.token)
         except (OSError, ConfigError) as error:
             why = [reason(error)]
     dist.broadcast_object_list(why, src=0)
