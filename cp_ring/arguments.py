@@ -5,7 +5,7 @@ Shapes: s tokens of this rank's shard, b batch rows, h query heads, d head size 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -44,8 +44,11 @@ def by_position_of(
         raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
     if not p and slopes is None:
         return None
-    if p and not isinstance(seed, int):
-        raise ConfigError(f"dropout_seed={seed!r}: dropout needs a whole number, the same on all ranks and another in each call")
+    if p and (not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64):
+        raise ConfigError(
+            f"dropout_seed={seed!r}: dropout needs a whole number of up to 64 bits, the same on all ranks and another in each "
+            "call"
+        )
     if isinstance(plan, RankPlan):
         name = f"dropout_p={p}" if p else "alibi_slopes"
         raise ConfigError(f"{name}: give the plan of all ranks, which has the positions of tokens, not that of one rank")
@@ -89,8 +92,8 @@ def rank_in_job(transport: Transport | None) -> int:
 
 def watch(timeout: float) -> None:
     """Starts the thread that watches waits of up to `timeout` seconds. Raises `ConfigError` if that is no length of time."""
-    if not 0 < timeout < math.inf:
-        raise ConfigError(f"timeout={timeout}: it must be a number of seconds above 0, or None")
+    if not isinstance(timeout, int | float) or not 0 < timeout <= sys.float_info.max:
+        raise ConfigError(f"timeout={timeout!r}: it must be a number of seconds above 0, or None")
     watchdog.start(timeout)
     watchdog.enter("ring_attention", WATCH.place.step)
 

@@ -44,7 +44,7 @@ from cp_ring.observe.spans import span, traced
 from cp_ring.observe.timing import note_rank, timed
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.offload import Offload, Waiting, tensor_of
-from cp_ring.ops.dtypes import sum_dtype
+from cp_ring.ops.dtypes import in_one_dtype, sum_dtype, without_autocast
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.head_split import split_heads
 from cp_ring.plan.layout import Layout
@@ -183,6 +183,9 @@ def ring_attention(
         Backward computes the softmax weights again from lse in float32, so scores of size x put a relative error of up to
         6e-8 * x into the gradients, on any number of ranks: 2e-3 for scores of 3e4. float64 inputs avoid it.
 
+    Under `torch.autocast` the call computes in the dtype of q, k and v, forward and backward, and out has this dtype. Where their
+    dtypes differ, they are cast to that of autocast first; float64 is never cast.
+
     In a `torch.compile` region the call is a graph break: planning and messages run as they do without compilation.
 
     Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a plan for them.
@@ -255,6 +258,8 @@ def attend(
     of the tiles of this rank, where they are computed; with the exchange of heads, -inf for the heads of other ranks.
     """
     check_values(num_slots, wire, wire_dtype, qkv_format, softmax_scale)
+    q, k, v, *more = in_one_dtype(q, k, v, *(latents or ()))
+    latents = Latents(*more) if more else latents
     check_tensors(q, k, v, sink)
     transport = transport_for(group, q.device)
     rank_plan = rank_plan_of(plan, transport)
@@ -391,12 +396,13 @@ class _RingAttention(torch.autograd.Function):
         if kept is not None:
             out, lse = kept
         else:
-            with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "forward", q.device):
-                # A sink changes out once more: it is not rounded before.
-                dtype = q.dtype if sink is None else sum_dtype(q.dtype)
-                out, lse = _run_forward(call, q, k, v, inputs, dtype)
-            if sink is not None:
-                lse, out = _add_sink(out, lse, sink), out.to(q.dtype)
+            with without_autocast(q.device):
+                with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "forward", q.device):
+                    # A sink changes out once more: it is not rounded before.
+                    dtype = q.dtype if sink is None else sum_dtype(q.dtype)
+                    out, lse = _run_forward(call, q, k, v, inputs, dtype)
+                if sink is not None:
+                    lse, out = _add_sink(out, lse, sink), out.to(q.dtype)
             if call.results is not None:
                 call.results.fill(out, lse)
         ctx.save_for_backward(q, k, v, sink, out, lse, *inputs)
@@ -413,9 +419,10 @@ class _RingAttention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         call = ctx.call
         WATCH.place, WATCH.backward = call.place, True
-        with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "backward", q.device):
-            dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, out, lse)
-        dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
+        with without_autocast(q.device):
+            with determinism(call.exact), torch.cuda.device_of(q), timed(call.rank, call.place, "backward", q.device):
+                dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, out, lse)
+            dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
         return dq, dk, dv, dsink, None, *others
 
 

@@ -51,8 +51,15 @@ def check_values(num_slots: int, wire: str, wire_dtype: str, qkv_format: str, so
         raise ConfigError(f"softmax_scale={softmax_scale}: it must be a finite number above 0")
 
 
+def check_local(name: str, x: Tensor) -> None:
+    """Raises `ConfigError` for a DTensor: its local part may be split in another way than the layout says."""
+    if hasattr(x, "to_local"):
+        raise ConfigError(f"{name} is a {type(x).__name__}: pass the part of this rank that the layout says, as a plain tensor")
+
+
 def tokens_and_batch(q: Tensor, qkv_format: str) -> tuple[int, int]:
-    """Tokens of each batch row, and batch rows. Raises `PlanError` where q has not 4 dimensions."""
+    """Tokens of each batch row, and batch rows. Raises `PlanError` where q has not 4 dimensions, `ConfigError` for a DTensor."""
+    check_local("q", q)
     if q.dim() != 4:
         raise PlanError(f"q must have 4 dimensions, batch, tokens, heads and head size, not the shape {tuple(q.shape)}")
     return (q.shape[0], q.shape[1]) if qkv_format == "sbhd" else (q.shape[1], q.shape[0])
@@ -67,7 +74,9 @@ def sizes_of(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes | No
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
-    """Raises `PlanError` for tensors that do not fit together, in any `qkv_format`."""
+    """Raises `PlanError` for tensors that do not fit together, in any `qkv_format`; `ConfigError` for a DTensor."""
+    for name, x in (("q", q), ("k", k), ("v", v), *((("sink", sink),) if sink is not None else ())):
+        check_local(name, x)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise PlanError(f"q, k and v must have 4 dimensions, batch, tokens, heads and head size; here {shapes}")

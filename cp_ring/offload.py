@@ -42,24 +42,28 @@ class Offload:
     def layer(self, keep: Iterable[Tensor | None] = ()) -> Iterator[None]:
         """A new layer: tensors that are saved for backward inside wait in host memory, except those of `keep`.
 
-        Give weights as `keep`: they are on the device anyway. Saved tensors must not be changed in place, as ever in autograd.
+        Give weights as `keep`: they are on the device anyway. What stays on the device must not be changed in place before
+        backward, which raises then, as ever in autograd; what has moved is as it was when it was saved.
         """
         layer, kept = self._begin(), {x.data_ptr() for x in keep if x is not None}
 
-        def pack(tensor: Tensor) -> Tensor | Waiting:
+        def pack(tensor: Tensor) -> Kept | Waiting:
             stays = tensor.nbytes < self.least or tensor.data_ptr() in kept
-            return tensor if stays else self._put(tensor, layer)
+            return Kept(tensor, tensor._version) if stays else self._put(tensor, layer)
 
         with saved_tensors_hooks(pack, tensor_of):
             yield
 
     def sharing(self) -> saved_tensors_hooks:
-        """A context in which saved tensors that the last layer has moved are not saved again; others are saved as ever."""
+        """A context in which saved tensors that the last layer has moved are not saved again; others are saved as ever.
+
+        So is a tensor that was changed in place after it was moved.
+        """
         layer = self._last
 
-        def pack(tensor: Tensor) -> Tensor | Waiting:
+        def pack(tensor: Tensor) -> Kept | Waiting:
             copy = None if layer is None else layer.find(tensor)
-            return tensor if copy is None else _waiting(tensor, copy)
+            return Kept(tensor, tensor._version) if copy is None else _waiting(tensor, copy)
 
         return saved_tensors_hooks(pack, tensor_of)
 
@@ -165,7 +169,7 @@ class _Copy:
         self._key, self._storage = _key(tensor), StorageWeakRef(tensor.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether the copy is one of the same elements."""
+        """Whether the copy is one of the same elements, none of which was changed in place since."""
         return _dense(tensor) and self._key == _key(tensor) and not self._storage.expired()
 
 
@@ -193,18 +197,35 @@ class Waiting:
         return fetched
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A saved tensor that stays on its device, and its version then: torch compares none of tensors that hooks have packed."""
+
+    saved: Tensor
+    version: int
+
+    def tensor(self) -> Tensor:
+        """The tensor. Raises `RuntimeError`, as torch does, if it was changed in place."""
+        if self.saved._version != self.version:
+            raise RuntimeError(
+                f"a tensor {list(self.saved.shape)} that backward needs has been modified by an inplace operation: it is at "
+                f"version {self.saved._version}, and was saved at version {self.version}"
+            )
+        return self.saved
+
+
 def _waiting(tensor: Tensor, copy: _Copy) -> Waiting:
     dense = tensor if _dense(tensor) else torch.empty(tensor.shape, device="meta")
     return Waiting(copy, tensor.shape, dense.stride())
 
 
-def tensor_of(saved: Tensor | Waiting) -> Tensor:
+def tensor_of(saved: Tensor | Kept | Waiting) -> Tensor:
     """The tensor itself, or the one that waits in host memory, on its device."""
-    return saved.tensor() if isinstance(saved, Waiting) else saved
+    return saved if isinstance(saved, Tensor) else saved.tensor()
 
 
-def _key(tensor: Tensor) -> tuple[int, int, torch.dtype]:
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype
+def _key(tensor: Tensor) -> tuple[int, int, torch.dtype, int]:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype, 0 if tensor.is_inference() else tensor._version
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
@@ -11,17 +12,21 @@ from torch import Tensor
 
 from cp_ring.errors import ConfigError
 from cp_ring.plan.layout import LAYOUTS, Layout
-from cp_ring.plan.mask import Mask
+from cp_ring.plan.mask import Mask, window_of
 from cp_ring.plan.plan import Plan, PlanSpec
+from cp_ring.plan.ranges import offsets
 from cp_ring.plan.schedule import text
 from cp_ring.plan.shapes import AUTO, choose
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.spec import plan
 
+MAX_CHOICES = 64
+"""How many choices of `auto` are kept: those that were used last."""
+
 _OF_PLANS = "mask, layout, route, schedule and heads"
 Offsets = Sequence[int] | np.ndarray | Tensor
 
-_choices: dict[tuple[object, ...], tuple[str, int]] = {}
+_choices: OrderedDict[tuple[object, ...], tuple[str, int]] = OrderedDict()
 _lock = Lock()
 
 
@@ -50,10 +55,11 @@ def plan_of_call(
         raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}")
     if mask is None:
         if cu_seqlens is None:
-            offsets: tuple[int, ...] = (0, layout.n if isinstance(layout, Layout) else length_of(tokens, cp, layout))
+            edges: tuple[int, ...] = (0, layout.n if isinstance(layout, Layout) else length_of(tokens, cp, layout))
         else:
-            offsets = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor | np.ndarray) else cu_seqlens)
-        mask = _mask(offsets, causal, tuple(window_size))
+            end = layout.n if isinstance(layout, Layout) else None
+            edges = tuple(offsets(cu_seqlens, "cu_seqlens", end).tolist())
+        mask = _mask(edges, causal, window_of(window_size))
     if AUTO in (route, heads):
         route, heads = _fastest(mask, layout, cp, route, schedule, heads, node_size, sizes or AttentionSizes())
     proven = plan(mask, cp, PlanSpec(layout, route, schedule, int(heads), node_size))
@@ -80,6 +86,9 @@ def _fastest(
             made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
             choice = choose([(mask, 1)], cp, sizes, node_size, route=route, heads=heads, schedule=text(schedule), layout=made)
             _choices[key] = choice.shape.route, choice.shape.heads
+            while len(_choices) > MAX_CHOICES:
+                _choices.popitem(last=False)
+        _choices.move_to_end(key)
         return _choices[key]
 
 
@@ -141,7 +150,7 @@ def zigzag(n: int, cp: int) -> Layout:
 
 
 @lru_cache(maxsize=64)
-def _mask(offsets: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Mask:
-    if len(offsets) > 2:
-        return Mask.documents(list(offsets), causal=causal, window=window)
-    return Mask.causal(offsets[-1], window) if causal else Mask.full(offsets[-1], window)
+def _mask(edges: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Mask:
+    if len(edges) > 2:
+        return Mask.documents(list(edges), causal=causal, window=window)
+    return Mask.causal(edges[-1], window) if causal else Mask.full(edges[-1], window)

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from cp_ring.checks import check_local
 from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import MessageBatch, Transport, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.conversion import Conversion, conversion
-from cp_ring.plan.layout import Layout
+from cp_ring.plan.layout import Layout, dimension
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.ranges import Ints
+from cp_ring.plan.ranges import Ints, integer, offsets
 from cp_ring.plan.tables import Transfer
 from cp_ring.plan_cache import length_of, zigzag
 
@@ -48,7 +49,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
         return tuple(None if x is None else shard(x, layout, group, dim) for x in tensors)
     if isinstance(tensors, dict):
         return {name: None if x is None else shard(x, layout, group, dim) for name, x in tensors.items()}
-    transport = transport_for(group, tensors.device)
+    dim, transport = _begin(tensors, dim, group)
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
     return _layout(layout, tensors.shape[dim], size).shard(tensors, rank, dim)
 
@@ -68,7 +69,7 @@ def unshard(
 
     `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is not this rank's part of the layout.
     """
-    transport = transport_for(group, x.device)
+    dim, transport = _begin(x, dim, group)
     layout = _layout_of_part(layout, x, transport, dim)
     if transport is None:
         return layout.unshard([x], dim)
@@ -93,16 +94,20 @@ def roll(
     A collective, as `unshard`, and differentiable; only tokens that change ranks travel. Without `cu_seqlens` the first
     tokens of the sequence come after its last ones, as in `torch.roll`. With `cu_seqlens`, the ends of packed documents in
     the whole sequence, a token whose source is outside of its own document gets `fill`. `cu_seqlens=[0, n]` fills the end of a
-    single sequence.
+    single sequence. The result has the dtype of x. Raises `ConfigError` for a `fill` that this dtype does not have.
     """
-    transport = transport_for(group, x.device)
+    (dim, transport), shift = _begin(x, dim, group), integer(shift, "shift")
     layout = _layout_of_part(layout, x, transport, dim)
     rank = transport.rank if transport else 0
-    _agree(transport, "roll", layout, x.movedim(dim, 0), shift)
-    rolled: Tensor = _Roll.apply(x.movedim(dim, 0), shift, layout, transport, rank)
+    outside = None
     if cu_seqlens is not None:
-        inside = _same_document(layout.positions(rank), shift, layout.n, cu_seqlens).to(x.device)
-        rolled = torch.where(inside.reshape(-1, *[1] * (x.dim() - 1)), rolled, fill)
+        _check_fill(fill, x.dtype)
+        edges = offsets(cu_seqlens, "cu_seqlens", layout.n)
+        outside = _other_document(layout.positions(rank), max(-layout.n, min(shift, layout.n)), edges).to(x.device)
+    _agree(transport, "roll", layout, x.movedim(dim, 0), shift)
+    rolled: Tensor = _Roll.apply(x.movedim(dim, 0), shift % layout.n, layout, transport, rank)
+    if outside is not None:
+        rolled = rolled.masked_fill(outside.reshape(-1, *[1] * (x.dim() - 1)), fill)
     return rolled.movedim(0, dim)
 
 
@@ -121,7 +126,7 @@ def convert_layout(
     which a rank need not hold equally many of; each is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where
     x is not this rank's part of `before`, or the layouts do not fit together.
     """
-    transport = transport_for(group, x.device)
+    dim, transport = _begin(x, dim, group)
     before = _layout_of_part(before, x, transport, dim)
     after = _layout(after, before.n, before.cp)
     plan = conversion(before, after)
@@ -131,6 +136,14 @@ def convert_layout(
     _agree(transport, "convert_layout to", after, x.movedim(dim, 0), 0)
     converted: Tensor = _Convert.apply(x.movedim(dim, 0), plan, transport)
     return converted.movedim(0, dim)
+
+
+def _begin(
+    x: Tensor, dim: int, group: dist.ProcessGroup | DeviceMesh | Transport | None
+) -> tuple[int, Transport | None]:  # fmt: skip
+    """The checked dimension of tokens, and the transport of the group."""
+    check_local("the tensor", x)
+    return dimension(dim, x), transport_for(group, x.device)
 
 
 def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, shift: int) -> None:
@@ -253,14 +266,21 @@ def _sources(layout: Layout, shift: int, rank: int, peer: int) -> Ints:
     return layout.starts[chunk] + source - layout.edges[chunk]
 
 
-def _same_document(positions: Ints, shift: int, n: int, cu_seqlens: Sequence[int] | np.ndarray | Tensor) -> Tensor:
-    """For each position, whether the source of its rolled value lies in the same document."""
-    ends = np.asarray(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens, np.int64)
-    if ends.ndim != 1 or len(ends) < 2 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] != n:
-        raise PlanError(f"cu_seqlens must rise from 0 to the {n} tokens of the whole sequence, not {ends.tolist()[:8]}")
+def _other_document(positions: Ints, shift: int, edges: Ints) -> Tensor:
+    """For each position, whether the source of its rolled value lies outside of its document. Documents begin at `edges`."""
     source = positions - shift
-    same = np.searchsorted(ends, source, "right") == np.searchsorted(ends, positions, "right")
-    return torch.from_numpy(same & (source >= 0) & (source < n))
+    return torch.from_numpy(np.searchsorted(edges, source, "right") != np.searchsorted(edges, positions, "right"))
+
+
+def _check_fill(fill: float, dtype: torch.dtype) -> None:
+    """Raises `ConfigError` for a fill that is no value of `dtype`; floating-point numbers may be rounded."""
+    try:
+        held = torch.tensor(fill, dtype=dtype)
+        fits = held.dtype.is_floating_point or held.dtype.is_complex or held.item() == fill
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise ConfigError(f"fill={fill!r}: a tensor of {dtype} cannot hold it")
 
 
 def _exchange(transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str) -> None:

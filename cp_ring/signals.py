@@ -5,9 +5,10 @@ Nothing heavy is imported here, so that a rank listens before it loads torch; wi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -32,6 +33,20 @@ def listen_if_asked(argv: Sequence[str]) -> None:
     """`listen` where the command line has Megatron's --exit-signal-handler."""
     if "--exit-signal-handler" in argv:
         listen()
+
+
+@contextlib.contextmanager
+def ignored() -> Iterator[None]:
+    """While this lasts, the signals in `ASKING` do nothing; in the main thread only, where handlers can be set."""
+    earlier = {}
+    try:
+        with contextlib.suppress(ValueError):
+            for number in ASKING:
+                earlier[number] = signal.signal(number, signal.SIG_IGN)
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def received() -> signal.Signals | None:

@@ -5,6 +5,22 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 
+# Sets `cpu` to the CPU seconds (user and system) of all commands that this script has waited for.
+# bash knows them in this shell alone, not in $(...).
+cpu_seconds() {
+    local file="$ROOT/.cache/times.$$" spent user system seconds
+    mkdir -p "$ROOT/.cache"
+    times >"$file"
+    { read -r _; read -r user system; } <"$file"
+    rm -f "$file"
+    cpu=500 # milliseconds, to be rounded
+    for spent in "${user%s}" "${system%s}"; do # 1m2.345
+        seconds="${spent#*m}"
+        cpu=$((cpu + 60000 * ${spent%m*} + 10#${seconds//[.,]/}))
+    done
+    cpu=$((cpu / 1000))
+}
+
 # Prints the first Python >= 3.12 that runs; the shim of a version manager can be on PATH and still fail.
 find_python() {
     local candidate

@@ -2,7 +2,7 @@
 # Makes the environment and runs every check, the quickest first: ruff, mypy, import-linter, the documentation, the tests.
 # The tests run in parallel worker processes (`-n 0`: in one process). Options go to pytest.
 #
-#   test.sh [OPTION...]                  for example: test.sh -m slow; test.sh -x -k layout
+#   test.sh [OPTION...]                  for example: test.sh -m slow; test.sh -x -k layout; test.sh -m "not slow" (as .ci/run)
 #   test.sh --compat [VERSION...]        only the tests marked compat, with other versions of megatron-core (default: all)
 #   test.sh --torch VERSION [OPTION...]  only the tests that depend on torch, with another version of it
 set -euo pipefail
@@ -16,14 +16,21 @@ TORCH_TESTS=(tests/test_attention.py tests/test_attention_masks.py tests/kernels
     tests/megatron/test_documents.py tests/megatron/test_recompute.py tests/megatron/test_run.py tests/megatron/test_specs.py)
 
 times=()
+installed=0 # CPU seconds until the first stage
 
-# stage NAME COMMAND...: runs the command and records its wall time. If the command fails, the script ends.
+# line NAME SECONDS CPU_SECONDS: of a stage, or of all.
+line() { printf '%-28s %4d s %5d CPU s' "$@"; }
+
+# stage NAME COMMAND...: runs the command and records its wall time and CPU time. If the command fails, the script ends.
 stage() {
-    local name="$1" start=$SECONDS code=0
+    local name="$1" start=$SECONDS code=0 before
     shift
     echo "cp_ring: $name"
+    cpu_seconds
+    before=$cpu
     "$@" || code=$?
-    times+=("$(printf '%-28s %4d s' "$name" $((SECONDS - start)))")
+    cpu_seconds
+    times+=("$(line "$name" $((SECONDS - start)) $((cpu - before)))")
     if ((code)); then
         times[-1]+="  FAILED"
         exit "$code"
@@ -32,7 +39,8 @@ stage() {
 
 summary() {
     ((${#times[@]})) || return 0
-    printf 'cp_ring: %s\n' "${times[@]}" "$(printf '%-28s %4d s' "all, without installation" $((SECONDS - started)))"
+    cpu_seconds
+    printf 'cp_ring: %s\n' "${times[@]}" "$(line "all, without installation" $((SECONDS - started)) $((cpu - installed)))"
 }
 trap summary EXIT
 
@@ -54,6 +62,8 @@ case "${1:-}" in
     (($#)) || set -- "${COMPAT[@]}"
     for version in "$@"; do prepare_compat "$version"; done
     started=$SECONDS
+    cpu_seconds
+    installed=$cpu
     for version in "$@"; do stage "megatron-core $version" compat "$version"; done
     ;;
 --torch)
@@ -61,11 +71,15 @@ case "${1:-}" in
     shift 2
     prepare_torch "$version"
     started=$SECONDS
-    stage "torch $version" "$ROOT/.compat/torch-$version/bin/python" -m pytest "${PARALLEL[@]}" "${TORCH_TESTS[@]}" "$@"
+    cpu_seconds
+    installed=$cpu
+    stage "torch $version" "$ROOT/.compat/torch-$version/bin/python" -m pytest "${PARALLEL[@]}" -m "not slow" "${TORCH_TESTS[@]}" "$@"
     ;;
 *)
     prepare_system
     started=$SECONDS
+    cpu_seconds
+    installed=$cpu
     tree="$(package_tree)"
     stage ruff "$VENV/bin/ruff" check .
     stage mypy in_package_tree "$VENV/bin/mypy"

@@ -17,6 +17,7 @@ from cp_ring.patches.patch import Patch
 NAMES = (
     "cpu_runtime",
     "dataset_helpers",
+    "data_files",
     "arguments",
     "core_attention",
     "recompute",

@@ -30,12 +30,13 @@ def _replacements() -> Iterator[Replacement]:
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.certificate import record
         from cp_ring.megatron.features import logits_without_te
-        from cp_ring.megatron.rejection import rejecting
+        from cp_ring.megatron.rejection import megatrons_rejections, rejecting
         from cp_ring.megatron.validate import accept_complete
         from cp_ring.patches.install import install_for_model
 
         config = ContextParallelConfig.from_args(args)
-        with rejecting(), logits_without_te(args) if config.enabled else nullcontext():
+        objections = megatrons_rejections() if config.enabled or config.cpu else nullcontext()
+        with rejecting(), objections, logits_without_te(args) if config.enabled else nullcontext():
             result = validate_args(args, *rest, **kwargs)
         accept_complete(args)
         if config.enabled:

@@ -1,5 +1,6 @@
 """Makes the certificate after Megatron has made its parallel groups and before it builds the model.
 
+Where a checkpoint is loaded it is made again before the first step, in case loading has changed what attention computes.
 The job's own forward step is an argument of `pretrain`, so that function is wrapped too.
 """
 
@@ -25,9 +26,14 @@ def _replacements() -> Iterator[Replacement]:
         from megatron.training import get_args
 
         from cp_ring.megatron.certificate.certify import certify  # imports Megatron
+        from cp_ring.megatron.checkpoints import loading
 
-        certify(get_args(), steps[-1] if steps else None)
-        return setup(*args, **kwargs)
+        step = steps[-1] if steps else None
+        certify(get_args(), step)
+        built = setup(*args, **kwargs)
+        if loading.has_loaded():
+            certify(get_args(), step, loaded=True)
+        return built
 
     @functools.wraps(pretrain)
     def pretrain_with(*args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,8 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
     if not (config.enabled or config.cpu):
         return config
     check_version()
-    names = ["dataset_helpers", "arguments", "optimizer_step", "tensorboard", "safe_checkpoints", "restricted_unpickling"]
+    names = ["dataset_helpers", "data_files", "arguments", "optimizer_step", "tensorboard"]
+    names += ["safe_checkpoints", "restricted_unpickling"]
     if config.cpu:
         names.insert(0, "cpu_runtime")
     if "--exit-signal-handler" in argv:

@@ -14,15 +14,26 @@ from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
+    from megatron.core import parallel_state
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     constructor = LanguageModule.__init__
 
+    def attends_to_own_tokens(config: Any) -> bool:
+        """Whether a model, such as an encoder, is no part of the job's context parallelism, for which the settings are."""
+        cp = parallel_state.get_context_parallel_world_size() if parallel_state.model_parallel_is_initialized() else 1
+        return cp > 1 and config.context_parallel_size == 1
+
     @functools.wraps(constructor)
     def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         from cp_ring.megatron.program import accept_model, certify_model
+        from cp_ring.megatron.rejection import note
         from cp_ring.patches.install import install_for_model
 
+        if attends_to_own_tokens(config):
+            note(f"{type(self).__name__}: its configuration has context_parallel_size 1, so each rank attends to its own tokens")
+            constructor(self, config, *args, **kwargs)
+            return
         accepted = accept_model(config)
         install_for_model(accepted)
         certify_model(accepted)

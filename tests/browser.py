@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
+from cp_ring.testing.rank_pool import LIMIT_S
+
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome")
-SECONDS = 120
 _TELL = """
 const tell = (found) => fetch('/found', {
   method: 'POST',
@@ -63,7 +64,7 @@ def visit(site: Path, script: str, files: dict[str, Path], screenshot: Path | No
         picture = screenshot or Path(folder) / "page.png"
         options = ["--no-sandbox", "--disable-gpu", "--window-size=1600,1000", f"--user-data-dir={folder}/profile"]
         try:
-            done = subprocess.run([program, *options, f"--screenshot={picture}", address], capture_output=True, timeout=SECONDS)
+            done = subprocess.run([program, *options, f"--screenshot={picture}", address], capture_output=True, timeout=LIMIT_S)
         finally:
             result.told.set()
             server.shutdown()
@@ -86,7 +87,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         elif path == "/look.js":
             self._send(self._script.encode(), "text/javascript")
         elif path == "/hold.png":
-            self._result.told.wait(SECONDS)
+            self._result.told.wait(LIMIT_S)
             self.send_error(404)
         elif path in self._files:
             self._send(self._files[path].read_bytes(), "application/json")

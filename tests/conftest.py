@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 from collections.abc import Iterator
 
@@ -56,8 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: two workers for each core, since many tests wait; not more than 8, for the memory of ranks."""
-    return min(2 * len(os.sched_getaffinity(0)), 8)
+    """For `-n auto`: one worker for each core. Each imports torch and Megatron and has a fork server of its own, so that more
+    of them cost more than their tests; at least 2, since many tests wait; at most 8, for the memory of ranks."""
+    return min(max(len(os.sched_getaffinity(0)), 2), 8)
 
 
 def group(item: pytest.Item) -> str | None:
@@ -145,6 +147,7 @@ def _mesh() -> ThrottledMesh | str:
 def pool() -> Iterator[Ranks]:
     """Four gloo ranks, started once and again only after a failure; each in a network of its own where that can be."""
     if not _pools or _pools[-1].closed:
+        mp.get_context("forkserver").set_forkserver_preload(["tests.megatron.imported"])  # as tests.megatron.launch
         mesh = _mesh()
         _pools.append(Ranks(4, mesh.ends if isinstance(mesh, ThrottledMesh) else None))
     yield _pools[-1]

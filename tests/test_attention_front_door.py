@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_ring
-from cp_ring import ConfigError, KernelError, Layout, Mask, Plan, PlanError, ring_attention
+from cp_ring import ConfigError, KernelError, Layout, Mask, Plan, PlanError, plan_cache, ring_attention
+from cp_ring.kernels import calls
 from cp_ring.plan import spec
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, error
@@ -145,6 +148,21 @@ PLAN = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
         ({"mask": Mask.causal(18)}, ConfigError, "the sequence has 18 tokens, of which rank 0 of 1 holds 18, but q has 16"),
         ({"cu_seqlens": [0, 9]}, ConfigError, "cu_seqlens ends at 9 tokens, of which rank 0 of 1 holds 9, but q has 16"),
         ({"cu_seqlens": [0, 9, 4, 16]}, PlanError, "cu_seqlens must start at 0 and not decrease"),
+        ({"cu_seqlens": [16]}, PlanError, "cu_seqlens must start at 0 and not decrease, not [16]"),
+        ({"cu_seqlens": [5, 16]}, PlanError, "cu_seqlens must start at 0 and not decrease"),
+        ({"cu_seqlens": [0]}, PlanError, "a stream of 0 tokens"),
+        ({"cu_seqlens": []}, PlanError, "cu_seqlens must start at 0"),
+        ({"cu_seqlens": [[0, 16]]}, PlanError, "cu_seqlens must be one list of offsets, not an array of shape [1, 2]"),
+        ({"cu_seqlens": torch.tensor([0, 16.0])}, PlanError, "cu_seqlens must be whole numbers"),
+        ({"cu_seqlens": torch.tensor([False, True])}, PlanError, "cu_seqlens must be whole numbers"),
+        ({"cu_seqlens": [0, 9], "layout": Layout.zigzag(16, 1)}, PlanError, "cu_seqlens must end at the 16 tokens"),
+        ({"window_size": ([1], 0)}, PlanError, "window side"),
+        ({"num_slots": sys.maxsize}, ConfigError, "num_slots=9223372036854775807: it must be a whole number from 2 to 8"),
+        ({"heads": sys.maxsize}, PlanError, "heads=9223372036854775807: it must divide the 1"),
+        ({"node_size": sys.maxsize}, PlanError, "node_size=9223372036854775807: it must divide the 1 ranks"),
+        ({"schedule": (0, sys.maxsize)}, PlanError, "schedule 0,9223372036854775807"),
+        ({"timeout": 10**400}, ConfigError, "it must be a number of seconds above 0, or None"),
+        ({"dropout_p": 0.1, "dropout_seed": 1 << 64}, ConfigError, "a whole number of up to 64 bits"),
         ({"window_size": 3}, ConfigError, "window_size=3: it must be (left, right)"),
         ({"window_size": (-2, 0)}, PlanError, "window"),
         ({"layout": "diagonal"}, PlanError, "layout='diagonal': unknown; known are zigzag, contiguous, balanced"),
@@ -218,3 +236,30 @@ def test_exports_are_found_without_loading_torch():
         cp_ring.nothing  # noqa: B018
     line = "import sys, cp_ring; cp_ring.__version__; cp_ring.PlanError; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("window", [(sys.maxsize, 0), (sys.maxsize, sys.maxsize), (1 << 64, 0), (1 << 60, -1), (-1, 1 << 62)])
+def test_windows_wider_than_any_sequence_hide_nothing(window):
+    q, k, v, _ = Case.draw(16)
+    for causal in (False, True):
+        open_ = (-1, 0 if window[1] == 0 else -1)
+        assert torch.equal(
+            ring_attention(q, k, v, causal=causal, window_size=window), ring_attention(q, k, v, causal=causal, window_size=open_)
+        )
+
+
+def test_caches_of_plans_are_bounded_and_hold_nothing_else(monkeypatch):
+    q, k, v, _ = Case.draw(24)
+    monkeypatch.setattr(plan_cache, "MAX_CHOICES", 2)
+    monkeypatch.setattr(spec, "MAX_PLANS", 2)
+    for width in (3, 4, 5):
+        ring_attention(q, k, v, window_size=(width, 0), route="auto")
+    assert len(plan_cache._choices) == len(spec._plans) == 2
+    plan = Plan.build(Mask.causal(24, (7, 0)), Layout.zigzag(24, 1))
+    x = q.clone().requires_grad_()
+    ring_attention(x, k, v, plan=plan).sum().backward()
+    dead = weakref.ref(plan.rank_plan(0))
+    assert any(part is dead() for part in calls._made)
+    del plan, x
+    gc.collect()
+    assert dead() is None, "the work of a plan keeps it alive"

@@ -126,3 +126,42 @@ def test_tensors_that_are_put_come_back_in_any_order():
     assert torch.equal(b.tensor(), y) and torch.equal(a.tensor(), x)
     del a, b, c
     assert offload.host_bytes() == 0
+
+
+def in_place(shared, changed):
+    """Gradient of a product that saves a tensor under `sharing`, which is changed in place before or after it is saved."""
+    offload = Offload(least=1)
+    x = torch.arange(1.0, 9.0, requires_grad=True)
+    weight = torch.full((8,), 3.0, requires_grad=True)
+    hidden = x * 1.0
+    with offload.layer():
+        first = hidden * weight
+    if changed == "before":
+        hidden += 1.0
+    with offload.sharing() if shared else contextlib.nullcontext():
+        second = hidden * weight
+    if changed == "after":
+        hidden += 1.0
+    (first.sum() + second.sum()).backward()
+    return weight.grad
+
+
+@pytest.mark.parametrize("changed", ["never", "before", "after"])
+def test_sharing_never_gives_elements_of_another_version(changed):
+    """The layer's copy is of the tensor as the layer saved it: a changed one is saved anew, and the gradient is right."""
+    before = torch.arange(1.0, 9.0)
+    expected = 2 * before + (changed == "before")
+    assert torch.equal(in_place(True, changed), expected)
+
+
+@pytest.mark.parametrize("context", ["layer", "sharing"])
+def test_a_kept_tensor_that_is_changed_in_place_raises_as_in_torch(context):
+    """Hooks of saved tensors turn torch's own comparison off."""
+    for offload in (None, Offload()):
+        x, weight = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+        hidden = x * 1.0
+        with contextlib.nullcontext() if offload is None else getattr(offload, context)():
+            out = hidden * weight
+        hidden += 1.0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()

@@ -114,7 +114,7 @@ def test_errors_are_one_line():
         cp_ring.shard(x, Mask.causal(N))
     with pytest.raises(PlanError, match="rank 0 holds 40 tokens of the layout, but dimension 1 of the tensor has 48"):
         cp_ring.unshard(x, Layout.zigzag(40, 1))
-    with pytest.raises(PlanError, match="cu_seqlens must rise from 0 to the 48 tokens of the whole sequence"):
+    with pytest.raises(PlanError, match="cu_seqlens must end at the 48 tokens of the whole sequence"):
         cp_ring.roll(x, -1, cu_seqlens=[0, 40])
 
 
@@ -145,3 +145,62 @@ def test_tokens_that_lie_right_do_not_travel():
     with record() as ledger:
         LocalRing(2).run(lambda group: _convert(group, x[..., None], None, Layout.contiguous(N, 2)))
     assert ledger.bytes_received == 2 * (N // 2) * 2 * 8  # half of the tokens, 2 batch rows, float64, there and back
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.float64])
+def test_roll_keeps_the_dtype(dtype):
+    x = (torch.arange(8) % 3).to(dtype)[None]
+    rolled = cp_ring.roll(x, -1, cu_seqlens=torch.tensor([0, 3, 8]))
+    expected = x.roll(-1, 1)
+    expected[0, [2, 7]] = 0
+    assert rolled.dtype == dtype and torch.equal(rolled, expected)
+
+
+def test_a_fill_that_the_dtype_does_not_have():
+    for x, fill in ((torch.ones(1, 4, dtype=torch.bool), -100), (torch.ones(1, 4, dtype=torch.uint8), -100),
+                    (torch.ones(1, 4, dtype=torch.int64), 0.5), (torch.ones(1, 4, dtype=torch.int64), "a")):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"a tensor of torch\.\w+ cannot hold it"):
+            cp_ring.roll(x, -1, cu_seqlens=[0, 4], fill=fill)
+
+
+@pytest.mark.parametrize("shift", [2**63 - 1, -(2**63), 2**64, 10**30, N + 1, -N - 1, 5 * N])
+def test_shifts_of_any_size(shift):
+    x = torch.arange(N)[None]
+    assert torch.equal(cp_ring.roll(x, shift), x.roll(shift % N, 1))
+    assert (cp_ring.roll(x, shift, cu_seqlens=[0, N], fill=-1) == -1).all()
+
+
+def test_dimensions_shifts_and_offsets_that_are_wrong_are_one_line():
+    x = torch.zeros(1, 8)
+    calls = {
+        "dim=": [lambda dim=dim, call=call: call(x, dim=dim) for dim in (2, -3, 2**63, 2**64) for call in
+                 (cp_ring.shard, cp_ring.unshard, cp_ring.convert_layout, lambda x, dim: cp_ring.roll(x, 1, dim=dim))],
+        "dim .* is not a whole number": [lambda: cp_ring.shard(x, dim=1.0), lambda: cp_ring.unshard(x, dim=True)],
+        "shift 1.5 is not a whole number": [lambda: cp_ring.roll(x, 1.5)],
+        "cu_seqlens": [lambda wrong=wrong: cp_ring.roll(x, 1, cu_seqlens=wrong) for wrong in
+                       ([8], [0], [], [0, 4], [1, 8], [0, 9], [[0, 8]], [0.0, 8.0], torch.tensor([False, True]), 8)],
+    }  # fmt: skip
+    for says, wrong in calls.items():
+        for call in wrong:
+            with pytest.raises((PlanError, ConfigError), match=says) as caught:
+                call()
+            assert "\n" not in str(caught.value)
+
+
+class Distributed(torch.Tensor):
+    """Stands for a DTensor."""
+
+    def to_local(self):
+        raise AssertionError("not called")
+
+
+def test_tensors_of_many_ranks_are_rejected_in_one_line():
+    x = torch.zeros(1, 8, 2, 4)
+    whole = x.as_subclass(Distributed)
+    for call in (cp_ring.shard, cp_ring.unshard, cp_ring.convert_layout, lambda x: cp_ring.roll(x, 1)):
+        with pytest.raises(ConfigError, match="the tensor is a Distributed: pass the part of this rank"):
+            call(whole)
+    for name in "qkv":
+        tensors = {"q": x, "k": x, "v": x} | {name: whole}
+        with pytest.raises(ConfigError, match=f"{name} is a Distributed: pass the part of this rank"):
+            cp_ring.ring_attention(**tensors)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from cp_ring import patches, signals
+from cp_ring.testing.rank_pool import LIMIT_S
 
 EARLY = """
 import os, signal, sys
@@ -29,7 +30,7 @@ entry.main()
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_rank_listens_before_it_loads_torch(name, asked):
     flags = ["--exit-signal-handler"] if asked else []
-    done = subprocess.run([sys.executable, "-c", EARLY.format(flags=flags, signal=name)], timeout=120)
+    done = subprocess.run([sys.executable, "-c", EARLY.format(flags=flags, signal=name)], timeout=LIMIT_S)
     assert done.returncode == (0 if asked else -getattr(signal, name))
 
 
@@ -53,7 +54,7 @@ code = child.wait()
 sys.last = Last()
 sys.exit(code)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
 
 
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
@@ -70,7 +71,7 @@ print("still here", flush=True)
 os.kill(os.getpid(), signal.{second})
 print("still here", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, capture_output=True, text=True)
     assert done.stdout == "still here\n" and done.returncode == -getattr(signal, second), done.stderr
 
 

@@ -166,7 +166,7 @@ def run(contest: Contest, names: list[str], repeats: int) -> list[dict[str, Any]
             results[name]["skipped"] = f"{CONTESTANTS[name].module} is not installed"
             continue
         try:
-            parts = pools[name].run(prepare_contestant, sizes[name], name, contest, timeout=600)
+            parts = pools[name].run(prepare_contestant, sizes[name], name, contest)
         except RankError as error:
             if name == "cp_ring":
                 raise

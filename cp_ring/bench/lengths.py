@@ -127,7 +127,7 @@ def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]
     ranks = Ranks(work.cp)
     try:
         for name in names:
-            ranks.run(prepare, work.cp, name, work, timeout=600)
+            ranks.run(prepare, work.cp, name, work)
         measured = in_turn({name: (ranks, work.cp, name) for name in names}, repeats)
     finally:
         ranks.close()

@@ -66,7 +66,7 @@ def run(contest: Contest, repeats: int, share: float, full: bool) -> list[dict[s
             {"shape": name, "planned_bytes_between_nodes": planned_bytes(name, contest, full)} for name in SHAPES
         ]
         for result in results:
-            sent = ranks.run(prepare_shape, contest.cp, result["shape"], contest, full, timeout=600)
+            sent = ranks.run(prepare_shape, contest.cp, result["shape"], contest, full)
             result["bytes_between_nodes"] = sum(sent)
         pools = {name: (ranks, contest.cp, name) for name in SHAPES}
         free = in_turn(pools, repeats)

@@ -67,13 +67,13 @@ def _measure_wires(
     link: ThrottledLink, ranks: Ranks, contest: Contest, ratios: list[float], repeats: int
 ) -> list[dict[str, Any]]:
     size = 2 * contest.n // 2 * contest.heads * contest.head_dim * 4
-    hop = statistics.mean(ranks.run(hop_seconds, 2, contest, 3, timeout=600))
-    ranks.run(prepare_contestant, 2, "cp_ring", contest, timeout=600)
+    hop = statistics.mean(ranks.run(hop_seconds, 2, contest, 3))
+    ranks.run(prepare_contestant, 2, "cp_ring", contest)
     results: list[dict[str, Any]] = [{"name": "cp_ring_free_wire", "ratio": 0.0}]
     results += [{"name": "cp_ring", "ratio": ratio, "bytes_per_s": size / (ratio * hop)} for ratio in ratios]
     for result in results:
         link.throttle(result.get("bytes_per_s"))
-        result |= {"hop_s": hop, "transfer_s": max(ranks.run(transfer_seconds, 2, size, timeout=600))}
+        result |= {"hop_s": hop, "transfer_s": max(ranks.run(transfer_seconds, 2, size))}
     pools = dict.fromkeys(range(len(results)), (ranks, 2, "cp_ring"))
     measured = in_turn(pools, repeats, lambda number: link.throttle(results[number].get("bytes_per_s")))
     for number, result in enumerate(results):

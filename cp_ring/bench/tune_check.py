@@ -121,12 +121,12 @@ def run(repeats: int, model: SmallModel | None = None, cpu: bool = False) -> Che
     steps: dict[CheckedShape, list[tuple[float, float]]] = {shape: [] for shape in shapes}
     try:
         for shape in shapes:
-            ranks.run(one_step, RANKS, model, shape, cpu, timeout=600)
+            ranks.run(one_step, RANKS, model, shape, cpu)
         for number in range(repeats):
-            of_ranks = ranks.run(measure_speeds, RANKS, model, cpu, timeout=600)
+            of_ranks = ranks.run(measure_speeds, RANKS, model, cpu)
             speeds.append({name: median(rank[name] for rank in of_ranks) for name in of_ranks[0]})
             for shape in shapes[number % len(shapes) :] + shapes[: number % len(shapes)]:
-                times = ranks.run(one_step, RANKS, model, shape, cpu, timeout=600)
+                times = ranks.run(one_step, RANKS, model, shape, cpu)
                 steps[shape].append((sum(step for step, _ in times) / RANKS, sum(attention for _, attention in times) / RANKS))
     finally:
         ranks.close()

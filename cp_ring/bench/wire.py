@@ -98,7 +98,7 @@ def run(tokens: int, ratio: float, repeats: int) -> list[dict[str, Any]]:
 def _measure(link: ThrottledLink, ranks: Ranks, case: WireCase, ratio: float, repeats: int) -> list[dict[str, Any]]:
     """Each round runs every codec once; a time is that of the slower rank."""
     link.throttle(None)
-    ranks.run(prepare, 2, case, timeout=600)
+    ranks.run(prepare, 2, case)
     free = measurement([clock for clock, _ in in_turn({"plain": (ranks, 2, "plain")}, repeats)["plain"]]).median
     # Keys travel in forward and in backward, and their gradients in backward.
     speed = 3 * case.shard_bytes / (ratio * free)

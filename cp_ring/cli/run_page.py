@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -53,14 +53,14 @@ def page(run_dir: Path) -> str:
         "state": facts["state"], "last step": f"{facts['step']}{wanted}", "checkpoint": facts["checkpoint"] or "none yet",
         "restarts": facts["restarts"], "last stop": facts["last_stop"] or "none",
     }  # fmt: skip
-    sections = [
-        ("state", _table([], list(state.items()))),
-        ("curves", _curves(run_dir, steps)),
-        ("where the time goes", _times(steps)),
-        ("plan", _plan(run_dir)),
-        ("certificate and versions", _certificate(run_dir)),
+    sections: list[tuple[str, Callable[[], str]]] = [
+        ("state", lambda: _table([], list(state.items()))),
+        ("curves", lambda: _curves(run_dir, steps)),
+        ("where the time goes", lambda: _times(steps)),
+        ("plan", lambda: _plan(run_dir)),
+        ("certificate and versions", lambda: _certificate(run_dir)),
     ]
-    body = "".join(f'<section id="{name.replace(" ", "-")}"><h2>{name}</h2>{content}</section>' for name, content in sections)
+    body = "".join(f'<section id="{name.replace(" ", "-")}"><h2>{name}</h2>{_made(make)}</section>' for name, make in sections)
     made = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(str(run_dir))}</title><style>{_STYLE}</style>'
@@ -72,6 +72,14 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     cells = "".join(f"<th>{escape(word)}</th>" for word in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in line) + "</tr>" for line in lines)
     return f"<table>{f'<tr>{cells}</tr>' if head else ''}{body}</table>"
+
+
+def _made(make: Callable[[], str]) -> str:
+    """A section, or what is wrong with the file that it is made from: any program may have written it, or a part of it."""
+    try:
+        return make()
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        return _none(f"cannot be read: {type(error).__name__}: {error}")
 
 
 def _none(what: str) -> str:
@@ -88,7 +96,9 @@ def _curves(run_dir: Path, steps: list[dict[str, Any]]) -> str:
     curves = {
         "loss": [(step["time"], step["lm loss"]) for step in timed if isinstance(step.get("lm loss"), int | float)],
         "tokens/s": [(step["time"], step["tokens per second"]) for step in timed if "tokens per second" in step],
-        "exposed communication,\n% of attention": [(step["time"], 100 * step["timing"]["exposed_share"]) for step in sampled],
+        "exposed communication,\n% of attention": [
+            (step["time"], 100 * step["timing"]["exposed_share"]) for step in sampled if "exposed_share" in step["timing"]
+        ],
         "memory of a rank, GiB": [(step["time"], step["memory"] / 2**30) for step in timed if "memory" in step],
     }
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cp_ring"}):
@@ -137,7 +147,7 @@ def _times(steps: list[dict[str, Any]]) -> str:
     for each in sampled[-10:]:
         rank, link = each.get("slowest_rank") or {}, each.get("slowest_link") or {}
         slow.append((
-            each["step"],
+            each.get("step", ""),
             f"{rank['rank']} ({rank['host']}): {rank['slower'] - 1:+.0%}, in {rank['share']:.0%} of the calls" if rank else "",
             f"{link['sender']} -> {link['receiver']}: {link['slower']:.1f} x" if link else "",
         ))  # fmt: skip

@@ -8,6 +8,10 @@ the call is new to one rank and known to another, the second goes on to wait for
 Every new call is compared by default. Packed documents bring a new plan with every microbatch, so a Megatron job compares the
 first `FIRST` new calls of a group one by one, then one in `--cp-ring-compare-every`. The digest covers all calls since the last
 comparison, so a difference between two comparisons is found late, but it is found.
+
+Known calls in another order are no new calls. Each rank keeps digests of its last calls, and its thread compares them with those
+of its neighbors every few seconds, by the store. Until then gloo delivers none of these messages: `Agreement.tag` is theirs, a
+digest of all calls so far. NCCL has no tags.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import sys
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -33,6 +38,8 @@ _MAX_KNOWN = 1024
 _ALIKE = "alike"
 _KEY = "cp_ring/agreement/"
 _TICK_S = 2.0
+_PAST = 4096  # calls of which a digest is kept
+EXIT_CODE = 3  # of a rank that waits for messages of another call, as of one that the watchdog ends
 
 
 class Fact(NamedTuple):
@@ -50,12 +57,19 @@ class Fact(NamedTuple):
 class Agreement:
     """What one rank and the other ranks of its group have agreed on. `store` is shared by these ranks alone."""
 
+    end: Callable[[int], object] = staticmethod(os._exit)
+
     def __init__(self, store: Any, rank: int, size: int):
         self._store, self._rank, self._size = store, rank, size
         self._known: OrderedDict[Hashable, bytes] = OrderedDict()
         self._history = hashlib.blake2b(digest_size=16)
         self._lock = Lock()  # of what the thread of `_look_out` reads
         self._calls = self._new = self._number = 0
+        # Digests of the history after each of the last calls, and the number of calls, since it began the last time.
+        self._past: deque[bytes] = deque(maxlen=_PAST)
+        self._since = self._resets = 0
+        self._published = (-1, -1)
+        self._line = ""  # in what the thread of `_look_out` has found the ranks to differ
         self._meeting = False
         self._current: Callable[[], Sequence[Fact]] = tuple
         threads.start("cp_ring agreement", _look_out, weakref.ref(self))
@@ -84,8 +98,27 @@ class Agreement:
             self._meeting = meet or debug.enabled()
             self._current = facts
             self._calls += 1
+            self._since += 1
+            self._past.append(self._history.digest())
+        if self._line:
+            self._begin_anew(self._line)
         if self._meeting:
             self._meet(facts())
+
+    @property
+    def tag(self) -> int:
+        """24 bits that are equal on ranks that have made the same calls in the same order."""
+        return int.from_bytes(self._past[-1][:3]) if self._past else 0
+
+    def _begin_anew(self, line: str) -> NoReturn:
+        """Raises `PlanError`, after which the ranks may agree again."""
+        with self._lock:
+            self._known.clear()
+            self._history = hashlib.blake2b(digest_size=16)
+            self._past.clear()
+            self._since, self._resets, self._line = 0, self._resets + 1, ""
+            self._meeting = False
+        raise PlanError(line)
 
     def _meet(self, facts: Sequence[Fact]) -> None:
         """Waits for all ranks. The first one leaves its call in the store, and each of the others compares its own with it."""
@@ -103,11 +136,9 @@ class Agreement:
                 self._store.delete_key(f"{_KEY}{self._number - 1}{name}")
         with self._lock:
             self._number += 1
-            self._meeting = False
+            self._meeting = line != _ALIKE  # until the histories that differ are gone
         if line != _ALIKE:
-            self._known.clear()
-            self._history = hashlib.blake2b(digest_size=16)
-            raise PlanError(line)
+            self._begin_anew(line)
 
     def _tell_of_known_call(self) -> str:
         """Tells a rank that waits for a comparison that this rank knew its own call, and returns the line, else ""."""
@@ -121,6 +152,27 @@ class Agreement:
         line = _differences(first, json.loads(json.dumps([self._rank, calls, "", current()])))
         self._store.set(base + "/end", line)
         return line
+
+    def _compare_past(self) -> str:
+        """Compares the last calls with those of the ranks beside this one; a line if they differ, which `check` raises next."""
+        with self._lock:
+            place, past, meeting = (self._resets, self._since), list(self._past), self._meeting
+        if meeting:
+            return ""  # the main thread waits, and holds the store
+        if place != self._published:
+            self._store.set(f"{_KEY}past/{self._rank}", json.dumps([*place, past[-1].hex() if past else ""]))
+            self._published = place
+        for other in {(self._rank - 1) % self._size, (self._rank + 1) % self._size} - {self._rank}:
+            if not self._store.check([f"{_KEY}past/{other}"]):
+                continue
+            resets, since, digest = json.loads(self._store.get(f"{_KEY}past/{other}"))
+            back = place[1] - since
+            if resets == place[0] and since and 0 <= back < len(past) and past[-1 - back].hex() != digest:
+                self._line = (
+                    f"ranks of the group make different calls: the first {since} of rank {min(self._rank, other)} are not those "
+                    f"of rank {max(self._rank, other)} in the same order"
+                )
+        return self._line
 
     def _wait(self, base: str, facts: Sequence[Fact]) -> None:
         try:
@@ -171,7 +223,7 @@ def _look_out(agreement: weakref.ref[Agreement]) -> None:
 
     It prints in what the calls differ, and tells the other rank, which ends. It asks the store only while no call is made.
     """
-    calls = -1
+    calls, told = -1, ""
     while threads.sleep(_TICK_S):
         here = agreement()
         if here is None:
@@ -182,11 +234,23 @@ def _look_out(agreement: weakref.ref[Agreement]) -> None:
             except RuntimeError:  # the store is gone, and with it the job
                 return
             if line:
-                with contextlib.suppress(OSError):  # standard error may be a file on a full disk
-                    print(f"cp_ring: rank {here._rank}: {line}", file=sys.stderr, flush=True)
+                _print(here._rank, line)
                 return
-        calls = here._calls
+        try:
+            line = here._compare_past()
+        except RuntimeError:
+            return
+        if line and line == told and here._calls == calls:
+            here.end(EXIT_CODE)  # it waits for messages that never come
+        if line and line != told:
+            _print(here._rank, line)
+        told, calls = line, here._calls
         del here
+
+
+def _print(rank: int, line: str) -> None:
+    with contextlib.suppress(OSError):  # standard error may be a file on a full disk
+        print(f"cp_ring: rank {rank}: {line}", file=sys.stderr, flush=True)
 
 
 def _digest(facts: Sequence[Fact]) -> bytes:

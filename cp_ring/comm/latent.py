@@ -29,7 +29,7 @@ from cp_ring.comm.slots import Buffer
 from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
 from cp_ring.errors import PlanError
 from cp_ring.observe import debug
-from cp_ring.ops.dtypes import sum_dtype
+from cp_ring.ops.dtypes import in_one_dtype, sum_dtype, without_autocast
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
 from cp_ring.plan.tables import Hop, RankPlan, Transfer
@@ -81,20 +81,23 @@ class LatentKeys:
             raise PlanError(f"weight must be [heads * (key_dim + value size), {self.latent.shape[2]}]; here {shapes}")
         if not 1 <= self.key_dim < width // self.heads:
             raise PlanError(f"key_dim={self.key_dim} leaves no value of the {width // self.heads} numbers of a head in weight")
-        if not self.latent.dtype == self.rope.dtype == self.weight.dtype:
+        if len({x.dtype for x in in_one_dtype(self.latent, self.rope, self.weight)}) > 1:
             found = f"{self.latent.dtype}, {self.rope.dtype}, {self.weight.dtype}"
             raise PlanError(f"latent, rope and weight must share one dtype; here {found}")
 
     def expand(self) -> tuple[Tensor, Tensor]:
         """Keys [b, s, heads, key_dim + r] and values [b, s, heads, e]; differentiable."""
-        both = torch.nn.functional.linear(self.latent, self.weight).unflatten(-1, (self.heads, -1))
-        shared = self.rope[:, :, None].expand(-1, -1, self.heads, -1)
+        latent, rope, weight = in_one_dtype(self.latent, self.rope, self.weight)
+        with without_autocast(latent.device):  # as the ranks that get the latents compute
+            both = torch.nn.functional.linear(latent, weight).unflatten(-1, (self.heads, -1))
+        shared = rope[:, :, None].expand(-1, -1, self.heads, -1)
         return torch.cat([both[..., : self.key_dim], shared], -1), both[..., self.key_dim :]
 
     def latents(self) -> Latents:
         """What travels, and what the reader multiplies by; differentiable."""
-        by_head = self.weight.unflatten(0, (self.heads, -1))
-        return Latents(self.latent, by_head[:, : self.key_dim], by_head[:, self.key_dim :])
+        latent, _, weight = in_one_dtype(self.latent, self.rope, self.weight)
+        by_head = weight.unflatten(0, (self.heads, -1))
+        return Latents(latent, by_head[:, : self.key_dim], by_head[:, self.key_dim :])
 
 
 class LatentCodec(Decoding):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from cp_ring.comm.agreement import agreement_of
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe import timing
 from cp_ring.observe.counters import recording
 from cp_ring.observe.spans import arrived, posted
@@ -78,18 +78,30 @@ class GroupTransport:
     """Messages over a process group of torch, with the backend NCCL or gloo."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+        # Weak, because transports are kept for as long as their group lives.
+        self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self.agree = agreement_of(group).check
+        self._agreement = agreement_of(group)
+        self.agree = self._agreement.check
+        self._tags = dist.get_backend(group) == "gloo"  # NCCL has none
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group. Raises `PlanError` once it is destroyed."""
+        group = self._group()
+        if group is None:
+            raise PlanError("the process group of this call was destroyed")
+        return group
 
     def post(self, batch: MessageBatch) -> Pending:
         """Follows `Transport.post`."""
         if not batch:
             return Done()
-        ops = [dist.P2POp(dist.irecv, part, group=self.group, group_peer=peer) for peer, part in messages(batch.receives)]
-        for peer, part in messages(batch.sends):
-            ops.append(dist.P2POp(dist.isend, part, group=self.group, group_peer=peer))
+        group = self.group
+        tag = self._agreement.tag if self._tags else 0
+        ops = [dist.P2POp(dist.irecv, part, None, group, tag, peer) for peer, part in messages(batch.receives)]
+        ops += [dist.P2POp(dist.isend, part, None, group, tag, peer) for peer, part in messages(batch.sends)]
         batch.ranks = self.ranks
         count(batch)
         with record_function(f"cp_ring: send {batch.kind}"):
@@ -160,7 +172,7 @@ def _not_a_group(group: object) -> str:
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Drops the transports of a group that is about to be destroyed; they would keep its connections open."""
+    """Drops the transports of a group that is about to be destroyed, and what its ranks have agreed on."""
     _transports.pop(group, None)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
-from cp_ring.errors import ConfigError
 from cp_ring.megatron import rejection
 from cp_ring.patches.install import install
 
@@ -17,18 +15,18 @@ def main() -> None:
     with rejection.rejecting():
         install(sys.argv[1:])
         sys.argv += [flag for flag in ("--calculate-per-token-loss",) if flag not in sys.argv]
+        import torch.distributed as dist
+
         from cp_ring.megatron import compat  # imports Megatron, so the patches come first
         from cp_ring.megatron.certificate import certify, record
 
         args = compat.start()
-    try:
         certificate = certify.run_probes(args)
-    except ConfigError as error:
-        rejection.reject(str(error))
-    if os.environ.get("RANK", "0") == "0":
-        record.write(report, certificate.as_dict())
-    if certificate.failures:
-        rejection.reject(certificate.failures[0].rejection())
+        if dist.get_rank() == 0:
+            record.write(report, certificate.as_dict())
+        dist.barrier()  # a rank that ends with an error ends the others too
+        if certificate.failures:
+            rejection.reject(certificate.failures[0].rejection())
 
 
 if __name__ == "__main__":

@@ -151,10 +151,11 @@ def summaries() -> list[dict[str, str]]:
 def read(path: Path, source: str) -> dict[str, Any]:
     """The sections of a file, unchecked. Raises `ConfigError` that names `source` if it cannot be read or has no sections."""
     try:
-        settings = _from_yaml(path.read_text())
+        with path.open() as file:
+            settings = _from_yaml(file.read(_MOST_BYTES + 1))
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: not valid YAML: {_reason(error)}") from None
     if settings is None:
         return {}
@@ -163,8 +164,38 @@ def read(path: Path, source: str) -> dict[str, Any]:
     return settings
 
 
+_MOST_BYTES, _DEEPEST, _MOST_NODES = 1 << 20, 32, 100_000
+
+
 class _Loader(yaml.SafeLoader):
-    """Rejects a key that is given twice; YAML's own loader silently takes the second value."""
+    """Rejects a key that is given twice, of which YAML's own loader silently takes the second value, and text that grows.
+
+    The time of YAML's scanner grows with the square of the depth, and aliases of aliases stand for any number of values.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[int, int] = {}  # nodes under a node by its identity, where an alias counts as what it stands for
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """The next node, if it is not too deep and does not stand for too many."""
+        event = self.peek_event()
+        mark, self._depth = event.start_mark, self._depth + 1
+        if self._depth > _DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"it is nested too deeply: {_DEEPEST} levels are allowed", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self._sizes:
+                raise yaml.composer.ComposerError(None, None, "an alias stands for what it is in", mark)
+            return node
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+        self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in parts)
+        if self._sizes[id(node)] > _MOST_NODES:
+            raise yaml.composer.ComposerError(None, None, f"it has more than {_MOST_NODES} values", mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         given: set[Hashable] = set()
@@ -189,11 +220,13 @@ for _tag in ("int", "float"):
 
 
 def _from_yaml(text: str) -> Any:
+    if len(text) > _MOST_BYTES:
+        raise yaml.YAMLError(f"it has more than {_MOST_BYTES} characters")
     return yaml.load(text, _Loader)
 
 
 def _reason(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    return " ".join(str(error).split())
 
 
 def _find_preset(presets: Any, name: str, source: str) -> dict[str, Any]:
@@ -245,10 +278,8 @@ def _apply_override(settings: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override}: expected section.key=value")
     try:
         value = _from_yaml(text)
-    except RecursionError as error:
-        raise ConfigError(f"--set {key}: the value is not valid YAML: {_reason(error)}") from None
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override}: the value is not valid YAML") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override[:200]}: the value is not valid YAML: {_reason(error)[:300]}") from None
     *sections, last = key.split(".")
     place = settings
     for section in sections:

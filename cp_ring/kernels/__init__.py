@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels.base import AttentionKernel, Capabilities, determinism, deterministic
+from cp_ring.kernels.base import AttentionKernel, Capabilities, LimitedVarlen, determinism, deterministic
 from cp_ring.kernels.dropout import dropout_dtype
 from cp_ring.ops.merge import merge_
 
@@ -71,6 +71,8 @@ def _chosen(
     reasons = []
     for kernel in kernels:
         reason = kernel.rejection(device, dtype, d, e)
+        if reason is None and packed and isinstance(kernel, LimitedVarlen):
+            reason = kernel.varlen_rejection(dtype, d, e)
         if reason is None and exact and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
         if reason is None and dropout and dropout_dtype(kernel) is None:

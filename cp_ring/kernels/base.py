@@ -34,6 +34,7 @@ __all__ = [
     "OPEN",
     "AttentionKernel",
     "Capabilities",
+    "LimitedVarlen",
     "Packing",
     "VarlenKernel",
     "determinism",
@@ -122,6 +123,15 @@ class Packing:
         position = torch.arange(int(self.cu_q[-1]), device=self.cu_q.device)
         tile = torch.searchsorted(self.cu_q[1:].long(), position, right=True)
         return tile, position - self.cu_q[tile]
+
+
+@runtime_checkable
+class LimitedVarlen(Protocol):
+    """Extra method of kernels with `capabilities.varlen` that do not support it everywhere."""
+
+    def varlen_rejection(self, dtype: torch.dtype, d: int, e: int) -> str | None:
+        """Why the kernel does not support packed tiles of tensors that it supports else, in one line; None if it does."""
+        ...
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from torch import Tensor
 from cp_ring.errors import KernelError
 from cp_ring.kernels.base import Packing, deterministic
 from cp_ring.kernels.signatures import bind, name_of, parameters_of
+from cp_ring.kernels.versions import compute_capability
 from cp_ring.kernels.window import WindowKernel
 
 _HOMES = (
@@ -29,6 +30,8 @@ _HOMES = (
         ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
     ),
 )
+_GENERATIONS_OF_4 = range(9, 13)  # compute capabilities, major
+_NOT_EXACT_IN_4 = 12
 _FORWARD = ("q", "k", "v", "return_lse")
 _BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "lse", "deterministic", "dq", "dk", "dv")
 # Values for parameters without a default: attention without dropout, caches, rotation and quantization.
@@ -85,14 +88,27 @@ def _mismatch(functions: Functions) -> str | None:
 
 
 @cache
-def _installed() -> Functions | None:
+def _installed() -> Functions | str:
+    """The fastest version that is installed and runs on this GPU, or why there is none, in one line."""
+    reasons = []
     for version, home, names in _HOMES:
         try:
             module = importlib.import_module(home)
-            return Functions(version, *(getattr(module, name) for name in names))
-        except (ImportError, AttributeError):
-            continue
-    return None
+            functions = Functions(version, *(getattr(module, name) for name in names))
+        except ModuleNotFoundError as error:
+            if not error.name or not f"{home}.".startswith(f"{error.name}."):  # something else than this package
+                reasons.append(f"cannot load flash-attn {version}: it needs {error.name}, which is not installed")
+        except Exception as error:  # an incomplete installation can raise any exception
+            reasons.append(f"cannot load flash-attn {version}: {' '.join(str(error).split())[:200]}")
+        else:
+            if version != "4" or _generation() in _GENERATIONS_OF_4:
+                return functions
+            reasons.append(f"4 has no backward for GPUs of compute capability {_generation()}")
+    return "; ".join(reasons) or "needs flash-attn, which is not installed"
+
+
+def _generation() -> int:
+    return compute_capability(torch.device("cuda"))[0]
 
 
 class FlashKernel(WindowKernel):
@@ -102,19 +118,22 @@ class FlashKernel(WindowKernel):
     devices: tuple[str, ...] = ("cuda",)
 
     @property
-    def functions(self) -> Functions | None:
+    def functions(self) -> Functions | str:
+        """Those of the installed flash-attn, or why it cannot be used."""
         return _installed()
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type not in self.devices:
             return f"runs on CUDA, the tensors are on {device}"
-        if self.functions is None:
-            return "needs flash-attn, which is not installed"
+        if isinstance(self.functions, str):
+            return self.functions
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
         backwards = (self.functions.backward, self.functions.varlen_backward)
         if deterministic() and any("deterministic" not in parameters_of(x) for x in backwards):
             return f"{self.functions.version} as installed has no deterministic backward"
+        if deterministic() and self.functions.version == "4" and _generation() == _NOT_EXACT_IN_4:
+            return f"4 has no deterministic backward for GPUs of compute capability {_NOT_EXACT_IN_4}"
         mismatch = _mismatch(self.functions)
         if mismatch:
             return mismatch
@@ -124,13 +143,13 @@ class FlashKernel(WindowKernel):
         return f"{self.functions.version} knows head sizes up to {limit}, not {d} and {e}"
 
     def sizes(self, d: int, e: int) -> tuple[int, int]:
-        assert self.functions is not None
+        assert isinstance(self.functions, Functions)
         return (d, e) if self.functions.version == "4" and (d, e) == (192, 128) else super().sizes(d, e)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        assert self.functions is not None
+        assert isinstance(self.functions, Functions)
         function = self.functions.varlen_forward if packing else self.functions.forward
         values = dict(zip(_FORWARD, (q, k, v, True), strict=True))
         results = function(**arguments(function, values | _options(left, right, packing, scale)))
@@ -141,7 +160,7 @@ class FlashKernel(WindowKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         left: int, right: int, packing: Packing | None, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        assert self.functions is not None
+        assert isinstance(self.functions, Functions)
         function = self.functions.varlen_backward if packing else self.functions.backward
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         values = dict(zip(_BACKWARD, (dout, q, k, v, out, lse, lse, deterministic(), dq, dk, dv), strict=True))

@@ -55,14 +55,18 @@ _switch = threading.Lock()
 def _exact() -> Iterator[None]:
     """Turns torch's deterministic switch on in the block, which is the only one that the operator reads.
 
-    The switch is global, so one thread at a time enters.
+    With it torch would fill each tensor that the operator allocates, 8 kernels a call, although all of them are written. The
+    switches are global, so one thread at a time enters.
     """
     with _switch:
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        filled = torch.utils.deterministic.fill_uninitialized_memory
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
         try:
             yield
         finally:
+            torch.utils.deterministic.fill_uninitialized_memory = filled
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 

@@ -79,7 +79,7 @@ def _library() -> Library | str:
         utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
         dtypes = importlib.import_module("transformer_engine.pytorch.constants").TE_DType
     except Exception as error:  # an incomplete installation can raise any exception
-        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("transformer_engine")
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine"
         return "needs TransformerEngine, which is not installed" if missing else f"cannot load TransformerEngine: {_line(error)}"
     if "return_max_logit" not in parameters_of(fused.fused_attn_fwd):
         return "needs TransformerEngine 2.9 or later"
@@ -178,6 +178,10 @@ class TransformerEngineKernel:
         exact = " under deterministic algorithms" if deterministic() else ""
         return None if self._sizes(dtype, d, e) else f"has no fused backend for head sizes {d} and {e} in {dtype} here{exact}"
 
+    def varlen_rejection(self, dtype: torch.dtype, d: int, e: int) -> str | None:
+        """Follows `LimitedVarlen`: before Hopper, cuDNN has no packed tiles."""
+        return None if self._has_packed(dtype, d, e) else f"has no fused backend for packed tiles in {dtype} here"
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
         q_, k_, v_ = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         bound = self._dense.get(self._key(q_, k_, v_, hi, scale))
@@ -226,6 +230,8 @@ class TransformerEngineKernel:
 
     def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
         call = self._call(q, k, v, "thd", packing.right == 0, packing)
+        if self._backend(call) is None:
+            return FLASH.forward_varlen(q, k, v, packing, scale)
         out, stats = self._attend(call, q, k, v, packing.cu_q, packing.cu_k, scale)
         self._padded_lse = stats.dim() == 4
         if self._padded_lse:
@@ -237,6 +243,8 @@ class TransformerEngineKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         call = self._call(q, k, v, "thd", packing.right == 0, packing)
+        if self._backend(call) is None:
+            return FLASH.backward_varlen(dout, q, k, v, out, lse, packing, scale)
         stats = lse.float().transpose(0, 1)[..., None].contiguous()
         if self._padded_lse:
             tile, position = packing.places
@@ -327,6 +335,12 @@ class TransformerEngineKernel:
         if key not in self._widths:
             self._widths[key] = self._find_sizes(dtype, d, e)
         return self._widths[key]
+
+    def _has_packed(self, dtype: torch.dtype, d: int, e: int) -> bool:
+        sizes = self._sizes(dtype, d, e) or (d, e)
+        more = (deterministic(), 1, 1024, 1024)
+        calls = (Call("thd", causal, dtype, 8, 8, 1024, 1024, *sizes, *more) for causal in (False, True))
+        return all(self._backend(call) is not None for call in calls)
 
     def _find_sizes(self, dtype: torch.dtype, d: int, e: int) -> tuple[int, int] | None:
         d8, e8 = (-(-x // 8) * 8 for x in (d, e))

@@ -9,47 +9,62 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from typing import Any
+
+from cp_ring.runtime import RUNTIME
 
 KEPT = 8
 """How many results of `begin` are kept: more than a microbatch and the next one of every virtual pipeline stage."""
 
-_begun: OrderedDict[Hashable, Future[Any]] = OrderedDict()
-_waited = 0.0
+
+class _Ahead:
+    """What was begun, by its key; the seconds that steps waited for it; the thread that makes it."""
+
+    def __init__(self) -> None:
+        self.begun: OrderedDict[Hashable, Future[Any]] = OrderedDict()
+        self.waited = 0.0
+        self.worker: ThreadPoolExecutor | None = None
+
+    def clear(self) -> None:
+        if self.worker is not None:
+            self.worker.shutdown(wait=False)
+        self.__init__()  # type: ignore[misc]
 
 
-@cache
+_ahead = RUNTIME.keep(_Ahead())
+
+
 def worker() -> ThreadPoolExecutor:
     """The thread that makes layouts and plans."""
-    return ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
+    if _ahead.worker is None:
+        _ahead.worker = ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
+    return _ahead.worker
 
 
 def begin[T](key: Hashable, make: Callable[[], T]) -> Future[T]:
     """Starts `make` on the worker thread, once for equal keys."""
-    if key not in _begun:
-        _begun[key] = worker().submit(make)
-        while len(_begun) > KEPT:
-            _begun.popitem(last=False)
-    return _begun[key]
+    begun = _ahead.begun
+    if key not in begun:
+        begun[key] = worker().submit(make)
+        while len(begun) > KEPT:
+            begun.popitem(last=False)
+    return begun[key]
 
 
 def wait_for[T](future: Future[T]) -> T:
     """The result, once it is there. The time until then counts as waiting."""
-    global _waited
     if future.done():
         return future.result()
     start = time.perf_counter()
     try:
         return future.result()
     finally:
-        _waited += time.perf_counter() - start
+        _ahead.waited += time.perf_counter() - start
 
 
 def take_waited() -> float:
     """The seconds of all `wait_for` since the last call."""
-    global _waited
-    seconds, _waited = _waited, 0.0
+    seconds, _ahead.waited = _ahead.waited, 0.0
     return seconds
 
 

@@ -9,9 +9,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.rejection import note
 from cp_ring.plan.layout import Layout
+from cp_ring.runtime import RUNTIME
 
 _QUERIES_AT_ONCE = 1024  # bounds the memory of a comparison
-_accepted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_accepted: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())
 """Of each mask tensor that was found causal: its version, and the layout and the rank for which it is the causal one.
 
 All layers of a microbatch get the same tensor."""

@@ -14,6 +14,7 @@ from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, do
 from cp_ring.megatron.masks import KEY, DeclaredMask, MicrobatchMask, read
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.plan.ranges import offsets
 
 OFFSETS, PADDED = "cu_seqlens", "cu_seqlens_padded"
 _OF_PACKED = (OFFSETS, PADDED, "max_seqlen")
@@ -65,9 +66,8 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
 
 def _split_packed(batch: Mapping[str, Any], rank: int, cp: int) -> dict[str, Any]:
     """As `split_batch` for packed documents: the parts [1, n / cp], and their `PackedSeqParams`."""
-    real = batch[OFFSETS].reshape(-1).to(torch.int32)
-    padded = batch.get(PADDED)
-    padded = real if padded is None else padded.reshape(-1).to(torch.int32)
+    real = _offsets(batch[OFFSETS], OFFSETS)
+    padded = real if batch.get(PADDED) is None else _offsets(batch[PADDED], PADDED)
     longest = int(padded.diff().max())
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
@@ -85,6 +85,14 @@ def _split_packed(batch: Mapping[str, Any], rank: int, cp: int) -> dict[str, Any
     documents = documents_of(packed, n // cp, cp, packed_in_whole_rows())
     rest = {name: value for name, value in batch.items() if name not in whole and name not in _OF_PACKED}
     return rest | {name: documents.shard(value, rank) for name, value in whole.items()} | {"packed_seq_params": packed}
+
+
+def _offsets(given: torch.Tensor, name: str) -> torch.Tensor:
+    """Checked offsets of documents, int32 [documents + 1], on their device."""
+    checked = offsets(given.reshape(-1), name)
+    if len(checked) < 2:
+        raise ConfigError(f"{name} is {checked.tolist()}: it must hold a document")
+    return torch.from_numpy(checked).to(given.device, torch.int32)
 
 
 def _documents(whole: dict[str, torch.Tensor], n: int, cp: int) -> Documents:

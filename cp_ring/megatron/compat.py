@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import inspect
 import runpy
@@ -20,6 +19,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from cp_ring.errors import ConfigError
+from cp_ring.runtime import RUNTIME
 
 SUPPORTED = ">=0.16.1,<0.20"
 """The supported versions of megatron-core, as a PEP 440 specifier."""
@@ -59,7 +59,7 @@ def megatron_version() -> str | None:
     return None
 
 
-@functools.cache
+@RUNTIME.cache()
 def _read_version(path: str) -> str:
     return str(runpy.run_path(path)["__version__"])
 

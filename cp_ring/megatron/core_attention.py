@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch._compile import _disable_dynamo
 from torch.distributed import get_process_group_ranks
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from cp_ring.attention import Results, attend
 from cp_ring.checks import AnyPlan
@@ -24,7 +26,7 @@ from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.comm_types import check_heads, spec_of_layer
 from cp_ring.megatron.documents import documents_of
-from cp_ring.megatron.dropout import dropout_of
+from cp_ring.megatron.dropout import dropout_of, number_of_prediction
 from cp_ring.megatron.features import check_window
 from cp_ring.megatron.latent import LatentTap
 from cp_ring.megatron.offload import offload, saving
@@ -43,6 +45,9 @@ class RingDotProductAttention(MegatronModule):
 
     The arguments are those that Megatron gives to core attention. `config.apply_query_key_layer_scaling` has no effect: stock
     attention divides and multiplies the scores by the layer number to fit fp16, while ring attention keeps them in float32.
+
+    A layer whose `config.context_parallel_size` is 1, such as that of a vision encoder, attends to this rank's own tokens alone,
+    however many ranks the group has.
 
     A layer's window (`config.window_size`, `config.window_attn_skip_freq`) narrows its mask. `config.softmax_type` adds a term to
     the softmax denominator of each head: exp(0) for `off-by-one`, exp of the parameter `softmax_offset` [h] for `learnable`.
@@ -68,8 +73,10 @@ class RingDotProductAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number = max(1, layer_number)
+        self.dropout_number, self.calls = self.layer_number, 1
+        self.name: int | str = self.layer_number  # in messages
         self.attn_mask_type = attn_mask_type
-        self.cp_group = compat.group_of(pg_collection, "cp")
+        self.cp_group = _group_of_layer(config, compat.group_of(pg_collection, "cp"))
         self.tp_group = compat.group_of(pg_collection, "tp")
         self.softmax_scale = 1.0 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.current_max_attn_logits: torch.Tensor | None = None  # [h]; Megatron's clip_qk reads it after a step, and resets it
@@ -82,9 +89,8 @@ class RingDotProductAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_layer(config, layer_number, attention_type)
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
-        self.spec = spec_of_layer(
-            cp_comm_type, self.settings, self.cp_group.size(), sizes, get_process_group_ranks(self.cp_group)
-        )
+        ranks = get_process_group_ranks(self.cp_group) if self.cp_group.size() > 1 else None
+        self.spec = spec_of_layer(cp_comm_type, self.settings, self.cp_group.size(), sizes, ranks)
         check_heads(cp_comm_type, self.spec.ulysses, config.num_attention_heads, self.tp_group.size())
         self.logits_wanted = bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False))
         self.sub_groups = compat.hierarchical_groups(self.cp_group, self.spec.ulysses)
@@ -154,7 +160,7 @@ class RingDotProductAttention(MegatronModule):
         """What a recomputation takes or fills; where it takes nothing, the watchdog knows the call by this layer and step."""
         results = results_for(self)
         if results is None or results.place is None:
-            watchdog.enter(self.layer_number, step)
+            watchdog.enter(self.name, step)
         if results is not None and self.settings.offload:
             results.offload = offload()
         return results
@@ -199,7 +205,7 @@ class RingDotProductAttention(MegatronModule):
             places = torch.from_numpy(layout.positions(rank)) if cp > 1 else torch.arange(tokens)
         else:
             places = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows()).places(rank)
-        return dropout_of(self.dropout, self.layer_number, places, self.tp_group.rank() * heads)
+        return dropout_of(self.dropout, self.dropout_number, places, self.tp_group.rank() * heads, self.calls)
 
     def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
         """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""
@@ -244,6 +250,37 @@ class RingDotProductAttention(MegatronModule):
         if state and getattr(self.config, "transformer_impl", "") == "transformer_engine":
             state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
         return compat.sharded_tensors(state, prefix, {"softmax_offset": 0}, sharded_offsets, self.tp_group, metadata)
+
+
+class _OneRank:
+    """In place of a process group: this rank alone."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def _group_of_layer(config: Any, group: Any) -> Any:
+    """The ranks that share the tokens of a layer: as in stock Megatron, its configuration decides."""
+    return _OneRank() if getattr(config, "context_parallel_size", 1) == 1 else group
+
+
+def _number_predictions(parent: Any, _: str, child: Any) -> None:
+    """Tells the attention layers inside a layer of multi-token prediction from the decoder's, whose numbers they have too.
+
+    Core attention is built without a word about it, so it learns it where its layer becomes a part of the prediction.
+    """
+    if isinstance(parent, MultiTokenPredictionLayer) and child is not None:
+        layers = [module for module in child.modules() if isinstance(module, RingDotProductAttention)]
+        calls = parent.config.mtp_num_layers if getattr(parent.config, "mtp_use_repeated_layer", False) else 1
+        for index, layer in enumerate(layers):
+            layer.dropout_number, layer.calls = number_of_prediction(parent.layer_number, index), calls
+            layer.name = f"MTP {parent.layer_number}" + (f".{index + 1}" if len(layers) > 1 else "")
+
+
+register_module_module_registration_hook(_number_predictions)
 
 
 def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:

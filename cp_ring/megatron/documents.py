@@ -20,6 +20,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows
+from cp_ring.plan import ranges
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
@@ -175,11 +176,9 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
     offsets = _on_cpu(queries)
     if keys is not queries and not np.array_equal(offsets, _on_cpu(keys)):
         raise ConfigError(f"packed_seq_params: {names[0]} and {names[1]} differ; --cp-ring supports self attention only")
-    if len(offsets) < 2 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ConfigError(
-            f"packed_seq_params: {names[0]} {_shorten(offsets)} must start at 0, must not decrease, and must hold a document"
-        )
-    return offsets
+    if len(offsets) < 2:
+        raise ConfigError(f"packed_seq_params: {names[0]} {_shorten(offsets)} must hold a document")
+    return ranges.offsets(offsets, f"packed_seq_params: {names[0]}")
 
 
 @functools.lru_cache(maxsize=64)
@@ -230,8 +229,7 @@ def _on_cpu(offsets: torch.Tensor) -> Ints:
 
 
 def _values(offsets: torch.Tensor) -> Ints:
-    values: Ints = offsets.detach().cpu().to(torch.int64).reshape(-1).numpy()
-    return values
+    return ranges.integers(offsets, "packed_seq_params: cu_seqlens").reshape(-1)
 
 
 def _check_longest(packed: Any, room: Ints) -> None:

@@ -1,8 +1,11 @@
-"""The keys of attention dropout in training: one for each layer and microbatch, the same at any context-parallel size.
+"""The keys of attention dropout in training: one for each layer and microbatch, the same at any split of ranks and of layers.
 
 A microbatch has a number: how many microbatches of the whole job came before it. Each layer counts its own, and keeps the count
 in Megatron's tracker of random states. So the number of a microbatch is the same when its layer is recomputed, because Megatron
 restores these states before; and a job that resumes from a checkpoint, which has these states, continues the count.
+
+Layers that predict further tokens (MTP) have numbers of their own. Megatron counts them from 1 again, or from where the pipeline
+stage that holds them ends.
 
 Hidden dropout does not go through here: see `docs/megatron.md`.
 """
@@ -19,20 +22,29 @@ import torch
 from cp_ring.kernels.dropout import Dropout, mixed
 
 _NAME = "cp_ring attention dropout of layer "
+_PREDICTING = 1 << 20  # more than the layers of any model
 
 
-def next_key(layer_number: int) -> int:
-    """The key of the next microbatch of a layer."""
+def number_of_prediction(depth: int, index: int) -> int:
+    """The layer number, for `next_key`, of the attention layer `index` (from 0) of the MTP layer `depth` (from 1)."""
+    return _PREDICTING * depth + index
+
+
+def next_key(layer_number: int, calls: int = 1) -> int:
+    """The key of the next call of a layer, which a microbatch passes `calls` times: one MTP layer may serve all depths."""
     from megatron.core import tensor_parallel  # heavy, and installed with Megatron only
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states, name = tracker.get_states(), f"{_NAME}{layer_number}"
     before = states.get(name)
     if before is None:
-        before = torch.tensor([_seed(), _microbatches_before()])
+        before = torch.tensor([_seed(), _microbatches_before() * calls])
+    seed, count = (int(x) for x in before)
+    microbatch, call = divmod(count, calls)
     rank, ranks = _data_parallel()
-    tracker.set_states(states | {name: before + torch.tensor([0, ranks])})
-    return mixed(int(before[0]), layer_number, int(before[1]) + rank)
+    after = count + 1 if call + 1 < calls else (microbatch + ranks) * calls
+    tracker.set_states(states | {name: torch.tensor([seed, after])})
+    return mixed(seed, layer_number + call * _PREDICTING, microbatch + rank)
 
 
 @contextmanager
@@ -50,9 +62,9 @@ def same_key(layer_number: int) -> Iterator[int]:
         tracker.set_states(states)
 
 
-def dropout_of(p: float, layer_number: int, positions: torch.Tensor, first_head: int) -> Dropout:
-    """The dropout of the next microbatch of a layer; `positions` as in `Dropout`."""
-    return Dropout(p, next_key(layer_number), positions, first_head)
+def dropout_of(p: float, layer_number: int, positions: torch.Tensor, first_head: int, calls: int = 1) -> Dropout:
+    """The dropout of the next call of a layer; `positions` as in `Dropout`, `calls` as in `next_key`."""
+    return Dropout(p, next_key(layer_number, calls), positions, first_head)
 
 
 def _arguments() -> Any:

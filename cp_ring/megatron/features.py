@@ -93,6 +93,12 @@ def _check_megatron_fsdp(args: argparse.Namespace) -> None:
     if getattr(args, "async_save", False):
         raise ConfigError("--async-save with --use-megatron-fsdp writes checkpoints without a manifest: leave out --async-save")
     stored = next((f"--{name}" for name in ("save", "load") if getattr(args, name, None)), "")
+    strategy = getattr(args, "data_parallel_sharding_strategy", "")
+    if stored and strategy in ("optim", "optim_grads"):
+        raise ConfigError(
+            f"{stored} with --use-megatron-fsdp needs --data-parallel-sharding-strategy optim_grads_params: with {strategy} "
+            "Megatron takes whole weights for the parts of a rank, and its saves fail"
+        )
     if stored and getattr(args, "swiglu", False) and not (args.bf16 or args.fp16):
         raise ConfigError(
             f"{stored} with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16: Megatron looks for the weights in the "

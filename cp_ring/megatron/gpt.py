@@ -38,6 +38,7 @@ Microbatch = dict[str, Any]
 _INTEGERS = ("tokens", "labels", "position_ids")
 _FLOATS = ("loss_mask",)
 _NEXT = "next_cu_seqlens"
+_WEIGHT = "weight"
 _NONE = np.zeros(1, np.int64)
 
 
@@ -95,12 +96,14 @@ def _needed_by_every_stage() -> str:
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     """The microbatch of this rank: tokens, labels, position_ids int64 and loss_mask float32, each [b, n / cp].
 
+    `weight`, float64 [], is the sum of the loss mask of the whole microbatch.
+
     A middle pipeline stage needs none of these tensors and gets None for each. No attention mask is ever built. With
     --cp-ring-document-mask and --cp-ring-mask-kinds every stage reads the microbatch itself, and gets its documents, or the mask
     that it carries as `cp_ring_mask`, as `packed_seq_params`.
     """
     rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    nothing = dict.fromkeys((*_INTEGERS, *_FLOATS, "packed_seq_params"))
+    nothing = dict.fromkeys((*_INTEGERS, *_FLOATS, _WEIGHT, "packed_seq_params"))
     ends = _first_or_last_stage(vp_stage)
     if not ends and get_args().position_embedding_type == "mrope":
         raise ConfigError("--position-embedding-type mrope: a middle pipeline stage has no position ids; give at most 2 stages")
@@ -109,8 +112,9 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
         if not ends:
             return nothing
         batch = _next_batch(data_iterator)
-        return nothing | on_this_cp_rank(batch, rank, cp) | _mrope_positions(batch)
+        return nothing | on_this_cp_rank(batch, rank, cp) | _mrope_positions(batch) | _weight(batch)
     batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
+    weight = _weight(batch)
     given = batch.pop(extra)
     if extra == "cu_seqlens":
         coming = batch.pop(_NEXT).numpy()
@@ -122,7 +126,12 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
         batch, carried = with_positions(batch, declared), declared
         _plan_maker(rank)(carried)
     parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()} | _mrope_positions(batch)
-    return nothing | parts | {"packed_seq_params": DocumentParams.carry(carried)}
+    return nothing | parts | {"packed_seq_params": DocumentParams.carry(carried)} | weight
+
+
+def _weight(batch: Microbatch) -> Microbatch:
+    """The sum of the loss mask of a whole microbatch."""
+    return {_WEIGHT: batch["loss_mask"].sum(dtype=torch.float64)} if "loss_mask" in batch else {}
 
 
 def _mrope_positions(batch: Microbatch) -> Microbatch:
@@ -159,18 +168,22 @@ def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
     return prepare
 
 
-def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def loss_function(
+    loss_mask: torch.Tensor, losses: torch.Tensor, weight: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The sum of this rank's losses of tokens that count, the number of these tokens, and both as a report for the log.
 
     Megatron divides by the number of tokens of all ranks (--calculate-per-token-loss). This is exact with context parallelism.
+    It wants whole numbers, see `_count`; the report has the exact sum of the loss mask.
 
     Args:
-        loss_mask: 1 for tokens that count, else 0; [b, n / cp].
+        loss_mask: how much each token counts, [b, n / cp].
         losses: the loss of each token, [b, n / cp].
+        weight: the sum of the loss mask on all context-parallel ranks, float64 []; by default that of this rank alone.
     """
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)
-    num_tokens = mask.sum().detach().to(torch.int)
+    counted = mask.sum().detach()
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
             result=loss,
@@ -179,7 +192,22 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
             tolerance=0.0,
             fatal=True,
         )
-    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+    report = {"lm loss": torch.stack([loss.detach(), counted.to(loss.dtype)])}
+    if getattr(get_args(), "calculate_per_token_loss", False) and weight is not None:
+        return loss, _count(weight), report
+    number = counted.round().clamp(min=1)  # which Megatron divides the loss of this rank by
+    return loss * torch.where(counted > 0, number / counted, 1.0), number.to(torch.int), report
+
+
+def _count(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's share of the tokens that a microbatch counts, int32 []: those of all ranks add up to its weight, rounded.
+
+    Loss masks may hold fractions, but Megatron adds up whole numbers. If each rank rounded its own, the sum would depend on the
+    context-parallel size.
+    """
+    rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    total = weight.round().to(torch.int64)
+    return (total * (rank + 1) // cp - total * rank // cp).to(torch.int)
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Callable[..., Any]]:
@@ -195,7 +223,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     more = {name: batch[name] for name in ("loss_mask", "packed_seq_params") if compat.takes(model, name)}
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
-    return output, functools.partial(loss_function, batch["loss_mask"])
+    return output, functools.partial(loss_function, batch["loss_mask"], weight=batch.get(_WEIGHT))
 
 
 def _first_or_last_stage(vp_stage: int | None) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
+from cp_ring.runtime import RUNTIME
 
 _PLAIN = ("ColumnParallelLinear", "TEColumnParallelLinear")
 _WITH_NORM = "TELayerNormColumnParallelLinear"
@@ -99,7 +100,7 @@ def linked(attention_class: Any) -> Any:
     return made
 
 
-_linked: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
+_linked: weakref.WeakKeyDictionary[type, Any] = RUNTIME.keep(weakref.WeakKeyDictionary())
 
 
 def _check(module: Any) -> None:

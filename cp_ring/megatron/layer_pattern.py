@@ -40,6 +40,12 @@ def attention_layers(args: argparse.Namespace, config: Any = None) -> list[int]:
     return [number for number, block in enumerate(blocks, 1) if attends(block)]
 
 
+def predicting_layers(args: argparse.Namespace) -> list[int]:
+    """The numbers, from 1 in each part, of the attention layers of a hybrid pattern that predict further tokens."""
+    parts = pattern_of(args).split("/")[1:]
+    return [number for part in parts for number, letter in enumerate(part, 1) if letter in _ATTENTION]
+
+
 def attends(block: Any) -> bool:
     """Whether a heterogeneous block (Megatron's `TransformerBlockConfig`) has attention, and not a linear layer or nothing."""
     return not (block.attention.no_op or block.attention.replace_with_linear)

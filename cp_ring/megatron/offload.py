@@ -20,8 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cp_ring.megatron.settings import current
 from cp_ring.offload import Offload
+from cp_ring.runtime import RUNTIME
 
-_offload = Offload()
+_offload = RUNTIME.keep(Offload())
 
 
 def offload() -> Offload:

@@ -16,6 +16,7 @@ import torch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, features, settings, validate
 from cp_ring.megatron.rejection import note
+from cp_ring.runtime import RUNTIME
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 
@@ -37,18 +38,27 @@ class Program:
     build: Callable[[Any], Any] | None = None
 
 
-_program: Program | None = None
+
+class _Began:
+    """The program that `enable` began, if there is one."""
+
+    program: Program | None = None
+
+    def clear(self) -> None:
+        self.program = None
+
+
+_began = RUNTIME.keep(_Began())
 
 
 def begin(program: Program | None) -> None:
     """Makes `program` the program of this process; None forgets it."""
-    global _program
-    _program = program
+    _began.program = program
 
 
 def arguments_of(config: Any) -> argparse.Namespace:
     """The fields of a `TransformerConfig` under the names of Megatron's arguments, and what `enable` was told."""
-    program = _program or Program()
+    program = _began.program or Program()
     absent = dict.fromkeys(("window_size", "window_attn_skip_freq", "mtp_num_layers", "load", "save"))
     given = {
         "transformer_config": config,
@@ -89,12 +99,13 @@ def accept_model(config: Any) -> argparse.Namespace:
 
 def certify_model(args: argparse.Namespace) -> None:
     """Makes the certificate before the first model is built, if `certify` has not done so. All ranks call it together."""
-    if _program is None or _program.certified or settings.current().certify == "off":
+    program = _began.program
+    if program is None or program.certified or settings.current().certify == "off":
         return
     from megatron.core import parallel_state  # heavy, and installed with Megatron only
 
     if not parallel_state.model_parallel_is_initialized():
-        _program.certified = True
+        program.certified = True
         note("warning: no certificate: Megatron's parallel_state is not initialized; give --no-cp-ring-certify (certify='off')")
         return
     _examine(args, None)
@@ -122,11 +133,11 @@ def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep)
     Raises:
         ConfigError: on all ranks, where a probe fails.
     """
-    if _program is None:
+    if _began.program is None:
         raise ConfigError("cp_ring.megatron.certify: call cp_ring.megatron.enable first")
     if settings.current().certify == "off":
         return None
-    _program.build = build
+    _began.program.build = build
     return _examine(accept_model(config), forward_step)
 
 
@@ -134,8 +145,8 @@ def _examine(args: argparse.Namespace, step: ForwardStep | None) -> Any:
     from cp_ring.megatron.certificate import certify as probes  # imports Megatron
     from cp_ring.megatron.certificate.tiny_model import own_device
 
-    assert _program is not None, "there is no program to examine"
-    _program.certified = True  # the probes build models too
+    assert _began.program is not None, "there is no program to examine"
+    _began.program.certified = True  # the probes build models too
     # A program may build its model on the meta device, or without gradients.
     with torch.device(own_device()), torch.enable_grad():
         certificate = probes.run_probes(args, step=step)

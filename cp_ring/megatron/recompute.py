@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from cp_ring.attention import Results
+from cp_ring.runtime import RUNTIME
 
 _now: contextvars.ContextVar[KeptCall | None] = contextvars.ContextVar("cp_ring_kept_call", default=None)
-_alive: weakref.WeakSet[KeptCall] = weakref.WeakSet()
+_alive: weakref.WeakSet[KeptCall] = RUNTIME.keep(weakref.WeakSet())
 
 
 class KeptCall:

@@ -25,6 +25,7 @@ from cp_ring.megatron.documents import DocumentParams, documents_of
 from cp_ring.megatron.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows, packed_in_whole_rows
+from cp_ring.runtime import RUNTIME
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class TokenOrder:
         return TokenOrder(self.in_sequence.to(device), self.by_rank.to(device), documents, offsets)
 
 
-_made: WeakKeyDictionary[MicrobatchMask, dict[torch.device, TokenOrder]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[MicrobatchMask, dict[torch.device, TokenOrder]] = RUNTIME.keep(WeakKeyDictionary())
 _in_force: ContextVar[TokenOrder | None] = ContextVar("cp_ring_token_order", default=None)
 
 
@@ -77,7 +78,7 @@ def _of_documents(carried: MicrobatchMask) -> TokenOrder:
     return TokenOrder(order.in_sequence, order.by_rank, documents, offsets)
 
 
-@functools.lru_cache(maxsize=16)
+@RUNTIME.cache(maxsize=16)
 def _of_layout(n: int, batch: int, cp: int, name: str, windows: LayerWindows, device: torch.device) -> TokenOrder:
     layout = make_layout(name, n, cp)
     places = torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(cp)]))

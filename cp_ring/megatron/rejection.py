@@ -1,30 +1,41 @@
-"""Ends a job that cannot run with one line, printed once, and exit code 2."""
+"""Ends a job that cannot run with one line, printed once whichever rank finds it first, and exit code 2."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import fcntl
+import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+from cp_ring import signals
 from cp_ring.errors import ConfigError, KernelError, PlanError
 
-_HEAD_START_S = 5.0
+_OURS = (ConfigError, KernelError, PlanError)
+_KEY = "cp_ring/rejected"
+_ERRORS = "TORCHELASTIC_ERROR_FILE"
+_LIMIT = datetime.timedelta(minutes=1)  # for an answer of torch's launcher, which may be gone
 _noted: set[str] = set()
 
 
-def reject(message: str) -> NoReturn:
-    """Prints `cp_ring: error: <message>` on rank 0 alone and exits with code 2.
+def reject(message: str, code: int = 2) -> NoReturn:
+    """Exits with `code`. The first rank of the job that comes here prints `cp_ring: error: <message>`, the others wait for it.
 
-    The other ranks wait a few seconds first: a launcher ends all ranks as soon as one fails, and rank 0 must print before that.
+    A launcher ends all ranks as soon as one has ended, so none ends before the line is printed. The line also goes to the file
+    of errors that torch's launcher shows when it ends.
     """
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"cp_ring: error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(_HEAD_START_S)
-    raise SystemExit(2)
+    with signals.ignored(), _turn() as first:
+        if first:
+            with contextlib.suppress(OSError):  # nobody reads it
+                print(f"cp_ring: error: {message}", file=sys.stderr, flush=True)
+            _record(message)
+    raise SystemExit(code)
 
 
 def note(message: str) -> None:
@@ -36,13 +47,110 @@ def note(message: str) -> None:
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Calls `reject` for errors of cp_ring while no process group exists; later errors are raised unchanged."""
+    """Calls `reject` for errors of cp_ring, also for a `ConfigError` that torch's checkpoints have wrapped."""
     try:
         yield
-    except (ConfigError, KernelError, PlanError) as error:
-        if _running():
-            raise
+    except _OURS as error:
         reject(str(error))
+    except Exception as error:
+        ours = error_within(error)
+        if ours is None:
+            raise
+        reject(str(ours))
+
+
+def error_within(error: Any) -> ConfigError | None:
+    """The `ConfigError` that torch's `CheckpointException` wraps, or None."""
+    failures = getattr(error, "failures", None)
+    wrapped = failures.values() if isinstance(failures, dict) else ()
+    return next((inner for inner, *_ in wrapped if isinstance(inner, ConfigError)), None)
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[bool]:
+    """True for the first rank of the job that comes here; False for the others, once the first has left the block."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield True
+    elif _running() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield from _turn_by_store()
+    else:
+        yield from _turn_by_file()
+
+
+def _turn_by_store() -> Iterator[bool]:
+    """`_turn` by the store of the process group or, before there is one, by that of torch's launcher."""
+    key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        store = _store()
+        first = store.add(key, 1) == 1
+    except RuntimeError:
+        yield not _running()  # without a launcher rank 0 holds the store of a group: it has ended, and has said why
+        return
+    with contextlib.suppress(RuntimeError):
+        if not first:
+            store.wait([f"{key}/printed"], _LIMIT)
+    yield first
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{key}/printed", "1")
+
+
+def _store() -> Any:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    if _running():
+        return _get_default_store()
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_LIMIT)
+
+
+def _turn_by_file() -> Iterator[bool]:
+    """`_turn` by a lock on a file: the one that the batch script gives to all ranks, or one for the ranks of this host."""
+    shared = os.environ.get(_ERRORS)
+    job = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")]
+    name = f"cp_ring-rejected-{os.getuid()}-{'-'.join(job).replace('/', '-')}"
+    with contextlib.ExitStack() as opened:
+        try:
+            file = opened.enter_context(Path(shared or Path(tempfile.gettempdir(), name)).open("a+"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            said = file.read()
+        except OSError:
+            yield True
+            return
+        first = not said if shared else not said or float(said) < _begin()  # by an earlier job of the same name
+        yield first
+        if first and not shared:
+            file.truncate(0)
+            file.write(str(time.clock_gettime(time.CLOCK_BOOTTIME)))
+
+
+def _begin() -> float:
+    """When this process began, in seconds since the machine did."""
+    import psutil
+
+    return psutil.Process().create_time() - psutil.boot_time()
+
+
+def _record(message: str) -> None:
+    """Writes the file of errors in the form that torch's launcher reads."""
+    path = os.environ.get(_ERRORS)
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+@contextlib.contextmanager
+def megatrons_rejections() -> Iterator[None]:
+    """Raises Megatron's own objection to the flags, an assertion or a `ValueError` with a message, as `ConfigError`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AssertionError, ValueError) as error:
+        if not str(error):
+            raise
+        raise ConfigError(f"Megatron rejects these flags: {' '.join(str(error).split())}") from error
 
 
 def _running() -> bool:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from cp_ring.config import ContextParallelConfig
+from cp_ring.runtime import RUNTIME
 
 INTER_DOCUMENT = "--dataloader-inter-document-masking"  # flags of Megatron on which patches and entries depend
 SFT = "--sft"
@@ -17,14 +19,20 @@ PER_TOKEN_LOSS = "--calculate-per-token-loss"
 LayerWindows = tuple[tuple[tuple[int, int], int], ...]
 """Each window (left, right) of a model's attention layers, -1 for any number of keys, and how many layers have it."""
 
-_current = ContextParallelConfig.make(enabled=True)
-_whole_rows = False
-_layers: LayerWindows = (((-1, -1), 1),)
+
+@dataclass
+class _InForce:
+    config: ContextParallelConfig = field(default_factory=lambda: ContextParallelConfig.make(enabled=True))
+    whole_rows: bool = False
+    layers: LayerWindows = (((-1, -1), 1),)
+
+
+_in_force = RUNTIME.keep(_InForce())
 
 
 def current() -> ContextParallelConfig:
     """The settings in force; the defaults unless `install`, or the parsed flags, changed them."""
-    return _current
+    return _in_force.config
 
 
 def packed_in_whole_rows() -> bool:
@@ -32,25 +40,27 @@ def packed_in_whole_rows() -> bool:
 
     Megatron's data loader does so under --dataloader-inter-document-masking. Its batches do not say which of the two it was.
     """
-    return _whole_rows
+    return _in_force.whole_rows
 
 
 def layer_windows() -> LayerWindows:
     """The windows of the model's layers, for which a balanced layout is balanced together."""
-    return _layers
+    return _in_force.layers
 
 
 def split_by_microbatch() -> bool:
     """Whether a rank's tokens, or their positions, may differ from microbatch to microbatch."""
-    return bool(_current.mask_kinds) or (_current.document_mask and _current.layout == "balanced")
+    config = _in_force.config
+    return bool(config.mask_kinds) or (config.document_mask and config.layout == "balanced")
 
 
 def configure(config: ContextParallelConfig, whole_rows: bool | None = None, layers: LayerWindows | None = None) -> None:
     """Puts `config` in force for layers and batches made from now on; `whole_rows` and `layers` too, unless they are None."""
-    global _current, _whole_rows, _layers
-    _current = config
-    _whole_rows = _whole_rows if whole_rows is None else whole_rows
-    _layers = _layers if layers is None else layers
+    _in_force.config = config
+    if whole_rows is not None:
+        _in_force.whole_rows = whole_rows
+    if layers is not None:
+        _in_force.layers = layers
 
 
 def flags(argv: Sequence[str]) -> ContextParallelConfig:

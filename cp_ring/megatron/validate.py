@@ -19,6 +19,7 @@ from cp_ring.megatron.layer_pattern import RECURRENT, attention_layers, pattern_
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
 from cp_ring.megatron.wire import choose_wire
+from cp_ring.runtime import RUNTIME
 
 # Settings that Megatron needs without CUDA: attribute, value, and the flag that can contradict it ("" if there is none).
 _CPU_SETTINGS: tuple[tuple[str, Any, str], ...] = (
@@ -99,7 +100,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-_settled: dict[tuple[str, ...], dict[str, str | int]] = {}
+_settled: dict[tuple[str, ...], dict[str, str | int]] = RUNTIME.keep({})
 """The route, the number of heads and the codec that were chosen, by the command line."""
 
 

@@ -35,6 +35,10 @@ def rejection(options: Any, heads: int) -> str:
     if heads > 1:
         return f"does not support --cp-ring-heads {heads} or --cp-comm-type a2a: latents have no heads to exchange"
     given = next((flag for name, flag in _OPTIONS if getattr(options, name, None)), "")
+    if getattr(options, "recompute_granularity", None) == "selective" and "core_attn" in (
+        getattr(options, "recompute_modules", None) or ["core_attn"]
+    ):
+        given = given or "--recompute-granularity selective of core_attn, which hides where keys come from"
     given = graphs.given(options) if not given and graphs.hold_attention(options) else given
     return f"does not support {given}" if given else ""
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cp_ring.runtime import RUNTIME
+
 STEPS = "steps.jsonl"
 DONE = "DONE"
 WAITED = "waited for plans"
@@ -20,7 +22,7 @@ WAITED = "waited for plans"
 GRADIENT_NORM, LEARNING_RATE = "gradient norm", "learning rate"
 """Entries of a step, where Megatron's log has them."""
 
-_warned: set[str] = set()
+_warned: set[str] = RUNTIME.keep(set())
 
 
 def append(folder: str, step: int, values: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -293,7 +294,7 @@ def _progress(told: dict[str, Any]) -> tuple[Any, ...]:
     """A key that sorts reports by progress. In backward, layers run in descending order."""
     if "hop" not in told:
         return (-1,)
-    layer = told["layer"] if isinstance(told["layer"], int) else 0
+    layer = told["layer"] if isinstance(told["layer"], int) else sys.maxsize  # those that predict follow the decoder's
     backward = told["direction"] == "backward"
     return told["step"], backward, -layer if backward else layer, told["microbatch"], told["hop"], -told.get("seconds", 0.0)
 
@@ -318,7 +319,7 @@ def _position(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
-_watched: Any = None
+_watched: weakref.ref[Any] | None = None  # the default process group, which may be destroyed
 _dog: Watchdog | None = None
 
 
@@ -331,15 +332,16 @@ def start(timeout: float) -> None:
     global _watched, _dog
     if not timeout or not dist.is_initialized():
         return
-    if dist.distributed_c10d._get_default_group() is _watched and _dog is not None:
+    group = dist.distributed_c10d._get_default_group()
+    if _watched is not None and _watched() is group and _dog is not None:
         _dog.set_timeout(timeout)
         return
-    group = _watched = dist.distributed_c10d._get_default_group()
+    watched = _watched = weakref.ref(group)
     WATCH.__init__()  # type: ignore[misc]
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     dog = _dog = Watchdog(timeout, dist.get_rank(), dist.get_world_size(), store)
 
     def alive() -> bool:
-        return dist.is_initialized() and dist.distributed_c10d._get_default_group() is group
+        return dist.is_initialized() and dist.distributed_c10d._get_default_group() is watched()
 
     threads.start("cp_ring watchdog", dog.run, alive)

@@ -1,8 +1,29 @@
-"""The dtypes of running totals."""
+"""The dtypes of inputs and of running totals."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
+from torch import Tensor
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which operations on `device` compute in the dtypes of their inputs, whatever `torch.autocast` is around it."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of different dtypes in that of `torch.autocast`, where it is in force; else the tensors as they are.
+
+    As torch's own autocast, it leaves float64 alone.
+    """
+    dtypes, device = {x.dtype for x in tensors}, tensors[0].device
+    if len(dtypes) == 1 or not torch.is_autocast_enabled(device.type):
+        return tensors
+    if torch.float64 in dtypes or not all(dtype.is_floating_point for dtype in dtypes):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device.type)) for x in tensors)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

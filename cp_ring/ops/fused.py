@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
+RETRY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
 class FusedFunction:
     """A Triton function that is tried at its first launch; the caller computes with torch operations if it cannot run.
 
-    Triton compiles at the first launch, not at import, and needs a C compiler for that.
+    Triton compiles at the first launch, not at import, and needs a C compiler for that. It is not tried again where that cannot
+    help. Errors of files, as those of Triton's cache on a full disk, may pass: it is tried again `RETRY_S` later.
     """
 
     def __init__(self, module: str, name: str):
         self._module, self._name = module, name
         self._function: Callable[..., Any] | None = None
-        self._rejected = False
+        self._not_before = 0.0  # of the next try, in seconds of the monotonic clock
         self._first = threading.Lock()
 
     def run(self, *args: Any) -> bool:
         """Runs the function and returns true; returns false if it cannot run here, and says why once."""
-        if self._function is None and not self._rejected:
+        if self._function is None and time.monotonic() >= self._not_before:
             with self._first:  # the ranks of a `LocalRing` are threads, and one of them compiles
-                if self._function is None and not self._rejected:
+                if self._function is None and time.monotonic() >= self._not_before:
                     return self._tried(*args)
         if self._function is not None:
             self._function(*args)
@@ -41,21 +45,28 @@ class FusedFunction:
         try:
             function = getattr(importlib.import_module(self._module), self._name)
         except ImportError:
-            self._rejected = True
+            self._not_before = math.inf
             return False
         try:
             function(*args)
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
-            raise  # a fault of the GPU, not of Triton
+        except (torch.AcceleratorError, torch.OutOfMemoryError, MemoryError):
+            raise  # a fault of the GPU or the host, not of Triton
         except Exception as error:  # Triton, its driver and the compiler raise exceptions of many types
-            self._rejected = True
-            _say(" ".join(str(error).split())[:200])
+            reason = " ".join(str(error).split())[:200]
+            if "out of memory" in reason.lower():  # the driver's, as Triton words it
+                raise
+            passing = isinstance(error, OSError) and not isinstance(error, FileNotFoundError | PermissionError)
+            self._not_before = time.monotonic() + RETRY_S if passing else math.inf
+            _say(reason, passing)
             return False
         self._function = function
         return True
 
 
 @cache
-def _say(reason: str) -> None:
+def _say(reason: str, passing: bool) -> None:
     """Warns once for each reason."""
-    _log.warning("Triton cannot compile (%s): merges and sums of gradients use torch operations, which are slower", reason)
+    until = f"; it is tried again {RETRY_S:g} s later" if passing else ""
+    _log.warning(
+        "Triton cannot compile (%s): merges and sums of gradients use torch operations, which are slower%s", reason, until
+    )

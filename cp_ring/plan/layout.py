@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,10 +27,13 @@ import numpy as np
 from cp_ring.errors import PlanError
 from cp_ring.plan.balance import Layers, balanced_split
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, digest, integer, integers
+from cp_ring.plan.ranges import MAX_TOKENS, Ints, digest, integer, offsets
 
 if TYPE_CHECKING:
     import torch
+
+MAX_RANKS = 1 << 20
+_MOST_WORK = 1 << 62  # pairs that int64 can count
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,18 +105,18 @@ class Layout:
         `cu_seqlens_padded` are offsets of documents, from 0 to the number of tokens. Raises `PlanError` if a document is
         not a multiple of 2 * cp tokens long.
         """
-        cp, offsets = _size(cp), integers(cu_seqlens_padded, "cu_seqlens_padded")
-        length = np.diff(offsets)
-        if offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or (length < 0).any() or not length.any():
-            raise PlanError("cu_seqlens_padded must start at 0, not decrease, and end above 0")
+        cp, edges = _size(cp), offsets(cu_seqlens_padded, "cu_seqlens_padded")
+        length, n = np.diff(edges), int(edges[-1])
+        if not n:
+            raise PlanError("cu_seqlens_padded ends at 0: it must hold at least one token")
         bad = np.flatnonzero(length % (2 * cp))
         if len(bad):
             raise PlanError(f"document {bad[0]} has {length[bad[0]]} tokens, not a multiple of 2 * cp = {2 * cp}: pad it")
-        start, length = offsets[:-1][length > 0], length[length > 0]
+        start, length = edges[:-1][length > 0], length[length > 0]
         edges = (start[:, None] + length[:, None] // (2 * cp) * np.arange(2 * cp)).reshape(-1)
         ranks = np.arange(cp)
         owner = np.tile(np.concatenate([ranks, ranks[::-1]]), len(start))
-        return cls(int(offsets[-1]), cp, np.append(edges, offsets[-1]), owner, "per_document_zigzag")
+        return cls(n, cp, np.append(edges, n), owner, "per_document_zigzag")
 
     @classmethod
     def balanced(
@@ -133,9 +137,12 @@ class Layout:
         tokens than chunks, for masks of different lengths or numbers of layers below 1, and for a `token_work` below 0.
         """
         cp, layers = _size(cp), _layers(masks)
-        if not 0 <= token_work < np.inf:
-            raise PlanError(f"token_work {token_work} must be at least 0, and finite")
         n = layers[0][0].n
+        if not isinstance(token_work, Real) or not 0 <= float(token_work) * n < _MOST_WORK:
+            raise PlanError(
+                f"token_work {token_work!r} must be at least 0, and finite: that of {n} tokens below {_MOST_WORK:.0e}"
+            )
+        chunks_per_rank = None if chunks_per_rank is None else integer(chunks_per_rank, "chunks_per_rank")
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
         even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
@@ -145,6 +152,8 @@ class Layout:
     @classmethod
     def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:
         n, cp = integer(n, "n"), _size(cp)
+        if n > MAX_TOKENS:
+            raise PlanError(f"{name} layout of {n} tokens: a stream holds at most {MAX_TOKENS}")
         if n < len(owner):
             raise PlanError(f"{name} layout cuts the sequence into {len(owner)} chunks for cp {cp}, but it has {n} tokens")
         return cls(n, cp, np.arange(len(owner) + 1) * n // len(owner), owner.astype(np.int64), name)
@@ -201,6 +210,7 @@ class Layout:
 
     def shard(self, x: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
         """The rank's part of a whole tensor along `dim`. Raises `PlanError` if `dim` does not hold `n` tokens."""
+        dim = dimension(dim, x)
         if x.shape[dim] != self.n:
             raise PlanError(f"tensor of {x.shape[dim]} tokens in dimension {dim}, but the layout is for {self.n}")
         import torch
@@ -214,6 +224,7 @@ class Layout:
         """
         import torch
 
+        dim = dimension(dim, *parts)
         sizes = [part.shape[dim] for part in parts]
         if sizes != self.tokens_per_rank.tolist():
             raise PlanError(f"parts of {sizes} tokens, but the layout gives {self.tokens_per_rank.tolist()}")
@@ -226,8 +237,8 @@ class Layout:
 
 
 def _size(cp: int) -> int:
-    if integer(cp, "context parallel size") < 1:
-        raise PlanError(f"context parallel size {cp} must be at least 1")
+    if not 1 <= integer(cp, "context parallel size") <= MAX_RANKS:
+        raise PlanError(f"context parallel size {cp} must be at least 1" + (f", at most {MAX_RANKS}" if cp > 0 else ""))
     return int(cp)
 
 
@@ -241,7 +252,19 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
     for mask, count in layers:
         if integer(count, "number of layers") < 1:
             raise PlanError(f"{count} layers have the mask {mask.describe()!r}: it must be at least 1")
+    if sum(int(count) * mask.area() for mask, count in layers) >= _MOST_WORK:
+        raise PlanError(
+            f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens: too much work to count"
+        )
     return layers
+
+
+def dimension(dim: int, *tensors: torch.Tensor) -> int:
+    """`dim` as a whole number. Raises `PlanError` if one of the tensors has no such dimension."""
+    for x in tensors:
+        if not -x.dim() <= integer(dim, "dim") < x.dim():
+            raise PlanError(f"dim={dim}: the tensor has {x.dim()} dimensions, {tuple(x.shape)}")
+    return int(dim)
 
 
 def check_rank(rank: int, cp: int) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.pieces import first_overlap, joined, numbers, read
-from cp_ring.plan.ranges import Ints, digest, integer, integers, sort_index, union
+from cp_ring.plan.ranges import MAX_TOKENS, Ints, digest, integer, integers, offsets, short, sort_index, union
 from cp_ring.plan.tiles import OPEN, Tile, Tiles, coalesce, split_at_edges
 
 MAX_DESCRIBED = 4
@@ -93,6 +93,7 @@ class Mask:
 
         Distances are those of `positions`: a response sees the last tokens of its prompt, however many responses lie between.
         """
+        window = window_of(window)
         left, right = _band(window)
         start, position = self._runs()
         slide, pieces = position - start, self.pieces
@@ -115,14 +116,14 @@ class Mask:
     @classmethod
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
         """Every query sees every key, or the keys from i - left to i + right; -1 leaves a side open (as flash-attn does)."""
-        mask = cls.documents([0, integer(n, "n")], causal=False, window=window)
-        return replace(mask, name="full", details=_window_in_words(window, causal=False))
+        mask = cls.documents([0, _length(n)], causal=False, window=window)
+        return replace(mask, name="full", details=_window_in_words(window_of(window), causal=False))
 
     @classmethod
     def causal(cls, n: int, window: tuple[int, int] = (-1, 0)) -> Mask:
         """Query i sees keys up to i, and with a window no further back than i - left."""
-        mask = cls.documents([0, integer(n, "n")], causal=True, window=window)
-        return replace(mask, name="causal", details=_window_in_words(window, causal=True))
+        mask = cls.documents([0, _length(n)], causal=True, window=window)
+        return replace(mask, name="causal", details=_window_in_words(window_of(window), causal=True))
 
     @classmethod
     def documents(
@@ -139,7 +140,7 @@ class Mask:
         that do not start at 0, decrease or pass `n`, and for windows below -1.
         """
         start, end, n = _spans(cu_seqlens, n)
-        window = window if window is not None else (-1, 0 if causal else -1)
+        window = window_of(window) if window is not None else (-1, 0 if causal else -1)
         left, right = _band(window)
         lo, hi = np.full_like(start, left), np.full_like(start, min(right, 0) if causal else right)
         details = [_documents_in_words(start, end, n), "" if causal else "not causal", _window_in_words(window, causal)]
@@ -160,7 +161,8 @@ class Mask:
         prefixes, one for each document or one for all; `cu_seqlens` is by default one document of `n` tokens. Raises
         `PlanError` as `documents` does, and for a prefix that is below 0 or longer than its document.
         """
-        start, end, n = _spans([0, integer(n, "n")] if cu_seqlens is None else cu_seqlens, n)
+        start, end, n = _spans([0, _length(n)] if cu_seqlens is None else cu_seqlens, n)
+        window = window_of(window)
         bounds = (*_band(window), OPEN)
         given = integers(lengths, "prefix lengths")
         if given.ndim and given.shape != start.shape:
@@ -199,6 +201,8 @@ class Mask:
             raise PlanError(f"branch {early[0]} has parent {parent[early[0]]}: it must be -1 or a branch before it")
         if (length < 0).any():
             raise PlanError(f"branch {(length < 0).argmax()} has {length.min()} tokens: it must have at least 0")
+        if (length > MAX_TOKENS).any():
+            raise PlanError(f"branch {length.argmax()} has {length.max()} tokens: a stream holds at most {MAX_TOKENS}")
         end = np.cumsum(length)
         start, n = end - length, _length(int(end[-1]) if n is None else n)
         if end[-1] > n:
@@ -263,7 +267,7 @@ class Mask:
         `cu_seqlens` are packed documents, by default one of `n` tokens. Raises `PlanError` for spans that overlap, are empty, or
         are not inside one document.
         """
-        starts, ends, n = _spans([0, integer(n, "n")] if cu_seqlens is None else cu_seqlens, n)
+        starts, ends, n = _spans([0, _length(n)] if cu_seqlens is None else cu_seqlens, n)
         first, last = _ordered_spans(spans, n)
         document = np.searchsorted(ends, first, side="right")
         crossing = (document == len(ends)) | (last > np.append(ends, 0)[document])
@@ -293,6 +297,7 @@ class Mask:
         """
         n = _length(n)
         first, last = _ordered_spans(spans, n)
+        window = window_of(window)
         left, right = _band(window)
         right = min(right, 0) if causal else right
         pieces = [(s, e, 0, n, -OPEN, 0 if causal else OPEN) for s, e in zip(first, last, strict=True)]
@@ -311,7 +316,8 @@ class Mask:
     @classmethod
     def block_causal(cls, n: int, block: int) -> Mask:
         """Query i sees all keys up to the end of its own block of `block` tokens."""
-        n, block = _length(n), _block(block)
+        n = _length(n)
+        block = _block(block, n)
         start, open_ = np.arange(0, n, block), np.full(-(-n // block), OPEN)
         end = np.minimum(start + block, n)
         pieces = Tiles(np.stack([start, end, np.zeros_like(start), end, -open_, open_]))
@@ -325,7 +331,8 @@ class Mask:
         0 to n / 2 - 1. The mask is that of BD3-LM (Arriola et al., arXiv:2503.09573), the clean half first. Raises `PlanError`
         if `n` is odd.
         """
-        n, block = _length(n), _block(block)
+        n = _length(n)
+        block = _block(block, n)
         if n % 2:
             raise PlanError(f"a stream of {n} tokens has no two equal halves, clean and noised")
         half = n // 2
@@ -399,13 +406,15 @@ class Mask:
         segments = integers(values["segments"], "segments")
         if segments.ndim != 2 or segments.shape[0] != 2 or not segments.shape[1] or segments[0, 0] != 0 or (segments < 0).any():
             raise PlanError("segments of a mask are first tokens, from 0, and their positions: two lists of the same length")
+        if (segments >= MAX_TOKENS).any():
+            raise PlanError(f"segments of a mask hold {segments.max()}: tokens and positions must be below {MAX_TOKENS}")
         if (np.diff(segments[0]) <= 0).any() or segments[0, -1] >= mask.n:
-            raise PlanError(f"segments of a mask of {mask.n} tokens must begin at ascending tokens, not {_short(segments[0])}")
+            raise PlanError(f"segments of a mask of {mask.n} tokens must begin at ascending tokens, not {short(segments[0])}")
         return replace(mask, segments=segments)
 
     def allowed(self, i: int, j: int) -> bool:
         """Whether query i may see key j."""
-        if not (0 <= i < self.n and 0 <= j < self.n):
+        if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.n):
             raise PlanError(f"pair ({i}, {j}) is outside the {self.n} tokens of the mask")
         p = self.pieces
         return bool(np.any((p.q0 <= i) & (i < p.q1) & (p.k0 <= j) & (j < p.k1) & (p.lo <= j - i) & (j - i <= p.hi)))
@@ -421,7 +430,7 @@ class Mask:
         words = "; ".join([*masks[:MAX_DESCRIBED], *(["..."] if len(masks) > MAX_DESCRIBED else [])])
         runs = [np.add(row._runs(), [[start], [0]]) for row, start in zip(rows, starts, strict=False)]
         tiles, segments = Tiles(np.concatenate(pieces, axis=1)), np.concatenate(runs, axis=1)
-        return cls(int(starts[-1]), tiles, "batch", f"{len(rows)} rows ({words})", segments)
+        return cls(_length(int(starts[-1])), tiles, "batch", f"{len(rows)} rows ({words})", segments)
 
     def area(self) -> int:
         """Allowed (query, key) pairs, exactly."""
@@ -450,15 +459,16 @@ def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
 
 
 def _length(n: int) -> int:
-    if integer(n, "n") < 1:
-        raise PlanError(f"a stream of {n} tokens: it must hold at least 1")
+    if not 1 <= integer(n, "n") <= MAX_TOKENS:
+        raise PlanError(f"a stream of {n} tokens: it must hold at least 1" + (f", at most {MAX_TOKENS}" if n > 0 else ""))
     return int(n)
 
 
-def _block(block: int) -> int:
+def _block(block: int, n: int) -> int:
+    """The tokens of a block; of one that is longer than the stream, those of the stream."""
     if integer(block, "block") < 1:
         raise PlanError(f"blocks of {block} tokens: they must have at least 1")
-    return int(block)
+    return min(int(block), n)
 
 
 def _ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[Ints, Ints]:
@@ -482,8 +492,11 @@ def _ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tup
 def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
     """`Mask.segments` from the positions of all tokens."""
     given = integers(positions, "positions")
-    if given.shape != (n,) or (given < 0).any():
-        raise PlanError(f"positions of shape {list(given.shape)}, at least {given.min(initial=0)}: it must be [{n}], at least 0")
+    if given.shape != (n,) or ((given < 0) | (given >= MAX_TOKENS)).any():
+        raise PlanError(
+            f"positions of shape {list(given.shape)}, {given.min(initial=0)} to {given.max(initial=0)}: it must be [{n}], from 0 "
+            f"to below {MAX_TOKENS}"
+        )
     start = np.flatnonzero(np.diff(given, prepend=given[0] - 2) != 1)
     return _plain(np.stack([start, given[start]]))
 
@@ -513,31 +526,36 @@ def _padding_in_words(used: int, n: int) -> str:
 
 def _spans(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints, Ints, int]:
     """Checked starts and ends of documents, and the length of the stream."""
-    edges = integers(cu_seqlens, "cu_seqlens")
-    if edges.ndim != 1 or len(edges) < 1 or edges[0] != 0 or (np.diff(edges) < 0).any():
-        raise PlanError(f"cu_seqlens must start at 0 and not decrease, not {_short(edges)}")
-    n = int(edges[-1]) if n is None else integer(n, "a stream of n =")
-    if n < 1:
-        raise PlanError(f"a stream of {n} tokens: it must hold at least 1")
+    edges = offsets(cu_seqlens, "cu_seqlens")
+    n = _length(int(edges[-1]) if n is None else n)
     if edges[-1] > n:
         raise PlanError(f"cu_seqlens ends at {edges[-1]}, past the {n} tokens of the stream")
     return edges[:-1], edges[1:], n
 
 
-def _band(window: tuple[int, int]) -> tuple[int, int]:
-    """A window (left, right) as bounds on key - query."""
+def window_of(window: tuple[int, int]) -> tuple[int, int]:
+    """A window (left, right) as whole numbers: -1 for a side that is open, or reaches further than any stream.
+
+    Raises `PlanError` for what is not a window.
+    """
     try:
         left, right = (integer(side, "window side") for side in window)
     except (TypeError, ValueError) as error:
         raise error if isinstance(error, PlanError) else PlanError(f"window {window!r}: it is a pair (left, right)") from None
     if left < -1 or right < -1:
         raise PlanError(f"window ({left}, {right}): each side must be -1 (open) or at least 0")
+    return -1 if left >= MAX_TOKENS else left, -1 if right >= MAX_TOKENS else right
+
+
+def _band(window: tuple[int, int]) -> tuple[int, int]:
+    """A checked window (left, right) as bounds on key - query."""
+    left, right = window
     return -OPEN if left < 0 else -left, OPEN if right < 0 else right
 
 
 def _window_in_words(window: tuple[int, int], causal: bool) -> str:
     """A checked window (left, right); "" where it hides nothing. A causal mask has no keys on the right."""
-    left, right = (int(side) for side in window)
+    left, right = window
     if causal:
         return f"window {left}" if left >= 0 else ""
     if left == right:
@@ -550,7 +568,3 @@ def _documents_in_words(start: Ints, end: Ints, n: int) -> str:
     """How many documents hold a token, how many tokens on average, and the padding behind them."""
     count, total = int((end > start).sum()), int((end - start).sum())
     return f"{count}, mean {total / max(count, 1):.0f} tokens{_padding_in_words(total, n)}"
-
-
-def _short(values: np.ndarray) -> str:
-    return np.array2string(values, threshold=8, edgeitems=3)

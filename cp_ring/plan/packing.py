@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import Ints, expand, integer, integers
+from cp_ring.plan.ranges import MAX_TOKENS, Ints, expand, integer, integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +86,8 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int, how: str = "first-f
     if how not in WAYS:
         raise PlanError(f"pack {how!r}: known are {', '.join(WAYS)}")
     size = _checked(lengths)
-    if integer(capacity, "tokens of a row") < 1:
-        raise PlanError(f"rows of {capacity} tokens: a row must have at least 1")
+    if not 1 <= integer(capacity, "tokens of a row") <= MAX_TOKENS:
+        raise PlanError(f"rows of {capacity} tokens: a row must have at least 1" + f", at most {MAX_TOKENS}" * (capacity > 0))
     if how == "fill":
         return _fill(size, capacity)
     long = np.flatnonzero(size > capacity)
@@ -112,6 +112,8 @@ def _checked(lengths: Sequence[int] | np.ndarray) -> Ints:
     bad = np.flatnonzero(size < 1)
     if len(bad):
         raise PlanError(f"document {bad[0]} has {size[bad[0]]} tokens: leave empty documents out")
+    if size.max() > MAX_TOKENS:
+        raise PlanError(f"document {size.argmax()} has {size.max()} tokens: it must have at most {MAX_TOKENS}")
     return size
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import expand, integers, sort_index
+from cp_ring.plan.ranges import expand, sort_index
 from cp_ring.plan.strips import cuts_of, intervals
 from cp_ring.plan.tiles import OPEN, Tiles, coalesce
 
@@ -71,15 +71,21 @@ def joined(n: int, pieces: Tiles) -> Tiles:
 
 
 def read(pieces: Iterable[Sequence[int]]) -> Tiles:
-    """Pieces of 4 or 6 numbers as tiles. Raises `PlanError` for others."""
-    whole = []
-    for i, piece in enumerate(pieces):
-        values = tuple(piece)
+    """Pieces of 4 or 6 numbers as tiles; a bound of a band beyond `OPEN` becomes open. Raises `PlanError` for others."""
+    whole: list[tuple[int, ...]] = []
+    for i, piece in enumerate(_iterated(pieces, "pieces")):
+        values = _iterated(piece, f"piece {i}")
         if len(values) not in (4, 6):
             raise PlanError(f"piece {i} has {len(values)} numbers: it must be (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi)")
         whole.append(values if len(values) == 6 else (*values, -OPEN, OPEN))
-    data = integers(whole, "pieces").reshape(-1, 6).T.copy()
-    return Tiles(data)
+    return Tiles.of(whole)
+
+
+def _iterated[T](values: Iterable[T], what: str) -> tuple[T, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise PlanError(f"{what} is {values!r}, not a list") from None
 
 
 def numbers(tiles: Tiles, i: int) -> tuple[int, ...]:

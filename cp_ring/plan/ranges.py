@@ -12,24 +12,56 @@ from cp_ring.errors import PlanError
 
 Ints = NDArray[np.int64]
 
+MAX_TOKENS = 1 << 30
+"""Tokens of the longest stream: positions, distances and numbers of pairs then fit into int64 with room to spare."""
+
 
 def integer(value: object, what: str) -> int:
-    """`value` as an int. Raises `PlanError` if it is not a whole number: nothing is rounded."""
+    """`value` as an int. Raises `PlanError` if it is not a whole number: nothing is rounded, and True is no 1."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise PlanError(f"{what} {value!r} is not a whole number") from None
 
 
 def integers(values: object, what: str) -> Ints:
-    """`values` as an int64 array. Raises `PlanError` if they are not integers: nothing is rounded."""
-    array = np.asarray(values)
+    """`values`, also those of a tensor on any device, as an int64 array.
+
+    Raises `PlanError` if they are not integers, or not ones of 64 bits: nothing is rounded, and nothing wraps around.
+    """
+    try:
+        array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise PlanError(f"{what} cannot be read as whole numbers: {' '.join(str(error).split())}") from None
     if array.size and array.dtype.kind not in "iu":
-        raise PlanError(
-            f"{what} must be whole numbers, not {array.dtype} as in "
-            f"{np.array2string(array.reshape(-1), threshold=8, edgeitems=3, max_line_width=999)}"
-        )
+        raise PlanError(f"{what} must be whole numbers, not {array.dtype} as in {short(array)}")
+    if array.dtype.kind == "u" and array.max(initial=0) > np.iinfo(np.int64).max:
+        raise PlanError(f"{what} must be whole numbers of 64 bits, not {short(array)}")
     return array.astype(np.int64)
+
+
+def offsets(values: object, what: str, end: int | None = None) -> Ints:
+    """Offsets of documents in a stream, int64 [documents + 1]: from 0, not decreasing, and up to `end` where it is given.
+
+    Raises `PlanError` for others: this is the check of every `cu_seqlens`.
+    """
+    found = integers(values, what)
+    if found.ndim != 1:
+        raise PlanError(f"{what} must be one list of offsets, not an array of shape {list(found.shape)}")
+    if not len(found) or found[0] != 0 or (found[1:] < found[:-1]).any():
+        raise PlanError(f"{what} must start at 0 and not decrease, not {short(found)}")
+    if found[-1] > MAX_TOKENS:
+        raise PlanError(f"{what} ends at {found[-1]}: a stream holds at most {MAX_TOKENS} tokens")
+    if end is not None and found[-1] != end:
+        raise PlanError(f"{what} must end at the {end} tokens of the whole sequence, not at {found[-1]}: {short(found)}")
+    return found
+
+
+def short(values: np.ndarray) -> str:
+    """Some of the values, in one line."""
+    return np.array2string(values.reshape(-1), threshold=8, edgeitems=3, max_line_width=1000)
 
 
 def sort_index(*keys: Ints) -> Ints | slice:

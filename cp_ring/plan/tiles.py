@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, overlaps, sort_index
+from cp_ring.plan.ranges import Ints, integers, overlaps, sort_index
 
 OPEN = 1 << 60
 """An open bound of a band: it cuts nothing."""
@@ -48,8 +48,10 @@ class Tiles:
 
     @classmethod
     def of(cls, tiles: Iterable[Tile | tuple[int, ...]]) -> Tiles:
-        """Tiles from an iterable of (q0, q1, k0, k1, lo, hi)."""
-        return cls(np.array(list(tiles), dtype=np.int64).reshape(-1, 6).T.copy())
+        """Tiles from an iterable of (q0, q1, k0, k1, lo, hi); bounds lo and hi beyond `OPEN` become open."""
+        data = integers(list(tiles), "pieces").reshape(-1, 6).T.copy()
+        np.clip(data[4:], -OPEN, OPEN, out=data[4:])
+        return cls(data)
 
     @property
     def q0(self) -> Ints:

@@ -29,7 +29,7 @@ class Facts:
     """What one rank reports. Times are in seconds, sizes in bytes.
 
     gpu: {} if there is none. missing: what the job needs and this host does not have, one line each. flops: of a matrix product.
-    links: the hops of the context-parallel groups. pairs: links to all ranks. speeds: what `cp_ring.kernels.speed` measures.
+    links: the hops of the context-parallel groups. pairs: links to all ranks. speeds: what `cp_ring.job.speeds` measures.
     """
 
     rank: int

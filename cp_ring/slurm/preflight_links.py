@@ -23,7 +23,7 @@ from cp_ring.slurm.preflight_checks import Facts
 if TYPE_CHECKING:
     from cp_ring.plan.ranges import Ints
 
-TIMEOUT_S = 25
+TIMEOUT_S = 300  # a rank may start, and answer, much later than another one: cold file systems, busy nodes
 LINKS_S = 12.0
 """Seconds after which no round begins."""
 MEASURED_HOPS = 16

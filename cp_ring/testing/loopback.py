@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cp_ring.comm.transport import Buffers, Done, MessageBatch, Pending
 from cp_ring.plan.tables import Transfer
+from cp_ring.runtime import RUNTIME
 
 
 class LoopbackTransport:
@@ -72,7 +73,7 @@ class _Arrived:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-_measured: dict[int, float] = {}
+_measured: dict[int, float] = RUNTIME.keep({})
 
 
 def _cycles_per_second(device: torch.device) -> float:

@@ -4,21 +4,50 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing as mp
+import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from cp_ring.testing.network import Network, enter
+
+LIMIT_S = 1800.0  # of whatever may hang; a slow or busy machine does not come near it
 
 
 class RankError(AssertionError):
     """A case failed on a rank. The message is the traceback of that rank."""
 
 
+def start(process: BaseProcess) -> None:
+    """Starts a process. Where the fork server has ended, prints how, and starts the server again, once."""
+    try:
+        process.start()
+    except (EOFError, ConnectionError) as error:
+        print(
+            f"cp_ring: the fork server {_end_of_fork_server() or repr(error)}; it is started again", file=sys.stderr, flush=True
+        )
+        process.start()
+
+
+def _end_of_fork_server() -> str:
+    """How the fork server ended, once it has; "" without one. multiprocessing finds it ended too, and makes another one."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) if pid else None
+    if ended is None:
+        return ""
+    return f"ended with {'exit code' if ended.si_code == os.CLD_EXITED else 'signal'} {ended.si_status}"
+
+
 class Ranks:
     """`size` processes of one thread each.
+
+    They are forked from multiprocessing's fork server, which has imported what the caller has told it to; with nccl, whose
+    devices do not survive a fork, each starts anew.
 
     `run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in rank order.
     `case` is a function of a module. `group` is the process group of those ranks, or None for cp 1. `networks` has one network
@@ -26,7 +55,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, networks: Sequence[Network] | None = None, backend: str = "gloo"):
-        context = mp.get_context("spawn")
+        context: Any = mp.get_context("spawn" if backend == "nccl" else "forkserver")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -34,12 +63,12 @@ class Ranks:
             ours, theirs = context.Pipe()
             network, store = networks[rank] if networks else None, f"file://{self._folder.name}/store"
             process = context.Process(target=_run_cases, args=(rank, size, store, theirs, network, backend), daemon=True)
-            process.start()
+            start(process)
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, case: Callable[..., Any], cp: int, /, *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
+    def run(self, case: Callable[..., Any], cp: int, /, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> list[Any]:
         for pipe in self._pipes[:cp]:
             pipe.send((case, cp, args, kwargs))
         results: list[Any] = [None] * cp
@@ -70,8 +99,6 @@ class Ranks:
 
 
 def _run_cases(rank: int, size: int, store: str, pipe: Connection, network: Network | None, backend: str) -> None:
-    import os
-
     if network:
         enter(network)
         os.environ["GLOO_SOCKET_IFNAME"] = network.interface
@@ -82,7 +109,8 @@ def _run_cases(rank: int, size: int, store: str, pipe: Connection, network: Netw
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=90))
+    limit = datetime.timedelta(seconds=LIMIT_S)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=limit)
     groups = {cp: dist.new_group(list(range(cp))) for cp in range(2, size + 1)}
     while True:
         try:

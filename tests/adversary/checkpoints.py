@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.checkpoints import folders, inspection, manifest, unpickle
+from cp_ring.megatron.checkpoints import folders, inspection, manifest, process_state, unpickle
 from tests.adversary import Try, attack, canary, gadgets
 
 
@@ -81,6 +81,40 @@ def archives(folder: Path) -> Iterator[Try]:
     warm_up()
     for name, _, data in _pickles(folder):
         yield attempt(name, lambda data=data: as_archive(gadgets.archive(data)), folder)
+
+
+READERS: dict[str, Callable[[bytes], Any]] = {
+    "archive": lambda data: as_archive(gadgets.archive(data)),
+    "index": lambda data: _one_line(lambda: unpickle.load_index(io.BytesIO(data))),
+    "extra state": lambda data: _one_line(lambda: unpickle.ExtraStateUnpickler(io.BytesIO(data)).read()),
+}
+
+
+def _one_line(read: Callable[[], Any]) -> Any:
+    """A pickle that is no pickle may end in any error: its callers take it for a damaged file."""
+    try:
+        return read()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"damaged: {type(error).__name__}") from None
+
+
+@attack("every name of the lists")
+def listed_names(folder: Path, every: int = 1) -> Iterator[Try]:
+    """Each name that a pickle may find, used in each form. Some load as plain data; none changes the process.
+
+    every: takes one try of so many.
+    """
+    warm_up()
+    tries = [(name, data) for listed in gadgets.listed() for name, data in gadgets.forms(listed)][::every]
+    for start in range(0, len(tries), 200):
+        before = process_state.snapshot()
+        for name, data in tries[start : start + 200]:
+            for reader, read in READERS.items():
+                yield attempt(f"{name} in an {reader}", lambda data=data, read=read: read(data), may_pass=True)
+        changed = process_state.first_change(before)
+        yield Try(f"the process after {name}", f"{changed} was changed" if changed else "")
 
 
 @attack("a pickle as the index")

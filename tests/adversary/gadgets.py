@@ -93,6 +93,86 @@ def ways(module: str, attribute: str, args: tuple[Any, ...]) -> Iterator[tuple[s
         yield way, protocol, b"\x80" + bytes([protocol]) + body + b"."
 
 
+REBUILD = name("torch._tensor", "_rebuild_from_type_v2")
+_NAMESPACE = name("types", "SimpleNamespace")
+
+
+def listed() -> list[str]:
+    """Every name that torch's list for `weights_only`, what packages declare safe, or cp_ring's own tables have."""
+    from cp_ring.megatron.checkpoints import unpickle
+
+    ours = [*unpickle.ExtraStateUnpickler.entries, *unpickle._ArchiveUnpickler.entries]
+    tables = (unpickle._INDEX, unpickle._MEGATRON, unpickle._FP8)
+    ours += [f"{module}.{one}" for table in tables for module, names in table.items() for one in names.split()]
+    declared = [one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in _declared()]
+    return sorted({*torch._weights_only_unpickler._get_allowed_globals(), *declared, *ours, *_ENUMERATIONS})
+
+
+_ENUMERATIONS = [f"megatron.core.transformer.enums.{one}" for one in ("AttnMaskType", "AttnBackend", "LayerType")]
+
+
+def _declared() -> list[Any]:
+    import megatron.core.safe_globals
+
+    return [*megatron.core.safe_globals.SAFE_GLOBALS, *torch.serialization.get_safe_globals()]
+
+
+def renaming(kind: bytes, member: Any, state: Any) -> bytes:
+    """A call that gives `state` to what `kind` returns for `member`, by torch's function for tensors with attributes.
+
+    The inner call makes a namespace whose method `as_subclass` is `kind`; the outer one calls that method and sets attributes.
+    """
+    inner = b"(" + _NAMESPACE * 2 + b")}" + text("as_subclass") + kind + b"st"
+    return REBUILD + b"(" + REBUILD + value(member) + inner + value(state) + b"tR"
+
+
+def forms(listed_name: str) -> Iterator[tuple[str, bytes]]:
+    """What a pickle can do with one name: calls with arguments of many shapes, nested, dotted, and with states."""
+    module, _, attribute = listed_name.rpartition(".")
+    found, planted = name(module, attribute), value({"planted": 1})
+    shapes = [
+        (),
+        (1,),
+        (-1,),
+        (1 << 62,),
+        ("a",),
+        (b"a" * 8,),
+        ([],),
+        ({"a": 1},),
+        ((),),
+        (None,) * 3,
+        (1, 2, 3, 4, 5, 6, 7),
+        ("O8",),
+    ]
+    made = {f"called with {shape!r}": found + value(shape) + b"R" for shape in shapes}
+    made |= {f"made of {shape!r}": found + value(shape) + b"\x81" for shape in shapes[:5]}
+    made |= {"called with itself": found + found + b"\x85R", "called with a namespace": found + _NAMESPACE + b")R\x85R"}
+    for how, result in {
+        "name": found,
+        "result": found + b")R",
+        "object": found + b")\x81",
+        "member": found + value((1,)) + b"R",
+    }.items():
+        made[f"state of a {how}"] = result + planted + b"b"
+        made[f"slots of a {how}"] = result + value((None, {"planted": 1})) + b"b"
+        made[f"class of a {how}"] = result + value({"__class__": 1}) + b"b"
+        made[f"item of a {how}"] = result + value("planted") + value(1) + b"s"
+        made[f"item at the end of a {how}"] = result + value(1) + b"a"
+        made[f"two states of a {how}"] = result + value({}) + b"b" + planted + b"b"
+    for member in (0, 1, 2, 9, "a"):
+        made[f"renamed {member!r}"] = renaming(found, member, {"_name_": "no_mask", "planted": 1})
+    made["rebuilt"] = REBUILD + b"(" + found + found + b")" + planted + b"tR"
+    made["rebuilt as a tensor"] = REBUILD + b"(" + found + name("torch", "Tensor") + value((1,)) + planted + b"tR"
+    made["parameter"] = name("torch._utils", "_rebuild_parameter_with_state") + b"(" + found + b")R\x89N" + planted + b"tR"
+    made["hook"] = name("torch._utils", "_rebuild_parameter") + b"(" + found + b")R\x89" + b"}" + found + found + b"stR"
+    made["key"] = b"}" + found + b")RNs"
+    for inside in ("__init__.__globals__", "__class__", "__dict__", "__subclasses__", "__func__", "_member_map_", "mro"):
+        made[f"dotted {inside}"] = stack_name(module, f"{attribute}.{inside}") + b")R"
+        made[f"state of dotted {inside}"] = stack_name(module, f"{attribute}.{inside}") + planted + b"b"
+    for way, body in made.items():
+        yield f"{listed_name} {way}", b"\x80" + (b"\x04" if b"\x93" in body else b"\x02") + body + b"."
+
+
 def archive(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:
     """A zip archive as torch.save writes it, with `pickled` for its pickle."""
     file = io.BytesIO()

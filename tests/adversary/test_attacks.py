@@ -5,21 +5,57 @@ import json
 import pickle
 import subprocess
 import sys
+import types
 import zipfile
 
 import pytest
 import torch
 
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.checkpoints import process_state
 from cp_ring.plan import verify
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.adversary import ATTACKS, Registered, canary, checkpoints, gadgets, plans
 from tests.adversary.__main__ import run
 
+LISTED = "every name of the lists"
 
-@pytest.mark.parametrize("name", ATTACKS)
+
+@pytest.mark.parametrize("name", [*(name for name in ATTACKS if name != LISTED), pytest.param(LISTED, marks=pytest.mark.slow)])
 def test_holds(name):
     (entry,), failures = run([name])
     assert not failures, failures[:5]
     assert entry["tries"] == entry["held"] > 0
+
+
+def test_every_name_of_the_lists_in_some_forms(tmp_path):
+    tries = list(checkpoints.listed_names(tmp_path, every=31))
+    assert len(tries) > 400 and not [one for one in tries if one.problem]
+
+
+def test_the_snapshot_notices_what_torch_lets_a_pickle_do():
+    """The renaming of a member that torch's own reader of `weights_only` carries out."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    def look_up(value):
+        return AttnMaskType(value)
+
+    enumeration = "megatron.core.transformer.enums", "AttnMaskType"
+    member = AttnMaskType.causal
+    data = b"\x80\x02" + gadgets.renaming(gadgets.name(*enumeration), member.value, {"_name_": "no_mask"}) + b"."
+    before = process_state.snapshot()
+    declared = [(look_up, ".".join(enumeration)), types.SimpleNamespace]
+    try:
+        with torch.serialization.safe_globals(declared):
+            torch.load(io.BytesIO(gadgets.archive(data)), weights_only=True)
+        assert member.name == "no_mask" and process_state.first_change(before).endswith("AttnMaskType.causal._name_")
+    finally:
+        member._name_ = "causal"
+    assert process_state.first_change(before) == ""
+    for read in checkpoints.READERS.values():
+        with pytest.raises(ConfigError):
+            read(data)
+    assert member.name == "causal"
 
 
 RANDOM = [name for name, attack in ATTACKS.items() if attack.cases]
@@ -54,11 +90,12 @@ def test_an_accepted_plan_that_is_wrong_shows(monkeypatch):
 
 def test_the_corpus_has_at_least_200_gadgets(tmp_path):
     assert len(list(checkpoints._pickles(tmp_path))) >= 200
+    assert len(gadgets.listed()) * len(list(gadgets.forms("collections.OrderedDict"))) >= 400
 
 
 def test_the_program_prints_entries():
     command = [sys.executable, "-m", "tests.adversary", "--json", "--only", "extension codes"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [{"attack": "extension codes", "tries": 6, "held": 6}]
 

@@ -83,18 +83,74 @@ def _tokens_contiguous(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts
     return {name: whole[name].chunk(_cp(), 1)[_rank()].contiguous() for name in mine}
 
 
-SPLITS: dict[str, Callable[[Parts, Parts, Callable[[int], Parts]], Parts]] = {
-    "chunk order swapped": _chunks_swapped,
-    "rank order reversed": _ranks_reversed,
-    "loss mask not split": _mask_not_split,
-    "loss mask of ones": _mask_of_ones,
-    "loss mask of another rank": _mask_of_another_rank,
-    "label at a chunk's border": _border_label,
-    "labels of another rank": _labels_of_another_rank,
-    "labels rolled within a rank": _labels_rolled_locally,
-    "position ids of each rank from 0": _positions_local,
-    "contiguous instead of zigzag": _tokens_contiguous,
+def _of_mask(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Parts]:
+    """A rank gets another loss mask."""
+    return lambda mine, whole, of_rank: {"loss_mask": change(mine["loss_mask"])} if "loss_mask" in mine else {}
+
+
+def _shifted_on_one_rank(mask: torch.Tensor) -> torch.Tensor:
+    return mask.roll(1, 1) if _rank() == 1 else mask
+
+
+def _twice_at_the_border(mask: torch.Tensor) -> torch.Tensor:
+    border = mask.shape[1] // 2
+    return torch.cat([mask[:, : border - 1], 2 * mask[:, border - 1 : border], mask[:, border:]], 1)
+
+
+def _border_label_of_long_chunks(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return _border_label(mine, whole, of_rank) if mine["tokens"].shape[1] >= 256 else {}
+
+
+def _last_label(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    """The last token of the sequence predicts the first token of its rank."""
+    if "labels" not in mine or _rank():
+        return {}
+    return {"labels": torch.cat([mine["labels"][:, :-1], mine["tokens"][:, :1]], 1)}
+
+
+def _labels_of_the_first_row(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    return {"labels": mine["labels"][:1].expand_as(mine["labels"]).contiguous()} if "labels" in mine else {}
+
+
+def _positions_repeated(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+    """The first token of a document has the position of the last token before it."""
+    if "position_ids" not in mine:
+        return {}
+    ids = mine["position_ids"]
+    return {"position_ids": torch.where(ids == 0, ids.roll(1, 1), ids)}
+
+
+OF_WEIGHTS: dict[str, Callable[..., Parts]] = {
+    "fractional weights rounded": _of_mask(torch.round),
+    "fractional weights squared": _of_mask(torch.square),
+    "weights clipped at 1": _of_mask(lambda mask: mask.clamp(max=1)),
+    "loss mask of one rank shifted": _of_mask(_shifted_on_one_rank),
+    "weight counted twice at a chunk's border": _of_mask(_twice_at_the_border),
 }
+OF_LONG_ROWS: dict[str, Callable[..., Parts]] = {
+    "label at the border of chunks of 128 and more": _border_label_of_long_chunks,
+    "label at the end of the last chunk": _last_label,
+    "labels of the second batch row": _labels_of_the_first_row,
+}
+OF_BORDERS: dict[str, Callable[..., Parts]] = {"position ids repeated at a document's border": _positions_repeated}
+
+SPLITS: dict[str, Callable[[Parts, Parts, Callable[[int], Parts]], Parts]] = (
+    {
+        "chunk order swapped": _chunks_swapped,
+        "rank order reversed": _ranks_reversed,
+        "loss mask not split": _mask_not_split,
+        "loss mask of ones": _mask_of_ones,
+        "loss mask of another rank": _mask_of_another_rank,
+        "label at a chunk's border": _border_label,
+        "labels of another rank": _labels_of_another_rank,
+        "labels rolled within a rank": _labels_rolled_locally,
+        "position ids of each rank from 0": _positions_local,
+        "contiguous instead of zigzag": _tokens_contiguous,
+    }
+    | OF_WEIGHTS
+    | OF_LONG_ROWS
+    | OF_BORDERS
+)
 
 
 def _own_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
@@ -103,6 +159,14 @@ def _own_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
         if cp == 1 or "labels" not in batch:  # else the certificate asks for positions, which are no part of training
             return mine
         return mine | fault(mine, batch, lambda other: split(batch, other, cp))
+
+    return faulty
+
+
+def _own_batch(fault: Callable[..., Parts]) -> Callable[..., Any]:
+    def faulty(get_batch: Any, *args: Any) -> Parts:
+        mine = get_batch(*args)
+        return mine | fault(mine, {}, lambda other: {}) if _cp() > 1 else mine
 
     return faulty
 
@@ -230,19 +294,100 @@ def _gradients_twice(send: Any, self: Any, hop: Any) -> Any:
     return send(self, hop)
 
 
-def _positions_shifted() -> list[Any]:
+def _positions_shifted(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
     """On one rank rotary positions are one further."""
+    mine = right(pos_emb, seq_dim, cp_group)
+    return mine.roll(-1, seq_dim) if cp_group.size() > 1 and cp_group.rank() == 1 else mine
+
+
+def _pos_emb(faulty: Any) -> Any:
+    """`faulty` in place of the function that picks the rotary embeddings of a rank."""
+
+    def found() -> list[Any]:
+        import sys
+
+        name = "get_pos_emb_on_this_cp_rank"
+        loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core.models") and module]
+        return [(module, name, faulty) for module in loaded if hasattr(module, name)]
+
+    return found
+
+
+def _shifted_beyond_256(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
+    n = pos_emb.shape[seq_dim]
+    place = torch.arange(n)
+    place[256:] = (place[256:] + 1).clamp(max=n - 1)
+    return right(pos_emb.index_select(seq_dim, place) if cp_group.size() > 1 else pos_emb, seq_dim, cp_group)
+
+
+def _layer(attribute: str, faulty: Any) -> Any:
+    def found() -> list[Any]:
+        from cp_ring.megatron.core_attention import RingDotProductAttention
+
+        return [(RingDotProductAttention, attribute, faulty)]
+
+    return found
+
+
+LAYER = 4  # the layer that alone is wrong
+
+
+def _window_of_one_layer(window: Any, config: Any, layer_number: int, mask: str) -> tuple[int, int]:
+    left, right = window(config, layer_number, mask)
+    return left + (layer_number == LAYER and config.context_parallel_size > 1), right
+
+
+def _window_of_the_last_layer(window: Any, config: Any, layer_number: int, mask: str) -> tuple[int, int]:
+    wrong = layer_number == config.num_layers and config.context_parallel_size > 1
+    return (-1, -1) if wrong else window(config, layer_number, mask)
+
+
+def _scale_of_one_layer(options: Any, self: Any) -> Any:
+    given = options(self)
+    return given | {"softmax_scale": given["softmax_scale"] * 1.05} if self.layer_number == LAYER else given
+
+
+def _no_sink_in_one_layer(options: Any, self: Any) -> Any:
+    return options(self) | ({"sink": None} if self.layer_number == LAYER else {})
+
+
+def _key_heads_of_one_layer(forward: Any, self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    key, value = (x.roll(1, -2) if self.layer_number == LAYER else x for x in (key, value))
+    return forward(self, query, key, value, *args, **kwargs)
+
+
+OF_ONE_LAYER: dict[str, Any] = {
+    "window of one layer": known._core("_window", _window_of_one_layer),
+    "window of the last layer": known._core("_window", _window_of_the_last_layer),
+    "scale of one layer": _layer("_options", _scale_of_one_layer),
+    "sink left out in one layer": _layer("_options", _no_sink_in_one_layer),
+    "key heads of one layer": _layer("forward", _key_heads_of_one_layer),
+}
+
+
+def _seed_of_the_rank() -> list[Any]:
+    from cp_ring.megatron import dropout
+
+    return [(dropout, "_seed", lambda seed: seed() + _rank())]
+
+
+def _further_label() -> list[Any]:
+    """Multi-token prediction shifts the tokens of long batch rows once too often."""
     import sys
 
-    name = "get_pos_emb_on_this_cp_rank"
-    loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core.models") and module]
+    def twice(right: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        rolled = right(tensor, *args, **kwargs)
+        return rolled if _cp() == 1 or tensor is None or tensor.shape[-1] < 256 else right(rolled[0], *args, **kwargs)
 
-    def shifted(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
-        mine = right(pos_emb, seq_dim, cp_group)
-        return mine.roll(-1, seq_dim) if cp_group.size() > 1 and cp_group.rank() == 1 else mine
+    loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core") and module]
+    return [(module, "roll_tensor", twice) for module in loaded if hasattr(module, "roll_tensor")]
 
-    return [(module, name, shifted) for module in loaded if hasattr(module, name)]
 
+OF_LENGTH: dict[str, Any] = {
+    "rotary positions one further beyond 256": _pos_emb(_shifted_beyond_256),
+    "prediction of long rows off by one": _further_label,
+}
+OF_SEED: dict[str, Any] = {"dropout by a seed of the rank": _seed_of_the_rank}
 
 ATTENTION: dict[str, Any] = {name: known.FAULTS[name] for name in known.FAULTS if name not in (*SPLITS, *LOSSES)} | {
     "window too small by one": known._core("make_plan", _window_narrowed),
@@ -253,7 +398,10 @@ ATTENTION: dict[str, Any] = {name: known.FAULTS[name] for name in known.FAULTS i
     "softmax scale of one rank": known._core("attend", _one_rank_scaled),
     "last key of a hop lost": known._streams("KeyStream", "__iter__", _last_key_lost),
     "gradients of one hop twice": known._streams("GradStream", "send", _gradients_twice),
-    "rotary positions of one rank shifted": _positions_shifted,
+    "rotary positions of one rank shifted": _pos_emb(_positions_shifted),
+    **OF_ONE_LAYER,
+    **OF_LENGTH,
+    **OF_SEED,
 }
 
 
@@ -300,6 +448,8 @@ LAYERS: dict[str, Any] = {
     "states begin anew too late": known._parity("state begins anew too late"),
 }
 FAULTS = (*ATTENTION, *LAYERS, *SPLITS, *LOSSES)
+SUBTLE = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_BORDERS, *OF_ONE_LAYER, *OF_LENGTH, *OF_SEED)
+"""Faults that show in fractions, in long rows, at a single border or in a single layer only."""
 
 
 @contextlib.contextmanager
@@ -324,6 +474,8 @@ def _places(name: str, step: Any) -> list[Any]:
     from cp_ring.megatron.certificate.loss_probe import is_own
 
     if is_own(step):
+        if name in OF_BORDERS:  # documents are split by themselves
+            return [(gpt, "get_batch", _own_batch(OF_BORDERS[name]))]
         if name in SPLITS:
             return [(gpt, "on_this_cp_rank", _own_split(SPLITS[name]))]
         return [(gpt, "loss_function", _faulty_loss(LOSSES[name]))]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.certificate.faults import FAULTS, LAYERS, PACKED
+from tests.certificate.faults import FAULTS, LAYERS, OF_BORDERS, OF_LONG_ROWS, OF_ONE_LAYER, OF_SEED, OF_WEIGHTS, PACKED, SUBTLE
+from tests.certificate.faults import OF_LENGTH as OF_LONG_POSITIONS
 from tests.parity.models import COMMON, EXPERTS, LATENT, UNTIED
 
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
@@ -62,20 +63,28 @@ OF_LATENTS, OF_LATENTS_ON_TP = ("weight gradient twice", "rotated part not retur
 OF_BF16 = ("gradients of keys summed in bf16",)
 OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")  # not in scripts
 ELSEWHERE = (*OF_DECLARED, *OF_DOCUMENTS, *OF_PREDICTION, *OF_LENGTH, *OF_BATCH, *OF_POSITIONS, *OF_FOUR)
-ELSEWHERE += (*OF_DROPOUT, *OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP, *LAYERS)
+ELSEWHERE += (*OF_DROPOUT, *OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP, *LAYERS, *SUBTLE)
 OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 
 _LATENTS = f"{LATENT} --cp-ring-wire latent --calculate-per-token-loss"
 _ON_TP = f"{_LATENTS} --context-parallel-size 2 --tensor-model-parallel-size 2"
 _LONG = f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
+_ROWS = f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --mtp-num-layers 1"
+_ROWS += " --calculate-per-token-loss"
+OF_ROWS = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_LONG_POSITIONS)
+_LAYERS = f"{UNTIED} --num-layers 5 --window-size 5,0 --window-attn-skip-freq [1,0,0,1,1] --softmax-type learnable"
+_LAYERS += " --calculate-per-token-loss"
+_DROPOUT = f"{UNTIED} --calculate-per-token-loss --attention-dropout 0.2"
 FAULTY = (
     Job("oss", 2, f"{OSS} --calculate-per-token-loss", OF_OSS),
     Job("long", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16)),
     Job("learned", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS),
     Job("four", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR),
-    Job("documents", 2, f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1", (*OF_DOCUMENTS, *OF_PREDICTION)),
+    Job("documents", 2, f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1", (*OF_DOCUMENTS, *OF_PREDICTION, *OF_BORDERS)),
     Job("declared", 2, f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
-    Job("dropout", 2, f"{UNTIED} --calculate-per-token-loss --attention-dropout 0.2", OF_DROPOUT),
+    Job("dropout", 2, _DROPOUT, (*OF_DROPOUT, *OF_SEED)),
+    Job("rows", 2, _ROWS, OF_ROWS),
+    Job("layers", 2, _LAYERS, tuple(OF_ONE_LAYER)),
     Job("experts", 2, f"{EXPERTS} --calculate-per-token-loss --expert-model-parallel-size 2", OF_EXPERTS),
     Job("capacity", 2, f"{CAPACITY} --calculate-per-token-loss", OF_CAPACITY),
     Job("sinkhorn", 2, f"{SINKHORN} --calculate-per-token-loss", OF_SINKHORN),
@@ -95,7 +104,10 @@ FAULTY = (
     Job("long-script", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16), True),
     Job("learned-script", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS, True),
     Job("four-script", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR, True),
-    Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss --sft", (*OF_DOCUMENTS, *PACKED), True),
+    Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss --sft", (*OF_DOCUMENTS, *PACKED, *OF_BORDERS), True),
+    Job("dropout-script", 2, _DROPOUT, tuple(OF_SEED), True),
+    Job("rows-script", 2, _ROWS, OF_ROWS, True),
+    Job("layers-script", 2, _LAYERS, tuple(OF_ONE_LAYER), True),
     Job("prediction-script", 2, f"{UNTIED} --mtp-num-layers 1 --calculate-per-token-loss", OF_PREDICTION, True),
 )
 assert set(FAULTS) == {fault for job in FAULTY for fault in job.faults if not job.by_script}

@@ -8,14 +8,22 @@ import pytest
 
 from tests.certificate import __main__ as campaign
 from tests.certificate import checkouts
-from tests.certificate.faults import FAULTS
+from tests.certificate.faults import FAULTS, SUBTLE
 from tests.certificate.jobs import FAULTY, OSS, Job, right_job
-from tests.parity.models import EXPERTS
+from tests.parity.models import EXPERTS, UNTIED
 
 SMALL = str(Path(__file__).parents[1] / "megatron" / "small_script.py")  # a user's script, where no Megatron-LM is at hand
-SAMPLE = ("group permuted", "rotary positions of one rank shifted", "label at a chunk's border", "loss divided by cp twice")
+SAMPLE = (
+    "group permuted", "rotary positions of one rank shifted", "label at a chunk's border", "loss divided by cp twice",
+    "fractional weights rounded", "label at the end of the last chunk",
+)  # fmt: skip
+IN_LONG_ROWS = (
+    "window of one layer", "rotary positions one further beyond 256", "label at the border of chunks of 128 and more",
+    "weights clipped at 1",
+)  # fmt: skip
 
 
+@pytest.mark.ci
 def test_a_script_as_users_have_it(tmp_path):
     job = Job("sample", 2, f"{OSS} --num-layers 2 --calculate-per-token-loss", SAMPLE, by_script=True)
     right, *faulty = campaign.examine(job, [("", 1), *((fault, 1) for fault in SAMPLE)], SMALL, tmp_path)
@@ -23,6 +31,15 @@ def test_a_script_as_users_have_it(tmp_path):
     assert [found["fault"] for found in faulty if not found.get("rejections")] == [], faulty
 
 
+@pytest.mark.ci
+def test_faults_of_long_rows_and_of_a_single_layer(tmp_path):
+    flags = f"{UNTIED} --num-layers 4 --window-size 5,0 --seq-length 512 --max-position-embeddings 512 --calculate-per-token-loss"
+    right, *faulty = campaign.examine(Job("long", 2, flags), [("", 1), *((fault, 1) for fault in IN_LONG_ROWS)], "", tmp_path)
+    assert (right["rejections"], right["failure"], right["not_covered"]) == ([], "", []), right
+    assert [found["fault"] for found in faulty if not found.get("rejections")] == [], faulty
+
+
+@pytest.mark.ci
 def test_experts_with_biases_are_covered(tmp_path):
     """Megatron itself cannot have them on one rank alone, as the tiny model does."""
     flags = f"{EXPERTS} --context-parallel-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
@@ -31,6 +48,7 @@ def test_experts_with_biases_are_covered(tmp_path):
     assert (right["rejections"], right["failure"], right["not_covered"]) == ([], "", []), right
 
 
+@pytest.mark.ci
 def test_a_job_that_fails_is_no_stopped_fault(tmp_path):
     job = Job("broken", 2, "--no-such-flag", ("mask widened",))
     (entry,) = campaign.faults([job], "", tmp_path)
@@ -38,7 +56,7 @@ def test_a_job_that_fails_is_no_stopped_fault(tmp_path):
 
 
 def test_there_are_at_least_40_faults_and_another_right_job_for_each_number():
-    assert len(set(FAULTS)) == len(FAULTS) >= 40
+    assert len(set(FAULTS)) == len(FAULTS) >= 40 and len(set(SUBTLE)) == 17 and set(SUBTLE) < set(FAULTS)
     jobs = [right_job(number, with_script=True) for number in range(200)]
     assert len({job.flags for job in jobs}) > 190 and sum(job.by_script for job in jobs) == 100
     assert right_job(7, with_script=True) == jobs[7]

@@ -131,3 +131,16 @@ def test_watch_ends_when_the_run_is_done(run_dir):
     console.print(watch.picture(status(run_dir), progress.read(run_dir)))
     shown = console.export_text()
     assert "step 4 | loss 1.0000 | 100 tokens/s" in shown and "25.0% of attention is waiting, slowest rank 3" in shown
+
+
+@pytest.mark.parametrize(
+    "timing",
+    [{}, {"slowest_rank": {}}, {"slowest_rank": {"rank": 1}}, {"hops": [{}]}, {"hops": 3}, {"slowest_link": [1]},
+     {"exposed_share": "x"}, {"wire_gb_s": None}],
+    ids=str,
+)  # fmt: skip
+def test_malformed_files_are_said_on_the_page(run_dir, timing):
+    progress.append(str(run_dir), 5, {"lm loss": 1.0, "timing": timing, "memory": "much"})
+    (run_dir / "checkpoints" / run_page.CERTIFICATE).write_text("[1, 2]")
+    text = run_page.page(run_dir)
+    assert "cannot be read: " in text and Parts(text).sections[0] == "state"

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,15 @@ import torch.distributed as dist
 
 from cp_ring import Layout, Mask, Plan, ring_attention, roll, unshard
 from cp_ring.comm import agreement as agreement_module
+from cp_ring.comm import transport as transport_module
 from cp_ring.comm.agreement import FIRST, Agreement, Fact
 from cp_ring.errors import PlanError
 from cp_ring.observe.debug import debugging
 from cp_ring.plan.identity import identity
+from cp_ring.plan.tables import Transfer
 from cp_ring.testing.local_ring import LocalGroup, LocalRing
 from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank, whole
+from cp_ring.testing.rank_pool import LIMIT_S
 
 N, CP = 64, 2
 CALLS = {
@@ -128,7 +132,7 @@ def test_a_known_call_is_not_compared(pool):
 def together(case, *args):
     """`case(agreement, rank, *args)` on two ranks that share a store; the results, or the errors."""
     store = dist.HashStore()
-    store.set_timeout(datetime.timedelta(seconds=20))
+    store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
 
     def one(rank):
         try:
@@ -176,13 +180,13 @@ def test_a_rank_to_which_the_call_is_known_is_told_apart_from_one_that_is_late(m
         time.sleep(0.3)  # late: the other rank waits, and nobody is told anything
         assert not raised.is_set()
         agreement.check("b", lambda: [Fact.of("plan", "b")])
-        raised.wait(10)
+        raised.wait(LIMIT_S)
         return ""
 
     said, error = together(case)
     line = "ranks of the group make different calls: plan is b on rank 0 and c on rank 1"
     assert said == "" and str(error) == line
-    printed, end = "", time.monotonic() + 20
+    printed, end = "", time.monotonic() + LIMIT_S
     while not printed.endswith("\n") and time.monotonic() < end:  # a thread prints it, after it has told the other rank
         printed += capfd.readouterr().err
         time.sleep(0.01)
@@ -267,3 +271,56 @@ def test_a_part_of_a_plan_has_the_identity_of_the_whole():
     assert Plan.build(Mask.causal(N), layout).rank_plan(0).digest == (
         Plan.build(Mask.documents([0, N]), layout).rank_plan(0).digest
     )
+
+
+def test_known_calls_in_another_order_are_found_without_a_new_one():
+    """Both calls are known on both ranks, so none is compared when it is made."""
+    met = threading.Barrier(2)
+
+    def case(agreement, rank):
+        ended = []
+        agreement.end = ended.append
+        calls = {name: (lambda name=name: [Fact.of("plan", name)]) for name in ("a", "b")}
+        for name in "aab":
+            agreement.check(name, calls[name])
+            met.wait()
+            agreement._compare_past()
+            met.wait()
+            assert agreement._compare_past() == ""
+        tags = [agreement.tag]
+        for name in ("a", "b") if rank else ("b", "a"):
+            agreement.check(name, calls[name])
+            tags.append(agreement.tag)
+        met.wait()
+        agreement._compare_past()
+        met.wait()
+        line = agreement._compare_past()
+        with pytest.raises(PlanError, match="in the same order"):
+            agreement.check("a", calls["a"])
+        agreement.check("a", calls["a"])  # and they may agree again
+        return tags, line
+
+    (tags, line), (others, other) = together(case)
+    assert tags[0] == others[0] and tags[1] != others[1] and tags[2] != others[2]
+    assert line == other and "ranks of the group make different calls" in line and "\n" not in line
+
+
+def test_tags_are_those_of_the_messages(monkeypatch):
+    """With gloo, so that messages of another call are never taken for those of this one."""
+    posted = []
+
+    class Op:
+        def __init__(self, op, tensor, peer, group, tag, group_peer):
+            posted.append((tag, group_peer))
+
+    monkeypatch.setattr(transport_module.dist, "P2POp", Op)
+    monkeypatch.setattr(transport_module.dist, "batch_isend_irecv", lambda ops: [])
+    transport = object.__new__(transport_module.GroupTransport)
+    group = SimpleNamespace()
+    transport._group, transport.ranks, transport._agreement = (lambda: group), [0, 1], SimpleNamespace(tag=5)
+    batch = transport_module.MessageBatch(
+        [(Transfer(1, ((0, 2),)), [torch.ones(2)])], [(Transfer(1, ((0, 2),)), [torch.ones(2)])]
+    )
+    for transport._tags in (True, False):
+        transport.post(batch)
+    assert posted == [(5, 1), (5, 1), (0, 1), (0, 1)]

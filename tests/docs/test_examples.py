@@ -14,6 +14,7 @@ from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.cpu import KERNEL
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
+from cp_ring.testing.rank_pool import LIMIT_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents")
@@ -80,10 +81,11 @@ def frames(frame):
     raise AssertionError(f"not called by RingDotProductAttention: {names}")
 
 
+@pytest.mark.ci
 def test_the_first_program_by_torchrun():
     """The program that README.md shows, started as README.md says."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, str(EXAMPLES / "ring_attention.py")], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*torchrun, str(EXAMPLES / "ring_attention.py")], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"rank {rank}: 512 of 1024 tokens, relative error" in done.stdout

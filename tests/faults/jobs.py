@@ -9,6 +9,7 @@ from tests.faults import planted
 from tests.megatron.launch import TINY, fork
 
 RANKS, INTERVAL = 2, 3
+SAVE_S = 0.5  # about what a save and a load take
 ASYNC = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
 
 
@@ -68,7 +69,13 @@ def random_kill(kind: str, good: int, chance: random.Random) -> dict:
     """A kill of one rank: at a step after `good`, or at an operation on the files of one of the next saves."""
     if kind == "asynchronous save":  # rank 1 leaves its files to another process
         return {"what": "kill", "rank": 0, "operation": chance.randint(1, 20)}
+    if kind == "moment of an asynchronous save":
+        return {"what": "kill", "rank": 0, "operation": chance.randint(1, 4), "delay": chance.random() * SAVE_S}
     victim = chance.randrange(RANKS)
+    if kind == "moment of a save":
+        return {"what": "kill", "rank": victim, "operation": chance.randint(1, 4), "delay": chance.random() * SAVE_S}
+    if kind == "commit":
+        return {"what": "kill", "rank": 0, "renaming": True, "operation": chance.randint(1, 8), "delay": chance.random() * 0.02}
     if kind == "step":
         return {"what": "kill", "rank": victim, "step": good + chance.randint(2, 2 * INTERVAL), "delay": chance.random() * 0.05}
     return {"what": "kill", "rank": victim, "operation": chance.randint(1, 30 if victim == 0 else 4)}

@@ -8,16 +8,18 @@ import sys
 import pytest
 
 from cp_ring.megatron.checkpoints import folders, manifest
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.faults import __main__ as campaign
 from tests.faults.jobs import resumed_well
 
 
 def run(*faults):
     command = [sys.executable, "-m", "tests.faults", "--rounds", "1", "--json", "--only", *faults]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.ci
 def test_jobs_recover_from_a_kill():
     code, (entry,), _ = run("a rank killed during a save")
     assert code == 0 and entry["recovered"] == entry["rounds"] == 1, entry

@@ -78,7 +78,7 @@ TRAIN = [
     ("megatron.num_layers.deep=1", ["--set megatron.num_layers.deep=1", "not a section"]),
     ("megatron.lr=[1", ["--set megatron.lr=[1", "YAML"]),
     ("megatron.lr={a: 1, a: 2}", ["--set megatron.lr={a: 1, a: 2}", "YAML"]),
-    ("megatron.lr=" + "[" * 5000, ["--set megatron.lr", "nested too deeply"]),
+    ("megatron.lr=" + "[" * 10000, ["--set megatron.lr", "nested too deeply"]),
     ("data.path=~nosuchuser/texts", ["data.path", "home"]),
 ]
 
@@ -129,6 +129,11 @@ FILES = [
     ("launch:\n  device:\n", ["launch.device"]),
     ("\xff\xfe", ["not valid YAML", "needs the sections"]),
     ("[" * 5000, ["not valid YAML: it is nested too deeply"]),
+    ("a: " + "{a: " * 2500, ["not valid YAML: it is nested too deeply"]),
+    ("a:\n " + "- " * 5000 + "x", ["not valid YAML: it is nested too deeply"]),
+    ("a: &a [*a]", ["not valid YAML: an alias stands for what it is in"]),
+    ("a: &a [" + "x," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]", ["not valid YAML: it has more than"]),
+    ("a: " + "x" * (1 << 20), ["not valid YAML: it has more than 1048576 characters"]),
     ("megatron:\n  lr: 1\n  num_layers: 2\n  lr: 2", ["the key 'lr' is given twice"]),
     ("data: {}\nlaunch: {}\ndata: {}", ["the key 'data' is given twice"]),
 ]

@@ -47,6 +47,7 @@ def test_needs_ring_attention():
         certify("quickstart", ["cp_ring.enabled=false"])
 
 
+@pytest.mark.ci
 def test_a_job_on_two_ranks(tmp_path):
     (tmp_path / "texts").mkdir()
     for name in ("a.txt", "b.txt"):

@@ -16,6 +16,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
 from cp_ring.megatron import argument_parser
+from cp_ring.testing.rank_pool import LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,7 @@ def test_rejection_is_one_line_and_exit_code_2(cp_ring, override, words):
 
 def test_rejection_by_a_real_process():
     line = [sys.executable, "-m", "cp_ring.cli", "train", "quickstart", "--set", "megatron.seq_length=2046"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and not done.stdout
     assert re.fullmatch(r"cp_ring: error: .*--seq-length 2046.*\n", done.stderr), done.stderr
 

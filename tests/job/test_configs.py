@@ -70,6 +70,7 @@ def test_more_train_as_without_context_parallelism(more_traces, name):
     test_tiny_trains_as_without_context_parallelism(more_traces, name)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", QUICK)
 def test_tiny_trains_as_without_context_parallelism(traces, name):
     ours, theirs = trace(traces, name), trace(traces, f"{name}-cp1")

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from cp_ring.job import doctor
+from cp_ring.testing.rank_pool import LIMIT_S
 
 BROKEN = "libcudnn.so.9: cannot open shared object file: No such file or directory"
 
@@ -15,7 +16,7 @@ BROKEN = "libcudnn.so.9: cannot open shared object file: No such file or directo
 def run(*options, path=""):
     environment = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "200"}
     line = [sys.executable, "-m", "cp_ring.cli", "doctor", *options]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def package(folder, name, text=""):

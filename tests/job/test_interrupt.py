@@ -19,6 +19,7 @@ import yaml
 
 from cp_ring.job.launch import _Interrupts
 from cp_ring.observe import progress
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import environment
 from tests.slurm.job import TINY
 
@@ -32,7 +33,7 @@ def job(tmp_path):
     return [sys.executable, "-m", "cp_ring.cli", "train", str(path), *(word for one in settings for word in ("--set", one))]
 
 
-def until(happened, timeout_s=200):
+def until(happened, timeout_s=LIMIT_S):
     end = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < end
@@ -57,12 +58,12 @@ def interrupted(line, run_dir, kill_a_rank=False):
                 first = ranks(run)
                 assert len(first) == 2
                 first[0].send_signal(signal.SIGKILL)
-                psutil.wait_procs(first, timeout=200)
+                psutil.wait_procs(first, timeout=LIMIT_S)
                 done = len(progress.read(run_dir))
                 until(lambda: run.poll() is not None or len(progress.read(run_dir)) >= done + 3)
             processes = psutil.Process(run.pid).children(recursive=True)
             os.killpg(run.pid, signal.SIGINT)
-            run.wait(timeout=200)
+            run.wait(timeout=LIMIT_S)
         finally:
             for process in psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []:
                 process.kill()
@@ -81,6 +82,7 @@ def saved(run_dir):
     return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
 
+@pytest.mark.ci
 def test_a_lost_rank_then_ctrl_c(job, tmp_path):
     text, code = interrupted([*job, "--set", "launch.max_restarts=1"], tmp_path / "run", kill_a_rank=True)
     assert code == 128 + signal.SIGTERM, text
@@ -110,7 +112,22 @@ def test_torchrun(job, tmp_path):
 
 
 def test_second_ctrl_c_kills_the_ranks():
-    """A rank that does not react to SIGTERM, below a process between it and the launcher."""
+    """A rank that does not react to SIGTERM, below a process between it and the launcher.
+
+    The launcher is a fork of this process: it ends all its children, and those of this process serve other tests.
+    """
+    launcher = os.fork()
+    if not launcher:
+        code = 1
+        try:
+            interrupt_twice()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]) == 0
+
+
+def interrupt_twice():
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     said = []
@@ -129,5 +146,5 @@ def test_second_ctrl_c_kills_the_ranks():
             rank.send_signal(signal.SIGTERM)
             assert rank.poll() is None
             os.kill(os.getpid(), signal.SIGINT)
-        assert rank.wait(timeout=60) == -signal.SIGKILL
+        assert rank.wait(timeout=LIMIT_S) == -signal.SIGKILL
     assert len(said) == 2 and interrupts.count == 2

@@ -9,6 +9,8 @@ import sys
 import pytest
 import yaml
 
+from cp_ring.testing.rank_pool import LIMIT_S
+
 TINY = {
     "megatron.num_layers": 1,
     "megatron.hidden_size": 32,
@@ -32,7 +34,7 @@ def train(folder, **settings):
 
 def command(name, folder, settings):
     """`cp-ring name quickstart` in `folder` with these settings."""
-    return subprocess.run(line_of(name, settings), cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(line_of(name, settings), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def line_of(name, settings):
@@ -81,6 +83,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.ci
 def test_train_and_resume_at_another_size(folder):
     first = train(folder, **{"megatron.train_iters": 3, "parallel.context_parallel_size": 2})
     assert first.returncode == 0, first.stderr[-4000:]
@@ -124,6 +127,7 @@ def test_failure_of_a_rank_is_one_line_and_the_exit_code(folder):
     assert "Traceback" not in done.stdout and "Traceback (most recent call last)" in log_of(folder)
 
 
+@pytest.mark.ci
 def test_rejection_by_the_ranks_is_their_line_alone(folder):
     (folder / "out" / "checkpoints" / "iter_0000002").mkdir(parents=True)
     (folder / "out" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("x")

@@ -25,14 +25,15 @@ def _no_kept_fakes():
 
 
 def test_flash_aten_turns_torchs_switch_on_for_its_backward_alone(monkeypatch):
-    """The operator obeys nothing else."""
+    """The operator obeys nothing else. What it allocates is not filled first, because it writes all of it."""
     seen = []
     plain = flash_aten._attention_backward
-    monkeypatch.setattr(
-        flash_aten,
-        "_attention_backward",
-        lambda *a, **b: seen.append(torch.are_deterministic_algorithms_enabled()) or plain(*a, **b),
-    )
+
+    def backward(*a, **b):
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory))
+        return plain(*a, **b)
+
+    monkeypatch.setattr(flash_aten, "_attention_backward", backward)
     with FakeTensorMode():
         q, k, v, dout = tensors(4, 4, 64, 64, 32, 32)
         for asked in (True, False):
@@ -40,7 +41,8 @@ def test_flash_aten_turns_torchs_switch_on_for_its_backward_alone(monkeypatch):
                 out, lse = flash_aten.KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.1)
                 flash_aten.KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=0.1)
             assert not torch.are_deterministic_algorithms_enabled()
-    assert seen == [True, False]
+            assert torch.utils.deterministic.fill_uninitialized_memory
+    assert seen == [(True, False), (False, True)]
 
 
 def tensors(h, g, d, e, queries, keys, dtype=torch.bfloat16):

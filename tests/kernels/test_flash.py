@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels import REGISTRY, _chosen, choose
+from cp_ring.kernels import REGISTRY, _chosen, choose, flash
 from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
 from cp_ring.kernels.flash import FlashKernel, Functions, arguments
 from cp_ring.kernels.reference import KERNEL as REFERENCE
@@ -254,3 +254,60 @@ def test_queries_do_not_depend_on_each_other():
     part = kernel.forward(q[:, 4:], k, v, lo=1, hi=4, scale=0.3)
     assert torch.allclose(whole[1][..., 4:], part[1], atol=1e-6)
     assert not math.isnan(float(whole[0].sum()))
+
+
+@pytest.fixture
+def homes(monkeypatch):
+    """Sets what importing each home of flash-attn gives: a module, or an exception."""
+    found = {}
+
+    def load(name):
+        result = found.get(name, ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0]))
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(flash.importlib, "import_module", load)
+    flash._installed.cache_clear()
+    yield found
+    flash._installed.cache_clear()
+
+
+def reason_of(device: str = "cuda") -> str | None:
+    flash._installed.cache_clear()
+    return FlashKernel().rejection(torch.device(device), torch.bfloat16, 64, 64)
+
+
+def library(home: str) -> SimpleNamespace:
+    """All functions of a home, with the parameters of a listed version."""
+    names = next(names for _, where, names in flash._HOMES if where == home)
+    label = next(label for label in SIGNATURES if label[0] == next(v for v, where, _ in flash._HOMES if where == home))
+    functions = functions_of(label)
+    return SimpleNamespace(**{name: functions[name] for name in names})
+
+
+def test_why_an_installed_flash_attn_cannot_be_used(homes):
+    assert reason_of() == "needs flash-attn, which is not installed"
+    homes["flash_attn.flash_attn_interface"] = ImportError("libcudart.so.12: cannot open shared object file")
+    assert reason_of() == "cannot load flash-attn 2: libcudart.so.12: cannot open shared object file"
+    homes["flash_attn.flash_attn_interface"] = ModuleNotFoundError("No module named 'einops'", name="einops")
+    assert reason_of() == "cannot load flash-attn 2: it needs einops, which is not installed"
+    homes["flash_attn.flash_attn_interface"] = ModuleNotFoundError("no", name="flash_attn_2_cuda")
+    assert "flash_attn_2_cuda" in reason_of()
+
+
+def test_version_4_is_taken_only_where_it_has_a_backward(homes, monkeypatch):
+    homes["flash_attn.cute.interface"] = library("flash_attn.cute.interface")
+    generation = [8]
+    monkeypatch.setattr(flash, "compute_capability", lambda device: (generation[0], 0))
+    assert reason_of() == "4 has no backward for GPUs of compute capability 8"
+    homes["flash_attn.flash_attn_interface"] = library("flash_attn.flash_attn_interface")
+    assert reason_of() is None and FlashKernel().functions.version == "2"
+    for generation[0] in (9, 10, 12):
+        assert reason_of() is None and FlashKernel().functions.version == "4"
+    with determinism(True):
+        assert reason_of() == "4 has no deterministic backward for GPUs of compute capability 12"
+        generation[0] = 9
+        assert "compute capability" not in (reason_of() or "")
+    generation[0] = 13
+    assert reason_of() is None and FlashKernel().functions.version == "2"

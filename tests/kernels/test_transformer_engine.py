@@ -13,11 +13,13 @@ import torch
 import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
-from cp_ring.kernels import choose, determinism, sizes, versions
-from cp_ring.kernels.base import OPEN
+from cp_ring.kernels import _chosen, choose, determinism, sizes, versions
+from cp_ring.kernels.base import OPEN, Packing
+from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.signatures import bind
 from cp_ring.testing import conformance
 from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
+from tests.kernels import emulated_te
 from tests.kernels.emulated_te import KERNEL, SIGNATURES, installed
 
 CPU = torch.device("cpu")
@@ -198,3 +200,30 @@ def test_installed_version_binds():
     for function in (library.forward, library.backward):
         known = [parameter.split("=")[0] for parameter in SIGNATURES["2.20.2"][function.__name__].split()]
         assert bind("transformer_engine", function, dict.fromkeys([*known, "dqkv_dtype"]))
+
+
+def test_without_packed_tiles_documents_take_the_next_kernel(monkeypatch):
+    """As on an A100. Packed calls of other plans, whose tiles are uneven, go to torch's flash attention."""
+    plain = emulated_te.backend
+
+    def backend(version, training, q_type, kv_type, layout, *rest):
+        found = plain(version, training, q_type, kv_type, layout, *rest)
+        return emulated_te.NO_BACKEND if layout[1] == "thd_thd_thd" else found
+
+    monkeypatch.setattr(emulated_te, "backend", backend)
+    for name in ("forward_varlen", "backward_varlen"):
+        monkeypatch.setattr(adapter.FLASH, name, getattr(REFERENCE, name))
+    tensors = {"device": CPU, "dtype": torch.bfloat16, "d": 64, "e": 64}
+    with installed("2.20.2"):
+        _chosen.cache_clear()
+        assert choose("auto", **tensors) is KERNEL
+        assert choose("auto", packed=True, **tensors).name == "cpu"
+        with pytest.raises(KernelError, match="transformer_engine has no fused backend for packed tiles in "):
+            choose("transformer_engine", packed=True, **tensors)
+        q, k, v = (torch.randn(9, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+        ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+        packing = Packing(ends, ends, 5, 5, -1, 0)
+        out, lse = KERNEL.forward_varlen(q, k, v, packing, 0.1)
+        dq, _, _ = KERNEL.backward_varlen(out, q, k, v, out, lse, packing, 0.1)
+        assert out.shape == dq.shape == q.shape and torch.equal(out, REFERENCE.forward_varlen(q, k, v, packing, 0.1)[0])
+    _chosen.cache_clear()

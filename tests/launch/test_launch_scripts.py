@@ -1,6 +1,7 @@
 """launch/env.sh: the Python that it chooses, and what it does with an environment that is complete or was interrupted."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests import needs
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -41,7 +43,7 @@ def machine(tmp_path):
             env={"PATH": str(tools), "HOME": str(tmp_path / "home")},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
         )
 
     run.tools, run.root, run.home = tools, root, tmp_path / "home"
@@ -266,6 +268,14 @@ def test_quick_checks_come_first_and_each_tells_its_time(checks):
     assert "--durations=15" in words[4] and "loadgroup" in words[4]
     times = [line.split("cp_ring: ")[1].split("  ")[0] for line in done.stdout.splitlines() if line.endswith(" s")]
     assert times == ["ruff", "mypy", "import-linter", "documentation", "tests", "all, without installation"]
+    assert len(re.findall(r" {2,}\d+ s +\d+ CPU s$", done.stdout, re.MULTILINE)) == len(times)
+
+
+def test_cpu_seconds_are_those_of_all_commands_that_have_ended(machine):
+    work = f"{sys.executable} -c 'import time; exec(\"while time.process_time() < 2.2: pass\")'"
+    done = machine(f'cpu_seconds; echo "$cpu"; {work}; cpu_seconds; echo "$cpu"; ({work}); cpu_seconds; echo "$cpu"')
+    first, second, third = map(int, done.stdout.split())
+    assert second - first >= 2 and third - second >= 2, done.stdout
 
 
 @pytest.mark.parametrize(("fail", "stages"), [("mypy", 2), ("mkdocs", 4), ("loadgroup", 5)])

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cp_ring.testing.rank_pool import LIMIT_S
+
+pytestmark = pytest.mark.ci
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "cp_ring", "patches", "configs", "launch")
 
@@ -55,7 +58,7 @@ def told(installed, tmp_path_factory):
         (elsewhere / "texts" / name).write_text(name)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return {"folder": elsewhere, **json.loads(done.stdout.splitlines()[-1])}
 

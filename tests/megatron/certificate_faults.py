@@ -116,15 +116,15 @@ def _totals(operation: str, rounded: Any) -> Any:
     return found
 
 
-def _loss_divided(loss: Any, mask: Any, losses: Any) -> Any:
+def _loss_divided(loss: Any, mask: Any, losses: Any, **more: Any) -> Any:
     from megatron.core import parallel_state
 
-    total, count, report = loss(mask, losses)
+    total, count, report = loss(mask, losses, **more)
     return total / parallel_state.get_context_parallel_world_size(), count, report
 
 
-def _reported_loss_divided(loss: Any, mask: Any, losses: Any) -> Any:
-    total, count, report = loss(mask, losses)
+def _reported_loss_divided(loss: Any, mask: Any, losses: Any, **more: Any) -> Any:
+    total, count, report = loss(mask, losses, **more)
     return total, count, {name: value * torch.tensor([0.5, 1.0]) for name, value in report.items()}
 
 

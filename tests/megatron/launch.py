@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from cp_ring.testing.rank_pool import LIMIT_S, start
 from tests.megatron import worker
 
 HERE = Path(__file__).parent
@@ -38,7 +39,7 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 
 
-def launch(ranks: int, command: list[str], timeout_s: float = 600, python_path: str = "") -> subprocess.CompletedProcess:
+def launch(ranks: int, command: list[str], timeout_s: float = LIMIT_S, python_path: str = "") -> subprocess.CompletedProcess:
     """Runs `python command` on `ranks` ranks and waits for it; the output holds both streams."""
     elastic = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
@@ -100,7 +101,7 @@ def attempt(
     )
 
 
-def fork(ranks: int, job: tuple, timeout_s: float = 300, target: Callable[..., None] = worker.rank) -> int:
+def fork(ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..., None] = worker.rank) -> int:
     """Runs `target(rank, ranks, port, *job)` in processes forked from one that has imported Megatron, else seconds of CPU each.
 
     Returns 0, or the code of the first rank that failed; the others are killed then.
@@ -110,7 +111,7 @@ def fork(ranks: int, job: tuple, timeout_s: float = 300, target: Callable[..., N
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here, so that nobody else takes its port
     processes = [context.Process(target=target, args=(rank, ranks, store.port, *job)) for rank in range(ranks)]
     for process in processes:
-        process.start()
+        start(process)
     end = time.monotonic() + timeout_s
     failed = 0
     try:

@@ -93,7 +93,7 @@ def test_a_tiny_heterogeneous_model_has_each_kind_of_block():
     config.get_config_for_layer = lambda layer: SimpleNamespace(num_query_groups=blocks[layer - 1].attention.num_query_groups)
     args = flags("", num_layers=6)
     kinds = find_layer_kinds(args, config, ("causal",))
-    assert [(kind.layer, kind.layers, kind.groups) for kind in kinds] == [(1, 3, 2), (4, 1, 8)]
+    assert [(kind.layer, kind.numbers, kind.groups) for kind in kinds] == [(1, (1, 3, 5), 2), (4, (4,), 8)]
     assert tiny_layers.chosen_layers(args, config, kinds) == [1, 2, 4, 5, 6] and tiny_layers.sharing_of(config) == 4
     made = json.loads(tiny_layers.changes_of_blocks(args, config, kinds, 4, 32)["heterogeneous_layers_config_encoded_json"])
     found = [(b["attention"]["num_query_groups"], b["ffn"]["ffn_hidden_size"]) for b in made["block_configs"]]

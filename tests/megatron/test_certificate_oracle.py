@@ -45,8 +45,9 @@ def job(**config):
 
 def test_each_distinct_kind_once_under_each_mask():
     found = find_layer_kinds(*job(window_size=(128, 0), window_attn_skip_freq=2), ("causal", "packed"))
-    assert [(kind.layer, kind.layers, kind.window, kind.mask) for kind in found] == [
-        (1, 2, (128, 0), "causal"), (1, 2, (128, 0), "packed"), (2, 2, (-1, -1), "causal"), (2, 2, (-1, -1), "packed"),
+    assert [(kind.layer, kind.numbers, kind.window, kind.mask) for kind in found] == [
+        (1, (1, 3), (128, 0), "causal"), (1, (1, 3), (128, 0), "packed"),
+        (2, (2, 4), (-1, -1), "causal"), (2, (2, 4), (-1, -1), "packed"),
     ]  # fmt: skip
     assert all((kind.heads, kind.groups, kind.d, kind.scale) == (4, 2, 64, 0.125) for kind in found)
 

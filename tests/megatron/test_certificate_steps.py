@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import json
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import rejection
 from cp_ring.megatron.certificate import certify as module
 from cp_ring.megatron.certificate.attention_probe import longest_in_time
 from cp_ring.megatron.certificate.record import versions
 from cp_ring.megatron.certificate.report import Certificate, Probe
-from tests.megatron.launch import fork
+from tests.megatron.launch import attempt, fork
 from tests.parity.models import COMMON, UNTIED
 
+ENCODER_DECODER = str(Path(__file__).with_name("encoder_decoder_script.py"))
 FLAGS = f"{UNTIED} --num-layers 1 --seq-length 64 --cp-ring --context-parallel-size 2"
 LONG = f"{FLAGS} --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
 RIGHT_STEPS = ("writes_into_its_batch", "writes_into_its_tensors", "mean_over_all_ranks")
@@ -52,7 +56,8 @@ def test_a_step_that_raises_ends_the_probe_on_all_ranks(tmp_path, step):
     """Far below the time that a rank would wait for a message; a second certificate shows that the job's groups still work."""
     first, second = probes(tmp_path, step, FLAGS, [("", 1), ("", 2)], step)
     for entry in (first, second):
-        assert entry["failure"].startswith("ValueError: ") and entry["seconds"] < 150  # the watchdog would end it after 600
+        assert entry["failure"].startswith(f"{step} (certificate_steps.py, line ") and "ValueError: " in entry["failure"]
+        assert entry["seconds"] < 150  # the watchdog would end it after 600
         assert entry["about"]["not_covered"] == [f"the loss ({entry['failure']})"]
         assert entry["rejections"] == [] and {"mask", "out"} <= {probe["name"] for probe in entry["probes"]}
         assert entry["untouched"]
@@ -67,7 +72,8 @@ def test_faults_at_the_jobs_own_length_and_batch(tmp_path):
     beyond, batch, mask, sums = faulty
     assert beyond["rejections"] and all("at 512 tokens" in line for line in beyond["rejections"])
     assert any("out off by" in line for line in batch["rejections"])
-    assert mask["rejections"] and all("tiny model" in line for line in mask["rejections"])
+    assert any("tiny model" in line for line in mask["rejections"])
+    assert any("microbatch of 2x512 tokens, causal: loss mask wrong in" in line for line in mask["rejections"])
     found = {probe["name"]: probe["error"] / probe["bound"] for probe in sums["probes"] if probe["bound"]}
     assert found["dk in float32"] > 10 and found["dv in float32"] > 10
 
@@ -122,16 +128,41 @@ def ended(monkeypatch):
     return run
 
 
-def test_a_loss_that_could_not_be_probed_has_a_line_of_its_own_and_stops_a_strict_job(ended):
+def test_a_line_begins_with_what_is_not_covered_where_no_loss_is(ended):
     probe = Probe("mask", "layer 1 (no window)", "causal", 0.0, 0.0)
     about = {"up_to": {"layer 1 (no window) under causal": "4096 of 131072 tokens"}}
-    certificate = Certificate([probe], about, ["the loss (ValueError: x (rank 1))"], "ValueError: x (rank 1)")
-    warning, summary = ended(certificate)
-    assert warning == "warning: --cp-ring-certify: the loss could not be probed: ValueError: x (rank 1)"
-    assert "under causal, up to 4096 of 131072 tokens" in summary and "not covered: the loss (ValueError: x" in summary
+    why = "forward_step: ValueError: x (rank 1)"
+    certificate = Certificate([probe], about, [f"the loss ({why})"], why)
+    (summary,) = ended(certificate)
+    assert summary.startswith("certificate: not covered: the loss (forward_step: ValueError: x (rank 1)); 1 probes passed in ")
+    assert "under causal, up to 4096 of 131072 tokens" in summary
     (line,) = ended(certificate, "strict")
-    assert line.startswith("--cp-ring-certify strict: not covered: the loss (ValueError: x (rank 1))")
+    assert line.startswith("--cp-ring-certify strict: not covered: the loss (forward_step: ValueError: x (rank 1))")
     assert len(ended(Certificate([probe], about), "strict")) == 1  # the length alone stops nothing
+    of_loss = Certificate([probe, Probe("loss", "tiny model of 1 layer", "causal", 0.0, 1.0)], {}, ["Mamba layers"])
+    (summary,) = ended(of_loss)
+    assert summary.startswith("certificate: 2 probes passed in ") and summary.endswith("; not covered: Mamba layers")
+
+
+def test_a_script_of_another_model_ends_in_one_line(tmp_path):
+    """Its forward step cannot be called, which the certificate says first; then its layers are rejected, once groups exist."""
+    flags = ["--num-layers", "1", "--seq-length", "64", "--cp-ring", "--cp-ring-certify", "--context-parallel-size", "2"]
+    done = attempt(2, "other", [ENCODER_DECODER, *flags], tmp_path, COMMON)
+    assert done.code == 2 and len(done.rejected.splitlines()) == 1
+    assert "cp_ring: certificate: not covered: the loss (forward_step (encoder_decoder_script.py, line " in done.output
+    assert (
+        "could not be called with a microbatch of tokens, labels, loss_mask and position_ids: KeyError: 'text_enc' (rank "
+        in done.output
+    )
+    assert "layer 1 is cross attention" in done.rejected and "Traceback" not in done.output
+
+
+def test_errors_are_one_line_also_once_process_groups_exist(monkeypatch, capsys):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as end, rejection.rejecting():
+        raise ConfigError("layer 1 is cross attention")
+    assert end.value.code == 2 and capsys.readouterr().err == "cp_ring: error: layer 1 is cross attention\n"
 
 
 @pytest.mark.parametrize(

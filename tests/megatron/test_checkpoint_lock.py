@@ -12,6 +12,7 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, lock, manifest
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import trace, train
 
 
@@ -43,7 +44,7 @@ def other(tmp_path):
     ready = context.Event()
     process = context.Process(target=hold, args=(tmp_path, ready), daemon=True)
     process.start()
-    assert ready.wait(60)
+    assert ready.wait(LIMIT_S)
     yield process
     process.kill()
     process.join()
@@ -57,7 +58,8 @@ def test_a_second_job_is_rejected_in_one_line(tmp_path, other):
     assert f"process {other.pid} on " in line and lock.held(tmp_path) is None
 
 
-def test_a_folder_that_was_removed_is_made_again(tmp_path):
+def test_a_folder_that_was_removed_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "STALE_S", 1800)
     folder = tmp_path / "saves"
     taken = lock.acquire(folder)
     shutil.rmtree(folder)
@@ -116,7 +118,7 @@ def test_a_file_that_is_no_lock_counts_as_silent(tmp_path, text):
 def test_the_lock_is_renewed_and_given_up(tmp_path):
     held = lock.acquire(tmp_path)
     os.utime(held.path, (0, 0))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while held.path.stat().st_mtime == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -125,7 +127,8 @@ def test_the_lock_is_renewed_and_given_up(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_job_notices_that_its_lock_is_lost_and_takes_one_back_that_is_gone(tmp_path):
+def test_a_job_notices_that_its_lock_is_lost_and_takes_one_back_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "STALE_S", 1800)
     held = lock.acquire(tmp_path)
     held.path.unlink()
     assert lock.acquire(tmp_path) is held and held.path.exists()
@@ -134,6 +137,34 @@ def test_a_job_notices_that_its_lock_is_lost_and_takes_one_back_that_is_gone(tmp
         lock.acquire(tmp_path)
     lock.release_all()
     assert (tmp_path / lock.NAME).exists()  # the other's
+
+
+def test_a_job_that_was_stopped_does_not_take_back_the_lock_that_its_successor_has_given_up(tmp_path):
+    """It would write its older checkpoints over those of the successor, and the tracker would name them."""
+    held = lock.acquire(tmp_path)
+    held._stop.set()  # as a stopped process it renews nothing
+    held.path.unlink()
+    held._renewed -= 2 * lock.STALE_S
+    with pytest.raises(lock.Lost, match="did not run for more than"):
+        lock.acquire(tmp_path)
+    assert not held.path.exists()
+
+
+def test_a_job_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(tmp_path):
+    """It was stopped between the beginning of a save and its end, and the lock was looked at before."""
+    held, final = lock.acquire(tmp_path), folders.folder_of(tmp_path, 2)
+    folder = folders.unfinished(final, held.owner.token)
+    checkpoint(folder)
+    write(tmp_path)
+    (tmp_path / folders.TRACKER).write_text("8")
+    with pytest.raises(lock.Lost, match="now belongs to another job"):
+        folders.publish(folder, final, held)
+    told = []
+    with folders.open_tracker(str(tmp_path / folders.TRACKER), "w", lambda *outcome: told.append(outcome)) as file:
+        file.write("2")
+    assert folders.published(tmp_path) == [] and folders.tracked(tmp_path) == 8
+    ((iteration, error),) = told
+    assert iteration is None and isinstance(error, lock.Lost)
 
 
 def test_of_two_successors_one_gets_the_lock(tmp_path):
@@ -173,7 +204,7 @@ def test_a_save_counts_only_once_the_folder_is_seen_whole_under_its_name(tmp_pat
 
     monkeypatch.setattr(type(folder), "rename", spoiled)
     with pytest.raises(OSError, match=r"is not what was published: .* is missing"):
-        folders.publish(folder, final, "ab")
+        folders.publish(folder, final, lock.acquire(tmp_path))
     assert manifest.defect(final) == "" and folders.published(tmp_path) == [2]  # the one before is back
 
 

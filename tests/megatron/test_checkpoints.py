@@ -1,8 +1,10 @@
 """Checkpoints: published whole or not at all, verified before they are loaded, as many as asked for, and none runs code."""
 
 import argparse
+import collections
 import enum
 import errno
+import functools
 import io
 import json
 import os
@@ -21,8 +23,9 @@ from cp_ring import patches
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.megatron.checkpoints import folders, inspection, last_good, manifest, saving, unpickle
-from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
+from cp_ring.megatron.checkpoints import folders, inspection, last_good, manifest, process_state, saving, unpickle
+from cp_ring.megatron.rejection import rejecting
+from tests.adversary import gadgets
 from tests.megatron.launch import trace, train
 
 RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "12"]
@@ -174,6 +177,56 @@ def test_all_ranks_fall_back_to_the_last_good_checkpoint(pool, checkpoint, damag
         assert last_good(checkpoint) == wanted
 
 
+def load_while(change, group, load):
+    """What this rank says where one rank does `change` to the newest checkpoint after all have verified it."""
+    from cp_ring.megatron.checkpoints import loading
+
+    folder, before = loading.agree_on_iteration(argparse.Namespace(load=str(load), save=None, ckpt_step=None))
+    try:
+        with loading.as_verified(folder, before):
+            if group.rank() == 1:
+                change(folder)
+            torch.distributed.barrier()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def put_another_checkpoints_shard(folder):
+    aside = folder.parent / "aside"
+    shutil.copyfile(folders.folder_of(folder.parent, 6) / "__1_0.distcp", aside)
+    os.replace(aside, folder / "__1_0.distcp")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (put_another_checkpoints_shard, "__1_0.distcp"),
+        (lambda folder: flip(folder / "__0_0.distcp"), "__0_0.distcp"),
+        (lambda folder: (folder / "__0_1.distcp").write_bytes(b"new"), "__0_1.distcp"),
+        (lambda folder: (folder / ".metadata").unlink(), ".metadata"),
+    ],
+)
+def test_what_changes_between_its_verification_and_the_end_of_loading_is_rejected(pool, checkpoint, change, named):
+    told = pool.run(functools.partial(load_while, change), 4, checkpoint)
+    place = folders.folder_of(checkpoint, 8) / named
+    why = f"{place} was replaced or changed while it was loaded"
+    assert set(told) == {f"the checkpoint is not what was verified: {why}: start the job again"}
+    assert pool.run(functools.partial(load_while, lambda folder: None), 4, checkpoint)[0] == ""
+
+
+def test_what_fails_to_load_because_it_was_changed_says_so(checkpoint):
+    from cp_ring.megatron.checkpoints.loading import as_verified
+
+    folder = folders.folder_of(checkpoint, 8)
+    before = manifest.stamps(folder)
+    with pytest.raises(ConfigError, match="not what was verified"), as_verified(folder, before):
+        cut(folder / "__0_0.distcp")
+        raise RuntimeError("PytorchStreamReader failed")
+    with pytest.raises(RuntimeError, match="Pytorch"), as_verified(folder, manifest.stamps(folder)):
+        raise RuntimeError("PytorchStreamReader failed")
+
+
 def test_falls_back_more_than_once_but_never_for_a_step_that_was_asked_for(pool, checkpoint):
     flip(checkpoint / "iter_0000008" / "__1_0.distcp")
     flip(checkpoint / "iter_0000006" / "__0_0.distcp")
@@ -306,7 +359,7 @@ def load_entry(folder, key):
     name = next(name for name in reader.read_metadata().state_dict_metadata if name.startswith(key))
     state = {name: io.BytesIO()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with one_line_errors(), unpickle.restricted():
+    with rejecting(), unpickle.restricted():
         torch.distributed.checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
     return state[name]
 
@@ -459,7 +512,12 @@ FORGERIES = {
     "enumeration with a second argument": Forged(signal.Signals, (9, {"a": 1})),
     "state of an enumeration": Forged(*KILLED, {"planted": 1}),
     "state by torch": Forged(RETYPE, (*KILLED, signal.Signals, {"planted": 1})),
-}
+    "member renamed by torch": b"\x80\x02"
+    + gadgets.renaming(gadgets.name("signal", "Signals"), 9, {"_name_": "SIGTERM", "planted": 1})
+    + b".",
+    "class as a value that is called": b"\x80\x02" + gadgets.name("types", "SimpleNamespace") + b")R}X\x01\x00\x00\x00a"
+    + gadgets.name("signal", "Signals") + b"sbN\x85R.",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -467,7 +525,61 @@ def test_a_pickle_that_forges_memory_or_changes_the_process_is_rejected(name):
     planted = FORGERIES[name]
     with pytest.raises(unpickle.Rejected, match="--cp-ring-trust-checkpoint"):
         unpickle.torch_load(archive(planted if isinstance(planted, bytes) else pickle.dumps(planted, 2)))
-    assert not hasattr(signal.Signals(9), "planted") and not hasattr(argparse.Namespace, "planted")
+    assert (
+        signal.Signals(9).name == "SIGKILL"
+        and not hasattr(signal.Signals(9), "planted")
+        and not hasattr(argparse.Namespace, "planted")
+    )
+
+
+def test_a_load_that_changes_an_enumeration_ends_in_one_line():
+    from megatron.core.transformer.enums import AttnMaskType
+
+    changed = r"has changed megatron\.core\.transformer\.enums\.AttnMaskType\.causal\._name_ "
+    before = AttnMaskType.causal._name_
+    try:
+        with pytest.raises(unpickle.Rejected, match=changed), unpickle.restricted():
+            AttnMaskType.causal._name_ = "no_mask"
+    finally:
+        AttnMaskType.causal._name_ = before
+    with unpickle.restricted():
+        pass
+
+
+@pytest.mark.parametrize("change", ["method", "default of a field", "default of an argument", "function"])
+def test_the_state_of_the_process_holds_what_attention_is_made_of(monkeypatch, change):
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    before = process_state.snapshot()
+    assert process_state.first_change(before) == ""
+    if change == "method":
+        monkeypatch.setattr(DotProductAttention, "forward", lambda self: None)
+    elif change == "default of a field":
+        monkeypatch.setattr(transformer_config.TransformerConfig, "attention_dropout", 0.5)
+    elif change == "default of an argument":
+        monkeypatch.setattr(DotProductAttention.forward, "__defaults__", (None,) * 9)
+    else:
+        monkeypatch.setattr(torch.nn.functional, "softmax", lambda x: x)
+    assert process_state.first_change(before)
+    monkeypatch.undo()
+    assert process_state.first_change(before) == ""
+
+
+def test_tensors_with_attributes_pass_and_ones_beyond_their_storage_do_not():
+    weight, tensor = torch.nn.Parameter(torch.rand(4, 2).bfloat16()), torch.rand(3)
+    weight.partition_dim, tensor.shared = 0, [True]
+    loaded = through(
+        {"weight": weight, "tensor": tensor, "view": tensor[1:], "complex": torch.ones(2, dtype=torch.cfloat).conj()}
+    )
+    assert loaded["weight"].partition_dim == 0 and type(loaded["weight"]) is torch.nn.Parameter
+    assert loaded["tensor"].shared == [True] and torch.equal(loaded["view"], tensor[1:]) and loaded["complex"].is_conj()
+    rebuild, (storage, *_) = tensor.detach().clone().__reduce_ex__(2)
+    for offset, size, stride in [(0, (4,), (1,)), (1, (3,), (1,)), (0, (2, 2), (2, 1)), (1 << 61, (1,), (1,)), (-1, (1,), (1,))]:
+        with pytest.raises(unpickle.Rejected):
+            through(Forged(rebuild, (storage, offset, size, stride, False, collections.OrderedDict())))
+    with pytest.raises(unpickle.Rejected, match="to a tensor"):
+        through(Forged(RETYPE, (rebuild, torch.Tensor, (storage, 0, (3,), (1,), False, collections.OrderedDict()), {"shape": 1})))
 
 
 def through(value):

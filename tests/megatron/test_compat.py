@@ -9,6 +9,7 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import environment
 
 
@@ -34,7 +35,9 @@ def test_a_job_is_rejected_before_anything_of_megatron_is_imported(tmp_path):
     (core / "__init__.py").write_text("raise SystemExit('it was imported')")
     (core / "package_info.py").write_text("__version__ = '0.15.3'")
     command = [sys.executable, "-m", "cp_ring.pretrain_gpt", "--cp-ring"]
-    done = subprocess.run(command, env=environment() | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment() | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("cp_ring: error: ")]
     assert "needs megatron-core>=0.16.1,<0.20, but 0.15.3 is installed" in line and "Traceback" not in done.stderr

@@ -48,6 +48,27 @@ def test_layers_and_microbatches_differ_and_draw_from_no_other_state(make_layer)
 
 
 @no_cuda
+def test_layers_that_predict_further_tokens_have_counters_of_their_own(applied, one_rank):
+    """They count from 1 again, and from pipeline stage to stage they stand beside other layers of the decoder."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_ring.megatron.core_attention import RingDotProductAttention
+
+    applied("core_attention")
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.5, mtp_num_layers=2, use_cpu_initialization=True
+    )
+    spec = get_gpt_layer_local_spec()
+    model = GPTModel(config, spec, 64, 16, mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False))
+    layers = [layer for layer in model.modules() if isinstance(layer, RingDotProductAttention)]
+    assert [layer.name for layer in layers] == [1, 2, "MTP 1", "MTP 2"]
+    numbers = [layer.dropout_number for layer in layers]
+    assert numbers == [1, 2, dropout.number_of_prediction(1, 0), dropout.number_of_prediction(2, 0)] and len(set(numbers)) == 4
+
+
+@no_cuda
 def test_the_count_goes_on_where_the_states_of_a_checkpoint_are(make_layer):
     from megatron.core import tensor_parallel
 
@@ -81,6 +102,22 @@ def test_recomputed_layers_drop_the_same_weights(make_layer, applied):
     assert torch.equal(gradient(recomputed), plain)
     applied("recompute")
     assert torch.equal(gradient(recomputed), plain)
+
+
+def test_a_layer_that_serves_all_depths_has_the_same_keys_at_any_data_parallel_size(monkeypatch):
+    from megatron.core import tensor_parallel
+
+    def keys(rank, ranks, microbatches):
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        before = tracker.get_states()
+        monkeypatch.setattr(dropout, "_data_parallel", lambda: (rank, ranks))
+        try:
+            return [tuple(dropout.next_key(7, calls=3) for _ in range(3)) for _ in range(microbatches)]
+        finally:
+            tracker.set_states(before)
+
+    alone, two = keys(0, 1, 4), [keys(rank, 2, 2) for rank in (0, 1)]
+    assert alone == [two[0][0], two[1][0], two[0][1], two[1][1]] and len({key for each in alone for key in each}) == 12
 
 
 def test_a_job_counts_the_microbatches_before_it(monkeypatch):

@@ -144,6 +144,8 @@ DEEPSEEK = {
         ),
         ({"fp8": "hybrid"}, {}, "plain", "auto is plain"),
         ({}, {"heads": 2}, "plain", "auto is plain"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}, "plain", "auto is plain"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, {}, "latent", "auto is latent"),
         ({}, {"wire": "int8"}, "int8", "int8: 41,984 bytes a token and layer travel, plain has 81,920; the bounds"),
         ({"context_parallel_size": 1}, {"wire": "latent"}, "plain", ""),
         ({"multi_latent_attention": False}, {}, "plain", ""),
@@ -161,6 +163,9 @@ def test_what_travels_is_chosen_and_said(monkeypatch, changes, settings, chosen,
 def test_latents_that_cannot_travel_are_rejected_by_name():
     args = SimpleNamespace(**DEEPSEEK | {"fp8": "hybrid"})
     with pytest.raises(ConfigError, match="--cp-ring-wire latent does not support --fp8-format"):
+        choose_wire(args, ContextParallelConfig.make(wire="latent"))
+    args = SimpleNamespace(**DEEPSEEK | {"recompute_granularity": "selective"})
+    with pytest.raises(ConfigError, match="latent does not support --recompute-granularity selective of core_attn, which hides"):
         choose_wire(args, ContextParallelConfig.make(wire="latent"))
 
 

@@ -300,6 +300,7 @@ def test_under_virtual_pipeline_parallelism_with_evaluation_between_steps(virtua
     test_under_pipeline_parallelism_with_evaluation_between_steps(virtual_traces)
 
 
+@pytest.mark.ci
 def test_under_pipeline_parallelism_with_evaluation_between_steps(traces):
     found = ranks_of(traces, "kept")
     assert found == ranks_of(traces, "plain")  # to the last bit: losses, gradient norms, and hops
@@ -307,6 +308,7 @@ def test_under_pipeline_parallelism_with_evaluation_between_steps(traces):
     assert all(step["kept"] == 0 for rank in found for step in rank)
 
 
+@pytest.mark.ci
 def test_replay_runs_every_forward_hop_again(traces):
     plain, replayed = ranks_of(traces, "plain"), ranks_of(traces, "replayed")
     for ours, theirs in zip(replayed, plain, strict=True):

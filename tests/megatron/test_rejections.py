@@ -3,8 +3,11 @@
 import argparse
 import importlib
 import json
+import os
 import pickle
+import re
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +18,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
 from cp_ring.megatron import argument_parser, compat, features, graphs, implementations, rejection, settings, validate
 from cp_ring.megatron.checkpoints import inspection
-from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
+from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, fork, launch
 
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 CP4 = ["--context-parallel-size", "4"]
@@ -185,6 +188,10 @@ def parse(monkeypatch):
             "--pipeline-model-parallel-size 2 with --use-megatron-fsdp: Megatron's FSDP takes all ranks",
         ),
         (["--use-megatron-fsdp", "--save", "x"], "--save with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16"),
+        (
+            ["--use-megatron-fsdp", "--bf16", "--save", "x", "--data-parallel-sharding-strategy", "optim"],
+            "--save with --use-megatron-fsdp needs --data-parallel-sharding-strategy optim_grads_params: with optim",
+        ),
         (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
         (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
         (
@@ -514,12 +521,63 @@ def test_megatron_versions_inside_the_range(monkeypatch, version):
     assert compat.check_version() == version
 
 
-def test_rejected_once_by_a_launched_job():
+LATE = """
+import os, signal
+if os.environ.get("RANK") == "{late}":
+    signal.pause()
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("late", [0, 1])
+def test_rejected_once_by_a_launched_job(tmp_path, late):
+    """Whichever rank comes first prints the line, and the summary of torch's launcher has it; the other one never gets there."""
+    (tmp_path / "sitecustomize.py").write_text(LATE.format(late=late))
     flags = [*MODEL, *DATA, *TRAIN, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2"]
-    done = launch(2, ["-m", "cp_ring.pretrain_gpt", *flags, "--window-size", "16,4"])
+    done = launch(2, ["-m", "cp_ring.pretrain_gpt", *flags, "--window-size", "16,4"], python_path=str(tmp_path))
     assert done.returncode != 0
-    assert done.stdout.count("cp_ring: error: ") == 1
+    assert done.stdout.count("cp_ring: error: ") == 1, done.stdout
     assert "exitcode  : 2" in done.stdout
+    assert done.stdout.count("give 16,0") == 2, done.stdout  # the line, and the summary
+
+
+def rejected_rank(rank, ranks, port, started_by, log):
+    """A rank of a job that every rank rejects with a line of its own."""
+    folder = log.parent
+    place = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if started_by == "torchrun":
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_ERROR_FILE": folder / f"{rank}.json"}
+    elif started_by == "train.sbatch":
+        place |= {"TORCHELASTIC_ERROR_FILE": folder / "error.json"}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    tempfile.tempdir = str(folder)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    if started_by == "a process group":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    with rejection.rejecting():
+        raise ConfigError(f"rank {rank} cannot run this")
+
+
+@pytest.mark.parametrize("started_by", ["torchrun", "train.sbatch", "hand", "a process group"])
+def test_one_line_for_each_job(tmp_path, started_by):
+    """The launcher kills all ranks as soon as one has ended, twice: what an earlier job has left silences no later one."""
+    log = tmp_path / "log"
+    for jobs in (1, 2):
+        assert fork(6, (started_by, log), target=rejected_rank) == 2
+        (*_, line) = lines = log.read_text().splitlines()
+        assert len(lines) == jobs and re.fullmatch(r"cp_ring: error: rank \d cannot run this", line), lines
+        told = [json.loads(path.read_text())["message"]["message"] for path in tmp_path.glob("*.json")]
+        assert told == ([line.removeprefix("cp_ring: error: ")] if "t" in started_by[:2] else [])
+        for path in (*tmp_path.glob("*.json"), *tmp_path.glob("store")):  # of one start each
+            path.unlink()
+
+
+def test_a_single_process_leaves_no_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as stop, rejection.rejecting():
+        raise ConfigError("no")
+    assert stop.value.code == 2 and capsys.readouterr().err == "cp_ring: error: no\n" and not list(tmp_path.iterdir())
 
 
 def write_checkpoint(folder, size=100):
@@ -695,3 +753,13 @@ def test_a_balanced_layout_knows_the_windows_of_all_layers(parse, flags, windows
     layout = make_layout("balanced", 128, 4)
     expected = Layout.balanced([(Mask.causal(128, window), layers) for window, layers in windows], 4)
     assert (layout.owner == expected.owner).all() and (layout.edges == expected.edges).all()
+
+
+def test_megatrons_own_objections_are_one_line_and_ours_stay_as_they_are():
+    def said(error):
+        with pytest.raises(type(error) if not str(error) else ConfigError) as stop, rejection.megatrons_rejections():
+            raise error
+        return str(stop.value)
+
+    assert said(AssertionError("--a is not\n   for --b")) == "Megatron rejects these flags: --a is not for --b"
+    assert said(ConfigError("ours")) == "ours" and said(AssertionError()) == ""

@@ -8,6 +8,7 @@ import pytest
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.observe import progress
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import HERE, TINY, environment, launch, trace, train
 
 SCRIPT = str(HERE / "small_script.py")
@@ -31,6 +32,7 @@ def losses(output):
     return [float(value) for value in re.findall(r"lm loss: (\S+) \|", output)]
 
 
+@pytest.mark.ci
 def test_an_unmodified_script_trains_with_ring_attention(tmp_path):
     ring = launch(2, ["-m", "cp_ring.run", SCRIPT, *FLAGS, "--cp-ring-cpu", "--cp-ring", "--context-parallel-size", "2"])
     assert ring.returncode == 0, ring.stdout[-3000:]
@@ -50,7 +52,7 @@ def test_without_its_flags_nothing_is_changed(tmp_path):
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
     command = [sys.executable, "-m", "cp_ring.run", str(script), *flags]
-    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "applied: []" in done.stdout
     assert f"argv: {flags} name: __main__ path: True" in done.stdout
@@ -136,4 +138,4 @@ def test_help_of_a_script_without_megatron(tmp_path):
 
 def launch_alone(module, *arguments):
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from cp_ring.megatron import training_log
 from cp_ring.megatron.training_log import StepLine, finish
 from cp_ring.observe import progress
+from cp_ring.testing.rank_pool import LIMIT_S
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_megatrons_own_calls_of_a_tensorboard_that_cannot_write_give_one_warning
     monkeypatch.setattr(file, "flush", FullDisk().write)
     for step in range(50):
         writer.add_scalar("lm loss", 1.0, step)
-    made[0].file_writer.event_writer._async_writer._worker.join(30)  # ended by the error, which each call raises from now on
+    made[0].file_writer.event_writer._async_writer._worker.join(LIMIT_S)  # ended by the error, which each call raises from now on
     writer.add_scalar("lm loss", 1.0, 50)
     writer.flush()
     with pytest.raises(OSError, match="No space left"):

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from cp_ring.testing.rank_pool import LIMIT_S
+
 PROGRAM = """
 import sys
 from cp_ring.observe import standard_streams
@@ -18,7 +20,8 @@ assert sys.stdout.fileno() == 1 and sys.stdout.encoding
 
 def run(out, err, end=""):
     with open(out, "w") as output, open(err, "w") as error:
-        return subprocess.run([sys.executable, "-c", PROGRAM.format(end=end)], stdout=output, stderr=error, timeout=60).returncode
+        program = [sys.executable, "-c", PROGRAM.format(end=end)]
+        return subprocess.run(program, stdout=output, stderr=error, timeout=LIMIT_S).returncode
 
 
 def test_a_full_disk_changes_no_exit_code(tmp_path):

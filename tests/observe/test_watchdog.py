@@ -18,8 +18,9 @@ import torch.distributed as dist
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.comm import transport
 from cp_ring.observe import watchdog
+from cp_ring.testing.rank_pool import LIMIT_S
 
-TIMEOUT, RANKS, SLEEPER = 4.0, 4, 2  # seconds: a busy machine must not keep a healthy rank waiting for as long
+TIMEOUT, RANKS, SLEEPER = 20.0, 4, 2  # seconds: a busy machine must not keep a healthy rank waiting for as long
 
 
 def hanging_rank(rank, port, folder, how):
@@ -69,7 +70,7 @@ def run(folder, how):
         process.start()
     for rank, process in enumerate(ranks):
         if how != "call" or rank != SLEEPER:  # a rank that does not call has no watchdog that would end it
-            process.join(60)
+            process.join(LIMIT_S)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()

@@ -83,6 +83,29 @@ def test_faults_of_the_device_are_errors(function):
         first.run()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("Triton Error [CUDA]: out of memory"), MemoryError()])
+def test_memory_that_is_short_is_an_error_and_does_not_turn_triton_off(function, error):
+    first, module = function
+    module.raises = error
+    with pytest.raises(type(error)):
+        first.run()
+    module.raises = None
+    assert first.run()
+
+
+def test_errors_of_files_are_tried_again_later(function, monkeypatch, caplog):
+    first, module = function
+    now = [1000.0]
+    monkeypatch.setattr(fused.time, "monotonic", lambda: now[0])
+    module.raises = OSError(28, "No space left on device")
+    with caplog.at_level(logging.WARNING, "cp_ring.ops"):
+        assert [first.run(), first.run()] == [False, False]
+    assert module.launches == 1 and "it is tried again 60 s later" in caplog.text
+    module.raises = None
+    now[0] += fused.RETRY_S
+    assert first.run() and module.launches == 2
+
+
 def test_without_triton_nothing_is_said(caplog):
     assert not FusedFunction("tests_no_such_module", "run").run()
     assert not caplog.records

@@ -24,6 +24,7 @@ def test_one_tile_in_float64():
     assert lse.tolist() == [[[0.5, -math.inf]]]
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_source_through_the_interpreter():
     interpreted(

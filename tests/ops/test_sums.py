@@ -15,6 +15,7 @@ def test_torch_operations():
     sums_agree_with_float64(add)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_source_through_the_interpreter():
     interpreted(

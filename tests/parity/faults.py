@@ -192,8 +192,8 @@ def _loss() -> Any:
     return gpt, "loss_function"
 
 
-def _averaged_by_rank(loss_function: Any, loss_mask: Any, losses: Any) -> Any:
-    loss, tokens, report = loss_function(loss_mask, losses)
+def _averaged_by_rank(loss_function: Any, loss_mask: Any, losses: Any, **more: Any) -> Any:
+    loss, tokens, report = loss_function(loss_mask, losses, **more)
     return loss / tokens.clamp(min=1), torch.ones_like(tokens), report
 
 
@@ -213,8 +213,13 @@ def _dropout() -> Any:
     return core_attention, "dropout_of"
 
 
-def _places_on_the_rank(dropout_of: Any, p: float, layer: int, positions: Any, first_head: int) -> Any:
-    return dropout_of(p, layer, torch.arange(len(positions)), first_head)
+def _places_on_the_rank(dropout_of: Any, p: float, layer: int, positions: Any, *more: Any) -> Any:
+    return dropout_of(p, layer, torch.arange(len(positions)), *more)
+
+
+def _predictions_as_the_decoder(dropout_of: Any, p: float, layer: int, positions: Any, *more: Any) -> Any:
+    """The first layer that predicts further tokens counts with the decoder's first, where the stage has both."""
+    return dropout_of(p, layer if layer < 1 << 20 else layer >> 20, positions, *more)
 
 
 def _windows() -> Any:
@@ -276,6 +281,7 @@ FAULTS = {
     "roll in one sequence": lambda: (_declared(), "last", _roll_across),
     "roll across documents": lambda: (_documents(), "last", _roll_across),
     "dropout by places on the rank": lambda: (*_dropout(), _places_on_the_rank),
+    "dropout of predictions by the decoder's numbers": lambda: (*_dropout(), _predictions_as_the_decoder),
     "mask widened": lambda: (*_plans(), _mask_widened),
     "window widened": lambda: (*_plans(), _window_widened),
     "window on every layer": lambda: (*_windows(), _window_everywhere),

@@ -1,11 +1,13 @@
 """Cells of the parity matrix: the errors of a job with context parallelism against the same model without it.
 
-A baseline has context parallel size 1 and no data parallelism; its other sizes are those of the cell only if they change how
-weights are drawn.
+A baseline has context parallel size 1, no data parallelism and no pipeline stages; its tensor parallel size is that of the cell
+only if it changes how weights are drawn. Pipeline stages change it always, so a cell with stages and its baseline both begin with
+the weights of a third job's checkpoint.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -19,13 +21,26 @@ from tests.parity.models import COMMON, MODELS, SPLITS, Model, Split
 
 @dataclass(frozen=True)
 class Job:
-    """A training job on `ranks` ranks: its flags in addition to `COMMON`, its planted fault, and the kind of its microbatches."""
+    """A training job on `ranks` ranks: its flags in addition to `COMMON`, its planted fault, and the kind of its microbatches.
+
+    start: the name of the job whose checkpoint it begins with, "" for none.
+    """
 
     name: str
     ranks: int
     flags: tuple[str, ...]
     fault: str = ""
     data: str = ""
+    start: str = ""
+
+    def argv(self, folder: Path) -> list[str]:
+        """Its flags where checkpoints are in `folder`."""
+        if not self.start:
+            return list(self.flags)
+        saved = str(folder / f"{self.start}-saved")
+        if self.start == self.name:
+            return [*self.flags, "--train-iters", "1", "--save", saved, "--save-interval", "1"]
+        return [*self.flags, "--load", saved, "--finetune", "--no-load-optim", "--no-load-rng"]
 
 
 @dataclass(frozen=True)
@@ -43,22 +58,32 @@ class Cell:
         ranks = split.cp * split.tp * split.pp * split.dp
         flags = [*self._flags(split.tp), "--cp-ring", "--context-parallel-size", str(split.cp),
                  *model.ring.split(), *split.flags.split()]  # fmt: skip
-        return Job(name, ranks, tuple(flags), model.fault if self.planted else "", model.data)
+        return Job(name, ranks, tuple(flags), model.fault if self.planted else "", model.data, self._start())
 
     def baseline(self) -> Job:
-        """The same model at context parallel size 1, on as few ranks as draw the same weights."""
-        model, pp = self.model, self.split.pp
+        """The same model at context parallel size 1 without pipeline stages, on as few ranks as draw the same weights."""
+        model, start = self.model, self._start()
         tp = self.split.tp if model.drawn_by_tp else 1
-        flags = (*self._flags(tp), *model.baseline.split())
-        return Job(f"{model.name}-baseline-tp{tp}pp{pp}", max(tp, model.experts) * pp, flags, data=model.data)
+        flags = (*self._flags(tp, 1), *model.baseline.split())
+        name = f"{model.name}-baseline-tp{tp}{'-loaded' if start else ''}"
+        return Job(name, max(tp, model.experts), _without_stages(flags), data=model.data, start=start)
 
-    def _flags(self, tp: int) -> list[str]:
+    def jobs(self) -> list[Job]:
+        """Its jobs, in the order in which they must run."""
+        baseline, start = self.baseline(), self._start()
+        first = [dataclasses.replace(baseline, name=start)] if start else []
+        return [*first, baseline, self.job()]
+
+    def _start(self) -> str:
+        return f"{self.model.name}-start" if self.split.pp > 1 else ""
+
+    def _flags(self, tp: int, pp: int | None = None) -> list[str]:
         model = self.model
         sizes = {
             "--num-layers": model.layers,
             "--seq-length": model.sequence,
             "--tensor-model-parallel-size": tp,
-            "--pipeline-model-parallel-size": self.split.pp,
+            "--pipeline-model-parallel-size": pp or self.split.pp,
             "--expert-model-parallel-size": model.experts,
         }
         return [*model.flags.split(), *(word for name, size in sizes.items() for word in (name, str(size)))]
@@ -115,6 +140,15 @@ def compare(cell: Cell, ours: Outcome, theirs: Outcome) -> Verdict:
     return Verdict(cell, _error(losses, expected), _error(ours.grad_norms, theirs.grad_norms))
 
 
+def _without_stages(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """The flags without virtual pipeline stages."""
+    word = "--num-layers-per-virtual-pipeline-stage"
+    if word not in flags:
+        return flags
+    at = flags.index(word)
+    return (*flags[:at], *flags[at + 2 :])
+
+
 def _error(ours: list[float], theirs: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
 
@@ -136,10 +170,11 @@ def run(
 ) -> dict[Cell, Verdict]:
     """Trains the cells and their baselines, each once; calls `tell` with a line after each job."""
     wanted, outcomes = list(wanted), {}
-    jobs = {job.name: job for cell in wanted for job in (cell.baseline(), cell.job())}
+    jobs = {job.name: job for cell in wanted for job in cell.jobs()}
     with tempfile.TemporaryDirectory() as temporary:
+        where = folder or Path(temporary)
         for name, job in jobs.items():
             begun = time.monotonic()
-            outcomes[name] = attempt(job.ranks, name, list(job.flags), folder or Path(temporary), COMMON, job.fault, job.data)
+            outcomes[name] = attempt(job.ranks, name, job.argv(where), where, COMMON, job.fault, job.data)
             tell(f"{len(outcomes)} of {len(jobs)}: {name}, {time.monotonic() - begun:.1f} s")
     return {cell: compare(cell, outcomes[cell.job().name], outcomes[cell.baseline().name]) for cell in wanted}

@@ -13,7 +13,7 @@ COMMON = shlex.split("""
     --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --mock-data --split 90,5,5
     --dataloader-type single --num-workers 0 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 40 --log-interval 100 --seed 7
     --init-method-std 0.1 --train-iters 3 --micro-batch-size 1 --global-batch-size 4 --eval-interval 2 --eval-iters 1
-    --distributed-timeout-minutes 3
+    --distributed-timeout-minutes 30
 """)
 ROPE = "--position-embedding-type rope"
 HEADS = "--group-query-attention --num-query-groups 2"
@@ -233,6 +233,12 @@ MODELS = (
         ring="--cp-ring-recompute replay --cp-ring-layout contiguous", baseline=REFERENCE, splits=("cp2",)),
     Model("dropout_document_mask", f"{DOCUMENTS} --attention-dropout 0.2 --micro-batch-size 2", "dropout by places on the rank",
         BALANCED, REFERENCE, "documents", splits=("cp2", "cp4")),
+    Model("dropout_mtp", f"{UNTIED} --attention-dropout 0.2 --mtp-num-layers 1", "dropout of predictions by the decoder's numbers",
+        baseline=REFERENCE, splits=("cp2", "pp2cp2")),
+    Model("dropout_virtual_pipeline", f"{UNTIED} --attention-dropout 0.2 --num-layers-per-virtual-pipeline-stage 1",
+        "dropout by places on the rank", baseline=REFERENCE, splits=("pp2cp2",), layers=4, tolerance=1e-4),
+    Model("dropout_hybrid_model", f"{UNTIED} --attention-dropout 0.2 --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid",
+        "dropout by places on the rank", baseline=REFERENCE, splits=("cp2", "pp2cp2"), layers=4),
     Model("qk_clip", f"{UNTIED} --bf16 --qk-clip --qk-clip-threshold 0.05", "scale of the head size", tolerance=2**-8,
         baseline=REFERENCE, rejected={"tp2cp2": "--qk-clip with --tensor-model-parallel-size 2"}),
     Model("qk_clip_mla", f"{LATENT} --bf16 --qk-clip --qk-clip-threshold 0.05 {RECOMPUTE}", "scale of the head size",

@@ -13,7 +13,7 @@ PART = {
     "cp4": "mtp_uneven_loss_mask",
     "a2a+p2p": "packed_thd",
     "tp2cp2": "moe_sequence_parallel",
-    "pp2cp2": "mla_latent_wire",
+    "pp2cp2": "mla_latent_wire,dropout_mtp",
 }
 PLANTED = ("packed_thd",)
 
@@ -27,6 +27,7 @@ def check(cells: list[Cell], folder) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.ci
 def test_a_part_trains_as_without_context_parallelism_and_planted_faults_show(tmp_path):
     planted = named(",".join(PLANTED), "cp2", planted=True)
     check([cell for split, names in PART.items() for cell in named(names, split)] + planted, tmp_path)

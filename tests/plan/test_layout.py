@@ -106,7 +106,7 @@ def test_balanced_is_deterministic() -> None:
         (lambda: Layout.balanced(Mask.causal(7), 8), "balanced layout cuts the sequence into 8 chunks for cp 8"),
         (lambda: Layout.balanced(Mask.causal(7), 2, 0), "chunks_per_rank 0 must be at least 1"),
         (lambda: Layout.per_document_zigzag([0, 8, 14], 2), "document 1 has 6 tokens, not a multiple of 2 [*] cp = 4: pad it"),
-        (lambda: Layout.per_document_zigzag([0, 0], 2), "cu_seqlens_padded must start at 0"),
+        (lambda: Layout.per_document_zigzag([0, 0], 2), "cu_seqlens_padded ends at 0"),
         (
             lambda: Layout.contiguous(8, 2).shard(torch.zeros(9), 0, 0),
             "tensor of 9 tokens in dimension 0",

@@ -122,7 +122,7 @@ def test_area_of_a_long_mask_is_exact() -> None:
         (lambda: Mask.causal(8.0), "n 8.0 is not a whole number"),
         (lambda: Mask.prefix(8, 2.5), "prefix lengths must be whole numbers"),
         (lambda: Mask.documents([0, 2.5, 8]), r"cu_seqlens must be whole numbers, not float64 as in \[0\.  2\.5 8\. \]"),
-        (lambda: Mask.documents([0, 4], n=8.0), "a stream of n = 8.0 is not a whole number"),
+        (lambda: Mask.documents([0, 4], n=8.0), "n 8.0 is not a whole number"),
         (lambda: Mask.prefix(8, [1, 2]), "2 prefix lengths for 1 documents"),
         (lambda: Mask.prefix(8, 9), "document 0 of 8 tokens has a prefix of 9"),
         (lambda: Mask.prefix(8, -1), "document 0 of 8 tokens has a prefix of -1"),

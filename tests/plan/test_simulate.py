@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cp_ring.cli.trace_drawing import predicted_bars
-from cp_ring.plan import Layout, Mask, RingPlan, compare
+from cp_ring.plan import Layout, Mask, Plan, compare
 from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.rates import Rates
 from cp_ring.plan.simulate import NO_UPDATES, Pass, in_turn, neighbors, rank_updates, simulate, spans
@@ -15,7 +15,7 @@ from cp_ring.plan.tune import AttentionCosts
 from tests.plan.test_tune import MODEL
 
 SLOW = Rates(between=2e9)
-UNEVEN = RingPlan.build(Mask.documents([0, 3000, 3500, 4096]), Layout.zigzag(4096, 4), schedule="ring")
+UNEVEN = Plan.build(Mask.documents([0, 3000, 3500, 4096]), Layout.zigzag(4096, 4), schedule="ring")
 
 
 def test_pictures_of_plans_and_traces_show_the_predicted_time() -> None:
@@ -42,7 +42,7 @@ def test_comparison_and_tune_read_the_same_time() -> None:
     assert found.total == pytest.approx(predicted.both + 3 * alone)
     mask, sizes = Mask.causal(8192), MODEL.attention(1, 1)
     cost = next(cost for cost in AttentionCosts(MODEL, [[(mask, 1)]], 1, 4, 1, 4, SLOW) if cost.shape.name == "ring")
-    plan = RingPlan.build(mask, Layout.zigzag(8192, 4), "ring", node_size=4)
+    plan = Plan.build(mask, Layout.zigzag(8192, 4), "ring", node_size=4)
     updates = {0: rank_updates(plan.rank_plan(0), KERNELS["flash"])}
     assert cost.both == pytest.approx(simulate(plan, plan.verify(), sizes, SLOW, 4, updates=updates).both)
 
@@ -58,7 +58,7 @@ def test_a_ring_of_another_package_costs_what_ours_does_with_one_source_a_hop() 
 
 
 def test_native_windows_take_few_calls() -> None:
-    plan = RingPlan.build(Mask.causal(8192, (128, 0)), Layout.zigzag(8192, 4))
+    plan = Plan.build(Mask.causal(8192, (128, 0)), Layout.zigzag(8192, 4))
     report, sizes = plan.verify(), AttentionSizes()
     times = {name: simulate(plan, report, sizes, kernel=KERNELS[name]).both for name in KERNELS}
     assert times["flash"] == times["flash_aten"] < times["transformer_engine"] <= times["cudnn"] == times["cpu"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import psutil
 import yaml
 
 from cp_ring.observe import progress
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.slurm.job import TINY
 
 HERE = Path(__file__).parent
@@ -33,8 +35,8 @@ class Cluster:
         self._process = subprocess.Popen(line, env=os.environ | environment, stdout=self.log, stderr=self.log)
 
     def wait_until_up(self) -> None:
-        self.until(lambda: self._init() is not None, 60)
-        self.until(lambda: self.run("squeue").returncode == 0 and "idle" in self.run("sinfo", "-h", "-o", "%t").stdout, 60)
+        self.until(lambda: self._init() is not None)
+        self.until(lambda: self.run("squeue").returncode == 0 and "idle" in self.run("sinfo", "-h", "-o", "%t").stdout)
 
     def _init(self) -> int | None:
         """The first process of the cluster's namespaces."""
@@ -55,15 +57,15 @@ class Cluster:
         kept = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE")}
         return kept | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONWARNINGS": "ignore"}
 
-    def run(self, *command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(self.line(*command), env=self.environment, capture_output=True, text=True, timeout=timeout)
 
-    def until(self, happened: Callable[[], object], timeout: float = 120) -> None:
+    def until(self, happened: Callable[[], object], timeout: float = LIMIT_S, every: float = 0.25) -> None:
         end = time.monotonic() + timeout
         while not happened():
             if time.monotonic() > end:
                 raise TimeoutError(f"not within {timeout} s: {happened}")
-            time.sleep(0.25)  # a question to Slurm costs a process
+            time.sleep(every)
 
     def kill_node(self, name: str) -> None:
         """The node is gone, with every process on it."""
@@ -148,16 +150,30 @@ class Job:
         }
         return [process for process in own.values() if process.ppid() not in own]
 
-    def reach(self, step: int, timeout: float = 200) -> None:
+    def reach(self, step: int, timeout: float = LIMIT_S) -> None:
         """Waits until training has done `step`."""
-        self.cluster.until(lambda: self.step >= step or self.state in ENDED, timeout)
+        turns = itertools.count()  # a question to Slurm costs a process
+        self.cluster.until(lambda: self.step >= step or (next(turns) % 10 == 9 and self.state in ENDED), timeout)
         assert self.state not in ENDED, self.logs()
 
-    def end(self, timeout: float = 300) -> str:
+    def end(self, timeout: float = LIMIT_S) -> str:
         """Waits until the job is over and returns its state; no process of it may be left."""
-        self.cluster.until(lambda: self.state in ENDED, timeout)
-        self.cluster.until(lambda: not self.processes(), 20)
+        self.cluster.until(lambda: self.state in ENDED, timeout, every=1.0)
+        self.cluster.until(lambda: not self.processes())
         return self.state
+
+    def warn(self) -> None:
+        """Sends the batch script the warning before a time limit, until it has come: a daemon may drop a signal."""
+        log = self.run_dir / "logs" / f"job-{self.number}.log"
+
+        def warned() -> bool:
+            return f" try {self.restarts}: warned\n" in log.read_text() or self.state in ENDED
+
+        while not warned():
+            done = self.cluster.run("scancel", "--batch", "--signal=USR1", self.number)
+            assert done.returncode == 0, done.stderr
+            with contextlib.suppress(TimeoutError):
+                self.cluster.until(warned, 20, every=1.0)
 
     def status(self) -> dict[str, object]:
         done = self.cluster.run(sys.executable, "-m", "cp_ring.cli", "status", str(self.run_dir), "--json")

@@ -14,6 +14,7 @@ import pytest
 from cp_ring.errors import ConfigError
 from cp_ring.slurm import attempts
 from cp_ring.slurm.batch_script import Resources, Script, lint, output_pattern, quote
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests import needs
 
 FOLDER = Path(__file__).resolve().parents[2] / "launch" / "slurm"
@@ -32,10 +33,14 @@ HOSTILE = [
 
 SRUN = """#!/bin/bash
 echo "$@" >>"$CALLS"
-while [[ $1 != bash ]]; do shift; done
+while [[ $1 != bash ]]; do
+    [[ $1 != --ntasks=* ]] || tasks=${1#*=}
+    shift
+done
+for ((i = 1; i < tasks; i++)); do touch "$5/started/$i"; done # only the first one is run
 trap 'kill -USR1 $pid' USR1
 export SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=n1
-"$@" & pid=$!
+(while [[ -e ${HOLD:-} ]]; do sleep 0.1; done; exec "$@") & pid=$! # slurmd may take its time to start a task
 while :; do wait $pid; code=$?; kill -0 $pid 2>/dev/null || exit $code; done
 """
 SCONTROL = """#!/bin/bash
@@ -71,13 +76,14 @@ class Machine:
         }
         environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
         environment |= {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CALLS": str(self.calls)}
+        environment["HOLD"] = str(self.folder / "hold")
         return subprocess.Popen(
             ["bash", str(path)], env=environment, cwd=self.folder, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
 
     def run(self, run_dir, command, attempt=0, **settings):
         done = self.start(run_dir, command, attempt, **settings)
-        output = done.communicate(timeout=60)[0]
+        output = done.communicate(timeout=LIMIT_S)[0]
         return done.returncode, output
 
     @property
@@ -135,7 +141,7 @@ def test_tries_whose_script_was_lost_count_too(machine, tmp_path):
     assert code == 1 and "given up: no new checkpoint in 2 tries" in output
 
 
-def until(happened, timeout_s=20):
+def until(happened, timeout_s=LIMIT_S):
     end = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < end
@@ -158,19 +164,48 @@ def test_warning_is_passed_on_and_requeued(machine, tmp_path):
     script = machine.start(run_dir, obedient(run_dir))
     until((run_dir / "ready").exists)
     script.send_signal(signal.SIGUSR1)
-    script.communicate(timeout=30)
+    script.communicate(timeout=LIMIT_S)
     assert script.returncode == 0 and machine.requeues == 1
     assert attempts.read(run_dir)[-1] == attempts.Event(attempts.read(run_dir)[-1].time, "7", 0, "stop", 5, "warned")
 
 
-def test_warning_before_the_rank_listens_is_sent_again(machine, tmp_path):
-    run_dir = tmp_path / "run"
-    code = obedient(run_dir)[2]
-    script = machine.start(run_dir, [sys.executable, "-c", f"import time; time.sleep(2); {code}"])
-    until((run_dir / "logs" / "7.0" / "rank0000-n1.log").exists)
+@pytest.mark.parametrize("late", ["task", "handler"])
+def test_warning_before_the_rank_listens_is_not_lost_and_does_no_harm(machine, tmp_path, late):
+    """Before the task has begun, a signal would end it; before Python handles the signal, it is ignored."""
+    run_dir, hold = tmp_path / "run", tmp_path / "hold"
+    held = tmp_path / "held"
+    held.touch()
+    if late == "task":
+        hold.touch()
+    code = f"import pathlib, time\nwhile pathlib.Path({str(held)!r}).exists(): time.sleep(0.1)\n{obedient(run_dir)[2]}"
+    script = machine.start(run_dir, [sys.executable, "-c", code])
+    until(machine.calls.exists)
     script.send_signal(signal.SIGUSR1)
-    script.communicate(timeout=30)
+    for line in script.stdout:
+        if line.endswith(" try 0: warned\n"):
+            break
+    hold.unlink(missing_ok=True)
+    held.unlink()
+    script.communicate(timeout=LIMIT_S)
     assert script.returncode == 0 and machine.requeues == 1
+    assert (attempts.read(run_dir)[-1].reason, attempts.read(run_dir)[-1].iteration) == ("warned", 5)
+
+
+def test_warning_before_training_begins_is_no_try(machine, tmp_path):
+    """It comes while links are checked: nothing is trained, and the job is queued again however often this happens."""
+    run_dir = tmp_path / "run"
+    for attempt in range(4):
+        check = ["bash", "-c", f"touch {tmp_path}/checks; while [[ -e {tmp_path}/checks ]]; do sleep 0.1; done"]
+        script = machine.start(run_dir, ["touch", f"{tmp_path}/trained"], attempt, preflight=check)
+        until((tmp_path / "checks").exists)
+        script.send_signal(signal.SIGUSR1)
+        for line in script.stdout:
+            if line.endswith(f" try {attempt}: warned\n"):
+                break
+        (tmp_path / "checks").unlink()
+        script.communicate(timeout=LIMIT_S)
+        assert script.returncode == 0 and machine.requeues == attempt + 1
+    assert not (tmp_path / "trained").exists() and attempts.read(run_dir)[-1].reason == "warned"
 
 
 def test_canceled_stays_canceled(machine, tmp_path):
@@ -178,7 +213,7 @@ def test_canceled_stays_canceled(machine, tmp_path):
     script = machine.start(run_dir, ["bash", "-c", f"touch {run_dir}/ready; sleep 1; exit 4"])
     until((run_dir / "ready").exists)
     script.send_signal(signal.SIGTERM)
-    output = script.communicate(timeout=30)[0]
+    output = script.communicate(timeout=LIMIT_S)[0]
     assert script.returncode == 4 and machine.requeues == 0 and output.endswith(": terminated by Slurm\n")
 
 

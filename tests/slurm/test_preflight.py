@@ -25,6 +25,7 @@ from cp_ring.slurm.placement import context_groups
 from cp_ring.slurm.preflight import World
 from cp_ring.slurm.preflight_checks import Facts, from_json, judge, summary
 from cp_ring.slurm.preflight_links import measure, write_links
+from cp_ring.testing.rank_pool import LIMIT_S
 from tests.slurm.job import TINY
 
 
@@ -290,6 +291,7 @@ def test_port_in_use_is_rejected(alone):
     assert code == 2 and f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in err, err
 
 
+@pytest.mark.ci
 def test_where_ranks_cannot_meet_links_are_not_measured_and_the_reason_is_printed(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -306,6 +308,6 @@ def test_where_ranks_cannot_meet_links_are_not_measured_and_the_reason_is_printe
         )
         for rank in range(2)
     ]
-    output = ranks[0].communicate(timeout=120)[0]
+    output = ranks[0].communicate(timeout=LIMIT_S)[0]
     assert [rank.wait() for rank in ranks] == [2, 2]
     assert "error: n0: GLOO_SOCKET_IFNAME is lo" in output and "hop 1" not in output, output

@@ -35,14 +35,15 @@ mount --bind "$dir/hosts" /etc/hosts
 dd if=/dev/urandom of="$dir/munge.key" bs=128 count=1 status=none
 chmod 400 "$dir/munge.key"
 
-# cred_expire bounds how long a requeued job waits; SlurmdTimeout how long a lost node goes unnoticed.
+# cred_expire bounds how long a requeued job waits, and how long a busy machine may take to start a task; SLURMD_TIMEOUT how long a
+# lost node goes unnoticed, and how long a busy machine's node may say nothing.
 cat >"$dir/slurm.conf" <<END
 ClusterName=test
 SlurmctldHost=ctl
 SlurmUser=root
 MailProg=/bin/true
 AuthType=auth/munge
-AuthInfo=socket=$dir/run/munge.sock,cred_expire=5
+AuthInfo=socket=$dir/run/munge.sock,cred_expire=20
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool/%n
 SlurmctldPidFile=$dir/run/slurmctld.pid
@@ -63,7 +64,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=${SLURMD_TIMEOUT:-300}
 KillWait=30
 ${EXTRA_CONF:-}
 $(for name in "${names[@]}"; do echo "NodeName=$name CPUs=8 RealMemory=16000 State=UNKNOWN"; done)
@@ -76,8 +77,9 @@ export SLURM_CONF=$dir/slurm.conf SLURM_TEST_DIR=$dir
 
 munged -F --key-file="$dir/munge.key" --socket="$dir/run/munge.sock" --pid-file="$dir/run/munged.pid" \
     --log-file="$dir/log/munged.log" --seed-file="$dir/run/munge.seed" --num-threads=2 >/dev/null 2>&1 &
-for ((i = 0; i < 100; i++)); do [[ ! -S "$dir/run/munge.sock" ]] || break; sleep 0.05; done
+until [[ -S "$dir/run/munge.sock" ]]; do sleep 0.05; done
 slurmctld -D >/dev/null 2>&1 &
+controller=$!
 for ((i = 1; i <= nodes; i++)); do
     ip netns add "n$i"
     ip link add "v$i" type veth peer name eth0 netns "n$i"
@@ -90,12 +92,13 @@ for ((i = 1; i <= nodes; i++)); do
     echo $! >"$dir/run/node.n$i.pid"
 done
 idle() { [[ "$(sinfo -h -N -p main -o %t 2>/dev/null | grep -c '^idle$')" == "$nodes" ]]; }
-for ((i = 0; i < 300; i++)); do idle && break; sleep 0.1; done
-idle || {
-    sinfo -N
-    tail -n 20 "$dir"/log/*
-    exit 99
-}
+until idle; do
+    kill -0 "$controller" || {
+        tail -n 20 "$dir"/log/*
+        exit 99
+    }
+    sleep 0.1
+done
 code=0
 "$@" || code=$?
 exit $code # the first process of its namespace: everything else ends here

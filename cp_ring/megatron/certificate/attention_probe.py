@@ -84,12 +84,27 @@ def probe_long(subject: Subject, seed: int) -> list[Probe]:
     return [*_mask_probes(subject, batch, rounds=1), *_value_probes(subject, batch, seed, SAMPLED)]
 
 
+def prepare(subject: Subject, seed: int) -> tuple[ProbeBatch, _Inputs, dict[str, Tensor]]:
+    """A short microbatch, random tensors for it, and what the declared layer makes of them."""
+    batch = subject.batch()
+    _draw_sink(subject, seed)
+    inputs = _draw(subject, batch, seed, None)
+    return batch, inputs, _reference(subject, batch, inputs, None)
+
+
+def probe_values(subject: Subject, batch: ProbeBatch, inputs: _Inputs, truth: dict[str, Tensor], seed: int) -> list[Probe]:
+    """The layer on what `prepare` made for one like it."""
+    _draw_sink(subject, seed)
+    found = _of_layer(subject, batch, inputs)
+    return [_value_probe(subject, batch, name, found[name], truth[name], inputs.sampled) for name in truth]
+
+
 def probe_dropout(subject: Subject, seed: int) -> list[Probe]:
     """The probes of values with attention dropout, whose pairs are found by their positions in the batch rows."""
     layer = subject.layer
     rank, heads = layer.tp_group.rank(), subject.kind.heads
     numbers = list(range(rank * heads, (rank + 1) * heads))
-    with same_key(layer.layer_number) as key:
+    with same_key(layer.dropout_number) as key:
 
         def factor(batch_row: int, queries: Tensor, keys: Tensor) -> Tensor:
             of_query = torch.full_like(queries, batch_row)

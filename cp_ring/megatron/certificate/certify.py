@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
-from cp_ring.megatron.certificate import attention_probe, loss_probe, record, tiny_model
+from cp_ring.megatron.certificate import attention_probe, layer_probe, loss_probe, record, tiny_model
 from cp_ring.megatron.certificate.attention_probe import Subject
 from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, made_by_members, probe_groups, states_restored
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind, find_layer_kinds, masks_of
@@ -24,24 +24,27 @@ from cp_ring.megatron.layer_pattern import config_of_layer
 
 SEED = 20261121
 LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
+LOADED_SECONDS = 1.0  # for those after a checkpoint is loaded
 
 
-def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certificate:
+def certify(args: argparse.Namespace, step: ForwardStep | None = None, loaded: bool = False) -> Certificate:
     """Probes the job of `args`, whose parallel groups exist, on all ranks; ends it with exit code 2 where a probe fails.
 
     `step` is the forward step that it trains with, by default that of `cp_ring.pretrain_gpt`. With `--cp-ring-certify strict`
-    the job ends too where something cannot be probed.
+    the job ends too where something cannot be probed. `loaded`: it has been certified before, and has loaded a checkpoint since.
 
     Leaves random states, arguments, groups and settings as they were. Rank 0 writes the certificate beside the checkpoints.
     """
     try:
-        certificate = run_probes(args, step=step)
+        certificate = run_probes(args, step=step, **({"seconds": LOADED_SECONDS} if loaded else {}))
     except ConfigError as error:
         rejection.reject(str(error))
+    if loaded:
+        certificate.about["loaded"] = True
     problem = verdict(certificate)
     if problem:
         rejection.reject(problem)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not loaded:
         record.save(args, certificate)
     return certificate
 
@@ -55,8 +58,6 @@ def verdict(certificate: Certificate) -> str:
     if settings.current().certify == "strict" and certificate.not_covered:
         missing = ", ".join(certificate.not_covered)
         return f"--cp-ring-certify strict: not covered: {missing}; --cp-ring-certify on trains without it"
-    if certificate.failure:
-        rejection.note(f"warning: --cp-ring-certify: the loss could not be probed: {certificate.failure}")
     rejection.note(summary(certificate))
     return ""
 
@@ -66,8 +67,12 @@ def summary(certificate: Certificate) -> str:
     limits = certificate.about.get("up_to", {})
     layers = sorted({f"{probe.layer} under {probe.mask}" for probe in certificate.probes})
     layers = [layer + (f", up to {limits[layer]}" if layer in limits else "") for layer in layers]
-    missing = f"; not covered: {', '.join(certificate.not_covered)}" if certificate.not_covered else ""
-    return f"certificate: {len(certificate.probes)} probes passed in {certificate.seconds:.1f} s ({'; '.join(layers)}){missing}"
+    missing = f"not covered: {', '.join(certificate.not_covered)}" if certificate.not_covered else ""
+    after = " after loading the checkpoint" if certificate.about.get("loaded") else ""
+    passed = f"{len(certificate.probes)} probes passed in {certificate.seconds:.1f} s ({'; '.join(layers)})"
+    of_loss = any(probe.name == "loss" for probe in certificate.probes)
+    parts = [passed, missing] if of_loss else [missing, passed]
+    return f"certificate{after}: {'; '.join(part for part in parts if part)}"
 
 
 @dataclass
@@ -146,8 +151,12 @@ def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seco
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
     kinds = find_layer_kinds(args, config, masks_of(args))
     for kind in kinds:
-        layer = _make_layer(config, kind, groups)
+        layers = {number: _make_layer(config, replace(kind, layer=number), groups) for number in kind.numbers}
+        layer = layers[kind.layer]
         subject = Subject(kind, layer, groups.cp, args.params_dtype, tiny_model.own_device(), loss_probe.split_of(args))
+        found.attention.append(layer_probe.probe_built(subject, layers))
+        others = {number: each for number, each in reversed(layers.items()) if number != kind.layer}
+        found.attention += layer_probe.probe_others(subject, others, seed)
         layer.window = kind.probed
         found.attention += attention_probe.probe_short(subject, seed)
         found.attention += attention_probe.probe_dropout(subject, seed) if layer.dropout else []
@@ -213,7 +222,12 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
             tokens = max(kind.tokens for kind in kinds)
             kinds = [replace(kind, tokens=tokens) for kind in kinds]
             settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
-            found.loss += loss_probe.probe_loss(args, kinds, alone, step, seed)
+            probes, missing = loss_probe.probe_loss(args, kinds, alone, step, seed)
+            found.loss += probes
+            rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
+            if rotates and tokens < args.seq_length and not any(probe.name == "rotary embedding" for probe in probes):
+                found.up_to[f"{probes[0].layer} under {mask}"] = tokens, args.micro_batch_size
+            found.not_covered += [one for one in missing if one not in found.not_covered]
     finally:
         settings.configure(before)
         dist.destroy_process_group(alone)

@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.comm.transport import forget
+from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import settings
 from cp_ring.observe import watchdog
 
-TIMEOUT_S = 30.0  # how long a message of a probe may take
+TIMEOUT_S = 600.0  # how long a message of a probe may take, and a rank to end after another one has failed: a node may be busy
 POLL_S = 0.2
 _KEY = "cp_ring/certificate/"
 _number = itertools.count()
@@ -44,6 +45,22 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for owner, name, value in reversed(before):
             setattr(owner, name, value)
+
+
+class NotProbed(Exception):
+    """Says in words what a probe could not do, and why."""
+
+
+@contextmanager
+def attempting(what: str) -> Iterator[None]:
+    """Errors in the block become a `NotProbed` that begins with `what`; those of cp_ring stay as they are."""
+    try:
+        yield
+    except (NotProbed, ConfigError, PlanError, KernelError):
+        raise
+    except Exception as error:
+        first, *_ = str(error).strip().splitlines() or [""]
+        raise NotProbed(f"{what}: {f'{type(error).__name__}: {first}'.rstrip(': ')}") from error
 
 
 @dataclass
@@ -99,7 +116,11 @@ class ProbeGroups:
         """Tells all ranks that the probes of this one have failed."""
         order = int(self.store.add(self.key + "failed", 1))
         text = str(error).strip().splitlines()
-        message = text[0] if fatal and text else f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+        message = (
+            text[0]
+            if (fatal or isinstance(error, NotProbed)) and text
+            else f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+        )
         return Failure(dist.get_rank(), order, message, fatal)
 
     def watch(self, store: Any) -> None:
@@ -110,7 +131,7 @@ class ProbeGroups:
             for (backend, _), group in self.copies.items():
                 if "nccl" in backend:
                     group.abort()  # gloo's waits end by themselves once the failed rank has closed its side
-            if not self.done.wait(2 * TIMEOUT_S):
+            if not self.done.wait(TIMEOUT_S):
                 rank = dist.get_rank()
                 print(
                     f"cp_ring: error: --cp-ring-certify: a rank failed in the probe, and rank {rank} still waits for it; "

@@ -9,7 +9,7 @@ from typing import Any
 
 from cp_ring.megatron import comm_types, settings
 from cp_ring.megatron.certificate.declared import PREFIX
-from cp_ring.megatron.layer_pattern import attention_layers, config_of_layer
+from cp_ring.megatron.layer_pattern import attention_layers, config_of_layer, predicting_layers
 
 MAX_SCORES = 1 << 24  # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
 MAX_ROWS = 32  # batch rows of a probe
@@ -22,7 +22,7 @@ class LayerKind:
 
     Attributes:
         layer: number of the first layer of this kind, from 1.
-        layers: how many layers are of this kind.
+        numbers: the numbers of all layers of this kind.
         mask: `causal`, `documents` (boundaries in sbhd), `packed` (thd with padding), or `declared` and a kind of `mask_kinds`.
         window: how many keys before and after itself a query sees; -1 is any number.
         probed: the window that the probe uses.
@@ -36,7 +36,7 @@ class LayerKind:
     """
 
     layer: int
-    layers: int
+    numbers: tuple[int, ...]
     mask: str
     window: tuple[int, int]
     probed: tuple[int, int]
@@ -49,6 +49,12 @@ class LayerKind:
     tokens: int
     batch_size: int = 1
     comm_type: str = "p2p"
+
+    def short(self, layer: int, cp: int) -> LayerKind:
+        """The kind with a probe as short as can be, of layer `layer`, under a window that such a probe shows."""
+        tokens = 2 * cp * GRAIN
+        window = self.window if self.window[0] < tokens // 2 else (tokens // 3, self.window[1])
+        return replace(self, layer=layer, tokens=min(tokens, self.tokens), probed=window)
 
     @property
     def layer_name(self) -> str:
@@ -68,7 +74,8 @@ def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ..
     without attention has one kind, for the size of its batch rows.
     """
     alike: dict[tuple[tuple[int, int], str, int], list[int]] = {}
-    for layer in attention_layers(args, config) or [1] * whole_rows:
+    layers = attention_layers(args, config) or [1] * whole_rows
+    for layer in layers if whole_rows else sorted({*layers, *predicting_layers(args)}):
         key_heads = config_of_layer(config, layer).num_query_groups
         alike.setdefault((declared_window(config, layer), comm_types.type_of(args, layer), key_heads), []).append(layer)
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
@@ -78,10 +85,10 @@ def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ..
     batch_size = min(args.micro_batch_size, MAX_ROWS)
     scores = MAX_SCORES // heads // batch_size * (1 if whole_rows else cp)
     found = []
-    for (window, comm_type, key_heads), layers in alike.items():
+    for (window, comm_type, key_heads), numbers in alike.items():
         tokens, probed = _size_of_probe(window, cp, scores)
         groups = heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
-        kind = LayerKind(layers[0], len(layers), "", window, probed, scale, sink, heads, groups, d, e, tokens,
+        kind = LayerKind(numbers[0], tuple(numbers), "", window, probed, scale, sink, heads, groups, d, e, tokens,
                          comm_type=comm_type)  # fmt: skip
         found += [replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size) for mask in masks]
     return found

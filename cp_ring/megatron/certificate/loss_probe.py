@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring.megatron import compat, settings
+from cp_ring.megatron.certificate import batch_probe
 from cp_ring.megatron.certificate.declared import PREFIX
-from cp_ring.megatron.certificate.isolation import replaced
+from cp_ring.megatron.certificate.isolation import attempting, replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_scale, declared_window
 from cp_ring.megatron.certificate.oracle import DenseAttention, Rule, Spans
 from cp_ring.megatron.certificate.probe_batch import (
@@ -60,6 +63,8 @@ from cp_ring.plan.sizes import widening
 # Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
 BOUND = {"cpu": 1e-4, "cuda": 1e-2}
 
+MOST_TOKENS = 1 << 20  # of a microbatch of the job's own length
+
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
 
 
@@ -71,17 +76,20 @@ class Microbatch:
     spans: list[Spans | Rule]
 
     @classmethod
-    def draw(cls, kind: LayerKind, seed: int, cp: int) -> Microbatch:
-        """Random tokens, in documents where the mask of `kind` has them; the loss mask differs between ranks."""
+    def draw(cls, kind: LayerKind, seed: int, cp: int, distinct: bool = False) -> Microbatch:
+        """Random tokens, in documents where the mask of `kind` has them; the loss mask differs between ranks, and has fractions.
+
+        With `distinct` each token is another, beyond any vocabulary.
+        """
         random = torch.Generator().manual_seed(seed)
         if kind.mask.startswith(PREFIX):
-            return cls._declared(kind, random)
+            return cls._declared(kind, random, distinct)
         n, documents = kind.tokens, kind.mask != "causal"
         offsets = [random_offsets(n, 3 if documents else 0, number) for number in range(1, kind.batch_size + 1)]
         offsets = [packed_offsets(n, cp)] if kind.mask == "packed" else offsets
         spans = [spans_between(of_row) for of_row in offsets]
-        tokens = torch.randint(VOCABULARY, (len(spans), n + 1), generator=random)
-        mask = (torch.rand(len(spans), n, generator=random) < torch.linspace(0.4, 1.0, n)).float()
+        tokens = _tokens(len(spans), n + 1, random, distinct)
+        mask = _loss_mask(len(spans), n, random)
         positions = torch.empty(len(spans), n, dtype=torch.int64)
         for batch_row, of_row in enumerate(spans):
             for start, end in of_row:
@@ -95,15 +103,28 @@ class Microbatch:
         return cls(data, list(spans))
 
     @classmethod
-    def _declared(cls, kind: LayerKind, random: torch.Generator) -> Microbatch:
+    def _declared(cls, kind: LayerKind, random: torch.Generator, distinct: bool) -> Microbatch:
         """Batch rows that carry samples of a declared mask."""
         masks, rules = samples_of_rows(kind)
         n = kind.tokens
-        tokens = torch.randint(VOCABULARY, (len(rules), n + 1), generator=random)
-        weights = (torch.rand(len(rules), n, generator=random) < torch.linspace(0.4, 1.0, n)).float()
+        tokens = _tokens(len(rules), n + 1, random, distinct)
+        weights = _loss_mask(len(rules), n, random)
         data = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": weights}
         positions = torch.stack([rule.positions for rule in rules])
         return cls(data | {"position_ids": positions, KEY: masks}, list(rules))
+
+    def counted(self, positions: list[Tensor]) -> None:
+        """Makes the loss mask of each rank, whose tokens are at `positions`, add up to a whole number.
+
+        Loss functions of Megatron's scripts cut off fractions of this number, with and without context parallelism.
+        """
+        mask = self.data["loss_mask"]
+        for of_rank in positions:
+            part = mask.gather(1, of_rank)
+            places = part.nonzero()
+            if len(places):
+                batch_row, token = (int(x) for x in places[-1])
+                mask[batch_row, of_rank[batch_row, token]] += -float(part.sum(dtype=torch.float64)) % 1
 
     def fresh(self) -> dict[str, Any]:
         """A copy of the data: a script may write into the dictionary and the tensors that it gets."""
@@ -128,6 +149,18 @@ class Microbatch:
         return last
 
 
+def _tokens(batch: int, n: int, random: torch.Generator, distinct: bool) -> Tensor:
+    if distinct:
+        return torch.arange(batch * n).view(batch, n)
+    return torch.randint(VOCABULARY, (batch, n), generator=random)
+
+
+def _loss_mask(batch: int, n: int, random: torch.Generator) -> Tensor:
+    """Zeros, and weights of up to 1.75 in quarters, which become more often along the sequence: float32 [batch, n]."""
+    some = torch.rand(batch, n, generator=random) < torch.linspace(0.4, 1.0, n)
+    return some * torch.randint(1, 8, (batch, n), generator=random) / 4
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The results of a step: losses of this rank's tokens [b, s], the reported loss, gradients by parameter.
@@ -150,32 +183,97 @@ def is_own(step: ForwardStep | None) -> bool:
     return step is None or getattr(step, "__module__", "") == gpt.__name__
 
 
-def probe_loss(args: argparse.Namespace, kinds: list[LayerKind], alone: Any, step: ForwardStep | None, seed: int) -> list[Probe]:
-    """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`; every rank of the job calls it.
+def probe_loss(
+    args: argparse.Namespace, kinds: list[LayerKind], alone: Any, step: ForwardStep | None, seed: int
+) -> tuple[list[Probe], list[str]]:
+    """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`, and a microbatch of the job's length.
 
-    `alone` is a process group of this rank only, `step` the job's forward step: that of `cp_ring.pretrain_gpt`, also for None,
-    or a script's own, which then runs at context parallel size 1 too, because it may have a loss of its own.
+    Every rank of the job calls it. `alone` is a process group of this rank only, `step` the job's forward step: that of
+    `cp_ring.pretrain_gpt`, also for None, or a script's own, which then runs at context parallel size 1 too, because it may have
+    a loss of its own. Returns the probes and what they do not cover.
     """
     own = not hasattr(args, "transformer_config") and is_own(step)
-    step = _own_step() if own or step is None else step
-    batch = Microbatch.draw(kinds[0], seed, args.context_parallel_size)
+    step = _in_words(_own_step() if own or step is None else step)
+    theirs = _whole_rows if own else step
+    batch, positions = _drawn(args, kinds[0], seed)
     tiny = tiny_args(args, kinds, len(batch.spans))
+    whole = with_changes(tiny, {"context_parallel_size": 1})
+    long = _long_kind(args, kinds[0])
+    long_batch, long_positions = _drawn(args, long, seed, distinct=True)
     with arguments_in_force(tiny, one_stage(alone)):
-        model = build(tiny)
+        with attempting("no tiny model can be built from the job's flags"):
+            model = build(tiny)
+        name = name_of(tiny, model)
+        with arguments_in_force(with_changes(tiny, _sizes(long)), one_stage(alone)):
+            seen = batch_probe.observe(model, step, long_batch.fresh(), VOCABULARY)
         (ours,) = _train(tiny, model, batch, step)
-        cp, rank = args.context_parallel_size, _rank()
-        positions = [_positions(batch, kinds[0], of_rank, cp, split_of(args)) for of_rank in range(cp)]
         counts = None if own else _counts_of_ranks(ours)
     weights = [] if args.calculate_per_token_loss else [_weights(batch, positions, counts)]
-    whole = with_changes(tiny, {"context_parallel_size": 1})
-    with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own), routed_by_rank(whole, positions):
+    with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own):
         twin = build(whole)
         twin.load_state_dict(model.state_dict())
+    with arguments_in_force(with_changes(whole, _sizes(long)), one_rank(alone)), _whole_rows_in_force(long_batch, own):
+        truth = batch_probe.observe(twin, theirs, long_batch.fresh(), VOCABULARY)
+    with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own), routed_by_rank(whole, positions):
         _attend_densely(twin, batch.spans)
         run_by_document(twin, batch.spans)
-        plain, *weighted = _train(whole, twin, batch, _whole_rows if own else step, None, *weights)
+        plain, *weighted = _train(whole, twin, batch, theirs, None, *weights)
     twins = plain, weighted[0] if weighted else plain
-    return _compare(ours, *twins, own, positions[rank].to(own_device()), (name_of(tiny, model), kinds[0].mask))
+    rank = _rank()
+    found = _compare(ours, *twins, own, positions[rank].to(own_device()), (name, kinds[0].mask))
+    found += batch_probe.compare(seen, truth, long_positions[rank].to(own_device()), long.mask)
+    return found, batch_probe.uncovered(seen) + _unseen(args, long)
+
+
+def _long_kind(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
+    """The microbatch of the job's own length: as many batch rows as the job has, or as `MOST_TOKENS` allow."""
+    n = args.seq_length or kind.tokens
+    if kind.mask == "packed" and not settings.packed_in_whole_rows():
+        n -= n % (4 * args.context_parallel_size)
+    rows = 1 if kind.mask == "packed" else max(1, min(args.micro_batch_size, MOST_TOKENS // n))
+    return replace(kind, tokens=n, batch_size=rows)
+
+
+def _sizes(kind: LayerKind) -> dict[str, int]:
+    return {"seq_length": kind.tokens, "max_position_embeddings": kind.tokens, "micro_batch_size": kind.batch_size}
+
+
+def _unseen(args: argparse.Namespace, long: LayerKind) -> list[str]:
+    """What the microbatch of the job's own length leaves out, in words."""
+    if not args.seq_length:
+        return ["the microbatch at the job's own length (enable(seq_length=...) tells it)"]
+    if long.mask == "packed" or long.batch_size == args.micro_batch_size:
+        return []
+    return [f"labels and weights of {args.micro_batch_size - long.batch_size} of {args.micro_batch_size} batch rows"]
+
+
+def _drawn(args: argparse.Namespace, kind: LayerKind, seed: int, distinct: bool = False) -> tuple[Microbatch, list[Tensor]]:
+    """A microbatch, and where the tokens of each context-parallel rank are in it [b, s]."""
+    cp = args.context_parallel_size
+    batch = Microbatch.draw(kind, seed, cp, distinct)
+    positions = [_positions(batch, kind, of_rank, cp, split_of(args)) for of_rank in range(cp)]
+    batch.counted(positions)
+    return batch, positions
+
+
+def _in_words(step: ForwardStep) -> ForwardStep:
+    """The forward step and its loss function; their errors say what was called, and with what."""
+    function = getattr(step, "func", step)  # of a partial
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
+    name = f"{getattr(function, '__name__', type(function).__name__)}{place}"
+
+    def called(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        with attempting(f"{name} could not be called with a microbatch of tokens, labels, loss_mask and position_ids"):
+            output, loss = step(iterator, model)
+
+        def loss_in_words(*args: Any, **kwargs: Any) -> Any:
+            with attempting(f"the loss function of {name} could not be called with the losses of tokens"):
+                return loss(*args, **kwargs)
+
+        return output, loss_in_words
+
+    return called
 
 
 def _own_step() -> ForwardStep:

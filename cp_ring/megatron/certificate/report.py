@@ -11,7 +11,8 @@ from typing import Any
 class Probe:
     """The result of one probe of one kind of layer, on one rank or, once merged, the worst of all ranks.
 
-    `error` must not exceed `bound`; `where` names the worst place: rank, and the positions of a query and a key.
+    `error` must not exceed `bound`; `where` names the worst place: rank, and the positions of a query and a key. Where `bound` is
+    0, `error` counts what is wrong, in the `unit` given.
     """
 
     name: str
@@ -20,15 +21,23 @@ class Probe:
     error: float
     bound: float
     where: str = ""
+    unit: str = "pairs"
 
     @property
     def passed(self) -> bool:
         """Whether the error is a number within the bound."""
         return self.error <= self.bound
 
+    @property
+    def badness(self) -> float:
+        """Error over bound; infinite for an error that is no number."""
+        if math.isnan(self.error):
+            return math.inf
+        return self.error / self.bound if self.bound else self.error
+
     def rejection(self) -> str:
         """One line for a probe that failed."""
-        amount = f"off by {self.error:.2g} (bound {self.bound:.2g})" if self.bound else f"wrong in {self.error:.0f} pairs"
+        amount = f"off by {self.error:.2g} (bound {self.bound:.2g})" if self.bound else f"wrong in {self.error:.0f} {self.unit}"
         return f"--cp-ring-certify: {self.layer}, {self.mask}: {self.name} {amount}, {self.where}"
 
 
@@ -56,7 +65,7 @@ class Certificate:
         worst: dict[tuple[str, str, str], Probe] = {}
         for probe in (probe for of_rank in of_ranks for probe in of_rank):
             key = (probe.name, probe.layer, probe.mask)
-            worst[key] = max(worst.get(key, probe), probe, key=_badness)
+            worst[key] = max(worst.get(key, probe), probe, key=lambda each: each.badness)
         self.probes = list(worst.values())
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,10 +75,3 @@ class Certificate:
             "seconds": round(self.seconds, 3),
             "probes": [asdict(p) | {"passed": p.passed} for p in self.probes],
         }
-
-
-def _badness(probe: Probe) -> float:
-    """Error over bound; infinite for an error that is no number."""
-    if math.isnan(probe.error):
-        return math.inf
-    return probe.error / probe.bound if probe.bound else probe.error

@@ -80,11 +80,14 @@ def changes_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKi
     experts = layers_with_experts(args)
     changes: dict[str, Any] = {"num_layers": len(chosen)}
     changes["moe_layer_freq"] = [experts[layer - 1] for layer in chosen] if experts else 1
+    # Layers that predict further tokens count from 1 again, and Megatron looks them up in the same lists.
+    depth = max(getattr(args, "mtp_num_layers", None) or 0, *map(len, pattern_of(args).split("/")[1:]), 0)
+    numbered = [*chosen, *range(len(chosen) + 1, depth + 1)]
     if len(comm_types.types_by_layer(args)) > 1:
-        changes["cp_comm_type"] = [comm_types.type_of(args, layer) for layer in chosen]
+        changes["cp_comm_type"] = [comm_types.type_of(args, layer) for layer in numbered]
     if args.window_size is not None:
         window = max(kinds, key=lambda kind: kind.probed[0]).probed
-        narrow = [int(declared_window(config, layer)[0] >= 0) for layer in chosen]
+        narrow = [int(declared_window(config, layer)[0] >= 0) for layer in numbered]
         changes |= {"window_size": window, "window_attn_skip_freq": narrow}
     return changes | _pattern(args, chosen) | _recurrent(args, config, tp)
 

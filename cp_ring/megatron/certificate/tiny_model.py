@@ -35,7 +35,9 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind], batch_size: int)
         "num_attention_heads": groups * sharing,
         "num_query_groups": groups if args.group_query_attention else args.num_query_groups,
         "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp, "seq_length": kinds[0].tokens,
-        "micro_batch_size": batch_size, "max_position_embeddings": kinds[0].tokens,
+        "micro_batch_size": batch_size,
+        # A table of positions is as long as the job's: a microbatch of that length is probed too.
+        "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
         "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "pipeline_dtype": None, "cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": [],

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from cp_ring.megatron.checkpoints import files, manifest
+from cp_ring.megatron.checkpoints import files, lock, manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _FOLDER = re.compile(r"iter_(\d{7,18})")
@@ -100,14 +100,17 @@ def prepare(folder: Path, final: Path, tokens: Collection[str], writing: Collect
         raise OSError(f"{final.parent} has {free / 2**20:,.1f} MiB free, and the last checkpoint took {wanted / 2**20:,.1f} MiB")
 
 
-def publish(folder: Path, final: Path, token: str) -> None:
+def publish(folder: Path, final: Path, held: lock.Lock) -> None:
     """Gives the unfinished folder, which is whole and has its manifest, its final name; the tracker does not name it yet.
 
-    Raises `OSError` where the folder cannot be seen whole under that name.
+    held: the lock of the parent. It is looked at again just before, because the job may have been stopped since the save began.
+
+    Raises `OSError` where the folder cannot be seen whole under that name, or the lock is lost.
     """
     entries = manifest.read(folder)
     files.sync([path for path in folder.iterdir() if path.is_file()] + [folder])
-    old = final.with_name(f".old.{final.name}.{token}")
+    old = final.with_name(f".old.{final.name}.{held.owner.token}")
+    held.check()
     if final.is_dir() and any(final.iterdir()):
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
@@ -157,7 +160,7 @@ def open_tracker(path: str, mode: str, done: Callable[[int | None, OSError | Non
     """As `open` for Megatron's tracker file, but what is written replaces the file by one rename.
 
     Then `done` is called with the iteration that the tracker names (None for a release), or with the error that kept the tracker
-    from being replaced, which is not raised. A tracker that names no iteration reads as 0.
+    from being replaced, which is not raised: the job may have lost its lock. A tracker that names no iteration reads as 0.
     """
     tracker = Path(path)
     if "w" not in mode:
@@ -166,12 +169,20 @@ def open_tracker(path: str, mode: str, done: Callable[[int | None, OSError | Non
     text = io.StringIO()
     yield text
     try:
-        files.replace_text(tracker, text.getvalue())
+        replace_tracker(tracker.parent, text.getvalue())
         if (_tracker_word(tracker.parent) or "") != text.getvalue().strip():
             raise OSError(f"{tracker} does not name it")
     except OSError as error:
         return done(None, error)
     done(tracked(tracker.parent), None)
+
+
+def replace_tracker(load: Path, text: str) -> None:
+    """Lets the tracker of `load` say `text`; raises `OSError` where it cannot be replaced, or this job has lost its lock."""
+    held = lock.held(load)
+    if held is not None:
+        held.check()
+    files.replace_text(load / TRACKER, text)
 
 
 def is_tracker(path: Any) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.checkpoints import files, folders, manifest, one_line_errors, unpickle
-from cp_ring.megatron.rejection import note
+from cp_ring.megatron.checkpoints import files, folders, manifest, unpickle
+from cp_ring.megatron.rejection import error_within, note
 
 # Attribute of Megatron's arguments, and the flag that sets it.
 _SHAPE = (
@@ -223,4 +223,4 @@ def _saved_args(folder: Path) -> Any:
         try:
             return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
         except CheckpointException as error:
-            raise one_line_errors.config_error_within(error) or error from None
+            raise error_within(error) or error from None

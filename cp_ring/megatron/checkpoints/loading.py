@@ -6,8 +6,9 @@ Rank 0 lists the candidates, all ranks share the work of reading them, and all a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,17 @@ import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, inspection, lock, manifest
-from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
 from cp_ring.megatron.checkpoints.saving import all_ranks_agree
 from cp_ring.megatron.checkpoints.unpickle import restricted
-from cp_ring.megatron.rejection import note
+from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.observe import watchdog
+
+_loaded = False
+
+
+def has_loaded() -> bool:
+    """Whether this process has loaded a checkpoint into its model."""
+    return _loaded
 
 
 def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,14 +36,40 @@ def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
+        global _loaded
         which = kwargs.get("load_arg", args[3] if len(args) > 3 else "load")
-        with one_line_errors(), watchdog.paused():
-            if which == "load":
-                agree_on_iteration(get_args())
-            with restricted():
-                return load_checkpoint(*args, **kwargs)
+        with rejecting(), watchdog.paused():
+            chosen = agree_on_iteration(get_args()) if which == "load" else None
+            with as_verified(*chosen) if chosen else contextlib.nullcontext(), restricted():
+                found = load_checkpoint(*args, **kwargs)
+        _loaded |= bool(found[0]) or which != "load" or bool(getattr(get_args(), "finetune", False))
+        return found
 
     return load
+
+
+@contextlib.contextmanager
+def as_verified(folder: Path, before: manifest.Stamps) -> Iterator[None]:
+    """Raises `ConfigError` on all ranks where files of `folder` were changed since they had the stamps `before`.
+
+    What is loaded within is then what was verified: a job that reads its checkpoint takes long enough for somebody to copy
+    another one over it.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        changed = manifest.changed(folder, before)
+        if changed:
+            raise ConfigError(_AGAIN.format(changed)) from error
+        raise
+    changed = manifest.changed(folder, before)
+    if not all_ranks_agree(not changed):
+        raise ConfigError(_AGAIN.format(changed or f"a file of {folder} was replaced or changed while it was loaded"))
+
+
+_AGAIN = "the checkpoint is not what was verified: {}: start the job again"
 
 
 def gated(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +77,7 @@ def gated(read: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(read)
     def read_gated(*args: Any, **kwargs: Any) -> Any:
-        with one_line_errors(), restricted():
+        with rejecting(), restricted():
             return read(*args, **kwargs)
 
     return read_gated
@@ -64,27 +97,31 @@ def tracker_reader(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-def agree_on_iteration(args: argparse.Namespace) -> None:
+def agree_on_iteration(args: argparse.Namespace) -> tuple[Path, manifest.Stamps] | None:
     """Sets `args.ckpt_step` to the same iteration on all ranks where the tracker's checkpoint is not to be loaded.
+
+    Returns the folder that is to be loaded and its stamps from before it was verified, or None where there is none.
 
     Raises `ConfigError` on all ranks if there are checkpoints but none is good, or if the one that --ckpt-step asks for is not.
     """
     if not getattr(args, "load", None) or "://" in str(args.load):
-        return
+        return None
     load = Path(args.load)
     numbers, latest = _candidates(args, load)
     problem = ""
     for number in numbers:
         folder = folders.folder_of(load, number)
+        before = manifest.stamps(folder)
         defects = defects_of(folder)
         if not defects:
             inspection.load_iteration(args, load, number, latest, problem)
             if not (folder / manifest.NAME).is_file():
                 note(f"the checkpoint of iteration {number} has no manifest: it is loaded unverified")
-            return
+            return folder, before
         problem = problem or defects[0]
     if numbers:
         raise ConfigError(inspection.no_whole_checkpoint(args, load, problem))
+    return None
 
 
 def _candidates(args: argparse.Namespace, load: Path) -> tuple[list[int], int | None]:

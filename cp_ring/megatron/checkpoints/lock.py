@@ -112,6 +112,7 @@ class Lock:
     folder: Path
     owner: Owner
     _stop: threading.Event = field(default_factory=threading.Event)
+    _renewed: float = field(default_factory=time.monotonic)  # when this process has last looked after it
 
     @property
     def path(self) -> Path:
@@ -125,16 +126,21 @@ class Lock:
     def check(self) -> None:
         """Raises `Lost` where another job holds the lock; where there is none any more, this process takes it again.
 
-        Somebody may have removed the whole folder: then it is made again. Raises `OSError` where it cannot be.
+        Somebody may have removed the whole folder: then it is made again. But where this process was stopped for so long that
+        another job may have taken the lock, saved, and given it up since, the lock is lost. Raises `OSError` where the folder
+        cannot be made.
         """
         holder = _read(self.path)
         if holder is None and not self.path.exists():
+            if self._was_stopped():
+                raise Lost(f"this process did not run for more than {STALE_S:.0f} s, and its lock of {self.folder} is gone")
             self.folder.mkdir(parents=True, exist_ok=True)
             if _create(self.path, self.owner):
                 return
         holder = _read(self.path)
         if holder is None or holder.token != self.owner.token:
             raise Lost(f"the folder {self.folder} now belongs to another job ({holder or 'unknown'})")
+        self._renewed = time.monotonic()
 
     def beat(self) -> None:
         """Renews the lock every `BEAT_S` seconds, until it is released or lost. Runs in a thread."""
@@ -143,7 +149,14 @@ class Lock:
                 holder = _read(self.path)
                 if holder is not None and holder.token != self.owner.token:
                     return
+                if holder is None and self._was_stopped():
+                    return
+                self._renewed = time.monotonic()
                 os.utime(self.path)
+
+    def _was_stopped(self) -> bool:
+        """Whether the lock was not renewed for so long that another job may have taken it."""
+        return time.monotonic() - self._renewed > STALE_S
 
     def release(self) -> None:
         """Gives the lock up; does nothing where it is another's."""

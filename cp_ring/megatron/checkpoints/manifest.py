@@ -71,6 +71,26 @@ def size(folder: Path) -> int:
         return 0
 
 
+Stamps = dict[Path, tuple[int, int, int]]
+"""Of each file: its size, and when its content and its inode were changed, in ns. Whatever replaces a file changes them."""
+
+
+def stamps(folder: Path) -> Stamps:
+    """The stamps of the files of `folder`; {} where there is no such folder."""
+    try:
+        found = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
+    except OSError:
+        return {}
+    return {path: (status.st_size, status.st_mtime_ns, status.st_ctime_ns) for path, status in found.items()}
+
+
+def changed(folder: Path, before: Stamps) -> str:
+    """Which file of `folder` is no longer that of `before`, in a line, or ""."""
+    now = stamps(folder)
+    other = [path for path in sorted({*before, *now}) if now.get(path) != before.get(path)]
+    return f"{other[0]} was replaced or changed while it was loaded" if other else ""
+
+
 def defect(folder: Path, part: tuple[int, int] = (0, 1), checksums: bool = True) -> str:
     """Why the files of `folder` are not those of its manifest, or "" (also where there is no manifest).
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import files, folders, lock, manifest
-from cp_ring.megatron.checkpoints.one_line_errors import one_line_errors
 from cp_ring.megatron.checkpoints.writers import SUMS
+from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.megatron.settings import current
 from cp_ring.observe import watchdog
 
@@ -82,7 +82,7 @@ def locked(set_up: Callable[..., Any]) -> Callable[..., Any]:
 
         save = getattr(get_args(), "save", None)
         if save and "://" not in str(save):
-            with one_line_errors(), contextlib.suppress(OSError):  # an unwritable folder is reported at each save
+            with rejecting(), contextlib.suppress(OSError):  # an unwritable folder is reported at each save
                 take_lock(Path(save))
         return set_up(*args, **kwargs)
 
@@ -252,7 +252,7 @@ def publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
         try:
             held = lock.acquire(final.parent)
             _write_manifest(folder)
-            folders.publish(folder, final, held.owner.token)
+            folders.publish(folder, final, held)
         except (OSError, ValueError) as error:
             errors.append(reason(error))
     if not good or not all_ranks_agree(not errors):
@@ -273,8 +273,9 @@ def track(folder: Path, iteration: int) -> None:
     why = [""]
     if dist.get_rank() == 0:
         try:
-            files.replace_text(folder / folders.TRACKER, str(iteration))
-            folders.prune(folder, iteration, current().keep_checkpoints, lock.acquire(folder).owner.token)
+            held = lock.acquire(folder)
+            folders.replace_tracker(folder, str(iteration))
+            folders.prune(folder, iteration, current().keep_checkpoints, held.owner.token)
         except (OSError, ConfigError) as error:
             why = [reason(error)]
     dist.broadcast_object_list(why, src=0)
@@ -364,9 +365,7 @@ def saves_reported_at_exit() -> Iterator[None]:
         lock.release_all()
     why = _lost()
     if why:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"cp_ring: error: {why}", file=sys.stderr)
-        raise SystemExit(1)
+        reject(why, code=1)
 
 
 def _lost() -> str:

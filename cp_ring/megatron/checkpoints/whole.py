@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.checkpoints import folders, loading, saving
+from cp_ring.megatron.checkpoints import folders, loading, manifest, saving
 from cp_ring.megatron.checkpoints.unpickle import restricted
 from cp_ring.observe import watchdog
 
@@ -58,8 +58,9 @@ def load_checkpoint(state: Any, folder: str | Path, iteration: int | None = None
         if chosen[0] is None:
             raise ConfigError(f"{folder} holds no whole checkpoint")
         place = folders.folder_of(Path(folder), chosen[0])
+        before = manifest.stamps(place)
         defects = loading.defects_of(place)
         if defects:
             raise ConfigError(f"the checkpoint cannot be loaded: {defects[0]}")
-        with restricted():
+        with loading.as_verified(place, before), restricted():
             return dist_checkpointing.load(state, str(place), **options), chosen[0]

@@ -1,0 +1,207 @@
+"""Whole numbers at the ends of int64 and beyond: masks, layouts and plans are right, or rejected in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.plan.packing import pack
+from cp_ring.plan.ranges import offsets
+
+N = 8
+MAX = sys.maxsize
+POWERS = [1 << power for power in (30, 31, 32, 60, 62, 63, 64, 100)]
+ENDS = [sign * (power + more) for power in POWERS for more in (-1, 0, 1) for sign in (1, -1)]
+NUMBERS = st.one_of(st.integers(-3, N + 2), st.sampled_from(ENDS))
+ANY = st.one_of(NUMBERS, st.sampled_from([True, 2.0, 2.5, float("nan"), None, "3", np.int64(MAX), np.uint64(2**64 - 1)]))
+
+
+def rejected(error: Exception) -> None:
+    """An error of cp_ring is one line; another one is a fault."""
+    assert type(error).__name__ in ("PlanError", "ConfigError"), repr(error)
+    assert "\n" not in str(error) and len(str(error)) < 600
+
+
+def dense_or_none(make: Callable[[], Mask]) -> np.ndarray | None:
+    try:
+        return make().dense()
+    except Exception as error:
+        rejected(error)
+        return None
+
+
+def pairs(allowed: Callable[[int, int], bool], n: int = N) -> np.ndarray:
+    """What a mask must allow, in Python's integers, which have no end."""
+    return np.array([[allowed(i, j) for j in range(n)] for i in range(n)])
+
+
+def within(i: int, j: int, window: tuple[int, int]) -> bool:
+    left, right = window
+    return (left < 0 or i - j <= left) and (right < 0 or j - i <= right)
+
+
+WINDOWS: dict[str, tuple[Callable[[tuple[int, int]], Mask], Callable[[int, int, tuple[int, int]], bool]]] = {
+    "full": (lambda window: Mask.full(N, window), within),
+    "causal": (lambda window: Mask.causal(N, window), lambda i, j, w: j <= i and within(i, j, w)),
+    "documents": (
+        lambda window: Mask.documents([0, 3, N], window=window),
+        lambda i, j, w: (i < 3) == (j < 3) and j <= i and within(i, j, w),
+    ),
+    "prefix": (
+        lambda window: Mask.prefix(N, 3, window=window),
+        lambda i, j, w: (w[0] < 0 or i - j <= w[0]) and (j < 3 or w[1] < 0 or j - i <= w[1]),
+    ),
+    "global": (
+        lambda window: Mask.with_global(N, [(2, 3)], window),
+        lambda i, j, w: j <= i and (within(i, j, w) or i == 2 or j == 2),
+    ),
+    "global, both ways": (
+        lambda window: Mask.with_global(N, [(2, 3)], window, causal=False),
+        lambda i, j, w: within(i, j, w) or i == 2 or j == 2,
+    ),
+    "and": (lambda window: Mask.full(N) & window, within),
+    "and with positions": (
+        lambda window: Mask.from_pieces(N, [(0, N, 0, N)], positions=[2**30 - 1 - i for i in range(N)]) & window,
+        lambda i, j, w: within(-i, -j, w),
+    ),
+    "shared prefix": (
+        lambda window: Mask.shared_prefix([(2, [3, 3])], window=window),
+        lambda i, j, w: j <= i and (j < 2 or (i < 5) == (j < 5)) and within(i - 3 * (i >= 5), j - 3 * (j >= 5), w),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@example((MAX, 0))
+@example((MAX, MAX))
+@example((-1, MAX))
+@example((1 << 60, (1 << 60) - 1))
+@given(st.tuples(NUMBERS, NUMBERS))
+def test_windows(kind, window):
+    make, allowed = WINDOWS[kind]
+    dense = dense_or_none(lambda: make(window))
+    assert (dense is None) == (min(window) < -1)
+    if dense is not None:
+        assert np.array_equal(dense, pairs(lambda i, j: allowed(i, j, window)))
+
+
+@example((-MAX - 1, MAX))
+@example((-MAX, 0))
+@example((MAX, MAX))
+@given(st.tuples(NUMBERS, NUMBERS))
+def test_bands_of_pieces(band):
+    lo, hi = band
+    fits = all(-(2**63) <= bound < 2**63 for bound in band)
+    plain = {"n": N, "pieces": [[0, N, 0, N, lo, hi]]}
+    for make in (lambda: Mask.from_pieces(N, [(0, N, 0, N, lo, hi)]), lambda: Mask.from_dict(plain)):
+        dense = dense_or_none(make)
+        assert (dense is None) == (lo > hi or not fits)
+        if dense is not None:
+            assert np.array_equal(dense, pairs(lambda i, j: lo <= j - i <= hi))
+            once = make()
+            assert Mask.union(once, once).area() == once.area() == dense.sum()
+            assert np.array_equal(Mask.from_dict(once.to_dict()).dense(), dense)
+
+
+@given(st.lists(NUMBERS, max_size=4), st.one_of(st.none(), NUMBERS))
+@example([0, MAX, -MAX - 1], N)
+@example([0, 3, MAX], None)
+def test_documents(edges, n):
+    end = edges[-1] if edges and n is None else n
+    right = bool(edges) and edges[0] == 0 and edges == sorted(edges) and edges[-1] <= end and 1 <= end <= 2**30
+    try:
+        mask = Mask.documents(edges, n=n)
+    except Exception as error:
+        rejected(error)
+        assert not right
+        return
+    assert right and mask.n == end
+    if end <= N + 2:
+        document = np.searchsorted(edges, np.arange(end), side="right")
+        assert np.array_equal(mask.dense(), pairs(lambda i, j: j <= i < edges[-1] and document[i] == document[j], end))
+
+
+CALLS: dict[str, Callable[[Any, Any], object]] = {
+    "from_pieces": lambda a, b: Mask.from_pieces(N, [(0, a, b, N)]),
+    "from_pieces, n": lambda a, b: Mask.from_pieces(a, [(0, 1, 0, b)]),
+    "from_pieces, positions": lambda a, b: Mask.from_pieces(2, [(0, 2, 0, 2)], positions=[a, b]).positions,
+    "from_dict": lambda a, b: Mask.from_dict({"n": N, "pieces": [[0, a, 0, b]], "segments": [[0, a], [0, b]]}),
+    "from_dict, n": lambda a, b: Mask.from_dict({"n": a, "pieces": b}),
+    "prefix": lambda a, b: Mask.prefix(N, [a, b], [0, 3, N]),
+    "prefix, n": lambda a, b: Mask.prefix(a, b).n if a != 1 << 30 else None,
+    "tree": lambda a, b: Mask.tree([-1, a], [3, b]),
+    "tree, n": lambda a, b: Mask.tree([-1, 0], [a, b], n=N),
+    "shared_prefix": lambda a, b: Mask.shared_prefix([(a, [b, b])]),
+    "shared_prefix, n": lambda a, b: Mask.shared_prefix([(1, [a])], n=b),
+    "images": lambda a, b: Mask.images(N, [(a, b)]),
+    "with_global": lambda a, b: Mask.with_global(N, [(a, b)], (1, 0)),
+    "block_causal": lambda a, b: Mask.block_causal(N, a),
+    "block_diffusion": lambda a, b: Mask.block_diffusion(N, a),
+    "full": lambda a, b: Mask.full(a),
+    "causal": lambda a, b: Mask.causal(a, (b, 0)),
+    "allowed": lambda a, b: Mask.causal(N).allowed(a, b),
+    "zigzag": Layout.zigzag,
+    "contiguous": Layout.contiguous,
+    "per_document_zigzag": lambda a, b: Layout.per_document_zigzag([0, a], b),
+    "balanced": lambda a, b: Layout.balanced(Mask.causal(N), a, b),
+    "balanced, work": lambda a, b: Layout.balanced([(Mask.causal(N), a)], 2, None, b),
+    "ranges": lambda a, b: Layout.zigzag(N, 2).ranges(a),
+    "merged": lambda a, b: Layout.zigzag(N, 2).merged(a),
+    "shard": lambda a, b: Layout.zigzag(N, 2).shard(torch.zeros(N, 1), a, b),
+    "plan, node_size": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), node_size=a, slot_shards=b),
+    "plan, schedule": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), schedule=(a, b)),
+    "plan, rank": lambda a, b: Plan.build_rank_plan(Mask.causal(N), Layout.zigzag(N, 2), a),
+    "heads": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), ulysses=a, node_size=b),
+    "pack": lambda a, b: pack([a, 3], b, cut_long=a == b or a == 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@given(ANY, ANY)
+def test_every_integer_parameter_is_right_or_rejected_in_one_line(name, a, b):
+    numbers = [x for x in (a, b) if isinstance(x, int)]
+    if "from_pieces, n" in name and max(numbers, default=0) > 1 << 29:
+        return  # right, but a stream of a billion tokens
+    try:
+        made = CALLS[name](a, b)
+    except Exception as error:
+        rejected(error)
+        return
+    if isinstance(made, Mask) and made.n <= N + 2:
+        assert made.area() == made.dense().sum()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[], [5, 8], [8], [0, 5, 4, 8], [[0, 8]], [0, 4], [0, 9], [0.0, 8.0], [False, True], ["0", "8"], None, 8, [0, [8]],
+     [0, 2**63], [0, MAX, -MAX, 8], np.array([0, 8], np.float32), np.array([0, 2**64 - 1], np.uint64), np.array(8)],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_offsets_are_rejected(wrong, as_tensor):
+    if as_tensor:
+        try:
+            wrong = torch.tensor(wrong)
+        except (TypeError, ValueError, RuntimeError):
+            return  # torch has no such tensor
+    with pytest.raises(ValueError, match="cu_seqlens") as caught:
+        offsets(wrong, "cu_seqlens", 8)
+    rejected(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_offsets_of_every_integer_dtype(dtype):
+    assert offsets(torch.tensor([0, 3, 3, 8], dtype=dtype), "cu_seqlens", 8).tolist() == [0, 3, 3, 8]
+    for other in (torch.bool, torch.float16, torch.bfloat16, torch.float64):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            offsets(torch.tensor([0, 1]).to(other), "cu_seqlens")
+    with pytest.raises(ValueError, match="cu_seqlens cannot be read as whole numbers"):
+        offsets(torch.empty(2, dtype=torch.int64, device="meta"), "cu_seqlens")

@@ -1,0 +1,99 @@
+"""`torch.autocast` around ring attention: the same bits as without it, in forward and backward, for every way to compute."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from cp_ring import LatentKeys, PlanError, ring_attention, shard
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case
+
+N, H = 32, 4
+OPTIONS = {
+    "cpu": {},
+    "reference": {"kernel": "reference"},
+    "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.1]},
+    "alibi in float64": {"alibi_slopes": [0.5, 0.25, 0.125, 0.1], "kernel": "reference"},
+    "dropout": {"dropout_p": 0.2, "dropout_seed": 3},
+    "sink": {"sink": True},
+    "int8": {"wire": "int8"},
+    "heads": {"heads": 2},
+    "documents": {"cu_seqlens": [0, 11, N]},
+}
+
+
+def gradients(group, tensors, options, forward, backward, latent=False):
+    """Out and gradients, where forward and backward run under autocast if they are true."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:-1]]
+    options = dict(options)
+    if options.pop("sink", None):
+        leaves.append(torch.linspace(-1, 1, H, requires_grad=True))
+        options["sink"] = leaves[-1]
+    with torch.autocast("cpu", torch.bfloat16) if forward else nullcontext():
+        keys = (LatentKeys(*leaves[1:4], heads=H, key_dim=8),) if latent else leaves[1:3]
+        out = ring_attention(leaves[0], *keys, group=group, causal=True, **options)
+    with torch.autocast("cpu", torch.bfloat16) if backward else nullcontext():
+        return [out.detach(), *torch.autograd.grad(out, leaves, tensors[-1])]
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_same_bits_as_without(name, dtype, forward, backward):
+    case = Case.draw(N, h=H, g=2, dtype=dtype)
+
+    def one_rank(group):
+        mine = shard(tuple(case), None, group)
+        with_it, without = (gradients(group, mine, OPTIONS[name], *on) for on in ((forward, backward), (False, False)))
+        return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(with_it, without, strict=True))
+
+    assert LocalRing(2).run(one_rank) == [True, True]
+
+
+@pytest.mark.parametrize("wire", ["plain", "latent"])
+def test_latents(wire):
+    draw = torch.Generator().manual_seed(0)
+    q, latent, rope, dout = (torch.randn(1, N, *size, generator=draw) for size in ((H, 12), (16,), (4,), (H, 8)))
+    weight = torch.randn(H * 16, 16, generator=draw)
+
+    def one_rank(group):
+        mine = shard((q, latent, rope), None, group)
+        tensors = (*mine, weight, shard(dout, None, group))
+        # Backward of the own keys is torch's, which follows an autocast around it.
+        with_it, without = (gradients(group, tensors, {"wire": wire}, on, False, latent=True) for on in (True, False))
+        return all(torch.equal(x, y) for x, y in zip(with_it, without, strict=True))
+
+    assert LocalRing(2).run(one_rank) == [True, True]
+
+
+def test_different_dtypes_are_cast_to_that_of_autocast():
+    """As scaled_dot_product_attention casts them; gradients have the dtypes of the inputs."""
+    q, k, v, dout = Case.draw(N, h=H, g=H)
+    leaves = [q.requires_grad_(), k.requires_grad_(), v.bfloat16().requires_grad_()]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ring_attention(*leaves, causal=True)
+        theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True)
+    assert out.dtype == theirs.dtype == torch.bfloat16
+    assert torch.equal(out, ring_attention(*(x.bfloat16() for x in leaves), causal=True))
+    grads = torch.autograd.grad(out, leaves, dout.bfloat16())
+    assert [x.dtype for x in grads] == [torch.float32, torch.float32, torch.bfloat16]
+    with pytest.raises(PlanError, match="must share one floating-point dtype"):
+        ring_attention(*leaves, causal=True)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match="must share one floating-point dtype"):
+        ring_attention(q.double(), k, v, causal=True)
+
+
+def test_logits_and_their_kernel():
+    """The largest logits are found in float32."""
+    from cp_ring.attention import attend
+    from cp_ring.plan import Layout, Mask, Plan
+
+    q, k, v, _ = Case.draw(N, h=H, g=2)
+    plan, found = Plan.build(Mask.causal(N), Layout.zigzag(N, 1)), []
+    for on in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            attend(q, k, v, plan, None, largest=found)
+    assert torch.equal(*found)
