@@ -92,7 +92,8 @@ class Timeline:
     @cached_property
     def _slowest(self) -> list[tuple[float, float]]:
         """Of forward, and of both together: the time of the slowest rank, and what of it the rank waits."""
-        found, total, busy = [], 0.0, 0.0
+        found: list[tuple[float, float]] = []
+        total, busy = np.zeros(1), np.zeros(1)
         for one in self.passes:
             total, busy = total + one.seconds, busy + one.busy
             rank = int(np.argmax(total))
