@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
@@ -32,7 +33,7 @@ def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None
     hints, parameters = get_type_hints(options), []
     for one in fields(options):  # type: ignore[arg-type]
         default = inspect.Parameter.empty if one.default is MISSING else one.default
-        hint = Annotated[hints[one.name], one.metadata["typer"]]  # type: ignore[valid-type]
+        hint: Any = operator.getitem(Annotated, (hints[one.name], one.metadata["typer"]))
         parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
     made.__doc__, made.__signature__ = run.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
     made.__annotations__ = {one.name: one.annotation for one in parameters}

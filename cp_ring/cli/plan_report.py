@@ -97,7 +97,7 @@ def shapes_of_plan(mask: Mask, layout: Layout, assumed: Assumed, node_size: int,
             found.append({"name": shape.name, **shape._asdict(), "bytes_between_nodes": bytes_moved})
             continue
         made = costed(plan, plan.verify(layout.cp), shape, sizes, ranks_per_node, rates, kernel)
-        of_plan = {"schedule": shape.schedule, "hops": list(made.schedule)}
+        of_plan: dict[str, Any] = {"schedule": shape.schedule, "hops": list(made.schedule)}
         of_plan |= {"bytes_between_nodes": made.bytes_between_nodes, "buffer_bytes": made.buffer_bytes}
         of_plan |= {"slot_shards": made.slot_shards}
         found.append({"name": shape.name, **shape._asdict()} | of_plan | made.timeline.facts())

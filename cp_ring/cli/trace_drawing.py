@@ -111,13 +111,13 @@ def predicted_bars(
     ranks = sorted({rank for rank, _ in work} | {rank for _, *ends in sizes for rank in ends})
     hops = 1 + max(hop for hop in [0, *(hop for _, hop in work), *(hop for hop, _, _ in sizes)])
     compute, moved = np.zeros((len(ranks), hops)), np.zeros((2, len(ranks), hops))
-    for (rank, hop), pairs in work.items():
-        compute[ranks.index(rank), hop] = pairs * pair
+    for (of_rank, at), pairs in work.items():
+        compute[ranks.index(of_rank), at] = pairs * pair
     messages = [(hop, ranks.index(sender), ranks.index(receiver)) for hop, sender, receiver in sorted(sizes)]
     seconds = np.array([sizes[key] * byte for key in sorted(sizes)])
     hop, sender, receiver = np.array(messages, np.int64).reshape(-1, 3).T
-    for which, rank in enumerate((receiver, sender)):
-        np.add.at(moved[which], (rank, hop), seconds)
+    for which, end_of in enumerate((receiver, sender)):
+        np.add.at(moved[which], (end_of, hop), seconds)
     before, _ = neighbors((compute > 0) | (moved.sum(0) > 0))
     moving = np.zeros_like(compute)
     for index in range(1, hops):

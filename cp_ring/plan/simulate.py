@@ -1,6 +1,6 @@
 """The one model of time: how long attention takes by a plan, with a kernel, on devices and links of given rates.
 
-A pass, forward or backward, is a row of stages on each rank: its hops, where backward does half of hop 0 first and half of it
+A pass, forward or backward, is a series of stages on each rank: its hops, where backward does half of hop 0 first and half of it
 last. A stage lasts as long as the longest of three things: what it computes, what arrives during it, and what leaves during
 it (`cp_ring.plan.rates.stage_seconds`). These are the keys of the next hop, and in backward also the gradients of the last one.
 A network card may be shared by several ranks: then what all of them send or receive at a hop goes through it. Merges, sums,
@@ -91,7 +91,8 @@ class Timeline:
     @cached_property
     def _slowest(self) -> list[tuple[float, float]]:
         """Of forward, and of both together: the time of the slowest rank, and what of it the rank waits."""
-        found, total, busy = [], 0.0, 0.0
+        found: list[tuple[float, float]] = []
+        total, busy = np.zeros(1), np.zeros(1)
         for one in self.passes:
             total, busy = total + one.seconds, busy + one.busy
             rank = int(np.argmax(total))
