@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.heads import check_exchange, check_members, members_of_node, with_exchange
@@ -68,8 +67,8 @@ class PlanSpec:
             raise PlanError(f"node_size={near}: it must divide the {members.cp} ranks")
         near = near if route.node_aware else 1
         hops = route.schedule(self.schedule, members, self.slot_shards, near)
-        whole = rank is None or not route.local
-        cut = _cut(mask, members, None if whole else members.owner == rank // self.ulysses)
+        mine = None if rank is None or not route.local else members.owner == rank // self.ulysses
+        cut = _cut(mask, members, mine)
         return Plan(_tables(mask, members, self.route, hops, cut, near), layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
@@ -182,8 +181,11 @@ class Plan:
         return proven
 
 
-def _cut(mask: Mask, layout: Layout, mine: NDArray[np.bool_] | None) -> tuple[Tiles, Ints, Ints]:
-    """Pieces cut at the edges of chunks, and the chunks of their queries and keys; only those of the chunks `mine`, if given."""
+def _cut(mask: Mask, layout: Layout, mine: Any = None) -> tuple[Tiles, Ints, Ints]:
+    """Pieces cut at the edges of chunks, and the chunks of their queries and keys.
+
+    `mine`, bool [chunks], leaves only the pieces whose queries or keys are in these chunks.
+    """
     if mine is None:
         return split_at_edges(mask.pieces, layout.edges)
     keep = (mine, ~mine), (~mine, mine), (mine, mine)
