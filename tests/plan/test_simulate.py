@@ -21,11 +21,11 @@ UNEVEN = Plan.build(Mask.documents([0, 3000, 3500, 4096]), Layout.zigzag(4096, 4
 def test_pictures_of_plans_and_traces_show_the_predicted_time() -> None:
     report, sizes = UNEVEN.verify(4), AttentionSizes()
     predicted = simulate(UNEVEN, report, sizes, SLOW, updates=NO_UPDATES)
-    compute, transfers = spans(UNEVEN, report, sizes, SLOW)
+    compute, transfers = spans(UNEVEN.ring, report, sizes, SLOW)
     assert max(span.end for span in compute) == pytest.approx(predicted.forward)
     assert predicted.forward > 1.5 * max(predicted.passes[0].compute.sum(1)), "messages show"
     work = {(rank, hop): int(report.work[rank, hop]) for rank, hop in zip(*np.nonzero(report.work), strict=True)}
-    table, sent = UNEVEN.transfers, {}
+    table, sent = UNEVEN.ring.transfers, {}
     for hop, sender, receiver, tokens in zip(table.hop, table.sender, table.receiver, table.tokens, strict=True):
         key = int(hop), int(sender), int(receiver)
         sent[key] = sent.get(key, 0) + int(tokens) * sizes.wire_key_bytes
