@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,13 +61,14 @@ def _exact() -> Iterator[None]:
     """
     with _switch:
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        filled = torch.utils.deterministic.fill_uninitialized_memory
+        switches: Any = torch.utils.deterministic  # a module that is an object
+        filled = switches.fill_uninitialized_memory
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        switches.fill_uninitialized_memory = False
         try:
             yield
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = filled
+            switches.fill_uninitialized_memory = filled
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 

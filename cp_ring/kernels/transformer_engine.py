@@ -338,8 +338,8 @@ class TransformerEngineKernel:
 
     def _has_packed(self, dtype: torch.dtype, d: int, e: int) -> bool:
         sizes = self._sizes(dtype, d, e) or (d, e)
-        more = (deterministic(), 1, 1024, 1024)
-        calls = (Call("thd", causal, dtype, 8, 8, 1024, 1024, *sizes, *more) for causal in (False, True))
+        exact = deterministic()
+        calls = (Call("thd", causal, dtype, 8, 8, 1024, 1024, *sizes, exact, 1, 1024, 1024) for causal in (False, True))
         return all(self._backend(call) is not None for call in calls)
 
     def _find_sizes(self, dtype: torch.dtype, d: int, e: int) -> tuple[int, int] | None:

@@ -113,10 +113,10 @@ class Layout:
         if len(bad):
             raise PlanError(f"document {bad[0]} has {length[bad[0]]} tokens, not a multiple of 2 * cp = {2 * cp}: pad it")
         start, length = edges[:-1][length > 0], length[length > 0]
-        edges = (start[:, None] + length[:, None] // (2 * cp) * np.arange(2 * cp)).reshape(-1)
+        chunks = (start[:, None] + length[:, None] // (2 * cp) * np.arange(2 * cp)).reshape(-1)
         ranks = np.arange(cp)
         owner = np.tile(np.concatenate([ranks, ranks[::-1]]), len(start))
-        return cls(n, cp, np.append(edges, n), owner, "per_document_zigzag")
+        return cls(n, cp, np.append(chunks, n), owner, "per_document_zigzag")
 
     @classmethod
     def balanced(

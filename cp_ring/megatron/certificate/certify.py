@@ -36,7 +36,7 @@ def certify(args: argparse.Namespace, step: ForwardStep | None = None, loaded: b
     Leaves random states, arguments, groups and settings as they were. Rank 0 writes the certificate beside the checkpoints.
     """
     try:
-        certificate = run_probes(args, step=step, **({"seconds": LOADED_SECONDS} if loaded else {}))
+        certificate = run_probes(args, step=step, seconds=LOADED_SECONDS if loaded else LENGTH_SECONDS)
     except ConfigError as error:
         rejection.reject(str(error))
     if loaded:
