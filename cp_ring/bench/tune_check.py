@@ -276,7 +276,7 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
         / seconds(lambda: torch.nn.functional.linear(x, weight).backward(gradient)),
         "memory": memory_rate(x.device, 3, 1 << 22, group, now),
         "link": _MESSAGE_BYTES / median(link),
-        "call": seconds(_attention(model, tiny, group)) / 2 / int(kernel_calls(tiny, KERNELS["cpu"]).max()),
+        "call": seconds(_attention(model, tiny, group)) / 2 / int(kernel_calls(tiny.ring, KERNELS["cpu"]).max()),
     }
 
 
