@@ -82,6 +82,7 @@ case "${1:-}" in
     installed=$cpu
     tree="$(package_tree)"
     stage ruff "$VENV/bin/ruff" check .
+    stage budget "$VENV/bin/python" launch/budget.py
     stage mypy in_package_tree "$VENV/bin/mypy"
     stage import-linter in_package_tree "$VENV/bin/lint-imports" --no-logo
     [[ ! -e mkdocs.yml ]] || stage documentation "$VENV/bin/python" -m mkdocs build --quiet --strict --site-dir "$ROOT/.cache/site"
