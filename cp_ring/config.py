@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import typing
-from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -20,6 +19,7 @@ from cp_ring.plan.heads import members_of_node
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text
+from cp_ring.runtime import RUNTIME
 
 Wire = Literal["auto", "plain", "int8", "fp8", "latent"]
 WireDtype = Literal["input", "float32", "bfloat16"]
@@ -43,7 +43,7 @@ A script that imports such a module itself before it parses its arguments needs 
 """
 
 
-@cache
+@RUNTIME.cache()
 def load_plugins() -> None:
     """Imports the modules of the entry point group `PLUGINS`, once."""
     for plugin in importlib.metadata.entry_points(group=PLUGINS):

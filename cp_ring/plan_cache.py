@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
 from threading import Lock
 
 import numpy as np
@@ -19,6 +18,7 @@ from cp_ring.plan.schedule import text
 from cp_ring.plan.shapes import AUTO, choose
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.spec import plan
+from cp_ring.runtime import RUNTIME
 
 MAX_CHOICES = 64
 """How many choices of `auto` are kept: those that were used last."""
@@ -26,7 +26,7 @@ MAX_CHOICES = 64
 _OF_PLANS = "mask, layout, route, schedule and heads"
 Offsets = Sequence[int] | np.ndarray | Tensor
 
-_choices: OrderedDict[tuple[object, ...], tuple[str, int]] = OrderedDict()
+_choices: OrderedDict[tuple[object, ...], tuple[str, int]] = RUNTIME.keep(OrderedDict())
 _lock = Lock()
 
 
@@ -143,13 +143,13 @@ def check_mask_arguments(
         raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}")
 
 
-@lru_cache(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def zigzag(n: int, cp: int) -> Layout:
     """`Layout.zigzag`, made once."""
     return Layout.zigzag(n, cp)
 
 
-@lru_cache(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def _mask(edges: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Mask:
     if len(edges) > 2:
         return Mask.documents(list(edges), causal=causal, window=window)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 
 class Runtime:
@@ -22,10 +21,12 @@ class Runtime:
         self._resets.append(reset or getattr(state, "clear", None) or state.__init__)  # type: ignore[misc]
         return state
 
-    def cache[**P, T](self, maxsize: int | None = None) -> Callable[[Callable[P, T]], Any]:
+    def cache[T](
+        self, maxsize: int | None = None
+    ) -> Callable[[Callable[..., T]], functools._lru_cache_wrapper[T]]:
         """`functools.lru_cache` that a reset empties."""
 
-        def decorate(function: Callable[P, T]) -> Any:
+        def decorate(function: Callable[..., T]) -> functools._lru_cache_wrapper[T]:
             cached = functools.lru_cache(maxsize)(function)
             self._resets.append(cached.cache_clear)
             return cached

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints, integer, offsets
 from cp_ring.plan.tables import Transfer
 from cp_ring.plan_cache import length_of, zigzag
+from cp_ring.runtime import RUNTIME
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -251,14 +251,14 @@ def _rolled(x: Tensor, shift: int, layout: Layout, transport: Transport | None, 
     return out
 
 
-@lru_cache(maxsize=256)
+@RUNTIME.cache(maxsize=256)
 def _owners(layout: Layout, shift: int, rank: int) -> Ints:
     """For each token of the rank, the rank that holds its source."""
     source = (layout.positions(rank) - shift) % layout.n
     return layout.owner[np.searchsorted(layout.edges, source, "right") - 1]
 
 
-@lru_cache(maxsize=1024)
+@RUNTIME.cache(maxsize=1024)
 def _sources(layout: Layout, shift: int, rank: int, peer: int) -> Ints:
     """Tokens of the rank's part that `peer` takes, in the order of the peer's tokens."""
     source = ((layout.positions(peer) - shift) % layout.n)[_owners(layout, shift, peer) == rank]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.runtime import RUNTIME
 
 
 class MaskOfAllRanks(torch.Tensor):
@@ -73,7 +74,7 @@ def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
     return documents_of(packed, tensor.numel(), cp, packed_in_whole_rows())
 
 
-@functools.lru_cache(maxsize=8)
+@RUNTIME.cache(maxsize=8)
 def _rows(batch: int, n: int, layout: str, cp: int) -> Any:
     from cp_ring.megatron.documents import Documents
 

@@ -11,9 +11,7 @@ import torch
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
-from cp_ring.kernels import _chosen
-from cp_ring.megatron import settings
-from cp_ring.observe.watchdog import WATCH, Place
+from cp_ring.runtime import RUNTIME
 from cp_ring.testing.network import ThrottledMesh
 from cp_ring.testing.rank_pool import Ranks
 from tests import needs
@@ -101,25 +99,10 @@ def same_random_tensors() -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_settings() -> Iterator[None]:
-    """A test may change the settings of the process; the next one finds them as they were."""
-    before = settings.current(), settings.packed_in_whole_rows(), settings.layer_windows()
+def as_in_a_new_process() -> Iterator[None]:
+    """A test may change settings, caches and notes of the process; the next one finds them as they were."""
     yield
-    settings.configure(*before)
-
-
-@pytest.fixture(autouse=True)
-def same_place() -> Iterator[None]:
-    """Calls note at which step and layer they are; the next test begins outside of both."""
-    yield
-    WATCH.place, WATCH.asks_device = Place(), True
-
-
-@pytest.fixture(autouse=True)
-def fresh_choice_of_kernels() -> Iterator[None]:
-    """A choice of kernel is kept for the process, but a test may have replaced what it depends on."""
-    yield
-    _chosen.cache_clear()
+    RUNTIME.reset()
 
 
 @pytest.fixture

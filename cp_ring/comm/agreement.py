@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from cp_ring.errors import PlanError
 from cp_ring.observe import debug, threads
+from cp_ring.runtime import RUNTIME
 
 FIRST = 32
 EVERY = 1
@@ -185,7 +186,7 @@ class Agreement:
             ) from None
 
 
-_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = RUNTIME.keep(weakref.WeakKeyDictionary())
 
 
 def agreement_of(group: dist.ProcessGroup) -> Agreement:

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from cp_ring.comm.transport import MessageBatch, Pending, Transport
 from cp_ring.observe.spans import waiting
 from cp_ring.plan.head_split import HeadSplit
 from cp_ring.plan.tables import Exchange, Transfer
+from cp_ring.runtime import RUNTIME
 
 MAX_RANGES = 4
 """A shard that is at most so many ranges of the member's is received where it belongs; another is received as one, and copied."""
@@ -135,7 +135,7 @@ class HeadExchange:
         return x if self._direct else x.index_select(0, _index(self._exchange, x.device))
 
 
-@lru_cache(maxsize=16)
+@RUNTIME.cache(maxsize=16)
 def _index(exchange: Exchange, device: torch.device) -> Tensor:
     """The places in the member's shard of the tokens of its ranks, shard after shard, int64 [S]."""
     places = [torch.arange(start, end) for spans in exchange.ranges for start, end in spans]

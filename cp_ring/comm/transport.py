@@ -24,6 +24,7 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.tables import RankPlan, Transfer
+from cp_ring.runtime import RUNTIME
 
 Buffers = Sequence[Tensor]
 """Tensors of the same tokens, which are their first dimension: keys and values, or the gradients of both."""
@@ -122,7 +123,7 @@ class StagedTransport(GroupTransport):
         return _Staged(super().post(MessageBatch(sends, receives, batch.kind, batch.hop)), receives, batch.receives)
 
 
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = RUNTIME.keep(weakref.WeakKeyDictionary())
 
 
 def transport_for(group: dist.ProcessGroup | DeviceMesh | Transport | None, device: torch.device) -> Transport | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from functools import lru_cache
 
 import torch
 
@@ -12,6 +11,7 @@ from cp_ring.errors import KernelError
 from cp_ring.kernels.base import AttentionKernel, Capabilities, LimitedVarlen, determinism, deterministic
 from cp_ring.kernels.dropout import dropout_dtype
 from cp_ring.ops.merge import merge_
+from cp_ring.runtime import RUNTIME
 
 __all__ = ["REGISTRY", "AttentionKernel", "Capabilities", "choose", "determinism", "deterministic", "merge_", "supports_dropout"]
 
@@ -59,7 +59,7 @@ def supports_dropout(name: str) -> bool:
     return dropout_dtype(importlib.import_module(REGISTRY[name]).KERNEL) is not None
 
 
-@lru_cache(maxsize=256)
+@RUNTIME.cache(maxsize=256)
 def _chosen(
     name: str, candidates: tuple[tuple[str, str], ...], device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
     exact: bool, dropout: bool,

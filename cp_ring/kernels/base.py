@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.tiles import OPEN
+from cp_ring.runtime import RUNTIME
 
 __all__ = [
     "OPEN",
@@ -63,7 +64,7 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-@lru_cache(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def no_random_state(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A random state for operators that want one although dropout is off: int64 zeros, made once."""
     return torch.zeros(shape, dtype=torch.int64, device=device)

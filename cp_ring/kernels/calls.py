@@ -30,6 +30,7 @@ from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import Hop, RankPlan
 from cp_ring.plan.tiles import Tile
 from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
+from cp_ring.runtime import RUNTIME
 
 
 class Statistics:
@@ -97,7 +98,7 @@ class Work:
         return {index: _segments(of_hop) for index, of_hop in updates.items()}
 
 
-_made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = RUNTIME.keep(weakref.WeakKeyDictionary())
 
 
 def work_of(rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool = False) -> Work:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from cp_ring.kernels.base import Packing, deterministic
 from cp_ring.kernels.signatures import bind, name_of, parameters_of
 from cp_ring.kernels.versions import compute_capability
 from cp_ring.kernels.window import WindowKernel
+from cp_ring.runtime import RUNTIME
 
 _HOMES = (
     ("4", "flash_attn.cute.interface", ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd", "_flash_attn_bwd")),
@@ -73,7 +73,7 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
     return bound
 
 
-@lru_cache(maxsize=8)
+@RUNTIME.cache(maxsize=8)
 def _mismatch(functions: Functions) -> str | None:
     """Why the parameters of the installed functions do not fit the adapter's calls; None if they do."""
     packing = Packing(torch.empty(0), torch.empty(0), 0, 0)
@@ -87,7 +87,7 @@ def _mismatch(functions: Functions) -> str | None:
     return None
 
 
-@cache
+@RUNTIME.cache()
 def _installed() -> Functions | str:
     """The fastest version that is installed and runs on this GPU, or why there is none, in one line."""
     reasons = []

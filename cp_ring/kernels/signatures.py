@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from cp_ring.errors import KernelError
+from cp_ring.runtime import RUNTIME
 
 _NOTHING: Mapping[str, Any] = {}
 
 
-@lru_cache(maxsize=256)
+@RUNTIME.cache(maxsize=256)
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """The parameters of `function`, read once.
 
@@ -34,7 +34,7 @@ def bind(
     return {name: values[name] for name in given} | {name: defaults[name] for name in absent}
 
 
-@lru_cache(maxsize=256)
+@RUNTIME.cache(maxsize=256)
 def _names(
     kernel: str, function: Callable[..., Any], known: tuple[str, ...], defaults: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from cp_ring.kernels.versions import cudnn_name, dense_backward_may_be_nan, on_h
 from cp_ring.kernels.window import pad
 from cp_ring.ops.capture import capturing
 from cp_ring.plan.lower import KERNELS
+from cp_ring.runtime import RUNTIME
 
 _BLOCK = 128
 """Tiles whose sizes are not multiples of this go to the function for packed tiles, as a packing of one tile. cuDNN builds a
@@ -69,7 +70,7 @@ class Library(NamedTuple):
     """cuDNN's version, 92500 for 9.25.0."""
 
 
-@cache
+@RUNTIME.cache()
 def _library() -> Library | str:
     """TransformerEngine's functions, or why they cannot be used, in one line."""
     try:
@@ -372,7 +373,7 @@ def _fault_of_cudnn(version: int) -> str | None:
     return None
 
 
-@lru_cache(maxsize=16)
+@RUNTIME.cache(maxsize=16)
 def _generator(device: torch.device, in_graph: bool) -> torch.Generator | None:
     """A generator of its own for TransformerEngine, which advances one in every forward call even if dropout is 0.
 
@@ -431,13 +432,13 @@ def _ask(library: Library, call: Call) -> Any:
     return backend
 
 
-@lru_cache(maxsize=4096)
+@RUNTIME.cache(maxsize=4096)
 def _even(size: int, count: int, device: torch.device) -> Tensor:
     """The ends of `count` sequences of one size, int32 [count + 1]; made once."""
     return torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=4096)
+@RUNTIME.cache(maxsize=4096)
 def _single(queries: int, keys: int, causal: bool, device: torch.device) -> Packing:
     """One tile as a packing; batch rows become heads."""
     return Packing(_even(queries, 1, device), _even(keys, 1, device), queries, keys, -1, 0 if causal else -1)

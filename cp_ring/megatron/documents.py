@@ -6,7 +6,6 @@ documents of its own microbatch: at each pipeline stage, in any order of microba
 
 from __future__ import annotations
 
-import functools
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import RankPlan
+from cp_ring.runtime import RUNTIME
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +181,7 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
     return ranges.offsets(offsets, f"packed_seq_params: {names[0]}")
 
 
-@functools.lru_cache(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def _of_offsets(real: bytes, padded: bytes, cp: int, whole_row: bool, name: str, windows: LayerWindows) -> Documents:
     """The documents of checked int64 offsets. Microbatches in flight are far fewer than what is kept."""
     starts, offsets = (np.frombuffer(x, np.int64) for x in (padded, real))
@@ -200,7 +200,7 @@ def packed_layout(offsets: Ints, cp: int) -> Layout:
     return _whole_row_layout(np.ascontiguousarray(offsets, np.int64).tobytes(), cp, current().layout, layer_windows())
 
 
-@functools.lru_cache(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows) -> Layout:
     edges = np.unique(np.frombuffer(offsets, np.int64))
     if cp == 1:
@@ -210,7 +210,7 @@ def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows)
     return Layout.zigzag(int(edges[-1]), cp)
 
 
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())
 """The version of each tensor on a device that was read, and its values: a read makes the host wait for the device."""
 
 

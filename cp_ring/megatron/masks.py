@@ -6,7 +6,6 @@ loader's worker may send `mask.to_dict()` instead. The mask travels as documents
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from abc import ABC, abstractmethod
@@ -28,6 +27,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import RankPlan
+from cp_ring.runtime import RUNTIME
 
 KEY = "cp_ring_mask"
 """The entry of a batch that declares its mask."""
@@ -36,7 +36,7 @@ PROVE_EVERY = 256
 """After the first plan of each kind, one in this many plans is proven."""
 
 _made = itertools.count()
-_proven: set[tuple[Any, ...]] = set()
+_proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
 default_collate_fn_map[Mask] = lambda masks, **_: list(masks)  # torch's data loader makes a batch of samples with masks
 
@@ -206,7 +206,7 @@ def _mask(given: Any) -> Mask:
         raise ConfigError(f"{KEY}: {error}") from None
 
 
-@functools.lru_cache(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
     left, right = window[0], -1 if causal else window[1]
     return mask if left < 0 and right < 0 else mask & (left, right)

@@ -5,7 +5,6 @@ A plan is shared by all layers. For documents see `documents`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.spec import plan
+from cp_ring.runtime import RUNTIME
 
 _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
@@ -23,7 +23,7 @@ def make_layout(name: str, n: int, cp: int) -> Layout:
     return _layout(LAYOUTS[name], n, cp, layer_windows() if name == "balanced" else ())
 
 
-@functools.lru_cache(maxsize=16)
+@RUNTIME.cache(maxsize=16)
 def _layout(make: Callable[[Mask, int], Layout], n: int, cp: int, windows: LayerWindows) -> Layout:
     return (
         Layout.balanced([(Mask.causal(n, window), layers) for window, layers in windows], cp)
@@ -32,7 +32,7 @@ def _layout(make: Callable[[Mask, int], Layout], n: int, cp: int, windows: Layer
     )
 
 
-@functools.lru_cache(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def _mask(kind: str, n: int, window: tuple[int, int]) -> Mask:
     return _MASKS[kind](n, window=window)
 

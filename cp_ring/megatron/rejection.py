@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 
 from cp_ring import signals
 from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.runtime import RUNTIME
 
 _OURS = (ConfigError, KernelError, PlanError)
 _KEY = "cp_ring/rejected"
 _ERRORS = "TORCHELASTIC_ERROR_FILE"
 _LIMIT = datetime.timedelta(minutes=1)  # for an answer of torch's launcher, which may be gone
-_noted: set[str] = set()
+_noted: set[str] = RUNTIME.keep(set())
 
 
 def reject(message: str, code: int = 2) -> NoReturn:

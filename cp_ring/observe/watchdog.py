@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.observe import threads
+from cp_ring.runtime import RUNTIME
 
 EXIT_CODE = 3
 _KEY = "cp_ring/watchdog/"
@@ -82,8 +83,8 @@ class Watch:
         return min(list(self.waits.values()), key=lambda wait: wait[1], default=(None, 0.0))
 
 
-WATCH = Watch()
-_calls: Counter[int | str] = Counter()
+WATCH = RUNTIME.keep(Watch())
+_calls: Counter[int | str] = RUNTIME.keep(Counter())
 
 
 def enter(layer: int | str, step: int = 0) -> Place:

@@ -8,10 +8,11 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
+
+from cp_ring.runtime import RUNTIME
 
 RETRY_S = 60.0
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class FusedFunction:
         return True
 
 
-@cache
+@RUNTIME.cache()
 def _say(reason: str, passing: bool) -> None:
     """Warns once for each reason."""
     until = f"; it is tried again {RETRY_S:g} s later" if passing else ""

@@ -7,7 +7,6 @@ the search that makes the tables.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, expand, overlaps
 from cp_ring.plan.tables import Transfer
 from cp_ring.plan.verify import check_layout
+from cp_ring.runtime import RUNTIME
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ def _tokens(layout: Layout, ranks: Ints, starts: Ints, counts: Ints, what: str) 
     return everything[expand((np.cumsum(held) - held)[ranks] + starts, counts)[1]]
 
 
-@lru_cache(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def conversion(before: Layout, after: Layout) -> Conversion:
     """The proven conversion; the same layouts give that of an earlier call. Raises `PlanError` as `Conversion.build`."""
     made = Conversion.build(before, after)

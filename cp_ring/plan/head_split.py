@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import integer
+from cp_ring.runtime import RUNTIME
 
 Span = tuple[int, int]
 
@@ -48,7 +48,7 @@ class HeadSplit:
         return max(sum(len(group[place]) for group in self.repeated) for place in range(self.size))
 
 
-@lru_cache(maxsize=256)
+@RUNTIME.cache(maxsize=256)
 def split_heads(heads: int, kv_heads: int, size: int) -> HeadSplit:
     """`heads` query heads and `kv_heads` key/value heads over the `size` ranks of a member, proven (`check_heads`).
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from cp_ring.plan.ranges import Ints
+from cp_ring.runtime import RUNTIME
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _wrapped(number: Any, size: int) -> Any:
     return number + size * (number < 0)
 
 
-@lru_cache(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def _nodes(cp: int, size: int) -> tuple[Ints, Ints]:
     """Of each rank: the first one of its node, and its place in the node."""
     ranks = np.arange(cp)

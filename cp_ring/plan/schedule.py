@@ -17,7 +17,6 @@ as many shards as its hop has sources.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -26,6 +25,7 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import Ints, integer
 from cp_ring.plan.rates import RATES, Rates, stage_seconds
 from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.runtime import RUNTIME
 
 Schedule = tuple[int, ...]
 
@@ -149,7 +149,7 @@ def group_sizes(hops: Schedule) -> list[int]:
     return [int(size) for size in np.bincount(hops)[1:]]
 
 
-@lru_cache(maxsize=1024)
+@RUNTIME.cache(maxsize=1024)
 def auto(cp: int, tokens: int, slot_shards: int = SLOT_SHARDS, node_size: int = 1, rates: Rates = RATES) -> Schedule:
     """The schedule of least time by a model, with at most `slot_shards` sources a hop.
 

@@ -10,11 +10,12 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import text
+from cp_ring.runtime import RUNTIME
 
 MAX_PLANS = 64
 """How many plans are kept: those that were used last."""
 
-_plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+_plans: OrderedDict[tuple[object, ...], Plan] = RUNTIME.keep(OrderedDict())
 _lock = Lock()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import files, folders, manifest, unpickle
 from cp_ring.megatron.rejection import error_within, note
+from cp_ring.runtime import RUNTIME
 
 # Attribute of Megatron's arguments, and the flag that sets it.
 _SHAPE = (
@@ -132,7 +133,7 @@ def candidates(load: Path, wanted: int | None) -> tuple[list[int], int | None]:
     return [number for number in reversed(there) if (folders.folder_of(load, number) / manifest.NAME).is_file()], None
 
 
-_fallbacks: dict[str, int] = {}
+_fallbacks: dict[str, int] = RUNTIME.keep({})
 
 
 def fallback_iteration(load: Path) -> int | None:

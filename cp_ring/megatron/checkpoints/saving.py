@@ -27,6 +27,7 @@ from cp_ring.megatron.checkpoints.writers import SUMS
 from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.megatron.settings import current
 from cp_ring.observe import watchdog
+from cp_ring.runtime import RUNTIME
 
 _SHARD = re.compile(r".*?__(\d+)_\d+\.distcp")
 
@@ -55,7 +56,7 @@ class _State:
         self.errors, self.writing = [], set()
 
 
-_state = _State()
+_state = RUNTIME.keep(_State())
 
 
 def guarding() -> bool:
