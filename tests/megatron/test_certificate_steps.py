@@ -116,7 +116,7 @@ def ended(monkeypatch):
 
         for name, function in (("reject", reject), ("note", said.append)):
             monkeypatch.setattr(module.rejection, name, function)
-        monkeypatch.setattr(module, "run_probes", lambda args, step=None: certificate)
+        monkeypatch.setattr(module, "run_probes", lambda args, **options: certificate)
         monkeypatch.setattr(module.settings, "current", lambda: SimpleNamespace(certify=choice))
         monkeypatch.setattr(module.dist, "get_rank", lambda: 1)
         try:

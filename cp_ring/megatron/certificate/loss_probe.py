@@ -200,9 +200,10 @@ def probe_loss(
     whole = with_changes(tiny, {"context_parallel_size": 1})
     long = _long_kind(args, kinds[0])
     long_batch, long_positions = _drawn(args, long, seed, distinct=True)
-    with arguments_in_force(tiny, one_stage(alone)):
+    with ExitStack() as done, arguments_in_force(tiny, one_stage(alone)):
         with attempting("no tiny model can be built from the job's flags"):
             model = build(tiny)
+        done.callback(_without_groups, model)
         name = name_of(tiny, model)
         with arguments_in_force(with_changes(tiny, _sizes(long)), one_stage(alone)):
             seen = batch_probe.observe(model, step, long_batch.fresh(), VOCABULARY)
@@ -212,12 +213,14 @@ def probe_loss(
     with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own):
         twin = build(whole)
         twin.load_state_dict(model.state_dict())
-    with arguments_in_force(with_changes(whole, _sizes(long)), one_rank(alone)), _whole_rows_in_force(long_batch, own):
-        truth = batch_probe.observe(twin, theirs, long_batch.fresh(), VOCABULARY)
-    with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own), routed_by_rank(whole, positions):
-        _attend_densely(twin, batch.spans)
-        run_by_document(twin, batch.spans)
-        plain, *weighted = _train(whole, twin, batch, theirs, None, *weights)
+    with ExitStack() as done:
+        done.callback(_without_groups, twin)
+        with arguments_in_force(with_changes(whole, _sizes(long)), one_rank(alone)), _whole_rows_in_force(long_batch, own):
+            truth = batch_probe.observe(twin, theirs, long_batch.fresh(), VOCABULARY)
+        with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own), routed_by_rank(whole, positions):
+            _attend_densely(twin, batch.spans)
+            run_by_document(twin, batch.spans)
+            plain, *weighted = _train(whole, twin, batch, theirs, None, *weights)
     twins = plain, weighted[0] if weighted else plain
     rank = _rank()
     found = _compare(ours, *twins, own, positions[rank].to(own_device()), (name, kinds[0].mask))
@@ -399,9 +402,13 @@ def _train(args: argparse.Namespace, model: Any, batch: Microbatch, step: Forwar
         return outcomes
     finally:
         wrapped.grad_accs.clear()  # a cycle through autograd, which would keep the model and its groups alive
-        for module in model.modules():  # Megatron's caches keep some of them, and their groups must close
-            for name in [name for name, value in vars(module).items() if isinstance(value, dist.ProcessGroup)]:
-                delattr(module, name)
+
+
+def _without_groups(model: Any) -> None:
+    """Takes the process groups from a model that is done: Megatron's caches keep some of its modules, and groups must close."""
+    for module in model.modules():
+        for name in [name for name, value in vars(module).items() if isinstance(value, dist.ProcessGroup)]:
+            delattr(module, name)
 
 
 def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Tensor | None) -> Outcome:
