@@ -53,7 +53,7 @@ def rejecting() -> Iterator[None]:
         yield
     except _OURS as error:
         reject(str(error))
-    except Exception as error:
+    except BaseException as error:  # `CheckpointException` is no `Exception`
         ours = error_within(error)
         if ours is None:
             raise
