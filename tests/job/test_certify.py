@@ -57,7 +57,7 @@ def test_a_job_on_two_ranks(tmp_path):
     assert re.search(r"mask of gradients .* layer 1 \(window .* passed", done.stdout)
     assert re.search(r"gradient norm .* tiny model of 1 .* passed", done.stdout)
     assert done.stdout.startswith("\u250f")  # the table and the line behind it, and nothing of what the ranks print
-    assert re.search(r"cp_ring: 14 of 14 probes passed in \d+\.\d s$", done.stdout.strip())
+    assert re.search(r"cp_ring: (\d+) of \1 probes passed in \d+\.\d s$", done.stdout.strip())
     assert len(done.stderr.splitlines()) <= 6, done.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["logs"]
     assert "hidden_size" in log_of(tmp_path, command="certify")

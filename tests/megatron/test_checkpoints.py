@@ -9,8 +9,8 @@ import io
 import json
 import os
 import pickle
-import re
 import random
+import re
 import shutil
 import signal
 import struct

@@ -32,7 +32,8 @@ def cover(
         open_pairs = sorted(missing - hopeless)
         pair = open_pairs[random.integers(len(open_pairs))] if open_pairs else None
         start = starts.pop(0) if starts else _row(pair) if pair else {}
-        row = next((found for _ in range(_TRIES) if (found := _filled(start, factors, allowed, missing - hopeless, random))), None)
+        new = missing - hopeless
+        row = next((found for _ in range(_TRIES) if (found := _filled(start, factors, allowed, new, random))), None)
         if row is None and pair is not None and start == _row(pair):
             hopeless.add(pair)
         elif row is None:

@@ -24,7 +24,7 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_bl
 def check_plan(plan: Plan) -> None:
     """The proof accepts the plan, its tiles paint the mask, also after lowering, and a rank plan built alone is the same."""
     report = plan.verify(rank_plans=True)
-    tiles, _ = tiles_in_stream(plan)
+    tiles, _ = tiles_in_stream(plan.ring)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
     for capabilities in CAPABILITIES:
