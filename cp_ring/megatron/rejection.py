@@ -21,6 +21,7 @@ from cp_ring.runtime import RUNTIME
 _OURS = (ConfigError, KernelError, PlanError)
 _KEY = "cp_ring/rejected"
 _ERRORS = "TORCHELASTIC_ERROR_FILE"
+_SKEW_S = 30.0  # between the starts of the ranks of a job, where a script starts them without a launcher
 _LIMIT = datetime.timedelta(minutes=1)  # for an answer of torch's launcher, which may be gone
 _noted: set[str] = RUNTIME.keep(set())
 
@@ -108,7 +109,7 @@ def _turn_by_file() -> Iterator[bool]:
     """`_turn` by a lock on a file: the one that the batch script gives to all ranks, or one for the ranks of this host."""
     shared = os.environ.get(_ERRORS)
     job = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")]
-    name = f"cp_ring-rejected-{os.getuid()}-{'-'.join(job).replace('/', '-')}"
+    name = f"cp_ring-rejected-{os.getuid()}-{os.getpgrp()}-{'-'.join(job).replace('/', '-')}"
     with contextlib.ExitStack() as opened:
         try:
             file = opened.enter_context(Path(shared or Path(tempfile.gettempdir(), name)).open("a+"))
@@ -118,7 +119,7 @@ def _turn_by_file() -> Iterator[bool]:
         except OSError:
             yield True
             return
-        first = not said if shared else not said or float(said) < _begin()  # by an earlier job of the same name
+        first = not said if shared else not said or float(said) < _begin() - _SKEW_S  # by an earlier job of the same name
         yield first
         if first and not shared:
             file.truncate(0)

@@ -13,7 +13,7 @@ import torch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, lock, manifest
 from cp_ring.testing.rank_pool import LIMIT_S
-from tests.megatron.launch import trace, train
+from tests.megatron.launch import attempt
 
 
 @pytest.fixture(autouse=True)
@@ -229,10 +229,9 @@ def test_the_second_of_two_jobs_ends_before_it_trains(tmp_path, monkeypatch):
     running = folders.unfinished(folders.folder_of(saves, 2), held.owner.token)
     running.mkdir()
     flags = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "2", "--save-interval", "1"]
-    train(2, {"second": [*flags, "--save", str(saves), "--load", str(saves)]}, tmp_path, codes={"second": 2})
-    errors = [line for line in (tmp_path / "second.log").read_text().splitlines() if line.startswith("cp_ring: error: ")]
-    assert len(errors) == 1 and f"--save {saves}: another job writes its checkpoints there" in errors[0]
-    assert sorted(saves.iterdir()) == sorted([held.path, running]) and not trace(tmp_path, "second")
+    done = attempt(2, "second", [*flags, "--save", str(saves), "--load", str(saves)], tmp_path)
+    assert done.code == 2 and f"--save {saves}: another job writes its checkpoints there" in done.rejected
+    assert sorted(saves.iterdir()) == sorted([held.path, running]) and not done.losses
 
 
 def test_the_watchdog_pauses_during_a_save():

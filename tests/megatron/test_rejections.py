@@ -30,8 +30,9 @@ BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
 @pytest.fixture
-def parse(monkeypatch):
-    """Parses flags with Megatron's own patched parser, as rank 0 of 4."""
+def parse(monkeypatch, tmp_path):
+    """Parses flags with Megatron's own patched parser, as rank 0 of 4, in a job of its own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     patches.get("arguments").apply()
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
