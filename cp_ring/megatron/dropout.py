@@ -31,7 +31,7 @@ def number_of_prediction(depth: int, index: int) -> int:
 
 
 def next_key(layer_number: int, calls: int = 1) -> int:
-    """The key of the next call of a layer, which a microbatch passes `calls` times: one MTP layer may serve all depths."""
+    """The key of the next call of a layer, which a microbatch passes `calls` times: one MTP layer may be that of all depths."""
     from megatron.core import tensor_parallel  # heavy, and installed with Megatron only
 
     tracker = tensor_parallel.get_cuda_rng_tracker()

@@ -262,12 +262,13 @@ def test_quick_checks_come_first_and_each_tells_its_time(checks):
     done, calls = checks("-m slow -k layout")
     assert done.returncode == 0, done.stderr
     words = [call.split() for call in calls]
-    assert [word[0] for word in words[:3]] == ["ruff", "mypy", "lint-imports"]
-    assert words[3][:4] == ["python", "-m", "mkdocs", "build"] and "--strict" in words[3]
-    assert words[4][:3] == ["python", "-m", "pytest"] and words[4][-4:] == ["-m", "slow", "-k", "layout"]
-    assert "--durations=15" in words[4] and "loadgroup" in words[4]
+    assert [word[0] for word in words[:4]] == ["ruff", "python", "mypy", "lint-imports"]
+    assert words[1][1:] == ["launch/budget.py"]
+    assert words[4][:4] == ["python", "-m", "mkdocs", "build"] and "--strict" in words[4]
+    assert words[5][:3] == ["python", "-m", "pytest"] and words[5][-4:] == ["-m", "slow", "-k", "layout"]
+    assert "--durations=15" in words[5] and "loadgroup" in words[5]
     times = [line.split("cp_ring: ")[1].split("  ")[0] for line in done.stdout.splitlines() if line.endswith(" s")]
-    assert times == ["ruff", "mypy", "import-linter", "documentation", "tests", "all, without installation"]
+    assert times == ["ruff", "budget", "mypy", "import-linter", "documentation", "tests", "all, without installation"]
     assert len(re.findall(r" {2,}\d+ s +\d+ CPU s$", done.stdout, re.MULTILINE)) == len(times)
 
 
@@ -278,7 +279,7 @@ def test_cpu_seconds_are_those_of_all_commands_that_have_ended(machine):
     assert second - first >= 2 and third - second >= 2, done.stdout
 
 
-@pytest.mark.parametrize(("fail", "stages"), [("mypy", 2), ("mkdocs", 4), ("loadgroup", 5)])
+@pytest.mark.parametrize(("fail", "stages"), [("mypy", 3), ("mkdocs", 5), ("loadgroup", 6)])
 def test_a_failure_ends_the_run(checks, fail, stages):
     done, calls = checks(fail=fail)
     assert done.returncode != 0 and len(calls) == stages

@@ -4,7 +4,6 @@ import argparse
 import collections
 import enum
 import errno
-import functools
 import io
 import json
 import os
@@ -179,42 +178,43 @@ def test_all_ranks_fall_back_to_the_last_good_checkpoint(pool, checkpoint, damag
         assert last_good(checkpoint) == wanted
 
 
-def load_while(change, group, load):
-    """What this rank says where one rank does `change` to the newest checkpoint after all have verified it."""
-    from cp_ring.megatron.checkpoints import loading
-
-    folder, before = loading.agree_on_iteration(argparse.Namespace(load=str(load), save=None, ckpt_step=None))
-    try:
-        with loading.as_verified(folder, before):
-            if group.rank() == 1:
-                change(folder)
-            torch.distributed.barrier()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def put_another_checkpoints_shard(folder):
     aside = folder.parent / "aside"
     shutil.copyfile(folders.folder_of(folder.parent, 6) / "__1_0.distcp", aside)
     os.replace(aside, folder / "__1_0.distcp")
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (put_another_checkpoints_shard, "__1_0.distcp"),
-        (lambda folder: flip(folder / "__0_0.distcp"), "__0_0.distcp"),
-        (lambda folder: (folder / "__0_1.distcp").write_bytes(b"new"), "__0_1.distcp"),
-        (lambda folder: (folder / ".metadata").unlink(), ".metadata"),
-    ],
-)
-def test_what_changes_between_its_verification_and_the_end_of_loading_is_rejected(pool, checkpoint, change, named):
-    told = pool.run(functools.partial(load_while, change), 4, checkpoint)
-    place = folders.folder_of(checkpoint, 8) / named
+CHANGES = {
+    "__1_0.distcp": put_another_checkpoints_shard,
+    "__0_0.distcp": lambda folder: flip(folder / "__0_0.distcp"),
+    "__0_1.distcp": lambda folder: (folder / "__0_1.distcp").write_bytes(b"new"),
+    ".metadata": lambda folder: (folder / ".metadata").unlink(),
+    "": lambda folder: None,
+}
+
+
+def load_while(group, changed, load):
+    """What this rank says where one rank changes a file of the newest checkpoint after all have verified it."""
+    from cp_ring.megatron.checkpoints import loading
+
+    folder, before = loading.agree_on_iteration(argparse.Namespace(load=str(load), save=None, ckpt_step=None))
+    try:
+        with loading.as_verified(folder, before):
+            if group.rank() == 1:
+                CHANGES[changed](folder)
+            torch.distributed.barrier()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("changed", [name for name in CHANGES if name])
+def test_what_changes_between_its_verification_and_the_end_of_loading_is_rejected(pool, checkpoint, changed):
+    told = pool.run(load_while, 4, changed, checkpoint)
+    place = folders.folder_of(checkpoint, 8) / changed
     why = f"{place} was replaced or changed while it was loaded"
     assert set(told) == {f"the checkpoint is not what was verified: {why}: start the job again"}
-    assert pool.run(functools.partial(load_while, lambda folder: None), 4, checkpoint)[0] == ""
+    assert pool.run(load_while, 4, "", checkpoint)[0] == ""
 
 
 def test_what_fails_to_load_because_it_was_changed_says_so(checkpoint):

@@ -24,9 +24,9 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def settings_of(monkeypatch):
+def settings_of():
     def configure(**values):
-        monkeypatch.setattr(settings, "_current", ContextParallelConfig.make(enabled=True, **values))
+        settings.configure(ContextParallelConfig.make(enabled=True, **values))
 
     return configure
 

@@ -233,8 +233,8 @@ def _long_kind(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
     n = args.seq_length or kind.tokens
     if kind.mask == "packed" and not settings.packed_in_whole_rows():
         n -= n % (4 * args.context_parallel_size)
-    rows = 1 if kind.mask == "packed" else max(1, min(args.micro_batch_size, MOST_TOKENS // n))
-    return replace(kind, tokens=n, batch_size=rows)
+    batch = 1 if kind.mask == "packed" else max(1, min(args.micro_batch_size, MOST_TOKENS // n))
+    return replace(kind, tokens=n, batch_size=batch)
 
 
 def _sizes(kind: LayerKind) -> dict[str, int]:

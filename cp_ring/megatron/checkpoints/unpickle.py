@@ -1,6 +1,6 @@
 """Checkpoints are data: loading one never runs code that is stored in it.
 
-Every pickle goes through a reader of our own, `_Gate`. It finds the names of one table, and each `Entry` of it says which
+Every pickle goes through a reader of our own, `_Gate`. It finds the names of one table, and each `Allowed` of it says which
 arguments its name takes and which state its objects take; torch's own list for `weights_only`, and what libraries declare safe,
 add nothing. A name never becomes the class or function itself while a pickle is read, so nothing in a pickle can call it or hand
 it on. A state is given once, and only to an object that the same load has made; members of enumerations are looked up by value.
@@ -58,7 +58,7 @@ Check = Callable[[Any], bool]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Entry:
+class Allowed:
     """Stands for a name while a pickle is read.
 
     Attributes:
@@ -112,7 +112,7 @@ def _are_counts(value: Any) -> bool:
     return type(value) in (tuple, torch.Size) and all(map(_is_count, value))
 
 
-def _entries(*entries: Entry) -> dict[str, Entry]:
+def _entries(*entries: Allowed) -> dict[str, Allowed]:
     return {entry.name: entry for entry in entries}
 
 
@@ -142,7 +142,7 @@ def _tuple_of(*checks: Check) -> Check:
     return lambda value: type(value) is tuple and len(value) == len(checks) and all(map(_passes, checks, value))
 
 
-def _by_value(kind: Any, name: str) -> Entry:
+def _by_value(kind: Any, name: str) -> Allowed:
     """The entry of an enumeration: its members by their values, and nothing new."""
 
     def look_up(value: Any) -> Any:
@@ -151,38 +151,38 @@ def _by_value(kind: Any, name: str) -> Entry:
                 return member
         raise _rejected(f"of the value {value!r:.60}, which {name} does not have")
 
-    return Entry(name, look_up, (lambda value: True,), 1)
+    return Allowed(name, look_up, (lambda value: True,), 1)
 
 
 _INT, _TEXT, _BYTES, _FLAG, _LIST = _of(int), _of(str), _of(bytes), _of(bool), _of(list)
 _INT_OR_NONE = _of(int, types.NoneType)
 _PLAIN = _entries(
-    Entry("builtins.set", set, (_LIST,)),
-    Entry("builtins.frozenset", frozenset, (_LIST,)),
-    Entry("builtins.bytes", bytes),
-    Entry("builtins.bytearray", bytearray, (_BYTES,)),
-    Entry("builtins.complex", complex, (_of(float), _of(float)), 2),
-    Entry("builtins.range", range, (_INT, _INT, _INT), 3),
-    Entry("builtins.slice", slice, (_INT_OR_NONE,) * 3, 3),
-    Entry("_codecs.encode", lambda text, _: text.encode("latin-1"), (_TEXT, lambda code: code in ("latin1", "latin-1")), 2),
-    Entry("collections.OrderedDict", collections.OrderedDict, (_LIST,), fill=_fill_attributes),
-    Entry("collections.Counter", collections.Counter, (_of(dict),)),
-    Entry("collections.deque", collections.deque, (_of(tuple, list), _INT_OR_NONE)),
-    Entry("argparse.Namespace", argparse.Namespace, fill=_fill_attributes),
-    Entry("types.SimpleNamespace", types.SimpleNamespace, fill=_fill_attributes),
-    Entry("_io.BytesIO", io.BytesIO, (), fill=_fill_by_own(_tuple_of(_BYTES, _is_count, _of(types.NoneType)))),
-    Entry("datetime.date", datetime.date, (_BYTES,), 1),
-    Entry("datetime.time", datetime.time, (_BYTES, _of(datetime.timezone)), 1),
-    Entry("datetime.datetime", datetime.datetime, (_BYTES, _of(datetime.timezone)), 1),
-    Entry("datetime.timedelta", datetime.timedelta, (_INT,) * 3, 3),
-    Entry("datetime.timezone", datetime.timezone, (_of(datetime.timedelta), _TEXT), 1),
+    Allowed("builtins.set", set, (_LIST,)),
+    Allowed("builtins.frozenset", frozenset, (_LIST,)),
+    Allowed("builtins.bytes", bytes),
+    Allowed("builtins.bytearray", bytearray, (_BYTES,)),
+    Allowed("builtins.complex", complex, (_of(float), _of(float)), 2),
+    Allowed("builtins.range", range, (_INT, _INT, _INT), 3),
+    Allowed("builtins.slice", slice, (_INT_OR_NONE,) * 3, 3),
+    Allowed("_codecs.encode", lambda text, _: text.encode("latin-1"), (_TEXT, lambda code: code in ("latin1", "latin-1")), 2),
+    Allowed("collections.OrderedDict", collections.OrderedDict, (_LIST,), fill=_fill_attributes),
+    Allowed("collections.Counter", collections.Counter, (_of(dict),)),
+    Allowed("collections.deque", collections.deque, (_of(tuple, list), _INT_OR_NONE)),
+    Allowed("argparse.Namespace", argparse.Namespace, fill=_fill_attributes),
+    Allowed("types.SimpleNamespace", types.SimpleNamespace, fill=_fill_attributes),
+    Allowed("_io.BytesIO", io.BytesIO, (), fill=_fill_by_own(_tuple_of(_BYTES, _is_count, _of(types.NoneType)))),
+    Allowed("datetime.date", datetime.date, (_BYTES,), 1),
+    Allowed("datetime.time", datetime.time, (_BYTES, _of(datetime.timezone)), 1),
+    Allowed("datetime.datetime", datetime.datetime, (_BYTES, _of(datetime.timezone)), 1),
+    Allowed("datetime.timedelta", datetime.timedelta, (_INT,) * 3, 3),
+    Allowed("datetime.timezone", datetime.timezone, (_of(datetime.timedelta), _TEXT), 1),
     *(
-        Entry(f"pathlib.{kind.__name__}", lambda *parts, kind=kind: kind(*parts), (_TEXT,) * 256)
+        Allowed(f"pathlib.{kind.__name__}", lambda *parts, kind=kind: kind(*parts), (_TEXT,) * 256)
         for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
     ),
-    Entry("torch.Size", torch.Size, (_are_counts,), 1),
-    Entry("torch.device", torch.device, (_TEXT, _is_count), 1),
-    Entry("torch.serialization._get_layout", lambda name: _torch_value(name.removeprefix("torch.")), (_TEXT,), 1),
+    Allowed("torch.Size", torch.Size, (_are_counts,), 1),
+    Allowed("torch.device", torch.device, (_TEXT, _is_count), 1),
+    Allowed("torch.serialization._get_layout", lambda name: _torch_value(name.removeprefix("torch.")), (_TEXT,), 1),
 )
 
 
@@ -230,17 +230,17 @@ def _scalar(kind: _DataType, data: bytes) -> Any:
     return np.frombuffer(data, kind.plain)[0]
 
 
-_NDARRAY = Entry("numpy.ndarray")
+_NDARRAY = Allowed("numpy.ndarray")
 _CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY = _entries(
     _NDARRAY,
-    Entry("numpy.dtype", _DataType, (_TEXT, _FLAG, _FLAG), 1, fill=_fill_data_type),
+    Allowed("numpy.dtype", _DataType, (_TEXT, _FLAG, _FLAG), 1, fill=_fill_data_type),
     *(
-        Entry(f"{core}._reconstruct", lambda *_: np.empty(0, np.int8), (_is_one_of(_NDARRAY), _of(tuple), _BYTES), 3,
+        Allowed(f"{core}._reconstruct", lambda *_: np.empty(0, np.int8), (_is_one_of(_NDARRAY), _of(tuple), _BYTES), 3,
               fill=_fill_array)
         for core in _CORES
     ),
-    *(Entry(f"{core}.scalar", _scalar, (_of(_DataType), _BYTES), 2) for core in _CORES),
+    *(Allowed(f"{core}.scalar", _scalar, (_of(_DataType), _BYTES), 2) for core in _CORES),
 )  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def _with_attributes(tensor: Any, state: Any) -> Any:
     return tensor
 
 
-def _retyped(rebuild: Entry, kind: Entry, args: Any, state: Any) -> Any:
+def _retyped(rebuild: Allowed, kind: Allowed, args: Any, state: Any) -> Any:
     """For torch's `_rebuild_from_type_v2`: a tensor with attributes."""
     tensor = rebuild.call(args)
     return _with_attributes(tensor.as_subclass(torch.nn.Parameter) if kind is _PARAMETER else tensor, state)
@@ -290,24 +290,24 @@ def _no_hooks(value: Any) -> bool:
     return not value and type(value) in (collections.OrderedDict, types.NoneType)
 
 
-_TENSOR, _PARAMETER = Entry("torch.Tensor"), Entry("torch.nn.parameter.Parameter")
+_TENSOR, _PARAMETER = Allowed("torch.Tensor"), Allowed("torch.nn.parameter.Parameter")
 _STORED: tuple[Check, ...] = (
     _of(torch.storage.TypedStorage), _is_count, _are_counts, _are_counts, _FLAG, _no_hooks,
 )  # fmt: skip
 _REBUILD = _entries(
-    Entry("torch._utils._rebuild_tensor_v2", _tensor_v2, (*_STORED, _is_about_tensor), 6),
-    Entry("torch._utils._rebuild_tensor_v3", _tensor_v3, (*_STORED, _of(torch.dtype), _is_about_tensor), 7),
-    Entry("torch._utils._rebuild_parameter", _parameter, (_of(torch.Tensor), _FLAG, _no_hooks), 3),
+    Allowed("torch._utils._rebuild_tensor_v2", _tensor_v2, (*_STORED, _is_about_tensor), 6),
+    Allowed("torch._utils._rebuild_tensor_v3", _tensor_v3, (*_STORED, _of(torch.dtype), _is_about_tensor), 7),
+    Allowed("torch._utils._rebuild_parameter", _parameter, (_of(torch.Tensor), _FLAG, _no_hooks), 3),
 )
 _TORCH = _REBUILD | _entries(
     _TENSOR,
     _PARAMETER,
-    Entry("torch._utils._rebuild_parameter_with_state", _parameter, (_of(torch.Tensor), _FLAG, _no_hooks, _of(dict)), 4),
-    Entry(
+    Allowed("torch._utils._rebuild_parameter_with_state", _parameter, (_of(torch.Tensor), _FLAG, _no_hooks, _of(dict)), 4),
+    Allowed(
         "torch._tensor._rebuild_from_type_v2", _retyped,
         (_is_one_of(*_REBUILD.values()), _is_one_of(_TENSOR, _PARAMETER), _of(tuple), _of(dict, types.NoneType)), 4,
     ),
-    Entry("torch._C.Generator", torch.Generator, (_of(torch.device),), 1,
+    Allowed("torch._C.Generator", torch.Generator, (_of(torch.device),), 1,
           fill=_fill_by_own(_tuple_of(_INT, _INT_OR_NONE, _of(torch.Tensor)))),
 )  # fmt: skip
 
@@ -332,7 +332,7 @@ _ENUM_PACKAGES = ("megatron.core.", "transformer_engine.common.")
 _PACKAGES = ("torch", "numpy", "megatron", "transformer_engine", "cp_ring")  # nothing of them passes as a type of a user
 
 
-def _of_package(module: str, name: str) -> Entry | None:
+def _of_package(module: str, name: str) -> Allowed | None:
     """The entry of a listed class: an enumeration, a named tuple, or one whose instances are their attributes."""
     kind = getattr(importlib.import_module(module), name, None)
     label = f"{module}.{name}"
@@ -342,12 +342,12 @@ def _of_package(module: str, name: str) -> Entry | None:
         return None
     if issubclass(kind, tuple):
         fields: Any = getattr(kind, "_fields", ())
-        return Entry(label, kind, (lambda value: not isinstance(value, Entry),) * len(fields), len(fields))
+        return Allowed(label, kind, (lambda value: not isinstance(value, Allowed),) * len(fields), len(fields))
     own = name == "TensorProperties"
-    return Entry(label, lambda: kind.__new__(kind), fill=_fill_by_own(_of(tuple)) if own else _fill_attributes)
+    return Allowed(label, lambda: kind.__new__(kind), fill=_fill_by_own(_of(tuple)) if own else _fill_attributes)
 
 
-def _enumeration(module: str, name: str) -> Entry | None:
+def _enumeration(module: str, name: str) -> Allowed | None:
     """The entry of an enumeration of Megatron or TransformerEngine, whose module the program has imported."""
     loaded = sys.modules.get(module) if module.startswith(_ENUM_PACKAGES) else None
     kind = getattr(loaded, "__dict__", {}).get(name)
@@ -356,7 +356,7 @@ def _enumeration(module: str, name: str) -> Entry | None:
     return None
 
 
-def _of_user() -> dict[str, Entry]:
+def _of_user() -> dict[str, Allowed]:
     """What the program, and no package that cp_ring knows, has declared safe."""
     found = {}
     for declared in torch.serialization.get_safe_globals():
@@ -364,7 +364,7 @@ def _of_user() -> dict[str, Entry]:
         if name.split(".")[0] in _PACKAGES:
             continue
         new = functools.partial(thing.__new__, thing) if isinstance(thing, type) else None
-        entry = Entry(name, thing, None, fill=_fill_as_pickle, new=new)
+        entry = Allowed(name, thing, None, fill=_fill_as_pickle, new=new)
         found[name] = _by_value(thing, name) if isinstance(thing, enum.EnumMeta) else entry
     return found
 
@@ -418,12 +418,12 @@ class _Gate(_PythonUnpickler):
     In Python, since the one in C lets nobody see which object is given which state: 7 s instead of 3 s for 100,000 tensors.
     """
 
-    entries: ClassVar[dict[str, Entry]] = {}
+    entries: ClassVar[dict[str, Allowed]] = {}
     classes: ClassVar[dict[str, str]] = {}
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
-        self.made: dict[int, tuple[Any, Entry]] = {}  # by identity: what takes a state and has none yet
+        self.made: dict[int, tuple[Any, Allowed]] = {}  # by identity: what takes a state and has none yet
 
     def load_reduce(self) -> None:
         """Calls an entry."""
@@ -435,7 +435,7 @@ class _Gate(_PythonUnpickler):
 
     def _call(self, new: bool) -> None:
         args, entry = self.stack.pop(), self.stack.pop()
-        if type(entry) is not Entry:
+        if type(entry) is not Allowed:
             raise _rejected(f"that calls {entry!r:.60}")
         found = entry.call(args, new)
         if entry.fill is not None:
@@ -606,7 +606,7 @@ class ExtraStateUnpickler(_Gate):
 
     entries = _PLAIN | _NUMPY | _TORCH | _entries(
         *(
-            Entry(name, lambda data: storage_from_bytes(data), (_BYTES,), 1)
+            Allowed(name, lambda data: storage_from_bytes(data), (_BYTES,), 1)
             for name in ("torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes")
         )
     )  # fmt: skip
