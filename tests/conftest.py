@@ -55,9 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: one worker for each core. Each imports torch and Megatron and has a fork server of its own, so that more
-    of them cost more than their tests; at least 2, since many tests wait; at most 8, for the memory of ranks."""
-    return min(max(len(os.sched_getaffinity(0)), 2), 8)
+    """For `-n auto`: a worker for each core, and one more, since many tests wait; at most 8, for the memory of ranks.
+
+    Each imports torch and Megatron and has a fork server of its own, so that more of them would cost more than their tests.
+    """
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
 def group(item: pytest.Item) -> str | None:
