@@ -32,7 +32,7 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     assert found["version"].partition("+")[0] == release
     assert found["cp 2"] == pytest.approx(found["cp 1"], rel=1e-5) and found["cp 1"][0] - found["cp 1"][2] > 0.1
     assert "tiny model of 1 layer under causal" in found["printed"] and "not covered" not in found["printed"]
-    assert found["wrong split"].startswith("--cp-ring-certify: microbatch of 2x128 tokens, causal: label wrong in 128 tokens, rank 0")
+    assert found["wrong split"].startswith("--cp-ring-certify: microbatch of 2x128 tokens, causal: label wrong in 128 tokens")
     assert found["hybrid"] == ["tiny model of 4 layers under causal"]
     assert found["heterogeneous"] == ["tiny model of 4 layers under causal"]
     assert found["packed"] == ["tiny model of 1 layer under packed"]
