@@ -28,7 +28,7 @@ GIVEN = {"overload", "override", "jit"}
 
 # What is counted: (goal, limit). Each is a number over all of cp_ring and patches, but for the last, which is of tests.
 TABLE = {
-    "tokens": (225_000, 299_574),
+    "tokens": (225_000, 299_597),
     "tokens a code line, times 100": (1_000, 1_181),
     "packages of more than 16 files": (0, 4),
     "files of more than 450 lines": (0, 7),
@@ -37,7 +37,7 @@ TABLE = {
     "functions of more than 7 parameters": (0, 42),
     "modules that import more than 12 others": (0, 13),
     "state outside of cp_ring.runtime": (0, 28),
-    "lines of tests": (22_000, 30_975),
+    "lines of tests": (22_000, 30_977),
 }
 
 

@@ -31,6 +31,11 @@ class FusedFunction:
         self._not_before = 0.0  # of the next try, in seconds of the monotonic clock
         self._first = threading.Lock()
 
+    @property
+    def rejected(self) -> bool:
+        """Whether the last try has failed."""
+        return self._not_before > 0 and self._function is None
+
     def run(self, *args: Any) -> bool:
         """Runs the function and returns true; returns false if it cannot run here, and says why once."""
         if self._function is None and time.monotonic() >= self._not_before:

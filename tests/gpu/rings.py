@@ -115,7 +115,7 @@ def _rejected() -> list[str]:
     """The Triton functions that could not be compiled here."""
     modules = [importlib.import_module(f"cp_ring.ops.{name}") for name in ("merge", "sums")]
     functions = [x for module in modules for x in vars(module).values() if isinstance(x, FusedFunction)]
-    return [f"{x._module}.{x._name}" for x in functions if x._rejected]
+    return [f"{x._module}.{x._name}" for x in functions if x.rejected]
 
 
 def suite(job: Job) -> None:
