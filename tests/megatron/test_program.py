@@ -37,7 +37,8 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     assert found["heterogeneous"] == ["tiny model of 4 layers under causal"]
     assert found["packed"] == ["tiny model of 1 layer under packed"]
     wrong = ("wrong hybrid", "wrong heterogeneous", "wrong packed", "documents dropped")
-    assert all(found[name].startswith("--cp-ring-certify: tiny model of") for name in wrong), found
+    probes = ("--cp-ring-certify: tiny model of", "--cp-ring-certify: microbatch of")
+    assert all(found[name].startswith(probes) for name in wrong), found
     assert "a causal layer sees nothing after its own position" in found["wrong settings"]
     assert found["attention"] == "RingDotProductAttention"
     assert found["loaded"] and found["damaged"].endswith("is not what was written: its checksum is another")
