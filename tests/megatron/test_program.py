@@ -36,7 +36,7 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     assert found["hybrid"] == ["tiny model of 4 layers under causal"]
     assert found["heterogeneous"] == ["tiny model of 4 layers under causal"]
     assert found["packed"] == ["tiny model of 1 layer under packed"]
-    wrong = ("wrong hybrid", "wrong heterogeneous", "wrong packed")  # "documents dropped" is not stopped: docs/certificate.md
+    wrong = ("wrong hybrid", "wrong heterogeneous", "wrong packed", "documents dropped")
     probes = ("--cp-ring-certify: tiny model of", "--cp-ring-certify: microbatch of")
     assert all(found[name].startswith(probes) for name in wrong), found
     assert "a causal layer sees nothing after its own position" in found["wrong settings"]
