@@ -19,9 +19,14 @@ from tests.adversary import ATTACKS, Registered, canary, checkpoints, gadgets, p
 from tests.adversary.__main__ import run
 
 LISTED = "every name of the lists"
+RANDOM = [name for name, attack in ATTACKS.items() if attack.cases]
 
 
-@pytest.mark.parametrize("name", [*(name for name in ATTACKS if name != LISTED), pytest.param(LISTED, marks=pytest.mark.slow)])
+# The default run draws plans at random in `tests/plan` already.
+MARKS = {LISTED: [pytest.mark.slow]} | {name: [pytest.mark.ci] for name in RANDOM}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in ATTACKS])
 def test_holds(name):
     (entry,), failures = run([name])
     assert not failures, failures[:5]
@@ -56,9 +61,6 @@ def test_the_snapshot_notices_what_torch_lets_a_pickle_do():
         with pytest.raises(ConfigError):
             read(data)
     assert member.name == "causal"
-
-
-RANDOM = [name for name, attack in ATTACKS.items() if attack.cases]
 
 
 def test_random_attacks_have_2000_tries():

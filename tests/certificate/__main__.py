@@ -24,7 +24,7 @@ def examine(job: Job, cases: list[tuple[str, int]], script: str, folder: Path) -
     path = str(Path(script).with_name(job.script)) if job.script else script
     entry = {"name": job.name, "argv": job.argv(), "script": path if job.by_script else "", "cases": cases, "seconds": SECONDS}
     log = folder / f"{job.name}.log"
-    code = fork(job.ranks, (entry, folder, log), timeout_s=1200, target=doors.rank)
+    code = fork(job.ranks, (entry, folder, log), target=doors.rank)
     result = folder / f"{job.name}.json"
     if code or not result.exists():
         return [{"fault": fault, "error": f"exit code {code}: {log.read_text()[-6000:]}"} for fault, _ in cases]

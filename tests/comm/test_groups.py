@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import gc, os, threading
 import torch, torch.distributed as dist
@@ -35,6 +37,7 @@ print(before, held())
 """
 
 
+@pytest.mark.ci
 def test_destroyed_groups_leave_no_threads_and_no_files():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

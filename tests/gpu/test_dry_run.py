@@ -172,7 +172,7 @@ def test_every_step(tmp_path):
     """The whole dry run, as on a machine with a GPU; about 4 minutes on 2 cores."""
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "OUT": str(tmp_path)}
     command = [str(ROOT / "tests/gpu/run.sh"), "--device", "cpu"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=2 * run.HANGING_S)
     out = tmp_path / "results.jsonl"
     assert done.returncode == 0, done.stdout + done.stderr + out.read_text()[-4000:]
     found = lines(out)

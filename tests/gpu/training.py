@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shlex
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tests.gpu.job import Job
+from tests.megatron import worker
+from tests.megatron.launch import fork
 
 MODEL = shlex.split("""
     --num-layers 2 --group-query-attention --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
@@ -119,17 +122,16 @@ def _train(
     local = [] if "--transformer-impl" in flags else ["--transformer-impl", "transformer_engine" if job.cuda else "local"]
     with tempfile.TemporaryDirectory() as folder:
         line = [*MODEL, *shlex.split(SIZES[job.cuda]), *local, *flags, "--context-parallel-size", str(cp)]
-        command = [sys.executable, "-m", module, *line, "--cp-ring-run-dir", folder]
-        shared = {"WORLD_SIZE": str(cp), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         connections = "8" if any("fsdp" in flag for flag in flags) else "1"  # Megatron rejects one with FSDP
-        shared |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": connections, "OMP_NUM_THREADS": "1", **variables}
+        environment = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_DEVICE_MAX_CONNECTIONS": connections,
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+        command = (module, [*line, "--cp-ring-run-dir", folder], _without_choices_of_te() | environment)
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(cp)]
-        ranks = []
-        for rank, log in enumerate(logs):
-            with log.open("w") as file:
-                environment = _without_choices_of_te() | shared | {"RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-        codes = [rank.wait() for rank in ranks]  # the driver's time limit ends all of them
+        codes = _processes(command, logs) if job.cuda else [fork(cp, (*command, folder), target=_forked)]
         steps = Path(folder) / "steps.jsonl"
         losses = [json.loads(step)["lm loss"] for step in steps.read_text().splitlines()] if steps.exists() else []
         failed = any(codes) or len(losses) != 5
@@ -138,6 +140,32 @@ def _train(
         certificate = [text for text in logs[0].read_text().splitlines() if "certificate:" in text]
         job.row(cp=cp, certificate=certificate)
         return [] if failed else losses
+
+
+def _processes(command: tuple[str, list[str], dict[str, str]], logs: list[Path]) -> list[int]:
+    """The exit codes of ranks that are processes of their own; the driver's time limit ends all of them."""
+    module, argv, environment = command
+    shared = environment | {
+        "WORLD_SIZE": str(len(logs)),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as file:
+            line = [sys.executable, "-m", module, *argv]
+            ranks.append(subprocess.Popen(line, env=shared | {"RANK": str(rank)}, stdout=file, stderr=subprocess.STDOUT))
+    return [rank.wait() for rank in ranks]
+
+
+def _forked(rank: int, ranks: int, port: int, module: str, argv: list[str], environment: dict[str, str], folder: str) -> None:
+    """Is a rank on the CPU, forked from a process that has imported Megatron already."""
+    os.environ.clear()
+    os.environ.update(environment | worker.place(rank, ranks, port))
+    worker.output_to(Path(folder) / f"rank{rank}.log")
+    sys.argv = [module, *argv]
+    runpy.run_module(module, run_name="__main__")
 
 
 def _without_choices_of_te() -> dict[str, str]:

@@ -189,6 +189,7 @@ def test_rejection_is_one_line_and_exit_code_2(cp_ring, override, words):
     assert line.startswith("cp_ring: error: ") and words in line
 
 
+@pytest.mark.ci
 def test_rejection_by_a_real_process():
     line = [sys.executable, "-m", "cp_ring.cli", "train", "quickstart", "--set", "megatron.seq_length=2046"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S)

@@ -16,6 +16,7 @@ from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, brute_force, error
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("calls", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_calls_leak_nothing(calls):
     """Forward and backward of a rank among four, with their messages, buffers and autograd; some calls have no backward."""

@@ -47,6 +47,7 @@ def test_an_unmodified_script_trains_with_ring_attention(tmp_path):
     assert output.count("the batches hold the causal attention mask, which ring attention does not need") == 1
 
 
+@pytest.mark.ci
 def test_without_its_flags_nothing_is_changed(tmp_path):
     flags = ["--some-flag", "3", "--cp-ring-run-dir", "kept"]
     script = tmp_path / "probe.py"
@@ -128,6 +129,7 @@ def test_help_of_a_script_that_fails_lists_the_flags(tmp_path):
     assert all(ContextParallelConfig.flag(name) in done.stdout for name in ContextParallelConfig.model_fields)
 
 
+@pytest.mark.ci
 def test_help_of_a_script_without_megatron(tmp_path):
     script = tmp_path / "other.py"
     script.write_text("import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--own')\nparser.parse_args()\n")

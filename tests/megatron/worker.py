@@ -107,10 +107,20 @@ def run(job: dict, folder: Path) -> None:
 
 def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path) -> None:
     """Is rank `rank` of `ranks`, whose store the launcher holds at `port`; both output streams go to `log`."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
+    os.environ |= place(rank, ranks, port)
+    output_to(log)
+    (certificate_worker.run if "cases" in job else run)(job, folder)
+
+
+def place(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment variables by which a rank finds the others."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    numbers |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
+
+
+def output_to(log: Path) -> None:
+    """Both output streams of this process go to `log` from now on."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    (certificate_worker.run if "cases" in job else run)(job, folder)

@@ -145,6 +145,7 @@ def test_functions_are_not_compiled_while_cpu_runtime_imports_megatron(monkeypat
 
 
 @no_cuda
+@pytest.mark.ci
 def test_cpu_runtime_reaches_spawned_processes(applied):
     assert ask_spawned() != "cpu"
     applied("cpu_runtime")

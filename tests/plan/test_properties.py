@@ -64,13 +64,13 @@ def check_mutation(plan: Plan, pick: int, seed: int) -> None:
                 verify_rank_plans(plan.ring, parts)
 
 
-@settings(max_examples=500, **QUIET)
+@settings(max_examples=150, **QUIET)
 @given(plan=plans())
 def test_random_plans_are_right(plan: Plan) -> None:
     check_plan(plan)
 
 
-@settings(max_examples=500, **QUIET)
+@settings(max_examples=250, **QUIET)
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
 def test_spoiled_random_plans_are_rejected(plan: Plan, pick: int, seed: int) -> None:
     check_mutation(plan, pick, seed)
