@@ -104,7 +104,7 @@ def attempt(
 def fork(ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..., None] = worker.rank) -> int:
     """Runs `target(rank, ranks, port, *job)` in processes forked from one that has imported Megatron, else seconds of CPU each.
 
-    Returns 0, or the code of the first rank that failed; the others are killed then.
+    Returns 0, or the code of a rank that failed: one that was killed, if there is, which others fail after. They are killed then.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.megatron.imported"])
@@ -117,12 +117,18 @@ def fork(ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..
     try:
         while not failed and any(p.exitcode is None for p in processes):
             mp.connection.wait([p.sentinel for p in processes if p.exitcode is None], timeout=1)
-            failed = 124 if time.monotonic() > end else next((p.exitcode for p in processes if p.exitcode), 0)
+            failed = 124 if time.monotonic() > end else _first_failure(processes)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return failed or next((p.exitcode for p in processes if p.exitcode), 0)
+    return failed or _first_failure(processes)
+
+
+def _first_failure(processes: list) -> int:
+    """0 if none has failed; several may have until this is asked, after one that was killed."""
+    codes = [process.exitcode for process in processes if process.exitcode]
+    return min(codes, key=lambda code: code > 0, default=0)
 
 
 def _job(name: str, flags: list[str], common: list[str], fault: str, data: str) -> dict:

@@ -26,6 +26,10 @@ from tests.parity.models import COMMON
 def run(case: Case, folder: Path) -> tuple[Verdict, str]:
     """Trains a row: its jobs until one fails, else its baseline too. Returns the numbers of all of them too, as text."""
     outcomes: list[Outcome] = []
+    for job in case.before:
+        saved = _attempt(job, folder)
+        if saved.code:
+            return case.verdict([saved], Outcome()), ""
     for job in case.jobs:
         outcomes.append(_attempt(job, folder))
         if outcomes[-1].code:
@@ -43,7 +47,7 @@ def last_words(output: str) -> str:
 
 
 def _attempt(job: Job, folder: Path) -> Outcome:
-    return attempt(job.ranks, job.name, list(job.flags), folder, COMMON, job.fault, job.data)
+    return attempt(job.ranks, job.name, job.argv(folder), folder, COMMON, job.fault, job.data)
 
 
 def right(verdict: Verdict, line: str) -> bool:

@@ -215,10 +215,14 @@ def _split(name: str, comm: str, experts: int) -> Split:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row as jobs: a baseline, and one job, or one that saves after two steps and one that resumes elsewhere."""
+    """A row as jobs: a baseline, and one job, or one that saves after two steps and one that resumes elsewhere.
+
+    before: the job whose checkpoint the first job and the baseline begin with, if there are pipeline stages.
+    """
 
     name: str
     cell: Cell
+    before: tuple[Job, ...]
     baseline: Job
     jobs: tuple[Job, ...]
 
@@ -227,15 +231,15 @@ class Case:
         name = f"row{number}"
         model = _model(name, row)
         cell = Cell(model, _split(row["split"], row["comm"], model.experts))
-        first = cell.job()
+        *before, baseline, first = cell.jobs()
         if row["resume"] == "no":
-            return cls(name, cell, cell.baseline(), (first,))
+            return cls(name, cell, tuple(before), baseline, (first,))
         saved = folder / f"{name}-saved"
         then = Cell(model, _split(row["resume"], row["comm"], model.experts)).job()
         save = shlex.split(f"--save {saved} --save-interval 2 --exit-interval 2")
         first = dataclasses.replace(first, flags=(*first.flags, *save))
         then = dataclasses.replace(then, name=f"{then.name}-resumed", flags=(*then.flags, "--load", str(saved)))
-        return cls(name, cell, cell.baseline(), (first, then))
+        return cls(name, cell, tuple(before), baseline, (first, then))
 
     def verdict(self, outcomes: list[Outcome], baseline: Outcome) -> Verdict:
         """Of the losses and gradient norms of all jobs, one after another; the first that did not train counts."""
