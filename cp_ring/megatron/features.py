@@ -13,6 +13,7 @@ from packaging.version import Version
 from cp_ring.config import ContextParallelConfig, choices
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import comm_types, compat, graphs
+from cp_ring.megatron.layer_pattern import RECURRENT, pattern_of, shown_pattern
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import current
 
@@ -81,6 +82,17 @@ def _check_torch_fsdp2(args: argparse.Namespace) -> None:
     version = compat.megatron_version()
     if getattr(args, "load", None) and version and Version(version) < Version("0.19.dev0"):
         raise ConfigError(f"--load with --use-torch-fsdp2 needs megatron-core 0.19: {version} does not resume as the job was")
+    recurrent = [kind for letter, kind in RECURRENT.items() if letter in pattern_of(args)]
+    if recurrent and (stored := _stored(args)):
+        raise ConfigError(
+            f"{stored} with --use-torch-fsdp2 and the {recurrent[0]} layers of {shown_pattern(args)}: Megatron takes whole weights "
+            "for the parts of a rank, and its saves fail; leave out either"
+        )
+
+
+def _stored(args: argparse.Namespace) -> str:
+    """--save or --load, whichever the job has; "" for none."""
+    return next((f"--{name}" for name in ("save", "load") if getattr(args, name, None)), "")
 
 
 def _check_megatron_fsdp(args: argparse.Namespace) -> None:
@@ -92,7 +104,7 @@ def _check_megatron_fsdp(args: argparse.Namespace) -> None:
         )
     if getattr(args, "async_save", False):
         raise ConfigError("--async-save with --use-megatron-fsdp writes checkpoints without a manifest: leave out --async-save")
-    stored = next((f"--{name}" for name in ("save", "load") if getattr(args, name, None)), "")
+    stored = _stored(args)
     strategy = getattr(args, "data_parallel_sharding_strategy", "")
     if stored and strategy in ("optim", "optim_grads"):
         raise ConfigError(

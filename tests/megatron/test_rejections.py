@@ -183,6 +183,10 @@ def parse(monkeypatch, tmp_path):
         ),
         (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
         (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp has no manifest"),
+        (
+            ["--use-torch-fsdp2", "--save", "x", "--hybrid-layer-pattern", "M*-"],
+            "--save with --use-torch-fsdp2 and the Mamba layers of --hybrid-layer-pattern M*-: Megatron takes whole weights",
+        ),
         (["--use-megatron-fsdp", "--async-save"], "--async-save with --use-megatron-fsdp writes checkpoints without a"),
         (
             ["--use-megatron-fsdp", "--pipeline-model-parallel-size", "2"],

@@ -134,6 +134,7 @@ RULES = (
     Rule("not supported with pipeline parallelism", {"sharding": ("fsdp2",), "split": ("pp2cp2",)}),
     Rule("not supported with expert parallelism", {"sharding": ("fsdp2",), "model": _EXPERTS}, {"split": "cp4"}),
     Rule("requires --untie-embeddings-and-output-weights", {"sharding": ("fsdp2",), "model": _TIED}),
+    Rule("Megatron takes whole weights for the parts", {"sharding": ("fsdp2",), "model": _RECURRENT, "resume": _RESUMED}),
     Rule("positions travel with the keys", {"wire": ("latent", "int8", "fp8"), "dropout": ("yes",)}),
     Rule("does not support --use-megatron-fsdp", {"wire": ("latent",), "sharding": _MEGATRON_FSDP}, {"model": "mla"}),
     Rule("does not support --recompute-granularity selective", {"wire": ("latent",), "recompute": ("selective",)},
