@@ -1,9 +1,11 @@
 """Starts test jobs of several ranks on loopback: commands with torch's elastic launcher, training in forked ranks."""
 
+import contextlib
 import json
 import multiprocessing as mp
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -109,7 +111,7 @@ def fork(ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.megatron.imported"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here, so that nobody else takes its port
-    processes = [context.Process(target=target, args=(rank, ranks, store.port, *job)) for rank in range(ranks)]
+    processes = [context.Process(target=_in_a_group, args=(target, rank, ranks, store.port, *job)) for rank in range(ranks)]
     for process in processes:
         start(process)
     end = time.monotonic() + timeout_s
@@ -120,9 +122,17 @@ def fork(ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..
             failed = 124 if time.monotonic() > end else _first_failure(processes)
     finally:
         for process in processes:
+            with contextlib.suppress(ProcessLookupError):  # also what a rank that was killed has started
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
     return failed or _first_failure(processes)
+
+
+def _in_a_group(target: Callable[..., None], *args) -> None:
+    """Is a rank in a process group of its own."""
+    os.setpgid(0, 0)
+    target(*args)
 
 
 def _first_failure(processes: list) -> int:
