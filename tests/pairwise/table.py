@@ -123,8 +123,8 @@ RULES = (
     Rule("latents have no heads to exchange", {"wire": ("latent",), "comm": _HEADS}, {"model": "mla"}),
     Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": ("tp2cp2",)}),
     Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": _WITHOUT_SP, "resume": ("tp2", "tp2cp2")}, {"split": "cp2"}),
-    Rule("", {"model": (*_LATENT, "mamba"), "split": _ON_TP, "resume": ("cp1", "cp4")}),
-    Rule("", {"model": (*_LATENT, "mamba"), "split": _OFF_TP, "resume": ("tp2", "tp2cp2")}),
+    Rule("", {"model": (*_LATENT, *_RECURRENT), "split": _ON_TP, "resume": ("cp1", "cp4")}),
+    Rule("", {"model": (*_LATENT, *_RECURRENT), "split": _OFF_TP, "resume": ("tp2", "tp2cp2")}),
     Rule("whose state runs along the sequence", {"model": _RECURRENT, "documents": _DECLARED}),
     Rule("needs all logits at once", {"loss chunk": ("yes",), "model": ("mtp", "mla+moe+mtp", *_RECURRENT)}),
     Rule("leave core_attn out", {"offload": ("yes",), "recompute": ("selective",)}),
@@ -185,6 +185,8 @@ def _rounding(row: Row) -> float:
     """The largest error of a row with plain keys; in bf16 one rounding, or two with experts, whose choice is not smooth."""
     if row["dtype"] == "bf16":
         return 2**-7 if row["model"] in _EXPERTS else 2**-8
+    if row["model"] == "delta net" and row["split"] in _ON_TP and row["resume"] != "no":
+        return 1e-5  # each rank of Megatron has another out_norm, and a checkpoint that of the first
     return 2e-6 if row["model"] == "delta net" and row["layout"] == "balanced" else 1e-6
 
 

@@ -111,6 +111,11 @@ class GroupNorm(torch.nn.Module):
         groups = x.unflatten(-1, (-1, self.group_size))
         return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """Of checkpoints: each tensor-parallel rank has the weight of its own channels."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return mamba_mixer.make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
 
 mamba_mixer.HAVE_MAMBA_SSM = True
 mamba_mixer.mamba_split_conv1d_scan_combined = scan
