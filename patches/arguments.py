@@ -29,7 +29,7 @@ def _replacements() -> Iterator[Replacement]:
 
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.certificate import record
-        from cp_ring.megatron.features import logits_without_te
+        from cp_ring.megatron.compat import logits_without_te
         from cp_ring.megatron.rejection import megatrons_rejections, rejecting
         from cp_ring.megatron.validate import accept_complete
         from cp_ring.patches.install import install_for_model
