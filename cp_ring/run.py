@@ -21,7 +21,7 @@ from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.megatron.settings import SFT
 from cp_ring.observe import standard_streams
-from cp_ring.patches.install import install, log_steps, splits_packed_batches
+from cp_ring.patches.install import install, job_of, log_steps
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
 _HELP = {"-h", "--help"}
@@ -86,7 +86,7 @@ def _check_batches(script: Path, config: ContextParallelConfig) -> None:
             "--dataloader-inter-document-masking does"
         )
     _check_packed(config)
-    if config.enabled and config.layout != "zigzag" and not config.kinds and not splits_packed_batches(config, sys.argv[1:]):
+    if job_of(sys.argv[1:], config).given("--cp-ring reorders !--cp-ring-mask-kinds|splits_packed"):
         raise ConfigError(
             f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag; "
             "balanced can split packed batches (--sft, --dataloader-inter-document-masking)"

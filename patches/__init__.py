@@ -10,8 +10,10 @@ Megatron is imported, and the table must be quick.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.rule import Job
 from cp_ring.patches.patch import Patch
 
 NAMES = (
@@ -19,26 +21,26 @@ NAMES = (
     "dataset_helpers",
     "data_files",
     "arguments",
+    "optimizer_step",
+    "tensorboard",
+    "safe_checkpoints",
+    "restricted_unpickling",
+    "exit_signal",
     "core_attention",
     "recompute",
     "rotary_layout",
-    "rotary_documents",
     "recurrent_layers",
-    "document_mask",
+    "rotary_documents",
     "sft_batches",
     "packed_batches",
+    "document_mask",
     "microbatch_order",
+    "loss_bias",
+    "loss_chunks",
     "mtp_roll",
     "moe_aux_loss",
     "fsdp2",
     "megatron_fsdp",
-    "loss_chunks",
-    "loss_bias",
-    "optimizer_step",
-    "tensorboard",
-    "exit_signal",
-    "safe_checkpoints",
-    "restricted_unpickling",
     "certificate",
     "model_checks",
     "step_line",
@@ -51,6 +53,13 @@ def get(name: str) -> Patch:
         raise ConfigError(f"cp_ring has no patch {name!r}; it has {', '.join(NAMES)}")
     patch: Patch = importlib.import_module(f"cp_ring.patches.{name}").PATCH
     return patch
+
+
+def apply_for(job: Job, names: Iterable[str] = NAMES) -> None:
+    """Applies the patches that a job needs. Raises `ConfigError` where one rejects what is installed."""
+    for patch in map(get, names):
+        if job.given(patch.when):
+            patch.apply()
 
 
 def table() -> list[dict[str, str]]:

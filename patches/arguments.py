@@ -29,7 +29,7 @@ def _replacements() -> Iterator[Replacement]:
 
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.certificate import record
-        from cp_ring.megatron.features import logits_without_te
+        from cp_ring.megatron.compat import logits_without_te
         from cp_ring.megatron.rejection import megatrons_rejections, rejecting
         from cp_ring.megatron.validate import accept_complete
         from cp_ring.patches.install import install_for_model
@@ -41,7 +41,7 @@ def _replacements() -> Iterator[Replacement]:
         accept_complete(args)
         if config.enabled:
             with rejecting():
-                install_for_model(args)
+                install_for_model(args, config)
                 if config.certify != "off":
                     record.check(args)
         return result
@@ -55,5 +55,6 @@ PATCH = Patch(
     name="arguments",
     what="adds the --cp-ring flags to Megatron's parser and checks the flags before any process group exists",
     why="Megatron's scripts parse their flags themselves and have no hook between parsing and the first process group",
+    when="!program",
     replacements=_replacements,
 )

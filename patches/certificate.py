@@ -49,5 +49,6 @@ PATCH = Patch(
     name="certificate",
     what="probes ring attention and the loss on the job's own ranks before the model is built (--cp-ring-certify)",
     why="Megatron's training loop has no hook between its parallel groups and the model",
+    when="--cp-ring !program|--cp-ring-certify=off",
     replacements=_replacements,
 )

@@ -298,6 +298,7 @@ PATCH = Patch(
     name="cpu_runtime",
     what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; applies in spawned processes too",
     why="Megatron does not start without CUDA; this lets it train on gloo CPU ranks",
+    when="--cp-ring-cpu",
     replacements=lambda: [*_torch_replacements(), *_megatron_replacements()],
     unneeded=_unneeded,
     enter=_enter,

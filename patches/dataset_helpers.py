@@ -37,6 +37,7 @@ PATCH = Patch(
     name="dataset_helpers",
     what="does not run `make` for the data set index where the built module is present",
     why="the wheel has the built module but no makefile, and Megatron exits at start-up when `make` fails",
+    when="!program",
     replacements=_replacements,
     unneeded=_unneeded,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from cp_ring import patches
@@ -9,6 +10,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import program
 from cp_ring.megatron.compat import check_version
+from cp_ring.megatron.rule import Job
 from cp_ring.megatron.settings import configure
 from cp_ring.plan.shapes import AUTO
 
@@ -57,27 +59,7 @@ def enable(
         if getattr(used, name) == AUTO and not seq_length:
             raise ConfigError(f"{used.flag(name)} auto ({name}='auto') needs seq_length=, for which the shape is chosen")
     check_version(core_alone=True)
-    for name in _wanted(used, packed):
-        patches.get(name).apply()
+    patches.apply_for(Job(argparse.Namespace(program=True, packed=packed), used))
     configure(used, whole_rows=False)
     program.begin(program.Program(seq_length, micro_batch_size, packed))
     return used
-
-
-def _wanted(config: ContextParallelConfig, packed: bool) -> list[str]:
-    """The patches that need no command line, in the order in which they are applied."""
-    by_batch = config.document_mask or bool(config.kinds)
-    wanted = {
-        "cpu_runtime": config.cpu,
-        "core_attention": True,
-        "recompute": config.recompute == "keep",
-        "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
-        "recurrent_layers": config.layout != "zigzag" or by_batch or packed,
-        "document_mask": by_batch,
-        "loss_bias": True,
-        "loss_chunks": config.loss_chunk > 0,
-        "optimizer_step": True,
-        "restricted_unpickling": True,
-        "model_checks": True,
-    }
-    return [name for name, needed in wanted.items() if needed]

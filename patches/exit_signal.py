@@ -37,5 +37,6 @@ PATCH = Patch(
     name="exit_signal",
     what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal, also when they came before Megatron was loaded",
     why="Megatron listens to one signal, and only once it is set up: Slurm's warning before the time limit would kill a rank",
+    when="--exit-signal-handler",
     replacements=_replacements,
 )

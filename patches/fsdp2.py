@@ -90,5 +90,6 @@ PATCH = Patch(
     name="fsdp2",
     what="divides gradients of --use-torch-fsdp2 by the number of tokens of all ranks; saves and loads all of its optimizer",
     why="Megatron's wrapper around FSDP2 does not divide; saving fails with torch 2.13, and Adam's step is not loaded",
+    when="--cp-ring --use-torch-fsdp2",
     replacements=_replacements,
 )

@@ -103,5 +103,6 @@ PATCH = Patch(
     name="loss_bias",
     what="measures the bias of the loss in the first microbatches, where --calculate-per-token-loss is not given",
     why="Megatron then averages the mean losses of context-parallel ranks, which differs where loss masks are uneven",
+    when="--cp-ring !--calculate-per-token-loss",
     replacements=_replacements,
 )

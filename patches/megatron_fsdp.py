@@ -87,5 +87,6 @@ PATCH = Patch(
     what="splits learned sinks of --use-megatron-fsdp, completes its optimizer's state, and makes that without counting a step",
     versions=">=0.19,<0.20",
     why="Megatron does not know ring attention by name; its save hangs where a rank has no part of a parameter",
+    when="--cp-ring --use-megatron-fsdp",
     replacements=_replacements,
 )

@@ -28,6 +28,7 @@ def _replacements() -> Iterator[Replacement]:
     def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         from cp_ring.megatron.program import accept_model, certify_model
         from cp_ring.megatron.rejection import note
+        from cp_ring.megatron.settings import current
         from cp_ring.patches.install import install_for_model
 
         if attends_to_own_tokens(config):
@@ -35,7 +36,7 @@ def _replacements() -> Iterator[Replacement]:
             constructor(self, config, *args, **kwargs)
             return
         accepted = accept_model(config)
-        install_for_model(accepted)
+        install_for_model(accepted, current())
         certify_model(accepted)
         constructor(self, config, *args, **kwargs)
 
@@ -46,5 +47,6 @@ PATCH = Patch(
     name="model_checks",
     what="cp_ring.megatron.enable: checks the configuration of each model before it is built, and probes attention once",
     why="programs that build models themselves have no command line to check, and no other place that all of them pass",
+    when="program",
     replacements=_replacements,
 )

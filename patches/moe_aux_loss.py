@@ -42,6 +42,7 @@ PATCH = Patch(
     name="moe_aux_loss",
     what="weighs the load-balancing loss of experts by the tokens of all tensor- and context-parallel ranks",
     why="Megatron before 0.19 counts one rank's tokens, so that the loss loses weight as the context-parallel size grows",
+    when="--cp-ring --num-experts",
     replacements=_replacements,
     unneeded=_unneeded,
 )

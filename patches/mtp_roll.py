@@ -124,6 +124,7 @@ PATCH = Patch(
     name="mtp_roll",
     what="multi-token prediction shifts tokens within their documents under every layout, and counts tokens over all ranks",
     why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens are split over ranks",
+    when="--cp-ring --mtp-num-layers",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6205",
 )

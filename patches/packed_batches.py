@@ -72,5 +72,6 @@ PATCH = Patch(
     name="packed_batches",
     what="packed batches of a script are split by --cp-ring-layout balanced; --sft packs conversations without padding",
     why="Megatron's splits pad each document or leave ranks with unequal work, and its batches have no hook for another one",
+    when="--cp-ring splits_packed",
     replacements=_replacements,
 )

@@ -25,6 +25,8 @@ class Patch:
         name: the module's name.
         what: what it changes, one line.
         why: why, one line.
+        when: words about a job, as in `cp_ring.megatron.rule.Rule`, that must hold for `install` or `enable` to apply a patch of
+            `cp_ring.patches.NAMES`; "" is any job.
         replacements: yields (owner, attribute, new value); called once per `apply`. The owner must have the attribute.
         package: the distribution it changes.
         versions: the versions of `package` that it was written for, as a PEP 440 specifier; by default every megatron-core
@@ -39,6 +41,7 @@ class Patch:
     what: str
     why: str
     replacements: Callable[[], Iterable[Replacement]]
+    when: str = ""
     package: str = "megatron-core"
     versions: str = SUPPORTED
     upstream: str = ""

@@ -40,6 +40,7 @@ PATCH = Patch(
     name="rotary_documents",
     what="rotary embeddings of packed documents that are split as one sequence, as --dataloader-inter-document-masking does",
     why="Megatron assumes that each document is split separately: the positions are wrong without a warning, or it crashes",
+    when="--cp-ring --dataloader-inter-document-masking|splits_packed",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6156",
 )

@@ -69,6 +69,7 @@ PATCH = Patch(
     name="sft_batches",
     what="scripts split the packed batches of --sft, whose lengths reach every tensor-parallel rank and pipeline stage",
     why="scripts of Megatron before 0.18 give the split no padded lengths; before 0.17 other ranks do not receive the lengths",
+    when="--cp-ring --sft !--cp-ring-document-mask",
     replacements=_replacements,
     unneeded=lambda: "" if _before("0.18") else "Megatron's scripts split packed batches since 0.18",
 )

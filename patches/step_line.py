@@ -24,5 +24,6 @@ PATCH = Patch(
     what="records tokens per second and the peak memory of a rank: in TensorBoard, and with the losses in the run directory",
     why="Megatron logs neither tokens per second nor, after the first step, memory, and its log function has no hook",
     versions=">=0.17,<0.20",
+    when="never",  # `log_steps` applies it
     replacements=_replacements,
 )

@@ -10,8 +10,8 @@ from cp_ring.comm.nodes import node_size
 from cp_ring.errors import ConfigError
 from cp_ring.job.config import JobConfig, load
 from cp_ring.megatron.comm_types import spec_of_layer
-from cp_ring.megatron.shape_choice import attention_sizes, latent_sizes
 from cp_ring.plan.shapes import AUTO
+from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.slurm.placement import context_groups
 
 RANKS_OF_A_NODE = 8
@@ -42,7 +42,7 @@ def options_of(job: JobConfig) -> dict[str, Any]:
     )  # fmt: skip
     if not given.get("seq_length"):
         raise ConfigError("megatron.seq_length is missing: a plan needs the tokens of a sequence")
-    sizes, latent = attention_sizes(given, tp), latent_sizes(given)
+    sizes = AttentionSizes.from_megatron(given, tp)
     kinds = given.get("cp_comm_type") or "p2p"
     fixed = {name: value for name, value in (("route", "direct"), ("heads", 1)) if getattr(settings, name) == AUTO}
     kind = kinds if isinstance(kinds, str) else kinds[0]
@@ -61,7 +61,7 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         "kv_heads": sizes.kv_heads,
         "head_dim": sizes.head_dim,
         "dtype": sizes.dtype,
-        "mla": ",".join(map(str, latent)) if latent else None,
+        "mla": ",".join(map(str, sizes.latent)) if sizes.latent else None,
         "wire": "plain" if settings.wire == AUTO else settings.wire,
         "head_parallel": AUTO if settings.heads == AUTO and kind == "p2p" else spec.ulysses,
         "ranks_per_node": settings.node_size or node_size(group, RANKS_OF_A_NODE),

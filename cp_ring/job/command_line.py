@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.job.config import JobConfig
+from cp_ring.megatron.rule import Job, check_rules, problem
 
 if TYPE_CHECKING:
     from cp_ring.job.corpus import Corpus
@@ -103,38 +104,28 @@ def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: s
 
     otherwise: text for the end of the message, with another way out.
     """
-    from cp_ring.megatron import validate
+    from cp_ring.megatron import rules
 
-    if args.cp_ring_cpu:  # Megatron's own layers
-        return
-    try:
-        validate.check_layers(args)
-    except ConfigError as error:
-        if not elsewhere:
-            raise ConfigError(f"{error}{otherwise}") from None
-        print(f"cp_ring: warning: {error}", file=sys.stderr)
+    line = "" if args.cp_ring_cpu else problem(Job(args), rules.LAYERS)  # on the CPU they are Megatron's own
+    if line and not elsewhere:
+        raise ConfigError(f"{line}{otherwise}")
+    if line:
+        print(f"cp_ring: warning: {line}", file=sys.stderr)
 
 
 def _run_rank_checks(args: argparse.Namespace, job: JobConfig, config: ContextParallelConfig, line: list[str]) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
-    from cp_ring.megatron import comm_types, features, validate
+    from cp_ring.megatron import rules, validate
 
     args.world_size = job.parallel.ranks
+    flags = Job(args, config, line)
     if "--cp-ring-cpu" in line:
         with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
-            validate.run_on_cpu(args, line)
-    validate.check_model(args)
-    validate.check_sizes(args)
-    validate.check_norms(args)
-    if job.cp_ring.enabled:
-        features.check_attention(args)
-        validate.check_documents(args, config)
-        job.cp_ring.check_schedule(job.parallel.context_parallel_size)
-        comm_types.check(args, job.cp_ring)
-    elif job.cp_ring.document_mask:
-        raise ConfigError("cp_ring.document_mask (--cp-ring-document-mask) needs cp_ring.enabled (--cp-ring)")
+            validate.run_on_cpu(flags)
+    check_rules(flags, rules.COMPLETE)
+    validate.check_job(flags)
     if not uses_corpus(job):
-        validate.check_data(args)
+        check_rules(flags, rules.DATA)
 
 
 def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[str, str]]:

@@ -17,10 +17,10 @@ from unittest import mock
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.features import logits_without_te
-from cp_ring.megatron.wire import rejection as wire_rejection
+from cp_ring.megatron.compat import logits_without_te
+from cp_ring.megatron.wire import check_latent
 from cp_ring.plan.model import Experts, ModelSizes, ParallelSizes
-from cp_ring.plan.sizes import WIRES, LatentSizes
+from cp_ring.plan.sizes import AttentionSizes
 
 _HOPPER = (9, 0)
 _FUSED = {
@@ -54,10 +54,11 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
             arguments.core_transformer_config_from_args(asked)
         except (Exception, SystemExit) as error:  # assertions, and whatever else a check of Megatron's raises
             return " ".join(str(error).split()) or type(error).__name__
-    heads = config.heads if isinstance(config.heads, int) else 1
-    latent = config.wire in WIRES and WIRES[config.wire].latent
-    problem = wire_rejection(asked, heads) if latent else ""
-    return f"--cp-ring-wire {config.wire} {problem}" if problem else ""
+        try:
+            check_latent(asked, config.heads if isinstance(config.heads, int) else 1, config)
+        except ConfigError as error:
+            return str(error)
+    return ""
 
 
 def _connections(args: argparse.Namespace) -> str:
@@ -97,28 +98,23 @@ def model_sizes(args: argparse.Namespace, windows: tuple[tuple[tuple[int, int], 
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"cp-ring tune knows models of attention layers alone: leave out {flag}")
-    heads, latent = int(args.num_attention_heads), None
-    groups = args.num_query_groups if args.group_query_attention else heads
-    width = value_width = args.kv_channels or args.hidden_size // heads
-    if getattr(args, "multi_latent_attention", False):
-        latent = LatentSizes(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.qk_head_dim, args.v_head_dim)
-        groups, width, value_width = heads, latent.nope + latent.rope, latent.value
     try:
+        whole = AttentionSizes.from_megatron(args)
         return ModelSizes(
             layers=args.num_layers,
             hidden=args.hidden_size,
             ffn=args.ffn_hidden_size or 4 * args.hidden_size,
-            heads=heads,
-            kv_heads=groups,
-            head_dim=width,
-            value_dim=value_width,
+            heads=whole.heads,
+            kv_heads=whole.kv_heads,
+            head_dim=whole.head_dim,
+            value_dim=whole.value_dim or whole.head_dim,
             vocabulary=vocabulary,
             windows=windows,
-            latent=latent,
-            query_latent=(getattr(args, "q_lora_rank", None) or 0) if latent else 0,
+            latent=whole.latent,
+            query_latent=(getattr(args, "q_lora_rank", None) or 0) if whole.latent else 0,
             gated=bool(args.swiglu),
             tied=not args.untie_embeddings_and_output_weights,
-            dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            dtype=whole.dtype,
             experts=_experts(args),
             loss_chunk=ContextParallelConfig.from_args(args).loss_chunk,
         )

@@ -7,12 +7,13 @@ inside the function: this module is loaded before the patches are applied, and s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,23 +82,16 @@ def apex() -> str:
     return "nvidia" if any((folder / "multi_tensor_apply").is_dir() for folder in folders) else "other"
 
 
-def check_comm_types_by_layer() -> None:
-    """Raises `ConfigError` where Megatron gives each layer the --cp-comm-type of the next one."""
-    version = megatron_version()
-    if version and _within(version, "<0.17"):
-        raise ConfigError(
-            f"--cp-comm-type by layer needs megatron-core 0.17; {version} gives each layer the type of the next: give one type"
-        )
-
-
-def check_gated_delta_net(shown: str) -> None:
-    """Raises `ConfigError` where Megatron's gated delta net layers know nothing of context parallelism."""
-    version = megatron_version()
-    if version and _within(version, "<0.18"):
-        raise ConfigError(
-            f"{shown}: gated delta net layers need megatron-core 0.18 with --context-parallel-size above 1; those of {version} "
-            "begin anew at each rank"
-        )
+@contextlib.contextmanager
+def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
+    """Within the block `args` ask for no attention logits: Megatron checks for TransformerEngine, which ring attention does not
+    need for them."""
+    wanted = {name: getattr(args, name, False) for name in ("qk_clip", "log_max_attention_logit")}
+    vars(args).update(dict.fromkeys(wanted, False))
+    try:
+        yield
+    finally:
+        vars(args).update(wanted)
 
 
 def missing_features(version: str | None = None) -> list[tuple[str, str]]:

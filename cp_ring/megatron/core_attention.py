@@ -24,16 +24,16 @@ from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat, graphs
 from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
-from cp_ring.megatron.comm_types import check_heads, spec_of_layer
+from cp_ring.megatron.comm_types import check_members, spec_of_layer
 from cp_ring.megatron.documents import documents_of
 from cp_ring.megatron.dropout import dropout_of, number_of_prediction
-from cp_ring.megatron.features import check_window
 from cp_ring.megatron.latent import LatentTap
 from cp_ring.megatron.offload import offload, saving
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.recompute import results_for
+from cp_ring.megatron.rules import check_window
 from cp_ring.megatron.settings import current, packed_in_whole_rows
-from cp_ring.megatron.wire import rejection
+from cp_ring.megatron.wire import check_latent
 from cp_ring.observe import debug, timing, watchdog
 from cp_ring.plan.sizes import WIRES
 
@@ -91,7 +91,8 @@ class RingDotProductAttention(MegatronModule):
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
         ranks = get_process_group_ranks(self.cp_group) if self.cp_group.size() > 1 else None
         self.spec = spec_of_layer(cp_comm_type, self.settings, self.cp_group.size(), sizes, ranks)
-        check_heads(cp_comm_type, self.spec.ulysses, config.num_attention_heads, self.tp_group.size())
+        cp, tp = self.cp_group.size(), self.tp_group.size()
+        check_members(cp_comm_type, self.spec, self.settings, cp, config.num_attention_heads, tp)
         self.logits_wanted = bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False))
         self.sub_groups = compat.hierarchical_groups(self.cp_group, self.spec.ulysses)
         # Without Megatron's command line, nothing has chosen for auto.
@@ -184,8 +185,7 @@ class RingDotProductAttention(MegatronModule):
         """What finds the latents of this layer, where they travel; see `cp_ring.megatron.latent.link`."""
         if not WIRES[self.wire].latent:
             return None
-        if problem := rejection(self.config, self.spec.ulysses):
-            raise ConfigError(f"--cp-ring-wire {self.wire} {problem}")
+        check_latent(self.config, self.spec.ulysses, self.settings)
         return LatentTap(self.tp_group)
 
     def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:

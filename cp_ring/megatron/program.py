@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, features, settings, validate
+from cp_ring.megatron import settings, validate
 from cp_ring.megatron.rejection import note
+from cp_ring.megatron.rule import Job
 from cp_ring.runtime import RUNTIME
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
@@ -36,7 +37,6 @@ class Program:
     packed: bool = False
     certified: bool = False
     build: Callable[[Any], Any] | None = None
-
 
 
 class _Began:
@@ -81,17 +81,14 @@ def accept_model(config: Any) -> argparse.Namespace:
     Raises `ConfigError` for what ring attention does not support. A flag `--x-y` in it is the field `x_y` of the configuration.
     """
     args, used = arguments_of(config), settings.current()
-    features.check_attention(args)
-    validate.check_documents(args, used)
-    config.apply_rope_fusion = args.apply_rope_fusion
-    validate.check_loss_chunk(args, used)
+    job = Job(args, used)
     cp = config.context_parallel_size
-    if cp > 1 and args.seq_length % (2 * cp):
+    if job.given("seq_length%chunks"):
         raise ConfigError(
             f"enable(seq_length={args.seq_length}): it is not divisible by 2 x {cp} context-parallel ranks = {2 * cp}"
         )
-    used.check_schedule(cp)
-    comm_types.check(args, used)
+    validate.check_attention(job)
+    config.apply_rope_fusion = args.apply_rope_fusion
     used = validate.settle_shape(args, used)
     settings.configure(used, layers=validate.windows_of(args))
     return args

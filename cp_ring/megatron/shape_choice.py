@@ -16,28 +16,7 @@ from cp_ring.megatron.settings import LayerWindows
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.shapes import AUTO, CHOSEN_BY, choose
-from cp_ring.plan.sizes import AttentionSizes, LatentSizes
-
-_LATENTS = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 128}  # Megatron's defaults
-
-
-def latent_sizes(given: Mapping[str, Any]) -> LatentSizes | None:
-    """The sizes of multi-latent attention, from Megatron's settings by name; None for other attention."""
-    if not given.get("multi_latent_attention"):
-        return None
-    return LatentSizes(*(int(given.get(name) or default) for name, default in _LATENTS.items()))
-
-
-def attention_sizes(given: Mapping[str, Any], tp: int) -> AttentionSizes:
-    """Heads of one tensor-parallel rank, and the dtype, from Megatron's settings by name."""
-    heads = int(given.get("num_attention_heads") or 1)
-    groups = int(given.get("num_query_groups") or heads) if given.get("group_query_attention") else heads
-    width = value_width = int(given.get("kv_channels") or int(given.get("hidden_size") or heads) // heads)
-    if latent := latent_sizes(given):  # the ring moves the keys and values of every head, not the latents
-        groups, width, value_width = heads, latent.nope + latent.rope, latent.value
-    dtype = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
-    batch = int(given.get("micro_batch_size") or 1)
-    return AttentionSizes(max(1, heads // tp), max(1, groups // tp), max(1, width), max(1, value_width), dtype=dtype, batch=batch)
+from cp_ring.plan.sizes import AttentionSizes
 
 
 def settle(

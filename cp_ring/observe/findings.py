@@ -216,6 +216,10 @@ def group_findings(step: int, ranks: Sequence[RankTimes], clock_error: float = 0
     )
 
 
+LARGEST = ("calls", "exposed_max", "balance_planned", "balance_timed", "plans", "clock_error")
+"""Fields of a job that are the largest of those of its groups."""
+
+
 def combined(groups: Sequence[Findings]) -> Findings:
     """The findings of a job from those of its groups: means by rank, and of slowest ones the slowest."""
     total = sum(each.ranks for each in groups)
@@ -234,19 +238,14 @@ def combined(groups: Sequence[Findings]) -> Findings:
     return Findings(
         step=groups[0].step,
         ranks=total,
-        calls=max(each.calls for each in groups),
         attention=mean(*(each.attention for each in groups)),
         exposed=mean(*(each.exposed for each in groups)),
-        exposed_max=max(each.exposed_max for each in groups),
         hops={key: (mean_of_hop(key, 0), mean_of_hop(key, 1)) for key in keys},
         waits={name: mean(*(each.waits.get(name, 0.0) for each in groups)) for name in classes},
         wire={name: _median_rate(found) for name, found in rates.items()},
-        balance_planned=max(each.balance_planned for each in groups),
-        balance_timed=max(each.balance_timed for each in groups),
-        plans=max(each.plans for each in groups),
         slowest_rank=max(ranks, key=lambda rank: rank.slower, default=None),
         slowest_link=max(links, key=lambda link: link.slower, default=None),
-        clock_error=max(each.clock_error for each in groups),
+        **{name: max(getattr(each, name) for each in groups) for name in LARGEST},
     )
 
 

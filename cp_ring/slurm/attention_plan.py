@@ -40,7 +40,7 @@ def plan_of(job: JobConfig, per_node: int = 1) -> Plan:
 
 def sizes_of(job: JobConfig) -> AttentionSizes:
     """Heads of one tensor-parallel rank, and the dtype, from Megatron's settings."""
-    return shape_choice.attention_sizes(job.megatron, job.parallel.tensor_model_parallel_size)
+    return AttentionSizes.from_megatron(job.megatron, job.parallel.tensor_model_parallel_size)
 
 
 def describe_job(job: JobConfig, placement: Placement) -> list[str]:

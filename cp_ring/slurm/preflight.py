@@ -196,17 +196,16 @@ def _find_missing(job: configs.JobConfig, gpu: bool) -> list[str]:
     """What the job needs and this host lacks: a GPU for this rank, the package of the layers."""
     import torch
 
-    from cp_ring.megatron import validate
+    from cp_ring.megatron import rules
+    from cp_ring.megatron.rule import Job, problem
 
     missing = []
     if job.launch.device == "cuda" and not gpu:
         missing.append(f"launch.device cuda: no GPU for this rank ({torch.cuda.device_count()} GPUs here)")
     if job.launch.device == "cuda" or gpu:  # on the CPU the layers are Megatron's own
         layers = job.megatron.get("transformer_impl", "transformer_engine")
-        try:
-            validate.check_layers(argparse.Namespace(transformer_impl=layers, spec=job.megatron.get("spec")))
-        except ConfigError as error:
-            missing.append(str(error))
+        given = argparse.Namespace(transformer_impl=layers, spec=job.megatron.get("spec"))
+        missing += filter(None, [problem(Job(given), rules.LAYERS)])
     return missing
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from cp_ring.errors import ConfigError
-from cp_ring.megatron import dropout, features
+from cp_ring.megatron import dropout, rules
+from cp_ring.megatron.rule import Job, problem
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
 
@@ -131,13 +133,10 @@ def test_a_job_counts_the_microbatches_before_it(monkeypatch):
 
 
 def test_no_kernel_for_cuda_is_chosen_by_itself(monkeypatch):
-    class Arguments:
-        attention_dropout, cp_ring_kernel = 0.1, "auto"
-
-    features.check_dropout(Arguments)
+    job = Job(SimpleNamespace(attention_dropout=0.1))
+    assert not problem(job, rules.ATTENTION)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="--cp-ring-kernel auto does not support --attention-dropout"):
-        features.check_dropout(Arguments)
+    assert problem(job, rules.ATTENTION).startswith("--cp-ring-kernel auto does not support --attention-dropout 0.1")
 
 
 @no_cuda

@@ -10,7 +10,7 @@ import torch
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.latent import LatentTap, _IntoMainGrad, _normalized, link, linked
-from cp_ring.megatron.wire import choose_wire, rejection
+from cp_ring.megatron.wire import choose_wire, latent_problem
 
 ALONE = SimpleNamespace(size=lambda: 1)
 C, KEY, VALUE, HEADS = 6, 4, 3, 2
@@ -112,22 +112,28 @@ def test_another_projection_is_rejected_by_name():
         linked(Layer)(biased)(torch.randn(5, 2, C))
 
 
-def test_what_latents_cannot_do_is_named():
-    mla = {"multi_latent_attention": True}
-    assert rejection(SimpleNamespace(**mla), 1) == ""
-    assert "--multi-latent-attention" in rejection(SimpleNamespace(), 1)
-    assert "--cp-ring-heads 2" in rejection(SimpleNamespace(**mla), 2)
-    assert rejection(SimpleNamespace(**mla, fp8="hybrid"), 1) == "does not support --fp8-format"
-    assert rejection(SimpleNamespace(**mla, delay_wgrad_compute=True), 1) == "does not support --delay-wgrad-compute"
-    graph = rejection(SimpleNamespace(**mla, cuda_graph_impl="local"), 1)
-    assert graph == "does not support --cuda-graph-impl local"
+@pytest.mark.parametrize(
+    ("changes", "ulysses", "line"),
+    [
+        ({}, 1, ""),
+        ({"multi_latent_attention": False}, 1, "--cp-ring-wire latent needs --multi-latent-attention"),
+        ({}, 2, "--cp-ring-wire latent does not support --cp-ring-heads 2"),
+        ({"fp8": "hybrid"}, 1, "--cp-ring-wire latent does not support --fp8-format"),
+        ({"delay_wgrad_compute": True}, 1, "--cp-ring-wire latent does not support --delay-wgrad-compute"),
+        ({"cuda_graph_impl": "local"}, 1, "--cp-ring-wire latent does not support --cuda-graph-impl local"),
+    ],
+)
+def test_what_latents_cannot_do_is_named(changes, ulysses, line):
+    options = SimpleNamespace(**{"multi_latent_attention": True} | changes)
+    found = latent_problem(options, ulysses, ContextParallelConfig.make(wire="latent"))
+    assert found.startswith(line) and bool(found) == bool(line)
 
 
 DEEPSEEK = {
     "attention_dropout": 0.0,
     "multi_latent_attention": True, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64,
     "qk_head_dim": 128, "v_head_dim": 128, "seq_length": 32768, "micro_batch_size": 1, "tensor_model_parallel_size": 1,
-    "context_parallel_size": 8, "params_dtype": torch.bfloat16, "cp_comm_type": "p2p", "num_layers": 1,
+    "context_parallel_size": 8, "bf16": True, "cp_comm_type": "p2p", "num_layers": 1,
 }  # fmt: skip
 
 

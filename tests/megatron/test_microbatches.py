@@ -11,8 +11,7 @@ from megatron.core.datasets.utils import Split
 from megatron.training.datasets import data_samplers
 
 from cp_ring import ContextParallelConfig, Mask
-from cp_ring.errors import ConfigError
-from cp_ring.megatron import settings, validate
+from cp_ring.megatron import settings
 from cp_ring.megatron.masks import KEY
 from cp_ring.megatron.microbatches import BalancedSampler, balanced_loader, mask_of, work_of
 from cp_ring.plan.microbatches import imbalance
@@ -132,21 +131,3 @@ def test_work_is_that_of_all_layers_for_every_kind_of_sample(configured):
     configured(mask_kinds="shared-prefix")
     declared = Mask.shared_prefix([(4, [3, 3])])
     assert mask_of([{"tokens": torch.zeros(10), KEY: declared}], 0) is declared
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sft": False}, "needs batch rows of unequal work: --sft"),
-        ({"calculate_per_token_loss": False}, "needs --calculate-per-token-loss"),
-        ({"dataloader_type": "external"}, "does not support --dataloader-type external"),
-        ({"rampup_batch_size": [2, 2, 8]}, "needs steps of one size: leave out --rampup-batch-size"),
-    ],
-)
-def test_what_it_cannot_do_is_one_line(changes, message):
-    flags = {"sft": True, "calculate_per_token_loss": True, "dataloader_type": "single", "rampup_batch_size": None} | changes
-    config = ContextParallelConfig.make(enabled=True, balance_microbatches=True)
-    with pytest.raises(ConfigError, match=message):
-        validate.check_microbatches(argparse.Namespace(**flags), config)
-    with pytest.raises(ConfigError, match="--cp-ring-balance-microbatches needs --cp-ring"):
-        validate.check_microbatches(argparse.Namespace(**flags), ContextParallelConfig.make(balance_microbatches=True))

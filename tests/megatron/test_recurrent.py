@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat
+from cp_ring.megatron import compat, rules
+from cp_ring.megatron.rule import Job, problem
 from tests.megatron import recurrent_layers
 from tests.megatron.launch import HERE, attempt, launch
 from tests.parity import matrix
@@ -157,8 +158,8 @@ def test_padding_and_declared_documents_begin_anew_too():
 
 def test_gated_delta_net_needs_a_megatron_that_splits_it(monkeypatch):
     monkeypatch.setattr(compat, "megatron_version", lambda: "0.17.1")
-    with pytest.raises(ConfigError, match=r"--hybrid-layer-pattern G\*: gated delta net layers need megatron-core 0.18"):
-        compat.check_gated_delta_net("--hybrid-layer-pattern G*")
+    job = Job(SimpleNamespace(hybrid_layer_pattern="G*", context_parallel_size=2))
+    assert problem(job, rules.DOCUMENTS).startswith("--hybrid-layer-pattern G*: gated delta net layers need megatron-core 0.18")
 
 
 @pytest.mark.compat

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -16,13 +17,13 @@ import torch
 from cp_ring import ContextParallelConfig, Layout, Mask, patches
 from cp_ring.errors import ConfigError
 from cp_ring.job import command_line, config
-from cp_ring.megatron import argument_parser, compat, features, graphs, implementations, rejection, settings, validate
+from cp_ring.megatron import argument_parser, compat, graphs, implementations, rejection, rules, settings, validate
 from cp_ring.megatron.checkpoints import inspection
+from cp_ring.megatron.rule import Job, problem
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, fork, launch
 
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 CP4 = ["--context-parallel-size", "4"]
-SIZES = ["--hierarchical-context-parallel-sizes"]
 SCOPE = "--cuda-graph-scope"  # since 0.18 another name of --cuda-graph-modules
 UNTRIED = ["--cp-ring-allow-untried", "cuda-graphs,moe-overlap"]
 GRAPH = ["--cuda-graph-impl", "local", *UNTRIED]
@@ -49,201 +50,72 @@ def parse(monkeypatch, tmp_path):
     patches.get("arguments").revert()
 
 
+EXAMPLES = [
+    (rule, example) for part in rules.TABLE.values() for rule in part for example in filter(None, rule.example.split(" / "))
+]
+
+
+def rejection_of(parse, capsys, *flags):
+    """The one line with which the flags are rejected."""
+    if settings.INTER_DOCUMENT in flags and settings.INTER_DOCUMENT not in argument_parser.build_parser()._option_string_actions:
+        pytest.skip("this Megatron has no such flag")
+    with pytest.raises(SystemExit) as stop:
+        parse(*flags)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("cp_ring"))
+    assert stop.value.code == 2 and line.startswith("cp_ring: error: ") and not torch.distributed.is_initialized()
+    return line.removeprefix("cp_ring: error: ")
+
+
+@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=[example for _, example in EXAMPLES])
+def test_each_rule(parse, capsys, rule, example):
+    """Its examples are rejected with its line; each flag that it names is one of Megatron's or of cp_ring's, and is shown."""
+    on_a_gpu = {"--transformer-impl"} & set(example.split())
+    ring = [] if "--no-cp-ring" in example else ["--cp-ring"]
+    flags = [word for word in example.split() if word != "--no-cp-ring"]
+    line = rejection_of(parse, capsys, *TINY, "--train-iters", "1", *ring, *["--cp-ring-cpu"] * (not on_a_gpu), *flags)
+    text = f"{rule.text}: {rule.way_out}" if rule.way_out else rule.text
+    parts = re.split(r"\{(.+?)\}", text)
+    values = (f"{part} \\S.*" if part[0] == "-" else ".+" for part in parts[1::2])
+    wanted = itertools.chain(*itertools.zip_longest(map(re.escape, parts[::2]), values, fillvalue=""))
+    assert re.fullmatch("".join(wanted), line) and "None" not in line
+    known = argument_parser.build_parser()._option_string_actions
+    assert {flag for flag in parts[1::2] if flag[0] == "-"} <= set(known)
+
+
+def test_rules_read_arguments_that_megatron_has():
+    known = argument_parser.build_parser()
+    names = {action.dest for action in known._actions} | set(known._option_string_actions) | set(dir(Job))
+    words = [rule.when for part in rules.TABLE.values() for rule in part if isinstance(rule.when, str)]
+    read = {each.lstrip("!") for when in words for each in re.split(r"[ |%]|[<>=][^ |]+", when) if each.lstrip("!")}
+    only_later = {"--enable-cuda-graph", "--hybrid-override-pattern", "heads_of_rank", "ulysses"}
+    assert {name for name in read if name not in names and name.replace("-", "_")[2:] not in names} <= only_later
+
+
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("flags", "line"),
     [
-        (
-            ["--context-parallel-size", "4", "--seq-length", "60"],
-            "--seq-length 60 is not divisible by 2 x --context-parallel-size 4",
-        ),
-        (["--context-parallel-size", "2", "--seq-length", "2"], "--seq-length 2 is not divisible"),
-        (["--context-parallel-size", "3", "--seq-length", "120"], "--context-parallel-size 3 = 3 does not divide the 4 ranks"),
-        (["--tensor-model-parallel-size", "2", "--context-parallel-size", "4"], "= 8 does not divide the 4 ranks"),
-        (["--context-parallel-size", "0"], "--context-parallel-size 0"),
-        (
-            ["--num-attention-heads", "8", "--num-query-groups", "3"],
-            "--num-attention-heads 8 is not divisible by --num-query-groups 3",
-        ),
-        (["--num-query-groups", "0"], "--num-query-groups 0 must be at least 1"),
-        (["--hidden-size", "66"], "--hidden-size 66 is not divisible by --num-attention-heads 4"),
-        (
-            ["--num-attention-heads", "6", "--hidden-size", "96", "--tensor-model-parallel-size", "4"],
-            "--num-attention-heads 6 is not divisible by --tensor-model-parallel-size 4",
-        ),
-        (
-            ["--num-attention-heads", "6", "--num-query-groups", "3", "--hidden-size", "96", "--tensor-model-parallel-size", "2"],
-            "--num-query-groups 3 is neither a multiple nor a divisor of --tensor-model-parallel-size 2",
-        ),
-        (
-            ["--micro-batch-size", "3", "--global-batch-size", "6"],
-            "--global-batch-size 6 is not divisible by --micro-batch-size 3 x 4 data-parallel ranks = 12",
-        ),
-        (["--rampup-batch-size", "2", "4", "100"], "--rampup-batch-size 2 is not divisible by --micro-batch-size 1 x 4"),
-        (["--micro-batch-size", "0"], "--micro-batch-size 0 must be at least 1"),
-        (["--save-interval", "0"], "--save-interval 0 must be at least 1"),
-        (["--log-interval", "0"], "--log-interval 0 must be at least 1"),
-        (["--eval-interval", "0"], "--eval-interval 0 must be at least 1"),
+        (["--context-parallel-size", "4", "--seq-length", "60"],
+         "--seq-length 60 is not divisible by 2 x --context-parallel-size 4 = 8: change either"),
+        (["--micro-batch-size", "3", "--global-batch-size", "6"],
+         "--global-batch-size 6 is not divisible by --micro-batch-size 3 x 4 data-parallel ranks = 12: change either"),
         (["--cp-ring-kernel", "magic"], "--cp-ring-kernel 'magic'"),
         (["--cp-ring-layout", "spiral"], "--cp-ring-layout 'spiral'"),
         (["--cp-ring-route", "carrier-pigeon"], "--cp-ring-route 'carrier-pigeon'"),
         (["--cp-ring-num-slots", "1"], "--cp-ring-num-slots '1'"),
         (["--cp-ring-loss-chunk", "-1"], "--cp-ring-loss-chunk '-1'"),
-        (["--cp-ring-loss-chunk", "8", "--mtp-num-layers", "1"], "--cp-ring-loss-chunk does not support --mtp-num-layers, which"),
-        (["--cp-ring-loss-chunk", "8", "--hybrid-layer-pattern", "*-"], "--cp-ring-loss-chunk does not support --hybrid-layer"),
-        (["--attention-dropout", "0.1", "--cp-ring-kernel", "flash"], "--cp-ring-kernel flash does not support --attention-"),
-        (["--window-size", "16,4"], "--window-size (16, 4): a causal layer sees nothing after its own position"),
-        (["--reset-attention-mask"], "--reset-attention-mask"),
-        (["--cp-comm-type", "pigeon"], "--cp-comm-type pigeon: known are p2p, all_gather, a2a, a2a+p2p"),
-        ([*CP4, "--cp-comm-type", "p2p", "a2a", "a2a"], "--cp-comm-type has 3 entries for --num-layers 2"),
-        ([*CP4, "--cp-comm-type", "a2a+p2p"], "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes U R"),
-        ([*CP4, *SIZES, "2", "1", "2", "--cp-comm-type", "a2a+p2p"], "2 1 2: --cp-comm-type a2a+p2p takes 2 sizes"),
-        ([*CP4, *SIZES, "2", "4"], "--hierarchical-context-parallel-sizes 2 4 multiply to 8, not to --context-parallel-size 4"),
-        (
-            [
-                "--context-parallel-size",
-                "2",
-                "--cp-comm-type",
-                "a2a",
-                "--num-attention-heads",
-                "3",
-                "--hidden-size",
-                "48",
-                "--num-query-groups",
-                "1",
-            ],
-            "--cp-comm-type a2a among 2 ranks does not divide the 3 query heads of a tensor-parallel rank",
-        ),
-        ([*CP4, "--cp-ring-heads", "3"], "--cp-ring-heads 3 does not divide the 4 context-parallel ranks"),
-        ([*CP4, "--cp-ring-heads", "0"], "--cp-ring-heads '0'"),
-        ([*CP4, "--cp-ring-heads", "2", "--cp-comm-type", "a2a"], "--cp-comm-type a2a and --cp-ring-heads 2 both say"),
-        ([*CP4, "--cp-ring-heads", "2", "--cp-ring-schedule", "0,1,2,2"], "--cp-ring-schedule 0,1,2,2: 4 hops for 2 ranks"),
-        (
-            [*CP4, "--cp-ring-schedule", "0,1,2,2", *SIZES, "2", "2", "--cp-comm-type", "a2a+p2p"],
-            "--cp-ring-schedule 0,1,2,2: 4 hops for a ring of 2 members, of 2 ranks each",
-        ),
-        (
-            [*CP4, "--cp-comm-type", "all_gather", "--cp-ring-schedule", "ring"],
-            "--cp-comm-type all_gather is --cp-ring-schedule gather, not ring",
-        ),
-        ([*CP4, "--cp-ring-node-size", "3"], "--cp-ring-node-size 3 does not divide the 4 context-parallel ranks"),
-        (
-            [*CP4, "--cp-ring-node-size", "2", "--cp-ring-route", "relay", "--cp-ring-schedule", "gather"],
-            "--cp-ring-schedule gather: the route relay has a schedule of its own",
-        ),
-        (
-            [*CP4, "--cp-ring-route", "relay", "--cp-comm-type", "all_gather"],
-            "--cp-comm-type all_gather and --cp-ring-route relay exclude one another",
-        ),
+        (["--cp-ring-heads", "0"], "--cp-ring-heads '0'"),
         (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
-        (["--cuda-graph-impl", "local"], "--cuda-graph-impl local: no GPU run has shown CUDA graphs that hold attention"),
-        (["--cuda-graph-impl", "transformer_engine"], "accept it by --cp-ring-allow-untried cuda-graphs"),
-        (["--enable-cuda-graph"], "--enable-cuda-graph: no GPU run has shown CUDA graphs"),
-        (["--external-cuda-graph"], "--external-cuda-graph: no GPU run has shown CUDA graphs"),
-        (["--cuda-graph-impl", "local", SCOPE, "mlp"], "mlp: no GPU run has shown CUDA graphs that hold attention"),
-        (["--cuda-graph-impl", "transformer_engine", SCOPE, "attn", "mlp"], "attn mlp: no GPU run has shown CUDA graphs"),
-        ([SCOPE, "full_iteration"], "full_iteration: no GPU run has shown CUDA graphs"),
-        ([*GRAPH, "--cp-ring-document-mask"], "--cp-ring-document-mask brings other documents or masks in each step"),
-        ([*GRAPH, "--cp-ring-mask-kinds", "prefix"], "--cp-ring-mask-kinds brings other documents or masks in each step"),
-        ([*GRAPH, "--sft"], "--sft brings other documents or masks in each step"),
-        ([*GRAPH, "--cp-ring-timing", "5"], "--cp-ring-timing looks at each hop from the host"),
-        ([*GRAPH, "--cp-ring-trace", "1"], "--cp-ring-trace looks at each hop from the host"),
-        ([*GRAPH, "--cp-ring-debug"], "--cp-ring-debug looks at each hop from the host"),
-        ([*GRAPH, "--cp-ring-offload"], "--cp-ring-offload chooses in Python what moves to host memory"),
-        ([*GRAPH, "--log-max-attention-logit", "--bf16"], "--log-max-attention-logit collects values in Python"),
-        ([*GRAPH, "--attention-dropout", "0.1"], "--attention-dropout 0.1 would drop the same weights in each step"),
-        (
-            ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--attention-dropout", "0.1"],
-            "--attention-dropout 0.1 keeps a count among Megatron's random states",
-        ),
-        (
-            ["--cuda-graph-impl", "local", SCOPE, "moe_router", "--cp-ring-offload"],
-            "moe_router: --cp-ring-offload adds hooks to layers, which Megatron's graphs reject",
-        ),
-        ([*GRAPH, "--fine-grained-activation-offloading", "--offload-modules", "core_attn"], "core_attn was not tried in"),
-        ([*GRAPH, "--cp-ring-kernel", "reference"], "--cp-ring-kernel reference waits for the host"),
-        ([*GRAPH, "--cp-ring-wire", "latent"], "--cp-ring-wire latent finds latents by hooks"),
-        ([*GRAPH, *CP4], "--distributed-backend gloo cannot be captured: give nccl"),
-        ([*GRAPH, "--cuda-graph-warmup-steps", "0"], "--cuda-graph-warmup-steps 0 leaves no step before the capture"),
-        ([*GRAPH, *FULL, "--hidden-dropout", "0.1"], "--hidden-dropout 0.1 would draw other numbers in a recomputation"),
-        (
-            [
-                "--cp-ring-offload",
-                "--fine-grained-activation-offloading",
-                "--offload-modules",
-                "attn_norm",
-                "core_attn",
-                "attn_proj",
-            ],
-            "--cp-ring-offload and --offload-modules core_attn attn_proj move the same tensors to host memory",
-        ),
-        (["--cp-ring-offload", "--cpu-offloading-num-layers", "1"], "--cp-ring-offload and --cpu-offloading-num-layers 1 move"),
-        (
-            ["--attention-output-gate", "--fine-grained-activation-offloading", "--offload-modules", "core_attn"],
-            "--offload-modules core_attn with --attention-output-gate: Megatron frees",
-        ),
-        (["--hybrid-context-parallel"], "leave out --hybrid-context-parallel"),
-        (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp has no manifest"),
-        (
-            ["--use-torch-fsdp2", "--save", "x", "--hybrid-layer-pattern", "M*-"],
-            "--save with --use-torch-fsdp2 and the Mamba layers of --hybrid-layer-pattern M*-: Megatron takes whole weights",
-        ),
-        (["--use-megatron-fsdp", "--async-save"], "--async-save with --use-megatron-fsdp writes checkpoints without a"),
-        (
-            ["--use-megatron-fsdp", "--pipeline-model-parallel-size", "2"],
-            "--pipeline-model-parallel-size 2 with --use-megatron-fsdp: Megatron's FSDP takes all ranks",
-        ),
-        (["--use-megatron-fsdp", "--save", "x"], "--save with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16"),
-        (
-            ["--use-megatron-fsdp", "--bf16", "--save", "x", "--data-parallel-sharding-strategy", "optim"],
-            "--save with --use-megatron-fsdp needs --data-parallel-sharding-strategy optim_grads_params: with optim",
-        ),
-        (["--cp-ring-offload", "--recompute-granularity", "selective"], "leave core_attn out of --recompute-modules"),
-        (["--overlap-moe-expert-parallel-comm"], "accept it by --cp-ring-allow-untried moe-overlap"),
-        (
-            ["--overlap-moe-expert-parallel-comm", *UNTRIED, "--cp-ring-document-mask"],
-            "--overlap-moe-expert-parallel-comm does not support --cp-ring-document-mask",
-        ),
-        (["--batch-invariant-mode"], "leave out --batch-invariant-mode"),
-        (["--position-embedding-type", "relative"], "an attention bias: --position-embedding-type relative"),
-        (["--experimental-attention-variant", "dsa"], "leave out --experimental-attention-variant dsa"),
-        (["--use-kitchen-attention"], "leave out --use-kitchen-attention"),
-        (["--qk-clip"], "--qk-clip needs --bf16 or --fp16"),
         (["--cp-ring-allow-untried", "fp4"], "--cp-ring-allow-untried 'fp4': fp4 is no untried feature; known are cuda-graphs"),
-        (
-            ["--cp-ring-allow-untried", "cuda-graphs", "--cuda-graph-impl", "local", "--overlap-moe-expert-parallel-comm"],
-            "accept it by --cp-ring-allow-untried moe-overlap",
-        ),
         (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
-        (["--cp-ring-mask-kinds", "images", "--cp-ring-document-mask"], "give only the former, and Mask.documents in"),
-        (
-            ["--cp-ring-mask-kinds", "images", "--hybrid-layer-pattern", "M*-"],
-            "--cp-ring-mask-kinds images does not reach the Mamba layers of --hybrid-layer-pattern M*-",
-        ),
-        (
-            ["--cp-ring-document-mask", "--hybrid-layer-pattern", "M*-", "--disable-mamba-mem-eff-path"],
-            "--disable-mamba-mem-eff-path: the Mamba layers of --hybrid-layer-pattern M*- then have no documents",
-        ),
-        (
-            ["--cp-ring-mask-kinds", "documents", "--hybrid-layer-pattern", "G*-", "--deterministic-mode"],
-            "--deterministic-mode: the gated delta net layers of --hybrid-layer-pattern G*- then have no documents",
-        ),
-        (["--sft", "--dataloader-inter-document-masking"], "name two kinds of data sets: give only one"),
-        (["--cp-ring-document-mask", "--sft"], "--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data"),
         (["--cp-ring-pack", "loosely"], "--cp-ring-pack 'loosely': input should be 'first-fit', 'in-order' or 'fill'"),
-        (["--sequence-parallel"], "--sequence-parallel needs TransformerEngine's or Apex's norms"),
-        (["--data-path", "/nowhere/corpus"], "--data-path /nowhere/corpus: /nowhere/corpus.idx does not exist"),
-        (["--train-data-path", "0.5", "/nowhere/a", "0.5", "/nowhere/b"], "--train-data-path /nowhere/a"),
+        ([*CP4, "--cp-ring-heads", "2", "--cp-ring-schedule", "0,1,2,2"], "--cp-ring-schedule 0,1,2,2: 4 hops for 2 ranks"),
+        ([*CP4, "--cp-ring-node-size", "3"], "--cp-ring-node-size 3 does not divide the 4 context-parallel ranks"),
+        ([*CP4, "--cp-ring-node-size", "2", "--cp-ring-route", "relay", "--cp-ring-schedule", "gather"],
+         "--cp-ring-schedule gather: the route relay has a schedule of its own"),
     ],
-)
-def test_flags(parse, capsys, flags, named):
-    if settings.INTER_DOCUMENT in flags and settings.INTER_DOCUMENT not in argument_parser.build_parser()._option_string_actions:
-        pytest.skip("this Megatron has no such flag")
-    with pytest.raises(SystemExit) as stop:
-        parse(*BASE, *flags)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cp_ring")]
-    assert stop.value.code == 2
-    assert len(lines) == 1 and lines[0].startswith("cp_ring: error: ") and named in lines[0]
-    assert not torch.distributed.is_initialized()
+)  # fmt: skip
+def test_flags(parse, capsys, flags, line):
+    assert rejection_of(parse, capsys, *BASE, *flags).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -263,25 +135,6 @@ def test_sizes_of_a_job_before_a_rank_starts(override, named):
     with pytest.raises(ConfigError) as rejected:
         command_line.megatron_flags(job, None, "cpu")
     assert named in str(rejected.value) and "\n" not in str(rejected.value)
-
-
-def test_every_rejected_flag_is_one_of_megatron():
-    known = argument_parser.build_parser()._option_string_actions
-    assert [its.flag for its in features._REJECTED if its.flag not in known or known[its.flag].dest != its.name] == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--normalization", "RMSNorm"], "--sequence-parallel with --transformer-impl local and --normalization RMSNorm"),
-        (["--num-experts", "4"], "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"),
-    ],
-)
-def test_flags_where_cuda_is_present(parse, capsys, flags, named):
-    sequence = [] if "--num-experts" in flags else ["--sequence-parallel"]
-    with pytest.raises(SystemExit):
-        parse(*TINY, "--cp-ring", "--transformer-impl", "local", "--tensor-model-parallel-size", "2", *sequence, *flags)
-    assert named in capsys.readouterr().err
 
 
 CONFIG = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
@@ -425,15 +278,6 @@ def test_a_choice_that_is_not_possible(applied, parse, capsys, flags, named):
         validate_args(parse(*BASE, *CP4, "--cp-ring-node-size", "2", *flags))
     lines = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and named in lines[-1] and lines[-1].startswith("cp_ring: error: ")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present")
-@pytest.mark.parametrize("flag", [["--distributed-backend", "nccl"], ["--transformer-impl=transformer_engine"]])
-def test_what_needs_cuda_contradicts_the_cpu_runtime(parse, capsys, flag):
-    with pytest.raises(SystemExit) as stop:
-        parse(*BASE, *flag)
-    assert stop.value.code == 2
-    assert "needs CUDA" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--transformer-impl", "transformer_engine"]])
@@ -654,8 +498,8 @@ def test_a_checkpoint_of_another_model_shape(tmp_path, monkeypatch, name, flag, 
 
 def test_sharded_parameters_resume_from_0_19_on(monkeypatch):
     monkeypatch.setattr(compat, "megatron_version", lambda: "0.18.2")
-    with pytest.raises(ConfigError, match=r"--load with --use-torch-fsdp2 needs megatron-core 0\.19: 0\.18\.2 does not resume"):
-        features._check_sharded(argparse.Namespace(use_torch_fsdp2=True, ckpt_format="torch_dist", load="x"))
+    line = problem(Job(argparse.Namespace(use_torch_fsdp2=True, ckpt_format="torch_dist", load="x")), rules.ATTENTION)
+    assert line == "--load with --use-torch-fsdp2 needs megatron-core 0.19: 0.18.2 does not resume as the job was"
 
 
 class FusedAdam:
@@ -701,9 +545,9 @@ def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     if implementations.has_apex_norm("LayerNorm"):
         pytest.skip("Apex is installed")
-    args = SimpleNamespace(tensor_model_parallel_size=2, num_experts=None, sequence_parallel=True, transformer_impl="local")
-    with pytest.raises(ConfigError, match="--sequence-parallel with --transformer-impl local"):
-        validate.check_norms(SimpleNamespace(**vars(args), normalization="LayerNorm", spec=None))
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": "local"}
+    found = problem(Job(SimpleNamespace(**sizes, normalization="LayerNorm")), rules.SIZES)
+    assert found.startswith("--sequence-parallel with --transformer-impl local")
 
 
 @pytest.mark.parametrize(
@@ -726,7 +570,7 @@ def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(p
     rejection._noted.clear()
     for _ in range(2):  # Megatron parses a command line more than once
         args.apply_rope_fusion = True
-        validate.check_documents(args, ContextParallelConfig.from_args(args))
+        validate.check_attention(Job(args))
         assert args.apply_rope_fusion is False
     printed = capsys.readouterr().out
     assert printed.count("is switched off (--no-rope-fusion)") == 1
@@ -736,7 +580,7 @@ def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(p
 def test_the_fused_rotary_embedding_stays_where_tokens_have_one_position(parse):
     args = parse(*BASE, "--cp-ring-layout", "balanced", "--cp-ring-document-mask")
     args.apply_rope_fusion = True
-    validate.check_documents(args, ContextParallelConfig.from_args(args))
+    validate.check_attention(Job(args))
     assert args.apply_rope_fusion is True
 
 

@@ -313,16 +313,3 @@ def test_steps_to_trace(text, steps):
 def test_steps_that_are_none(text):
     with pytest.raises(ConfigError, match=r"--cp-ring-trace .*it is not STEP or STEP:COUNT"):
         ContextParallelConfig.make(trace=text)
-
-
-def test_steps_that_the_job_does_not_reach():
-    from types import SimpleNamespace
-
-    from cp_ring.megatron.validate import check_trace
-
-    config = ContextParallelConfig.make(enabled=True, trace="8:3")
-    check_trace(SimpleNamespace(train_iters=10), config)
-    with pytest.raises(ConfigError, match="--cp-ring-trace 8:3: step 10 is past the last one, --train-iters 9"):
-        check_trace(SimpleNamespace(train_iters=9), config)
-    with pytest.raises(ConfigError, match="needs --cp-ring"):
-        check_trace(SimpleNamespace(train_iters=10), ContextParallelConfig.make(trace="1"))

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.oracle import Rule
+from cp_ring.megatron.certificate.oracle import MaskRule
 from cp_ring.plan.mask import Mask
 
 PREFIX = "declared "
 """How the names of such masks begin in the certificate, as in `declared shared-prefix`."""
 
 
-def sample(name: str, n: int, seed: int) -> tuple[Mask, Rule]:
+def sample(name: str, n: int, seed: int) -> tuple[Mask, MaskRule]:
     """A mask of `n` tokens of the kind that `name` ends with, and the rule that it must follow; another one for each seed."""
     return _SAMPLES[name.removeprefix(PREFIX)](n, np.random.default_rng(seed))
 
 
-def _tree(n: int, random: np.random.Generator, parents: list[int], forest: bool = True) -> tuple[Mask, Rule]:
+def _tree(n: int, random: np.random.Generator, parents: list[int], forest: bool = True) -> tuple[Mask, MaskRule]:
     """Branches of random lengths with these parents, and some padding behind them."""
     edges = np.append(0, np.sort(random.choice(np.arange(1, n), len(parents), replace=False)))
     lengths = np.diff(edges).tolist()
@@ -47,14 +47,14 @@ def _tree(n: int, random: np.random.Generator, parents: list[int], forest: bool 
         above = ancestors.to(query.device)[of_query.clamp(min=0), of_key.clamp(min=0)]
         return (of_query >= 0) & (of_key >= 0) & (above | ((of_query == of_key) & (key <= query)))
 
-    rule = Rule(sees, position, branch, tuple(edges.tolist()))
+    rule = MaskRule(sees, position, branch, tuple(edges.tolist()))
     if forest:
         return Mask.tree(parents, lengths, n), rule
     groups = [(lengths[0], lengths[1:4]), (lengths[4], lengths[5:])]
     return Mask.shared_prefix(groups, n), rule
 
 
-def _images(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+def _images(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
     """Three images around a quarter, a half and three quarters of the sequence: there many layouts have an edge."""
     half = [int(size) for size in random.integers(max(n // 16, 1), max(n // 9, 2), 3)]
     spans = [(n * i // 4 - size, n * i // 4 + size // 2 + 1) for i, size in enumerate(half, 1)]
@@ -69,7 +69,7 @@ def _images(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
     return Mask.images(n, spans), _plain(sees, n, [edge for span in spans for edge in span])
 
 
-def _global(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+def _global(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
     start, window = int(random.integers(n // 3, n // 2)), n // 8
     spans = [(0, 1), (start, start + 2)]
     everywhere = torch.zeros(n, dtype=torch.bool)
@@ -83,7 +83,7 @@ def _global(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
     return Mask.with_global(n, spans, (window, 0)), _plain(sees, n, [0, 1, start, start + 2])
 
 
-def _blocks(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+def _blocks(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
     block = int(random.integers(n // 9 + 1, n // 5 + 2))
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _blocks(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
     return Mask.block_causal(n, block), _plain(sees, n, range(0, n, block))
 
 
-def _diffusion(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+def _diffusion(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
     half, block = n // 2, int(random.integers(n // 16 + 1, n // 9 + 2))
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
@@ -103,10 +103,10 @@ def _diffusion(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
 
     positions = torch.arange(n) % half
     edges = tuple(start + side for side in (0, half) for start in range(0, half, block))
-    return Mask.block_diffusion(n, block), Rule(sees, positions, torch.arange(n) // half, edges)
+    return Mask.block_diffusion(n, block), MaskRule(sees, positions, torch.arange(n) // half, edges)
 
 
-def _documents(n: int, random: np.random.Generator, prefixes: bool = False) -> tuple[Mask, Rule]:
+def _documents(n: int, random: np.random.Generator, prefixes: bool = False) -> tuple[Mask, MaskRule]:
     edges = [0, *sorted(random.choice(np.arange(1, n), 3, replace=False).tolist()), n]
     lengths = [int(random.integers(0, end - start + 1)) * prefixes for start, end in pairwise(edges)]
     document, start, prefix = (torch.zeros(n, dtype=torch.int64) for _ in range(3))
@@ -117,11 +117,11 @@ def _documents(n: int, random: np.random.Generator, prefixes: bool = False) -> t
         same = document.to(query.device)[query] == document.to(key.device)[key]
         return same & ((key <= query) | (key < prefix.to(query.device)[query]))
 
-    rule = Rule(sees, torch.arange(n) - start, document, tuple(edges))
+    rule = MaskRule(sees, torch.arange(n) - start, document, tuple(edges))
     return (Mask.prefix(n, lengths, edges) if prefixes else Mask.documents(edges)), rule
 
 
-def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
+def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
     """Random cells of a grid, some of them cut by a diagonal band: disjoint, and like no mask with a name."""
     edges = [np.append(0, np.append(np.sort(random.choice(np.arange(1, n), 3, replace=False)), n)).tolist() for _ in range(2)]
     pieces = []
@@ -141,12 +141,12 @@ def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, Rule]:
     return Mask.from_pieces(n, pieces), _plain(sees, n, [edge for side in edges for edge in side])
 
 
-def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: object) -> Rule:
+def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: object) -> MaskRule:
     """The rule of a mask whose positions are the places in the stream."""
-    return Rule(sees, torch.arange(n), torch.zeros(n, dtype=torch.int64), tuple(edges))  # type: ignore[arg-type]
+    return MaskRule(sees, torch.arange(n), torch.zeros(n, dtype=torch.int64), tuple(edges))  # type: ignore[arg-type]
 
 
-_SAMPLES: dict[str, Callable[[int, np.random.Generator], tuple[Mask, Rule]]] = {
+_SAMPLES: dict[str, Callable[[int, np.random.Generator], tuple[Mask, MaskRule]]] = {
     "shared-prefix": lambda n, random: _tree(n, random, [-1, 0, 0, 0, -1, 4], forest=False),
     "tree": lambda n, random: _tree(n, random, [-1, 0, 1, 1, 0, -1, 5]),
     "images": _images,

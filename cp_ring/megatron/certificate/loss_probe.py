@@ -31,7 +31,7 @@ from cp_ring.megatron.certificate import batch_probe
 from cp_ring.megatron.certificate.declared import PREFIX
 from cp_ring.megatron.certificate.isolation import attempting, replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_scale, declared_window
-from cp_ring.megatron.certificate.oracle import DenseAttention, Rule, Spans
+from cp_ring.megatron.certificate.oracle import DenseAttention, MaskRule, Spans
 from cp_ring.megatron.certificate.probe_batch import (
     SplitBatch,
     declared_of_rows,
@@ -73,7 +73,7 @@ class Microbatch:
     """Whole batch rows [b, n] as a data set gives them, and the documents of each, or the rule of the mask that it declares."""
 
     data: dict[str, Any]
-    spans: list[Spans | Rule]
+    spans: list[Spans | MaskRule]
 
     @classmethod
     def draw(cls, kind: LayerKind, seed: int, cp: int, distinct: bool = False) -> Microbatch:
@@ -132,7 +132,7 @@ class Microbatch:
 
     def selected(self) -> tuple[Tensor, Tensor] | None:
         """Positions and places of the tokens of whole batch rows [n, b], where positions are declared."""
-        rules = [rule for rule in self.spans if isinstance(rule, Rule)]
+        rules = [rule for rule in self.spans if isinstance(rule, MaskRule)]
         if not rules:
             return None
         positions = torch.stack([rule.positions for rule in rules], 1)
@@ -142,7 +142,7 @@ class Microbatch:
         """True for the last token of each document or declared sequence, bool [b, n]."""
         last = torch.zeros(self.data["tokens"].shape, dtype=torch.bool)
         for batch_row, spans in enumerate(self.spans):
-            if isinstance(spans, Rule):
+            if isinstance(spans, MaskRule):
                 last[batch_row] = spans.last()
             else:
                 last[batch_row, [end - 1 for _, end in spans]] = True
@@ -372,7 +372,7 @@ def _positions(batch: Microbatch, kind: LayerKind, rank: int, cp: int, split: Sp
     if kind.mask == "packed":
         return packed_positions(batch.data["cu_seqlens"][0].numpy().astype(np.int64), rank, cp)[None]
     if kind.mask == "documents":
-        spans = [spans for spans in batch.spans if not isinstance(spans, Rule)]
+        spans = [spans for spans in batch.spans if not isinstance(spans, MaskRule)]
         return torch.as_tensor(documents_of_rows(spans, kind.tokens, cp).shard(whole, rank))
     if kind.mask.startswith(PREFIX):
         return torch.as_tensor(declared_of_rows(batch.data[KEY], cp).shard(whole, rank))
@@ -458,7 +458,7 @@ def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
     return output, loss
 
 
-def _attend_densely(model: Any, spans: list[Spans | Rule]) -> None:
+def _attend_densely(model: Any, spans: list[Spans | MaskRule]) -> None:
     """Replaces ring attention in every layer of the twin by dense attention with the mask that the flags declare."""
     from cp_ring.megatron.core_attention import RingDotProductAttention  # imports Megatron
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskRule:
     """Who sees whom in a batch row whose mask is declared.
 
     Attributes:
@@ -48,13 +48,13 @@ Spans = Sequence[tuple[int, int]]
 """The documents [start, end) of a batch row, ascending. Positions outside all of them are padding."""
 
 
-def declared_mask(queries: Tensor, keys: Tensor, spans: Spans | Rule, window: tuple[int, int]) -> Tensor:
+def declared_mask(queries: Tensor, keys: Tensor, spans: Spans | MaskRule, window: tuple[int, int]) -> Tensor:
     """Which keys each query may see, bool [s, n]; queries [s] and keys [n] are positions in one batch row.
 
     A query sees the keys of its own document that are not after it, and at most window[0] before it (-1: any number).
-    Padding neither sees nor is seen. The mask of a batch row may also be given as a `Rule`.
+    Padding neither sees nor is seen. The mask of a batch row may also be given as a `MaskRule`.
     """
-    if isinstance(spans, Rule):
+    if isinstance(spans, MaskRule):
         return spans.allowed(queries, keys, window)
     query_document, key_document = (_document_of(positions, spans) for positions in (queries, keys))
     distance = queries[:, None] - keys
@@ -100,7 +100,7 @@ class DenseAttention(torch.nn.Module):
 
     softmax_offset: Tensor | None
 
-    def __init__(self, ring: torch.nn.Module, window: tuple[int, int], scale: float | None, spans: Sequence[Spans | Rule]):
+    def __init__(self, ring: torch.nn.Module, window: tuple[int, int], scale: float | None, spans: Sequence[Spans | MaskRule]):
         super().__init__()
         self.softmax_offset = getattr(ring, "softmax_offset", None)
         self.window, self.spans = window, spans

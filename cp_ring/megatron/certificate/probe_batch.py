@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cp_ring.megatron.certificate.declared import sample
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.oracle import Rule, Spans
+from cp_ring.megatron.certificate.oracle import MaskRule, Spans
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.mask import Mask
 
@@ -34,7 +34,7 @@ class ProbeBatch:
 
     n: int
     positions: Tensor
-    spans: list[Spans | Rule]
+    spans: list[Spans | MaskRule]
     packed: Any = None
     thd: bool = False
     edges: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ def _declared(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBa
     return ProbeBatch(kind.tokens, positions, list(rules), DocumentParams.carry(declared))
 
 
-def samples_of_rows(kind: LayerKind) -> tuple[list[Mask], list[Rule]]:
+def samples_of_rows(kind: LayerKind) -> tuple[list[Mask], list[MaskRule]]:
     """A sample of the declared mask of `kind` for each batch row, and the rules of these masks."""
     made = [sample(kind.mask, kind.tokens, seed) for seed in range(1, kind.batch_size + 1)]
     return [mask for mask, _ in made], [rule for _, rule in made]
@@ -91,8 +91,8 @@ def declared_of_rows(masks: list[Mask], cp: int) -> Any:
     return DeclaredMask.of_rows(masks, current().layout, cp)
 
 
-def _edges(spans: Spans | Rule) -> tuple[int, ...]:
-    return spans.edges if isinstance(spans, Rule) else tuple(edge for span in spans for edge in span)
+def _edges(spans: Spans | MaskRule) -> tuple[int, ...]:
+    return spans.edges if isinstance(spans, MaskRule) else tuple(edge for span in spans for edge in span)
 
 
 def documents_of_rows(spans: list[Spans], n: int, cp: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.oracle import Rule, Spans
+from cp_ring.megatron.certificate.oracle import MaskRule, Spans
 from cp_ring.megatron.layer_pattern import RECURRENT, pattern_of
 
 _CLASSES = (("mamba_mixer", "MambaMixer"), ("gated_delta_net", "GatedDeltaNet"))
@@ -24,7 +24,7 @@ def uncovered_states(args: argparse.Namespace, mask: str) -> str:
     return f"the loss of {found[0]} layers under {mask} with --sequence-parallel" if found and shared and mask != "causal" else ""
 
 
-def run_by_document(model: Any, spans: list[Spans | Rule]) -> None:
+def run_by_document(model: Any, spans: list[Spans | MaskRule]) -> None:
     """Makes the recurrent layers of `model`, which holds whole batch rows, run document by document."""
     ends = [_spans(of_row) for of_row in spans]
     if all(len(of_row) == 1 for of_row in ends):
@@ -35,8 +35,8 @@ def run_by_document(model: Any, spans: list[Spans | Rule]) -> None:
             module.forward = functools.partial(_by_document, module.forward, ends)
 
 
-def _spans(of_row: Spans | Rule) -> list[tuple[int, int]]:
-    if not isinstance(of_row, Rule):
+def _spans(of_row: Spans | MaskRule) -> list[tuple[int, int]]:
+    if not isinstance(of_row, MaskRule):
         return list(of_row)
     ends = [int(place) + 1 for place in of_row.last().nonzero()[:, 0]]
     return list(zip([0, *ends], ends, strict=False))
