@@ -111,9 +111,11 @@ def fork(ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.megatron.imported"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here, so that nobody else takes its port
-    processes = [context.Process(target=_in_a_group, args=(target, rank, ranks, store.port, *job)) for rank in range(ranks)]
-    for process in processes:
-        start(process)
+    processes: list = []
+    for rank in range(ranks):
+        leader = processes[0].pid if processes else 0
+        processes.append(context.Process(target=_in_a_group, args=(target, leader, rank, ranks, store.port, *job)))
+        start(processes[-1])
     end = time.monotonic() + timeout_s
     failed = 0
     try:
@@ -121,17 +123,21 @@ def fork(ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..
             mp.connection.wait([p.sentinel for p in processes if p.exitcode is None], timeout=1)
             failed = 124 if time.monotonic() > end else _first_failure(processes)
     finally:
+        with contextlib.suppress(ProcessLookupError):  # also what a rank that was killed has started
+            os.killpg(processes[0].pid, signal.SIGKILL)
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):  # also what a rank that was killed has started
-                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
     return failed or _first_failure(processes)
 
 
-def _in_a_group(target: Callable[..., None], *args) -> None:
-    """Is a rank in a process group of its own."""
-    os.setpgid(0, 0)
+def _in_a_group(target: Callable[..., None], leader: int, *args) -> None:
+    """Is a rank in the process group of the first one, which may not have made it yet."""
+    for _ in range(1000):
+        with contextlib.suppress(PermissionError):
+            os.setpgid(0, leader)
+            break
+        time.sleep(0.01)
     target(*args)
 
 
