@@ -193,7 +193,9 @@ def _model(name: str, row: Row) -> Model:
     flags += ["--attention-dropout 0.2"] if row["dropout"] == "yes" else []
     flags += [parity.SEQUENCE_PARALLEL] if row["split"] == "tp2cp2 sp" else []
     flags += ["--bf16"] if row["dtype"] == "bf16" else []
-    ring = [RECOMPUTE[row["recompute"]], SHARDING[row["sharding"]], f"--cp-ring-wire {row['wire']}"]
+    sums = row["dtype"] == "bf16" and row["sharding"] in _MEGATRON_FSDP  # which Megatron adds in bf16 else, at cp 1 too
+    ring = ["--megatron-fsdp-main-grads-dtype fp32"] if sums else []
+    ring += [RECOMPUTE[row["recompute"]], SHARDING[row["sharding"]], f"--cp-ring-wire {row['wire']}"]
     ring += [f"--cp-ring-layout {row['layout']}"]
     ring += ["--cp-ring-offload"] if row["offload"] == "yes" else []
     ring += ["--cp-ring-loss-chunk 7"] if row["loss chunk"] == "yes" else []
