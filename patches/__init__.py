@@ -27,6 +27,7 @@ NAMES = (
     "restricted_unpickling",
     "exit_signal",
     "core_attention",
+    "latent_gradients",
     "recompute",
     "rotary_layout",
     "recurrent_layers",

@@ -1,6 +1,6 @@
 """Makes --use-torch-fsdp2 exact where --calculate-per-token-loss is given, and its checkpoints resume as they were.
 
-Four things are wrong in Megatron 0.16 to 0.19:
+Five things are wrong in Megatron 0.16 to 0.19:
 
 - With --calculate-per-token-loss gradients are divided by the number of tokens of all ranks, by `scale_gradients` of the wrapper
   around the model. That of FSDP2 does nothing, and FSDP2 averages over ranks where Megatron's own wrapper adds. So gradients were
@@ -10,6 +10,8 @@ Four things are wrong in Megatron 0.16 to 0.19:
 - Until 0.18 the wrapper does not know an argument that the training loop gives when a step ends.
 - Tensors are loaded in place, and the rest of the optimizer's state is not loaded: Adam's step, without which torch's Adam fails
   and others begin anew, and the settings of parameter groups.
+- FSDP2 gives modules other parameters than they were built with. A Mamba layer hands convolution, dt_bias, A_log and D to its
+  helper for context parallelism, at any size of it. That goes on reading the first ones, which no optimizer trains.
 """
 
 from __future__ import annotations
@@ -70,16 +72,31 @@ def _rest_of_state(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The `forward` of a Mamba layer, whose helper for context parallelism then reads the parameters that the layer has now."""
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D"):
+            if hasattr(self.cp, f"{name}_cp1"):  # of older versions the convolution is one module
+                setattr(self.cp, f"{name}_cp1", getattr(self, name))
+        return forward(self, *args, **kwargs)
+
+    return call
+
+
 def _replacements() -> Iterator[Replacement]:
     from megatron.core.dist_checkpointing import optimizer as sharding
     from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
     from megatron.core.optimizer import optimizer
+    from megatron.core.ssm.mamba_mixer import MambaMixer
 
     yield TorchFullyShardedDataParallel, "scale_gradients", _scale
     yield TorchFullyShardedDataParallel, "finish_grad_sync", _finish_grad_sync
     yield sharding, "to_local_if_dtensor", local_tensor
     for owner in (optimizer.FP32Optimizer, optimizer.Float16OptimizerWithFloat16Params):
         yield owner, "load_state_dict", _rest_of_state(owner.load_state_dict)
+    yield MambaMixer, "forward", _with_own_weights(MambaMixer.forward)
     if has_training_loop():
         import megatron.training.training as training
 
@@ -88,8 +105,10 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="fsdp2",
-    what="divides gradients of --use-torch-fsdp2 by the number of tokens of all ranks; saves and loads all of its optimizer",
-    why="Megatron's wrapper around FSDP2 does not divide; saving fails with torch 2.13, and Adam's step is not loaded",
+    what="divides gradients of --use-torch-fsdp2 by the number of tokens of all ranks; saves and loads all of its optimizer; "
+    "trains all weights of Mamba layers",
+    why="Megatron's wrapper around FSDP2 does not divide; saving fails with torch 2.13, and Adam's step is not loaded; Mamba "
+    "layers hold the parameters from before",
     when="--cp-ring --use-torch-fsdp2",
     replacements=_replacements,
 )

@@ -4,7 +4,7 @@ Three things are wrong in Megatron 0.19:
 
 - The wrapper knows by class names how weights are split over tensor-parallel ranks; that of ring attention is a new name.
 - A rank with no part of a parameter has no state of the optimizer for it. Megatron's save and load gather each tensor of the
-  state by a collective, so that ranks with other parts wait forever.
+  state by a collective, so that ranks with other parts wait forever, or take other tensors for the one that they gather.
 - Before it loads, Megatron makes the optimizer's state by a step with zero gradients. Where there is nothing to load, as at the
   first start of a job with --load, this step counts: Adam's bias correction and weight decay then begin one step late.
 """
@@ -59,7 +59,10 @@ def _whole(sharded: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _add_empty(optimizer: Any) -> None:
-    """Gives each parameter of which this rank has no part the state of the others, empty, with the same number of steps."""
+    """Gives each parameter of which this rank has no part the state of the others, empty, with the same number of steps.
+
+    Then all states are in the order of the parameters, because each is gathered by a collective.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     own = [param for param in params if local_tensor(param).numel() and optimizer.state.get(param)]
     if not own:
@@ -69,6 +72,9 @@ def _add_empty(optimizer: Any) -> None:
     for param in (param for param in params if not local_tensor(param).numel()):
         state = {name: torch.zeros_like(param, dtype=dtype) for name, dtype in sharded.items()}
         optimizer.state[param] = state | ({"step": like["step"].clone()} if "step" in like else {})
+    for param in params:
+        if param in optimizer.state:
+            optimizer.state[param] = optimizer.state.pop(param)
 
 
 def _replacements() -> Iterator[Replacement]:

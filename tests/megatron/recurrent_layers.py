@@ -91,7 +91,7 @@ def whole_rows() -> torch.Tensor:
 
 def call(layer: Any, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
     """Output [s, b, HIDDEN] of hidden states [s, b, HIDDEN]."""
-    mask = {} if type(layer).__name__ == "MambaMixer" else {"attention_mask": None}
+    mask = {} if "MambaMixer" in type(layer).__name__ else {"attention_mask": None}
     out: torch.Tensor = layer(hidden, packed_seq_params=packed, **mask)[0]
     return out
 

@@ -345,7 +345,7 @@ def test_megatron_fsdp_completes_the_state_of_the_optimizer_without_a_step(appli
     mesh = init_device_mesh("cpu", (1,))
     parts = [DTensor.from_local(torch.full((size, 4), 2.0), mesh, [Shard(0)]) for size in (3, 0)]
     own, other = map(torch.nn.Parameter, parts)
-    adam = torch.optim.AdamW([own, other], lr=0.1, weight_decay=0.5)
+    adam = torch.optim.AdamW([other, own], lr=0.1, weight_decay=0.5)
     optimizer = SimpleNamespace(
         optimizer=adam, state=adam.state, ddp_config=SimpleNamespace(use_megatron_fsdp=True),
         _param_name={own: "own", other: "other"}.get, _param_groups_to_param2group_meta=lambda groups: {},
@@ -358,5 +358,6 @@ def test_megatron_fsdp_completes_the_state_of_the_optimizer_without_a_step(appli
     own.grad = torch.ones_like(own)
     adam.step()
     listed = DistributedOptimizer.sharded_param_state_fsdp_dtensor(optimizer)["state"]
+    assert list(listed) == ["other", "own"], "each is gathered by a collective, so in the same order on all ranks"
     assert listed["other"].keys() == listed["own"].keys() and listed["other"]["exp_avg"].to_local().shape == (0, 4)
     assert float(listed["other"]["step"]) == float(listed["own"]["step"]) == 1
