@@ -21,9 +21,7 @@ class Runtime:
         self._resets.append(reset or getattr(state, "clear", None) or state.__init__)  # type: ignore[misc]
         return state
 
-    def cache[T](
-        self, maxsize: int | None = None
-    ) -> Callable[[Callable[..., T]], functools._lru_cache_wrapper[T]]:
+    def cache[T](self, maxsize: int | None = None) -> Callable[[Callable[..., T]], functools._lru_cache_wrapper[T]]:
         """`functools.lru_cache` that a reset empties."""
 
         def decorate(function: Callable[..., T]) -> functools._lru_cache_wrapper[T]:

@@ -60,18 +60,12 @@ class File:
     @cached_property
     def tokens(self) -> list[tokenize.TokenInfo]:
         with open(ROOT / self.path) as file:
-            return [
-                each for each in tokenize.generate_tokens(file.readline) if each.type in COUNTED
-            ]
+            return [each for each in tokenize.generate_tokens(file.readline) if each.type in COUNTED]
 
     @cached_property
     def code_lines(self) -> int:
         """Lines with a token that is no docstring."""
-        code = (
-            each
-            for each in self.tokens
-            if not (each.type == token.STRING and each.line.strip().startswith('"""'))
-        )
+        code = (each for each in self.tokens if not (each.type == token.STRING and each.line.strip().startswith('"""')))
         return len({line for each in code for line in range(each.start[0], each.end[0] + 1)})
 
     @property
@@ -86,9 +80,7 @@ class File:
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
                 nodes -= set(ast.walk(node))
         names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-        names |= {
-            name.name for node in nodes if isinstance(node, ast.Import) for name in node.names
-        }
+        names |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
         return {name for name in names if name.split(".")[0] == "cp_ring"}
 
     @cached_property
@@ -110,32 +102,16 @@ class File:
         found = []
         for node in self.tree.body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                target = ast.unparse(
-                    node.targets[0] if isinstance(node, ast.Assign) else node.target
-                )
+                target = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
                 kept = isinstance(node.value, ast.List | ast.Dict | ast.Set | ast.Call)
-                constant = (
-                    target.isupper()
-                    or target.startswith("__")
-                    or _last_name(node.value) in NO_STATE
-                )
+                constant = target.isupper() or target.startswith("__") or _last_name(node.value) in NO_STATE
                 if kept and not constant and not _registered(node.value):
                     found.append(f"{self.path}:{node.lineno} {target}")
             elif isinstance(node, ast.FunctionDef):
-                caches = [
-                    each
-                    for each in node.decorator_list
-                    if _last_name(each) in ("cache", "lru_cache")
-                ]
-                found += [
-                    f"{self.path}:{node.lineno} {node.name}"
-                    for each in caches
-                    if not _registered(each)
-                ]
+                caches = [each for each in node.decorator_list if _last_name(each) in ("cache", "lru_cache")]
+                found += [f"{self.path}:{node.lineno} {node.name}" for each in caches if not _registered(each)]
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Global)]
-        return found + [
-            f"{self.path}:{node.lineno} global {', '.join(node.names)}" for node in nodes
-        ]
+        return found + [f"{self.path}:{node.lineno} global {', '.join(node.names)}" for node in nodes]
 
 
 def _last_name(node: ast.expr) -> str:
@@ -158,25 +134,16 @@ def measure(files: list[File], tests: list[File]) -> dict[str, tuple[int, list[s
     in_package = Counter(file.package for file in files)
     tokens = sum(len(file.tokens) for file in files)
     crowded = [name for name, n in in_package.items() if n > 16 and name not in MANY_FILES]
-    twice = [
-        file.path for file in files if names[Path(file.path).name] > 1 and "__" not in file.path
-    ]
+    twice = [file.path for file in files if names[Path(file.path).name] > 1 and "__" not in file.path]
     lists = {
         "packages of more than 16 files": crowded,
         "files of more than 450 lines": [file.path for file in files if len(file.lines) > 450],
         "files with the name of another": twice,
         "lines of more than 100 columns": [
-            f"{file.path}:{number}"
-            for file in files
-            for number, line in enumerate(file.lines, 1)
-            if len(line) > 100
+            f"{file.path}:{number}" for file in files for number, line in enumerate(file.lines, 1) if len(line) > 100
         ],
-        "functions of more than 7 parameters": [
-            where for file in files for where in file.wide_functions
-        ],
-        "modules that import more than 12 others": [
-            file.path for file in files if len(file.imports) > 12
-        ],
+        "functions of more than 7 parameters": [where for file in files for where in file.wide_functions],
+        "modules that import more than 12 others": [file.path for file in files if len(file.imports) > 12],
         "state outside of cp_ring.runtime": [where for file in files for where in file.state],
     }
     return {
