@@ -6,20 +6,16 @@ Without --cp-ring, --cp-ring-cpu or --help among the flags, nothing in Megatron 
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-
 from cp_ring import patches, signals
 from cp_ring.config import ContextParallelConfig
-from cp_ring.errors import ConfigError
 from cp_ring.megatron import argument_parser
-from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.rejection import reject, rejecting
-from cp_ring.megatron.settings import SFT
+from cp_ring.megatron.rule import check_rules
+from cp_ring.megatron.rules import SCRIPT
 from cp_ring.observe import standard_streams
 from cp_ring.patches.install import install, job_of, log_steps
 
@@ -80,35 +76,9 @@ def _run_patched(script: Path, config: ContextParallelConfig) -> None:
 
 def _check_batches(script: Path, config: ContextParallelConfig) -> None:
     """Raises `ConfigError` for settings that need the batches of `cp_ring.pretrain_gpt`."""
-    if config.document_mask:
-        raise ConfigError(
-            f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with its batches; "
-            "--dataloader-inter-document-masking does"
-        )
-    _check_packed(config)
-    if job_of(sys.argv[1:], config).given("--cp-ring reorders !--cp-ring-mask-kinds|splits_packed"):
-        raise ConfigError(
-            f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag; "
-            "balanced can split packed batches (--sft, --dataloader-inter-document-masking)"
-        )
-
-
-def _check_packed(config: ContextParallelConfig) -> None:
-    """Raises `ConfigError` where middle pipeline stages get no documents: scripts before 0.17 give them none."""
-    version = megatron_version()
-    if not (config.enabled and SFT in sys.argv and version and SpecifierSet("<0.17").contains(version, prereleases=True)):
-        return
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    given, others = parser.parse_known_args(sys.argv[1:])
-    stages = given.pipeline_model_parallel_size
-    virtual = stages > 1 and any("virtual" in word for word in others)
-    if stages > 2 or virtual:
-        raise ConfigError(
-            f"--sft with --pipeline-model-parallel-size {stages}{' and virtual stages' * virtual}: the scripts of megatron-core "
-            f"{version} give middle stages no documents, so that tokens would see other documents; use megatron-core 0.17, or at "
-            "most 2 stages"
-        )
+    job = job_of(sys.argv[1:], config)
+    job.args.script = script
+    check_rules(job, SCRIPT)
 
 
 if __name__ == "__main__":

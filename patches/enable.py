@@ -10,14 +10,9 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import program
 from cp_ring.megatron.compat import check_version
-from cp_ring.megatron.rule import Job
+from cp_ring.megatron.rule import Job, check_rules
+from cp_ring.megatron.rules import PROGRAM
 from cp_ring.megatron.settings import configure
-from cp_ring.plan.shapes import AUTO
-
-_FLAGS_ALONE = {
-    "run_dir": "steps.jsonl is written by Megatron's own training loop",
-    "balance_microbatches": "batch rows are dealt out by Megatron's own data loaders",
-}
 
 
 def enable(
@@ -52,14 +47,10 @@ def enable(
         raise ConfigError("cp_ring.megatron.enable takes a ContextParallelConfig or settings by name, not both")
     given = config.model_dump() if config is not None else settings
     used = ContextParallelConfig.make(**(given | {"enabled": True}))
-    for name, why in _FLAGS_ALONE.items():
-        if getattr(used, name):
-            raise ConfigError(f"{used.flag(name)} ({name}=) needs a job of flags: {why}")
-    for name in ("route", "heads"):
-        if getattr(used, name) == AUTO and not seq_length:
-            raise ConfigError(f"{used.flag(name)} auto ({name}='auto') needs seq_length=, for which the shape is chosen")
+    job = Job(argparse.Namespace(program=True, packed=packed, seq_length=seq_length), used)
+    check_rules(job, PROGRAM)
     check_version(core_alone=True)
-    patches.apply_for(Job(argparse.Namespace(program=True, packed=packed), used))
+    patches.apply_for(job)
     configure(used, whole_rows=False)
     program.begin(program.Program(seq_length, micro_batch_size, packed))
     return used

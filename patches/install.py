@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from cp_ring import patches
 from cp_ring.config import ContextParallelConfig
@@ -34,8 +35,13 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
 
 
 def job_of(argv: Sequence[str], config: ContextParallelConfig) -> Job:
-    """What the words of a command line say of a job, before Megatron has parsed them: which flags are given."""
-    given = {word.split("=")[0].removeprefix("--").replace("-", "_"): True for word in argv if word.startswith("--")}
+    """What the words of a command line say of a job, before Megatron has parsed them: what is given, and whole numbers."""
+    given: dict[str, Any] = {}
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        flag, _, value = word.partition("=")
+        if flag.startswith("--"):
+            given[flag[2:].replace("-", "_")] = ((value or after).isdecimal() and int(value or after)) or True
+    given["virtual_stages"] = any("virtual" in name for name in given)
     return Job(argparse.Namespace(**given), config)
 
 

@@ -23,12 +23,14 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat, graphs
+from cp_ring.megatron import compat
 from cp_ring.megatron.ahead import begin, following, wait_for
 from cp_ring.megatron.batches import declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.comm_types import specs
 from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.masks import KEY, MicrobatchMask, decode, encode, read
+from cp_ring.megatron.rule import Job, check_rules
+from cp_ring.megatron.rules import READING
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.ranges import Ints
 
@@ -280,7 +282,7 @@ def _kind_of_dataset(args: argparse.Namespace) -> type:
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data; conversations with --sft."""
     args = get_args()
-    graphs.check_reading(args)
+    check_rules(Job(args), READING)
     kind = _kind_of_dataset(args)
 
     def built_here() -> bool:

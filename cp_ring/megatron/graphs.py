@@ -6,16 +6,13 @@ every step, and nothing in attention may wait for the host, copy from it, or cou
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
-
-from cp_ring.errors import ConfigError
 
 _SEPARATE = {"moe_router", "moe_preprocess", "mamba"}
 """Modules whose graphs hold them alone."""
 _SHARED = {"mlp", "moe"}
 """Modules that --cuda-graph-impl local captures together with the attention of their layer."""
-_FULL = "full_iteration"
+FULL = "full_iteration"
 
 
 def implementation(args: Any) -> str:
@@ -24,7 +21,7 @@ def implementation(args: Any) -> str:
         return "local"
     if getattr(args, "external_cuda_graph", False):
         return "transformer_engine"
-    return _FULL if _FULL in _modules(args) else getattr(args, "cuda_graph_impl", None) or "none"
+    return FULL if FULL in _modules(args) else getattr(args, "cuda_graph_impl", None) or "none"
 
 
 def hold_attention(args: Any) -> bool:
@@ -47,16 +44,6 @@ def given(args: Any) -> str:
     names = " ".join(sorted(_modules(args)))
     flag = "--cuda-graph-modules" if hasattr(args, "cuda_graph_modules") else "--cuda-graph-scope"
     return f"{shown} {flag} {names}" if names else shown
-
-
-def check_reading(args: argparse.Namespace) -> None:
-    """Raises `ConfigError` where a graph would hold how `cp_ring.pretrain_gpt` reads a batch, which waits for the host."""
-    if implementation(args) == _FULL and args.tensor_model_parallel_size > 1:
-        raise ConfigError(
-            f"{given(args)}: cp_ring.pretrain_gpt sends batches to the ranks of --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size} by way of the host, which no graph can hold: run Megatron-LM's pretrain_gpt.py "
-            "by cp_ring.run, or give --cuda-graph-impl local"
-        )
 
 
 def _modules(args: Any) -> set[str]:

@@ -16,7 +16,8 @@ import torch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings, validate
 from cp_ring.megatron.rejection import note
-from cp_ring.megatron.rule import Job
+from cp_ring.megatron.rule import Job, check_rules
+from cp_ring.megatron.rules import PROGRAM
 from cp_ring.runtime import RUNTIME
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
@@ -82,11 +83,7 @@ def accept_model(config: Any) -> argparse.Namespace:
     """
     args, used = arguments_of(config), settings.current()
     job = Job(args, used)
-    cp = config.context_parallel_size
-    if job.given("seq_length%chunks"):
-        raise ConfigError(
-            f"enable(seq_length={args.seq_length}): it is not divisible by 2 x {cp} context-parallel ranks = {2 * cp}"
-        )
+    check_rules(job, PROGRAM)
     validate.check_attention(job)
     config.apply_rope_fusion = args.apply_rope_fusion
     used = validate.settle_shape(args, used)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cp_ring.megatron import graphs
 from cp_ring.megatron.rule import Job, Rule, check_rules
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.sizes import WIRES
@@ -469,9 +470,50 @@ DROPOUT_ON_THE_WIRE = (
          "give --attention-dropout 0, or --cp-ring-wire plain"),
 )  # fmt: skip
 
+PROGRAM = (
+    Rule("--cp-ring-run-dir", "--cp-ring-run-dir (run_dir=) needs a job of flags",
+         "steps.jsonl is written by Megatron's own training loop",
+         "leave it out, or train with cp_ring.run or cp_ring.pretrain_gpt"),
+    Rule("--cp-ring-balance-microbatches",
+         "--cp-ring-balance-microbatches (balance_microbatches=) needs a job of flags",
+         "batch rows are dealt out by Megatron's own data loaders",
+         "leave it out, or train with cp_ring.run or cp_ring.pretrain_gpt"),
+    *(Rule(f"--cp-ring-{name}=auto !seq_length",
+           f"--cp-ring-{name} auto ({name}='auto') needs seq_length=, for which the shape is chosen")
+      for name in ("route", "heads")),
+    Rule("seq_length%chunks",
+         "enable(seq_length={seq_length}): it is not divisible by 2 x {cp} context-parallel ranks = {chunks}",
+         why="zigzag needs 2 * cp chunks of one size"),
+)  # fmt: skip
+"""Of `cp_ring.megatron.enable`."""
+
+SCRIPT = (
+    Rule("--cp-ring-document-mask",
+         "--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document boundaries with "
+         "its batches; --dataloader-inter-document-masking does", why="or leave it out"),
+    Rule(lambda job: job.before("0.17") and job.given("--sft --cp-ring --pipeline-model-parallel-size>1")
+         and job.given("--pipeline-model-parallel-size>2|virtual_stages"),
+         "--sft with {--pipeline-model-parallel-size}: the scripts of megatron-core {version} give middle "
+         "stages no documents, so that tokens would see other documents",
+         "use megatron-core 0.17, or at most 2 stages, without virtual ones"),
+    Rule("--cp-ring reorders !--cp-ring-mask-kinds|splits_packed",
+         "{--cp-ring-layout} needs cp_ring.pretrain_gpt: {script} splits its batches by Megatron's zigzag; "
+         "balanced can split packed batches (--sft, --dataloader-inter-document-masking)",
+         why="or leave it out"),
+)  # fmt: skip
+"""Of scripts that `cp_ring.run` runs."""
+
+READING = (
+    Rule(lambda job: job.tp > 1 and graphs.implementation(job.args) == graphs.FULL,
+         "{graphs}: cp_ring.pretrain_gpt sends batches to the ranks of {--tensor-model-parallel-size} by way "
+         "of the host, which no graph can hold",
+         "run Megatron-LM's pretrain_gpt.py by cp_ring.run, or give --cuda-graph-impl local"),
+)  # fmt: skip
+"""Of the batches of `cp_ring.pretrain_gpt`."""
+
 TABLE = {
     "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT + DROPOUT_ON_THE_WIRE,
     "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS,
-    "Training": RING + TRAINING + DATA,
+    "Training": RING + TRAINING + DATA + READING + SCRIPT + PROGRAM,
 }
 """All rules, by the parts of the page on troubleshooting."""

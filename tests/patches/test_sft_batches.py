@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cp_ring import run
 from cp_ring.config import ContextParallelConfig
-from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.rule import problem
+from cp_ring.megatron.rules import SCRIPT
 from cp_ring.patches import sft_batches
+from cp_ring.patches.install import job_of
 
 CONFIG = ContextParallelConfig.make(enabled=True)
 
@@ -33,7 +33,7 @@ def packed():
 def version(monkeypatch):
     def be(number):
         monkeypatch.setattr(sft_batches, "megatron_version", lambda: number)
-        monkeypatch.setattr(run, "megatron_version", lambda: number)
+        monkeypatch.setattr(compat, "megatron_version", lambda: number)
 
     return be
 
@@ -88,11 +88,7 @@ def test_the_lengths_reach_every_tensor_parallel_rank(monkeypatch, tensor_rank):
         ("0.17.1", "--pipeline-model-parallel-size 4", False),
     ],
 )
-def test_middle_stages_without_documents_are_rejected(monkeypatch, version, number, words, rejected):
+def test_middle_stages_without_documents_are_rejected(version, number, words, rejected):
     version(number)
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--sft", *words.split()])
-    if not rejected:
-        run._check_packed(CONFIG)
-        return
-    with pytest.raises(ConfigError, match="give middle stages no documents, so that tokens would see other documents"):
-        run._check_packed(CONFIG)
+    line = problem(job_of(["pretrain_gpt.py", "--sft", *words.split()], CONFIG), SCRIPT)
+    assert ("give middle stages no documents, so that tokens would see other documents" in line) is rejected
