@@ -7,7 +7,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cp_ring.attention import ring_attention
+    from cp_ring.api import ring_attention
     from cp_ring.comm.latent import LatentKeys
     from cp_ring.config import ContextParallelConfig
     from cp_ring.errors import ConfigError, KernelError, PlanError
@@ -51,7 +51,7 @@ _MODULES = {
     "PlanSpec": "cp_ring.plan",
     "RingPlan": "cp_ring.plan",  # the name of Plan before, for one version
     "convert_layout": "cp_ring.sharding",
-    "ring_attention": "cp_ring.attention",
+    "ring_attention": "cp_ring.api",
     "roll": "cp_ring.sharding",
     "shard": "cp_ring.sharding",
     "unshard": "cp_ring.sharding",

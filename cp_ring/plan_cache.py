@@ -1,9 +1,10 @@
-"""From the arguments of `ring_attention` to a proven plan, which is kept for later calls."""
+"""From the keywords of `ring_attention` to a proven plan, which is kept for later calls."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import numpy as np
@@ -18,6 +19,7 @@ from cp_ring.plan.schedule import text
 from cp_ring.plan.shapes import AUTO, choose
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.spec import plan
+from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
 
 MAX_CHOICES = 64
@@ -30,66 +32,101 @@ _choices: OrderedDict[tuple[object, ...], tuple[str, int]] = RUNTIME.keep(Ordere
 _lock = Lock()
 
 
-def plan_of_call(
-    tokens: int,
-    batch: int,
-    rank: int,
-    cp: int,
-    *,
-    causal: bool,
-    window_size: tuple[int, int],
-    cu_seqlens: Offsets | None,
-    mask: Mask | None,
-    layout: str | Layout,
-    route: str,
-    schedule: str | Sequence[int] = "auto",
-    heads: int | str = 1,
-    node_size: int = 1,
-    sizes: AttentionSizes | None = None,
-) -> Plan:
-    """The plan of a call in which rank `rank` of `cp` passes `batch` rows of `tokens` tokens, for tensors of these sizes.
+@dataclass(frozen=True, eq=False)
+class PlanOptions:
+    """The keywords of `ring_attention` that say which plan a call has; see there.
 
-    Raises `ConfigError` or `PlanError` with a line that names the argument.
+    Raises `ConfigError` for keywords that say the same thing twice, or are of the wrong type.
     """
-    if isinstance(layout, Layout) and layout.cp != cp:
-        raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}")
-    if mask is None:
-        if cu_seqlens is None:
-            edges: tuple[int, ...] = (0, layout.n if isinstance(layout, Layout) else length_of(tokens, cp, layout))
-        else:
+
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    cu_seqlens: Offsets | None = None
+    mask: Mask | None = None
+    plan: Plan | RankPlan | None = None
+    layout: str | Layout = "zigzag"
+    route: str = "direct"
+    schedule: str | Sequence[int] = "auto"
+    heads: int | str = 1
+    node_size: int | None = None
+
+    def __post_init__(self) -> None:
+        mask, heads, layout = self.mask, self.heads, self.layout
+        if not isinstance(self.window_size, Sequence) or len(self.window_size) != 2:
+            raise ConfigError(f"window_size={self.window_size!r}: it must be (left, right), with -1 for an open side")
+        masks = [("mask", mask is not None), ("causal", self.causal),
+                 ("window_size", tuple(self.window_size) != (-1, -1)), ("cu_seqlens", self.cu_seqlens is not None)]  # fmt: skip
+        if self.plan is not None:
+            others = [("layout", layout != "zigzag"), ("route", self.route != "direct"), ("schedule", self.schedule != "auto"),
+                      ("heads", heads != 1), ("node_size", self.node_size is not None)]  # fmt: skip
+            for name, given in masks + others:
+                if given:
+                    raise ConfigError(f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop one")
+        elif mask is not None:
+            for name, given in masks[1:]:
+                if given:
+                    raise ConfigError(f"{name} and mask are both given, but a mask is complete by itself: drop one")
+            if not isinstance(mask, Mask):
+                hint = "; mask_mod functions are not supported, see the constructors of cp_ring.Mask" if callable(mask) else ""
+                raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
+        if heads != AUTO and (not isinstance(heads, int) or heads < 1):
+            raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
+        if not isinstance(self.schedule, str | Sequence):
+            raise ConfigError(f"schedule is a {type(self.schedule).__name__}, not auto, ring, gather or a tuple of hops")
+        if not isinstance(layout, str | Layout):
+            raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}")
+
+    def find(self, shape: tuple[int, int], rank: int, cp: int, node_size: int, sizes: AttentionSizes | None) -> Plan:
+        """The plan of a call in which rank `rank` of `cp` passes q of `shape`, tokens and batch rows, with these sizes.
+
+        `node_size` is what the launcher says. Raises `ConfigError` or `PlanError` with a line that names the argument.
+        """
+        layout, (tokens, batch) = self.layout, shape
+        if isinstance(layout, Layout) and layout.cp != cp:
+            raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}")
+        mask = self.mask
+        if mask is None:
             end = layout.n if isinstance(layout, Layout) else None
-            edges = tuple(offsets(cu_seqlens, "cu_seqlens", end).tolist())
-        mask = _mask(edges, causal, window_of(window_size))
-    if AUTO in (route, heads):
-        route, heads = _fastest(mask, layout, cp, route, schedule, heads, node_size, sizes or AttentionSizes())
-    proven = plan(mask, cp, PlanSpec(layout, route, schedule, int(heads), node_size))
-    held = int(proven.layout.tokens_per_rank[rank])
-    if proven.layout.rows == 1 and held != tokens:
-        name = "cu_seqlens ends at" if cu_seqlens is not None else "the sequence has"
-        raise ConfigError(
-            f"{name} {proven.n} tokens, of which rank {rank} of {cp} holds {held}, but q has {tokens} tokens of each batch row"
-        )
-    if proven.layout.rows not in (1, batch):
-        raise ConfigError(f"layout is for {proven.layout.rows} batch rows, but q has {batch}")
-    return proven
+            if self.cu_seqlens is None:
+                edges: tuple[int, ...] = (0, length_of(tokens, cp, str(layout)) if end is None else end)
+            else:
+                edges = tuple(offsets(self.cu_seqlens, "cu_seqlens", end).tolist())
+            mask = _mask(edges, self.causal, window_of(self.window_size))
+        spec = PlanSpec(layout, self.route, self.schedule, node_size=self.node_size if self.node_size is not None else node_size)
+        if AUTO in (self.route, self.heads):
+            spec = _fastest(mask, cp, spec, self.heads, sizes or AttentionSizes())
+        else:
+            spec = replace(spec, ulysses=int(self.heads))
+        proven = plan(mask, cp, spec)
+        held = int(proven.layout.tokens_per_rank[rank])
+        if proven.layout.rows == 1 and held != tokens:
+            name = "cu_seqlens ends at" if self.cu_seqlens is not None else "the sequence has"
+            raise ConfigError(
+                f"{name} {proven.n} tokens, of which rank {rank} of {cp} holds {held}, but q has {tokens} tokens of each batch "
+                "row"
+            )
+        if proven.layout.rows not in (1, batch):
+            raise ConfigError(f"layout is for {proven.layout.rows} batch rows, but q has {batch}")
+        return proven
 
 
-def _fastest(
-    mask: Mask, layout: Layout | str, cp: int, route: str, schedule: str | Sequence[int], heads: int | str, node_size: int,
-    sizes: AttentionSizes,
-) -> tuple[str, int]:  # fmt: skip
-    """The route and the number of heads of least predicted time, in place of `auto`; found once for equal arguments."""
+def _fastest(mask: Mask, cp: int, spec: PlanSpec, heads: int | str, sizes: AttentionSizes) -> PlanSpec:
+    """The spec with route and heads of least predicted time, in place of `auto`; found once for equal arguments."""
+    layout, schedule = spec.layout, text(spec.schedule)
     split = layout if isinstance(layout, str) else layout.digest
-    key = mask.digest, split, cp, route, text(schedule), heads, node_size, sizes
+    key = mask.digest, split, cp, spec.route, schedule, heads, spec.node_size, sizes
     with _lock:
         if key not in _choices:
             made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
-            choice = choose([(mask, 1)], cp, sizes, node_size, route=route, heads=heads, schedule=text(schedule), layout=made)
-            _choices[key] = choice.shape.route, choice.shape.heads
+            shape = choose(
+                [(mask, 1)], cp, sizes, spec.node_size, route=spec.route, heads=heads, schedule=schedule, layout=made
+            ).shape
+            _choices[key] = shape.route, shape.heads
             while len(_choices) > MAX_CHOICES:
                 _choices.popitem(last=False)
         _choices.move_to_end(key)
-        return _choices[key]
+        route, ulysses = _choices[key]
+    return replace(spec, route=route, ulysses=ulysses)
 
 
 def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
@@ -103,44 +140,6 @@ def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
             f"pad it to a multiple of {2 * cp}, or pass a Layout as layout="
         )
     return tokens * cp
-
-
-def check_mask_arguments(
-    plan: object,
-    mask: object,
-    causal: bool,
-    window_size: tuple[int, int],
-    cu_seqlens: Offsets | None,
-    layout: object,
-    route: str,
-    schedule: object = "auto",
-    heads: object = 1,
-    node_size: object = None,
-) -> None:
-    """Raises `ConfigError` for arguments that say the same thing twice, or are of the wrong type."""
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
-        raise ConfigError(f"window_size={window_size!r}: it must be (left, right), with -1 for an open side")
-    masks = [("mask", mask is not None), ("causal", causal), ("window_size", tuple(window_size) != (-1, -1)),
-             ("cu_seqlens", cu_seqlens is not None)]  # fmt: skip
-    if plan is not None:
-        others = [*masks, ("layout", layout != "zigzag"), ("route", route != "direct"), ("schedule", schedule != "auto"),
-                  ("heads", heads != 1), ("node_size", node_size is not None)]  # fmt: skip
-        for name, given in others:
-            if given:
-                raise ConfigError(f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop one")
-    elif mask is not None:
-        for name, given in masks[1:]:
-            if given:
-                raise ConfigError(f"{name} and mask are both given, but a mask is complete by itself: drop one")
-        if not isinstance(mask, Mask):
-            hint = "; mask_mod functions are not supported, see the constructors of cp_ring.Mask" if callable(mask) else ""
-            raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
-    if heads != AUTO and (not isinstance(heads, int) or heads < 1):
-        raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
-    if not isinstance(schedule, str | Sequence):
-        raise ConfigError(f"schedule is a {type(schedule).__name__}, not auto, ring, gather or a tuple of hops")
-    if not isinstance(layout, str | Layout):
-        raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}")
 
 
 @RUNTIME.cache(maxsize=64)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from cp_ring.checks import check_local
 from cp_ring.comm.agreement import Fact
-from cp_ring.comm.transport import MessageBatch, Transport, transport_for
+from cp_ring.comm.transport import Group, MessageBatch, Transport, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.conversion import Conversion, conversion
 from cp_ring.plan.layout import Layout, dimension
@@ -24,15 +22,12 @@ from cp_ring.plan.tables import Transfer
 from cp_ring.plan_cache import length_of, zigzag
 from cp_ring.runtime import RUNTIME
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 @_disable_dynamo
 def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     tensors: Tensors,
     layout: Layout | Plan | None = None,
-    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    group: Group = None,
     dim: int = 1,
 ) -> Tensors:
     """This rank's part of whole tensors along `dim`, the dimension of tokens.
@@ -58,7 +53,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
 def unshard(
     x: Tensor,
     layout: Layout | Plan | None = None,
-    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    group: Group = None,
     dim: int = 1,
 ) -> Tensor:
     """The whole tensor from the parts of all ranks: the inverse of `shard`. A collective: every rank of `group` calls it.
@@ -83,7 +78,7 @@ def roll(
     x: Tensor,
     shift: int,
     layout: Layout | Plan | None = None,
-    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    group: Group = None,
     dim: int = 1,
     *,
     cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
@@ -116,7 +111,7 @@ def convert_layout(
     x: Tensor,
     before: Layout | Plan | None = None,
     after: Layout | Plan | None = None,
-    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    group: Group = None,
     dim: int = 1,
 ) -> Tensor:
     """This rank's part of `after`, from its part of `before`: for layers that want their tokens split in another way.
@@ -139,7 +134,7 @@ def convert_layout(
 
 
 def _begin(
-    x: Tensor, dim: int, group: dist.ProcessGroup | DeviceMesh | Transport | None
+    x: Tensor, dim: int, group: Group
 ) -> tuple[int, Transport | None]:  # fmt: skip
     """The checked dimension of tokens, and the transport of the group."""
     check_local("the tensor", x)

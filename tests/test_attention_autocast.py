@@ -88,12 +88,13 @@ def test_different_dtypes_are_cast_to_that_of_autocast():
 
 def test_logits_and_their_kernel():
     """The largest logits are found in float32."""
-    from cp_ring.attention import attend
+    from cp_ring.attention import AttentionOptions, Inputs, attention_of
     from cp_ring.plan import Layout, Mask, Plan
 
     q, k, v, _ = Case.draw(N, h=H, g=2)
     plan, found = Plan.build(Mask.causal(N), Layout.zigzag(N, 1)), []
     for on in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            attend(q, k, v, plan, None, largest=found)
+            inputs = Inputs(q, k, v).alike()
+            found.append(attention_of(plan, None, AttentionOptions(max_logit=True), inputs)(inputs).max_logit)
     assert torch.equal(*found)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
-from cp_ring.attention import Results, attend
+from cp_ring.attention import AttentionOptions, Inputs, KeptOutput, attention_of
 from cp_ring.testing.local_ring import LocalRing
 
 
@@ -39,14 +39,15 @@ def test_the_first_call_of_a_plan_may_be_in_a_compiled_region(backend):
 def test_results_that_are_kept_do_not_change_with_the_callers_tensors():
     plan = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
     q, k, v = torch.randn(3, 1, 16, 2, 8)
-    results = Results()
+    inputs = Inputs(q, k, v)
+    attention = attention_of(plan, None, AttentionOptions(), inputs)
     with torch.no_grad():
-        out, lse = attend(q, k, v, plan, None, results=results)
-    expected = out.clone(), lse.clone()
-    out.zero_()
-    lse.zero_()
-    again = attend(q.requires_grad_(), k, v, plan, None, results=results)
-    assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))
+        output = attention(inputs)
+    kept, expected = KeptOutput.of(output), (output.out.clone(), output.lse.clone())
+    output.out.zero_()
+    output.lse.zero_()
+    again = attention(Inputs(q.requires_grad_(), k, v), kept)
+    assert all(torch.equal(x, y) for x, y in zip(again[:2], expected, strict=True))
 
 
 @pytest.mark.parametrize("cp", [1, 2])

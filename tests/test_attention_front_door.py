@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from dataclasses import fields
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_ring
 from cp_ring import ConfigError, KernelError, Layout, Mask, Plan, PlanError, plan_cache, ring_attention
+from cp_ring.api import CallOptions
+from cp_ring.attention import Attention, AttentionOptions
 from cp_ring.kernels import calls
 from cp_ring.plan import spec
+from cp_ring.plan_cache import PlanOptions
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, error
 
@@ -89,6 +93,24 @@ def _schedules(group, case):
 
 def test_schedules(pool):
     assert pool.run(_schedules, 4, Case.draw(N)) == [[True] * 4] * 4
+
+
+def test_keywords_are_those_of_the_options():
+    of_plan, of_call = ({field.name for field in fields(kind)} for kind in (PlanOptions, AttentionOptions))
+    own = {"sink", "timeout", "dropout_p", "dropout_seed", "alibi_slopes"}
+    assert set(CallOptions.__annotations__) == of_plan | own | of_call - {"lse", "max_logit", "compare_every", "sub_groups"}
+    with pytest.raises(TypeError, match=r"ring_attention\(\) got an unexpected keyword argument 'max_logit'"):
+        ring_attention(*Case.draw(8)[:3], max_logit=True)
+
+
+def test_what_calls_share_is_resolved_once(monkeypatch):
+    made, q, k, v = [], *Case.draw(24)[:3]
+    plain = Attention.__init__
+    monkeypatch.setattr(Attention, "__init__", lambda self, *args: made.append(self) or plain(self, *args))
+    plan = Plan.build(Mask.causal(24), Layout.zigzag(24, 1))
+    for options in ({}, {}, {"softmax_scale": 0.5}, {"sink": torch.zeros(q.shape[2])}, {"deterministic": True}):
+        ring_attention(q, k, v, plan=plan, **options)
+    assert len(made) == 4
 
 
 def test_a_plan_is_made_and_proven_once(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention
-from cp_ring.attention import Results, attend
+from cp_ring.attention import AttentionOptions, Inputs, KeptOutput, attention_of
 from cp_ring.bench import accuracy
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.counters import record
@@ -236,17 +236,17 @@ def _kept_results(group, case, plan):
     """A recomputed block: the first run fills the results, the second takes them, and its gradients are those of one run."""
     q, k, v, dout = (plan.layout.shard(x, group.rank(), 1) for x in case)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    results, found = Results(), []
+    inputs, found = Inputs(q, k, v), []
+    attention = attention_of(plan, group, AttentionOptions(), inputs)
     with torch.no_grad():
-        attend(q, k, v, plan, group, results=results)
-    size = results.size()
-    for given in (results, None):
+        kept = KeptOutput.of(attention(inputs))
+    for given in (kept, None):
         with record() as counters:
-            out, _ = attend(q, k, v, plan, group, results=given)
+            out = attention(inputs, given).out
             found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
         keys = counters.bytes_by_kind["keys"]
         found[-1].append(torch.tensor(keys))
-    assert size and not results.size()
+    assert kept.nbytes
     return found
 
 

@@ -21,7 +21,7 @@ _BATCH = r"in rows|in zip\(rows|not rows|\(rows\)|one row|every row|row after ro
 BATCH_ROWS = {
     "cp_ring/plan/layout.py": rf"rows: how many batch|\brows: int = 1|rows: Sequence\[Layout\]|self\.rows|{_BATCH}",
     "cp_ring/plan/mask.py": rf"rows: Sequence\[Mask\]|{_BATCH}",
-    "cp_ring/arguments.py": r"layout\.rows",
+    "cp_ring/api.py": r"layout\.rows",
     "cp_ring/plan/identity.py": r"layout\.rows",
     "cp_ring/plan/rank_plan.py": r"layout\.rows",
     "cp_ring/plan/routes.py": r"layout\.rows",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.attention import ring_attention
+from cp_ring.api import ring_attention
 from cp_ring.errors import KernelError
 from cp_ring.job.speeds import measurement
 from cp_ring.kernels import REGISTRY, AttentionKernel, choose

@@ -75,6 +75,10 @@ class Transport(Protocol):
         ...
 
 
+Group = dist.ProcessGroup | DeviceMesh | Transport | None
+"""What a caller may give as the context-parallel ranks; None is a single rank."""
+
+
 class GroupTransport:
     """Messages over a process group of torch, with the backend NCCL or gloo."""
 
@@ -126,7 +130,7 @@ class StagedTransport(GroupTransport):
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = RUNTIME.keep(weakref.WeakKeyDictionary())
 
 
-def transport_for(group: dist.ProcessGroup | DeviceMesh | Transport | None, device: torch.device) -> Transport | None:
+def transport_for(group: Group, device: torch.device) -> Transport | None:
     """The transport of `group` for tensors on `device`; a transport is returned as it is, and None for a single rank.
 
     All ranks of the group make the first call for a type of device together: it runs an all-reduce. Torch requires that all
@@ -170,6 +174,20 @@ def _not_a_group(group: object) -> str:
     hints = ((Plan | RankPlan, "plan="), (Mask, "mask="), (Layout, "layout="))
     hint = next((f"; pass it as {name}" for kind, name in hints if isinstance(group, kind)), "")
     return f"group is a {type(group).__name__}, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or None{hint}"
+
+
+def check_local(name: str, x: object) -> None:
+    """Raises `ConfigError` for a DTensor: its local part may be split in another way than the layout says."""
+    if hasattr(x, "to_local"):
+        raise ConfigError(f"{name} is a {type(x).__name__}: pass the part of this rank that the layout says, as a plain tensor")
+
+
+def rank_in_job(transport: Transport | None) -> int:
+    """This process's rank in the whole job, under which timing and the watchdog know it."""
+    if transport is None:
+        return dist.get_rank() if dist.is_initialized() else 0
+    ranks = getattr(transport, "ranks", None)
+    return int(transport.rank if ranks is None else ranks[transport.rank])
 
 
 def forget(group: dist.ProcessGroup) -> None:

@@ -17,8 +17,6 @@ and other kernels are rejected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,14 +44,18 @@ __all__ = [
 _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
 
 
-@contextmanager
-def determinism(asked: bool | None) -> Iterator[bool]:
-    """Sets and yields what `deterministic()` returns in the block. None follows torch's switch."""
-    token = _asked.set(asked)
-    try:
-        yield deterministic()
-    finally:
-        _asked.reset(token)
+class determinism:
+    """A context that sets, and returns, what `deterministic()` returns in the block. None follows torch's switch."""
+
+    def __init__(self, asked: bool | None):
+        self._value = asked
+
+    def __enter__(self) -> bool:
+        self._token = _asked.set(self._value)
+        return deterministic()
+
+    def __exit__(self, *_: object) -> None:
+        _asked.reset(self._token)
 
 
 def deterministic() -> bool:

@@ -6,7 +6,7 @@ Shapes: s tokens of this rank, b microbatch, h query and g key/value heads of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,10 @@ from torch._compile import _disable_dynamo
 from torch.distributed import get_process_group_ranks
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from cp_ring.attention import Results, attend
-from cp_ring.checks import AnyPlan
+from cp_ring.attention import AnyPlan, AttentionOptions, Inputs, attention_of
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.kernels.dropout import Dropout
-from cp_ring.megatron import compat, graphs
+from cp_ring.megatron import compat, graphs, recompute
 from cp_ring.megatron.ahead import wait_for
 from cp_ring.megatron.batch_mask import accept_causal
 from cp_ring.megatron.comm_types import check_members, spec_of_layer
@@ -30,7 +29,6 @@ from cp_ring.megatron.dropout import dropout_of, number_of_prediction
 from cp_ring.megatron.latent import LatentTap
 from cp_ring.megatron.offload import offload, saving
 from cp_ring.megatron.plans import make_layout, make_plan
-from cp_ring.megatron.recompute import results_for
 from cp_ring.megatron.rules import check_window
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.wire import check_latent
@@ -93,10 +91,14 @@ class RingDotProductAttention(MegatronModule):
         self.spec = spec_of_layer(cp_comm_type, self.settings, self.cp_group.size(), sizes, ranks)
         cp, tp = self.cp_group.size(), self.tp_group.size()
         check_members(cp_comm_type, self.spec, self.settings, cp, config.num_attention_heads, tp)
-        self.logits_wanted = bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False))
-        self.sub_groups = compat.hierarchical_groups(self.cp_group, self.spec.ulysses)
         # Without Megatron's command line, nothing has chosen for auto.
         self.wire = "plain" if self.settings.wire == "auto" or self.cp_group.size() == 1 else self.settings.wire
+        self.options = AttentionOptions(
+            softmax_scale=self.softmax_scale, kernel=self.settings.kernel, num_slots=self.settings.num_slots, wire=self.wire,
+            wire_dtype=self.settings.wire_dtype, qkv_format="sbhd", compare_every=self.settings.compare_every,
+            max_logit=bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)),
+            sub_groups=compat.hierarchical_groups(self.cp_group, self.spec.ulysses),
+        )  # fmt: skip
         self.tap = self._make_tap()
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
         self._make_softmax_offset()
@@ -145,41 +147,18 @@ class RingDotProductAttention(MegatronModule):
         timing.at_step(step)
         plan = self._plan(query, mask, packed_seq_params)
         dropout = self._dropout(query, packed_seq_params) if self.dropout and self.training else None
-        results = self._results(step)
-        largest: list[torch.Tensor] | None = [] if self.logits_wanted else None
-        group = self.cp_group if plan.cp > 1 else None
-        with _flag_in_errors(self.settings.kernel), saving([self.softmax_offset, *(latents or ())], self.config):
-            out, _ = attend(
-                query, key, value, plan, group,
-                results=results, latents=latents, dropout=dropout, largest=largest, **self._options(),
-            )  # fmt: skip
-        self._keep_largest(largest or ())
-        out = out.reshape(*out.shape[:2], -1)
-        return out.squeeze(1) if packed else out
-
-    def _results(self, step: int) -> Results | None:
-        """What a recomputation takes or fills; where it takes nothing, the watchdog knows the call by this layer and step."""
-        results = results_for(self)
-        if results is None or results.place is None:
+        kept = recompute.take(self)
+        if kept is None:  # else the watchdog knows the call as the one whose output was kept
             watchdog.enter(self.name, step)
-        if results is not None and self.settings.offload:
-            results.offload = offload()
-        return results
-
-    def _options(self) -> dict[str, Any]:
-        """What all calls of this layer have in common, as arguments of `attend`."""
-        settings = self.settings
-        return {
-            "softmax_scale": self.softmax_scale, "sink": self.softmax_offset, "kernel": settings.kernel,
-            "num_slots": settings.num_slots, "wire": self.wire, "wire_dtype": settings.wire_dtype, "qkv_format": "sbhd",
-            "compare_every": settings.compare_every, "sub_groups": self.sub_groups,
-        }  # fmt: skip
-
-    def _keep_largest(self, found: Sequence[torch.Tensor]) -> None:
-        """Adds the largest logits of a call to those that Megatron's clipping and log read."""
-        for logits in found:
+        inputs = Inputs(query, key, value, self.softmax_offset, latents, dropout).alike()
+        with _flag_in_errors(self.options.kernel), saving([self.softmax_offset, *(latents or ())], self.config):
+            output = attention_of(plan, self.cp_group if plan.cp > 1 else None, self.options, inputs)(inputs, kept)
+        recompute.keep(self, output, offload() if self.settings.offload else None)
+        if output.max_logit is not None:  # Megatron's clipping and log read it
             before = self.current_max_attn_logits
-            self.current_max_attn_logits = logits if before is None else torch.maximum(before, logits)
+            self.current_max_attn_logits = output.max_logit if before is None else torch.maximum(before, output.max_logit)
+        out = output.out.flatten(2)
+        return out.squeeze(1) if packed else out
 
     def _make_tap(self) -> LatentTap | None:
         """What finds the latents of this layer, where they travel; see `cp_ring.megatron.latent.link`."""

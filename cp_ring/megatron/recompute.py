@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from cp_ring.attention import Results
+from cp_ring.attention import KeptOutput, Output
+from cp_ring.offload import Offload
 from cp_ring.runtime import RUNTIME
 
 _now: contextvars.ContextVar[KeptCall | None] = contextvars.ContextVar("cp_ring_kept_call", default=None)
@@ -32,7 +33,7 @@ class KeptCall:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._runs = 0
-        self._results: defaultdict[Any, deque[Results]] = defaultdict(deque)
+        self._kept: defaultdict[Any, deque[KeptOutput]] = defaultdict(deque)
         _alive.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,25 +44,32 @@ class KeptCall:
         finally:
             _now.reset(token)
 
-    def results(self, layer: Any) -> Results | None:
-        """The results for the next call of `layer`: empty ones to fill in the first run, kept ones in the second; else None."""
-        if self._runs == 1:
-            if torch.is_grad_enabled():
-                return None  # autograd keeps the tensors of this run itself
-            self._results[layer].append(Results())
-            return self._results[layer][-1]
-        kept = self._results[layer]
-        return kept.popleft() if kept else None
+    def take(self, layer: Any) -> KeptOutput | None:
+        """In the second run what the first one has kept of the next call of `layer`; else None."""
+        kept = self._kept[layer]
+        return kept.popleft() if self._runs > 1 and kept else None
+
+    def keep(self, layer: Any, output: Output, offload: Offload | None) -> None:
+        """Keeps an output of the first run, unless autograd keeps the tensors of this run itself."""
+        if self._runs == 1 and not torch.is_grad_enabled():
+            self._kept[layer].append(KeptOutput.of(output, offload))
 
     def size(self) -> int:
         """Number of bytes kept."""
-        return sum(results.size() for kept in self._results.values() for results in kept)
+        return sum(each.nbytes for kept in self._kept.values() for each in kept)
 
 
-def results_for(layer: Any) -> Results | None:
-    """The results that the attention layer `layer` has to fill or take in the block that runs now; None outside such blocks."""
+def take(layer: Any) -> KeptOutput | None:
+    """What the block that runs now has kept of the next call of the attention layer `layer`; None outside such blocks."""
     call = _now.get()
-    return call.results(layer) if call else None
+    return call.take(layer) if call else None
+
+
+def keep(layer: Any, output: Output, offload: Offload | None) -> None:
+    """Keeps the output of a call of `layer` where the block that runs now is recomputed later; with `offload` on the host."""
+    call = _now.get()
+    if call:
+        call.keep(layer, output, offload)
 
 
 def kept_bytes() -> int:

@@ -1,4 +1,4 @@
-"""The dtypes of inputs and of running totals."""
+"""The dtypes of inputs and of running totals, and the contexts in which operations on them run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from torch import Tensor
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which operations on `device` compute in the dtypes of their inputs, whatever `torch.autocast` is around it."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which the device of x is the current one."""
+    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
 
 
 def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

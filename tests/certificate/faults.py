@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -268,13 +269,14 @@ def _stale_at_four(stream: Any, self: Any) -> Any:
         before = [x.clone() for x in keys]
 
 
-def _heads_rolled(attention: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-    return attention(q, k.roll(1, 2), v.roll(1, 2), *args, **kwargs) if _cp() > 1 else attention(q, k, v, *args, **kwargs)
+def _heads_rolled(inputs: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
+    return inputs(q, k.roll(1, 2), v.roll(1, 2), *more) if _cp() > 1 else inputs(q, k, v, *more)
 
 
-def _one_rank_scaled(attention: Any, *args: Any, softmax_scale: float, **kwargs: Any) -> Any:
+def _one_rank_scaled(attention_of: Any, plan: Any, group: Any, options: Any, inputs: Any) -> Any:
     wrong = _cp() > 1 and _rank() == 1
-    return attention(*args, softmax_scale=softmax_scale * (1.01 if wrong else 1.0), **kwargs)
+    options = replace(options, softmax_scale=options.softmax_scale * (1.01 if wrong else 1.0))
+    return attention_of(plan, group, options, inputs)
 
 
 def _last_key_lost(stream: Any, self: Any) -> Any:
@@ -342,13 +344,21 @@ def _window_of_the_last_layer(window: Any, config: Any, layer_number: int, mask:
     return (-1, -1) if wrong else window(config, layer_number, mask)
 
 
-def _scale_of_one_layer(options: Any, self: Any) -> Any:
-    given = options(self)
-    return given | {"softmax_scale": given["softmax_scale"] * 1.05} if self.layer_number == LAYER else given
+def _in_one_layer(attribute: str, wrong: Callable[[Any], Any]) -> Callable[..., Any]:
+    def forward(right: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = getattr(self, attribute)
+        if self.layer_number == LAYER:
+            setattr(self, attribute, wrong(given))
+        try:
+            return right(self, *args, **kwargs)
+        finally:
+            setattr(self, attribute, given)
+
+    return forward
 
 
-def _no_sink_in_one_layer(options: Any, self: Any) -> Any:
-    return options(self) | ({"sink": None} if self.layer_number == LAYER else {})
+def _scaled(options: Any) -> Any:
+    return replace(options, softmax_scale=options.softmax_scale * 1.05)
 
 
 def _key_heads_of_one_layer(forward: Any, self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -359,8 +369,8 @@ def _key_heads_of_one_layer(forward: Any, self: Any, query: Any, key: Any, value
 OF_ONE_LAYER: dict[str, Any] = {
     "window of one layer": known._core("_window", _window_of_one_layer),
     "window of the last layer": known._core("_window", _window_of_the_last_layer),
-    "scale of one layer": _layer("_options", _scale_of_one_layer),
-    "sink left out in one layer": _layer("_options", _no_sink_in_one_layer),
+    "scale of one layer": _layer("forward", _in_one_layer("options", _scaled)),
+    "sink left out in one layer": _layer("forward", _in_one_layer("softmax_offset", lambda sink: None)),
     "key heads of one layer": _layer("forward", _key_heads_of_one_layer),
 }
 
@@ -394,8 +404,8 @@ ATTENTION: dict[str, Any] = {name: known.FAULTS[name] for name in known.FAULTS i
     "mask widened": known._parity("mask widened"),
     "group permuted": known._core("make_plan", _group_permuted),
     "stale slot at four ranks": known._streams("KeyStream", "__iter__", _stale_at_four),
-    "key heads rolled": known._core("attend", _heads_rolled),
-    "softmax scale of one rank": known._core("attend", _one_rank_scaled),
+    "key heads rolled": known._core("Inputs", _heads_rolled),
+    "softmax scale of one rank": known._core("attention_of", _one_rank_scaled),
     "last key of a hop lost": known._streams("KeyStream", "__iter__", _last_key_lost),
     "gradients of one hop twice": known._streams("GradStream", "send", _gradients_twice),
     "rotary positions of one rank shifted": _pos_emb(_positions_shifted),

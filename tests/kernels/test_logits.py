@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.attention import attend
+from cp_ring.attention import AttentionOptions, Inputs, attention_of
 from cp_ring.kernels import logits
 from cp_ring.kernels.base import OPEN
 from cp_ring.kernels.cpu import KERNEL as CPU_KERNEL
@@ -24,14 +24,14 @@ def of_ranks(case, plan, dropped=False, **options):
     """Out of all ranks, and the largest logits of each."""
 
     def rank(group):
-        found = []
         shards = [plan.layout.shard(x, group.rank, 1) for x in case[:3]]
         dropout = Dropout(0.2, 1, torch.from_numpy(plan.layout.positions(group.rank))) if dropped else None
-        out, _ = attend(*shards, plan, group, largest=found, dropout=dropout, **options)
-        return out, found
+        inputs = Inputs(*shards, dropout=dropout)
+        output = attention_of(plan, group, AttentionOptions(max_logit=True, **options), inputs)(inputs)
+        return output.out, output.max_logit
 
     parts = LocalRing(plan.cp).run(rank)
-    return plan.layout.unshard([out for out, _ in parts], 1), [found[0] for _, found in parts]
+    return plan.layout.unshard([out for out, _ in parts], 1), [found for _, found in parts]
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])

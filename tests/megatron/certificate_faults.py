@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -95,8 +96,8 @@ def _hop_lost(start: Any, self: Any, hop: Any) -> None:
     self.add = lambda dk, dv: add(self, 0 * dk, 0 * dv) if hop.index == 1 else add(self, dk, dv)
 
 
-def _scaled(attention: Any, *args: Any, softmax_scale: float, **kwargs: Any) -> Any:
-    return attention(*args, softmax_scale=softmax_scale * 1.05, **kwargs)
+def _scaled(attention_of: Any, plan: Any, group: Any, options: Any, inputs: Any) -> Any:
+    return attention_of(plan, group, replace(options, softmax_scale=options.softmax_scale * 1.05), inputs)
 
 
 def _totals(operation: str, rounded: Any) -> Any:
@@ -144,8 +145,8 @@ def _wrong_beyond_256(make_plan: Any, mask: str, n: int, cp: int, window: Any, s
     return make_plan(mask, n, cp, (left if n <= 256 else 200, right), spec)
 
 
-def _second_row_like_the_first(attention: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-    return attention(q, k[:, :1].expand(k.shape).contiguous(), v[:, :1].expand(v.shape).contiguous(), *args, **kwargs)
+def _second_row_like_the_first(inputs: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
+    return inputs(q, k[:, :1].expand(k.shape).contiguous(), v[:, :1].expand(v.shape).contiguous(), *more)
 
 
 def _loss_mask_not_split(split: Any, batch: Any, rank: int, cp: int) -> Any:
@@ -184,7 +185,7 @@ FAULTS: dict[str, Any] = {
     "gradients of one hop lost": _streams("GradStream", "start", _hop_lost),
     "sink ignored": _parity("sink dropped"),
     "sink gradient dropped": _parity("sink gradient dropped"),
-    "softmax scale": _core("attend", _scaled),
+    "softmax scale": _core("attention_of", _scaled),
     "softmax denominators accumulated in bf16": _totals("merge", lambda outs, lses, running, lse, out: [lse]),
     "outputs accumulated in bf16": _totals("merge", lambda outs, lses, running, lse, out: [running, out]),
     "gradients accumulated in bf16": _totals("add", lambda parts, running, total: [running, total]),
@@ -192,7 +193,7 @@ FAULTS: dict[str, Any] = {
     "reported loss halved": _gpt("loss_function", _reported_loss_divided),
     "padding attended": _padding,
     "window beyond 256 tokens": _core("make_plan", _wrong_beyond_256),
-    "second batch row like the first": _core("attend", _second_row_like_the_first),
+    "second batch row like the first": _core("Inputs", _second_row_like_the_first),
     "loss mask not split": _gpt("on_this_cp_rank", _loss_mask_not_split),
     "gradients of keys summed in bf16": _streams("GradStream", "finish", _key_gradients_in_bf16),
     "weight gradient twice": _parity("weight gradient twice"),

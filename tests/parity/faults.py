@@ -35,7 +35,13 @@ def _plans() -> Any:
 def _attention() -> Any:
     from cp_ring.megatron import core_attention
 
-    return core_attention, "attend"
+    return core_attention, "Inputs"
+
+
+def _options() -> Any:
+    from cp_ring.megatron import core_attention
+
+    return core_attention, "attention_of"
 
 
 def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
@@ -51,18 +57,19 @@ def _window_everywhere(has_window: Any, config: Any, layer_number: int) -> bool:
     return True
 
 
-def _sink_dropped(attention: Any, *args: Any, sink: Any = None, **kwargs: Any) -> Any:
-    return attention(*args, **kwargs)
+def _sink_dropped(inputs: Any, q: Any, k: Any, v: Any, sink: Any, *more: Any) -> Any:
+    return inputs(q, k, v, None, *more)
 
 
-def _sink_gradient_dropped(attention: Any, *args: Any, sink: Any = None, **kwargs: Any) -> Any:
-    return attention(*args, sink=sink.detach(), **kwargs)
+def _sink_gradient_dropped(inputs: Any, q: Any, k: Any, v: Any, sink: Any, *more: Any) -> Any:
+    return inputs(q, k, v, sink.detach(), *more)
 
 
-def _scale_of_head_size(attention: Any, q: Any, *args: Any, softmax_scale: float, **kwargs: Any) -> Any:
+def _scale_of_head_size(attention_of: Any, plan: Any, group: Any, options: Any, inputs: Any) -> Any:
     """Multi-latent attention has another scale than its head size gives; the others lose the root."""
-    default = q.shape[-1] ** -0.5
-    return attention(q, *args, softmax_scale=default if abs(softmax_scale - default) > 1e-6 else default**2, **kwargs)
+    default = inputs.q.shape[-1] ** -0.5
+    scale = default if abs(options.softmax_scale - default) > 1e-6 else default**2
+    return attention_of(plan, group, dataclasses.replace(options, softmax_scale=scale), inputs)
 
 
 def _positions_of_another_split(shard: Any, batch: Any, rank: int, cp: int) -> Any:
@@ -287,6 +294,6 @@ FAULTS = {
     "window on every layer": lambda: (*_windows(), _window_everywhere),
     "sink dropped": lambda: (*_attention(), _sink_dropped),
     "sink gradient dropped": lambda: (*_attention(), _sink_gradient_dropped),
-    "scale of the head size": lambda: (*_attention(), _scale_of_head_size),
+    "scale of the head size": lambda: (*_options(), _scale_of_head_size),
     "positions of another split": lambda: (*_batches(), _positions_of_another_split),
 }

@@ -173,8 +173,7 @@ def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seco
 def _probe_sums(subject: Subject, seed: int) -> list[Probe]:
     """The probes of values again in float32, which show sums that are kept in too few bits."""
     kind, layer = subject.kind, subject.layer.float()
-    kernel = _kernel_in_float32(layer.settings.kernel, kind)
-    layer.settings = layer.settings.model_copy(update={"kernel": kernel})
+    layer.options = replace(layer.options, kernel=_kernel_in_float32(layer.options.kernel, kind))
     return attention_probe.probe_short(replace(subject, dtype=torch.float32, note=" in float32"), seed, values_only=True)
 
 

@@ -1,0 +1,159 @@
+"""The hop loop: forward and backward of one call around one ring, and torch's autograd function around both.
+
+Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of queries and keys, e head size of
+values. Tokens come first (sbhd): any token range of keys is then contiguous and travels uncopied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cp_ring.comm.codecs import Codec
+from cp_ring.comm.transport import Transport
+from cp_ring.kernels import AttentionKernel, determinism
+from cp_ring.kernels.calls import Statistics, Work, work_of
+from cp_ring.observe.spans import span, traced
+from cp_ring.observe.timing import timed
+from cp_ring.observe.watchdog import WATCH, Place
+from cp_ring.ops.dtypes import on_device, sum_dtype, without_autocast
+from cp_ring.ops.totals import Merge, Sum
+from cp_ring.plan.tables import RankPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """What all calls around one ring share.
+
+    `codec` is a class of codecs; `exact` asks for determinism; `rank` is that in the whole job. `works` has the work of forward
+    and of backward, each from its first call on.
+    """
+
+    codec: type[Codec]
+    scale: float
+    num_slots: int
+    wire_dtype: torch.dtype
+    exact: bool
+    rank: int
+    works: dict[bool, Work] = field(default_factory=dict)
+
+
+class RingCall(NamedTuple):
+    """What forward and backward of one call share. It keeps plan and transport alive, which the ring does not."""
+
+    ring: Ring
+    rank_plan: RankPlan
+    transport: Transport | None
+    kernel: AttentionKernel
+    place: Place
+
+    def work(self, device: torch.device, backward: bool) -> Work:
+        """The kernel calls and updates of a pass."""
+        works = self.ring.works
+        if backward not in works:
+            works[backward] = work_of(self.rank_plan, self.kernel.capabilities, device, backward)
+        return works[backward]
+
+
+class RingAttention(torch.autograd.Function):
+    """From q [s, b, h, d], k [s, b, g, d] and v [s, b, g, e] to out [s, b, h, e] in the dtype of q, and lse [b, h, s].
+
+    `inputs` are those of the codec beside k and v. `taken` is out and lse of an earlier call with the same inputs on every rank:
+    then nothing is computed or sent in forward.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, call: RingCall, taken: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        WATCH.place, WATCH.backward = call.place, False
+        # Once a call: some kernels copy a strided q, which every hop would repeat.
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if taken is None:
+            with without_autocast(q.device):
+                with determinism(call.ring.exact), on_device(q), timed(call.ring.rank, call.place, "forward", q.device):
+                    # A sink changes out once more: it is not rounded before.
+                    out, lse = _run_forward(call, q, k, v, inputs, q.dtype if sink is None else sum_dtype(q.dtype))
+                if sink is not None:
+                    lse, out = _add_sink(out, lse, sink), out.to(q.dtype)
+        else:
+            out, lse = taken
+        ctx.save_for_backward(q, k, v, sink, out, lse, *inputs)
+        ctx.call = call
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        q, k, v, sink, out, lse, *inputs = ctx.saved_tensors
+        # Other ranks wait for this rank's messages, also where nothing depends on its out.
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        call = ctx.call
+        WATCH.place, WATCH.backward = call.place, True
+        with without_autocast(q.device):
+            with determinism(call.ring.exact), on_device(q), timed(call.ring.rank, call.place, "backward", q.device):
+                dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, (out, lse))
+            dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
+        return None, None, dq, dk, dv, dsink, *others
+
+
+def _run_forward(
+    call: RingCall, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e] in `dtype`, lse [b, h, s]."""
+    ring, work = call.ring, call.work(q.device, backward=False)
+    total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
+    for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(call.rank_plan, work.hops, call.transport, ring.num_slots):
+        with span("forward", hop):
+            for kernel_call in traced(work.calls[hop]):
+                total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, ring.scale))
+    return total.finish()
+
+
+def _run_backward(
+    call: RingCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], merged: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """The hop loop of backward: partial gradients of the last hop's keys travel home while the next hop is computed."""
+    (out, lse), ring, work = merged, call.ring, call.work(q.device, backward=True)
+    codec = ring.codec(k, v, *inputs)
+    keys = codec.keys(call.rank_plan, work.hops, call.transport, ring.num_slots, backward=True)
+    grads = codec.gradients(call.rank_plan, work, call.transport, ring.wire_dtype)
+    statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
+    for hop, k_hop, v_hop in keys:
+        grads.start(hop)
+        with span("backward", hop):
+            for kernel_call in traced(work.calls[hop]):
+                dq, dk, dv = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, ring.scale)
+                total.add(dq)
+                grads.add(dk, dv)
+        grads.send(hop)
+    return *total.finish(), *grads.finish()
+
+
+def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Counts exp(sink) into the denominators: scales out [s, b, h, e] in place, returns the new lse [b, h, s]."""
+    with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    out *= _weight(lse, with_sink).permute(2, 0, 1)[..., None]
+    return with_sink
+
+
+def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Of softmax with a sink: -sum over queries of exp(sink - lse) * (dout . out), [h]."""
+    share = _weight(sink.to(lse.dtype)[:, None], lse)
+    # Queries that see no key have out 0: their dout, which may be NaN in padding, does not count.
+    product = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
+    return -(share * product).sum((0, 2)).to(sink.dtype)
+
+
+def _weight(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part - whole), and 0 where both are -inf."""
+    return torch.where(whole == -math.inf, 0.0, (part - whole).exp())
