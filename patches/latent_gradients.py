@@ -4,8 +4,8 @@ Two are wrong in Megatron 0.16 to 0.19:
 
 - All heads share the rotated part of keys, but each tensor-parallel rank computes the gradients of its own heads alone. Megatron
   sums them only where the down projection is TransformerEngine's, not fused, and --sequence-parallel is given. Elsewhere the
-  gradients of the projection's rows for that part, and of all layers before, lack the other ranks' heads; a projection that all
-  ranks hold drifts apart.
+  gradients of that part of the projection, and of all layers before, lack the other ranks' heads; a projection that all ranks
+  hold drifts apart.
 - With --qk-layernorm it sums the gradients of every weight named q_layernorm over these ranks, as norms of single heads need it.
   Without --sequence-parallel each rank has the whole gradient of this one already, so that the sum is as many times larger.
 """

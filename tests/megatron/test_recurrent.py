@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_ring.megatron import compat, rules
-from cp_ring.megatron.rule import Job, problem
+from cp_ring.megatron import compat
 from tests.megatron import recurrent_layers
 from tests.megatron.launch import HERE, attempt, launch
 from tests.parity import matrix
@@ -174,12 +173,6 @@ def test_padding_and_declared_documents_begin_anew_too():
     assert numbers(padded) == [[0, 0, 0, 1, 2, 2, 3, 3]]
     masks = [Mask.documents([0, 3, 8]), Mask.causal(8)]
     assert numbers(DeclaredMask.of_rows(masks, "zigzag", 2)) == [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
-
-
-def test_gated_delta_net_needs_a_megatron_that_splits_it(monkeypatch):
-    monkeypatch.setattr(compat, "megatron_version", lambda: "0.17.1")
-    job = Job(SimpleNamespace(hybrid_layer_pattern="G*", context_parallel_size=2))
-    assert problem(job, rules.DOCUMENTS).startswith("--hybrid-layer-pattern G*: gated delta net layers need megatron-core 0.18")
 
 
 @pytest.mark.compat

@@ -109,6 +109,9 @@ def test_rules_read_arguments_that_megatron_has():
         (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
         (["--cp-ring-pack", "loosely"], "--cp-ring-pack 'loosely': input should be 'first-fit', 'in-order' or 'fill'"),
         ([*CP4, "--cp-ring-heads", "2", "--cp-ring-schedule", "0,1,2,2"], "--cp-ring-schedule 0,1,2,2: 4 hops for 2 ranks"),
+        (["--cp-ring-heads", "auto", "--cp-comm-type", "a2a"], "--cp-comm-type a2a and --cp-ring-heads auto both say which"),
+        (["--cp-ring-heads", "most"], "--cp-ring-heads 'most': "),
+        ([*CP4, "--cp-ring-route", "auto", "--cp-ring-heads", "3"], "--cp-ring-heads 3 does not divide the 4 context-parallel"),
         ([*CP4, "--cp-ring-node-size", "3"], "--cp-ring-node-size 3 does not divide the 4 context-parallel ranks"),
         ([*CP4, "--cp-ring-node-size", "2", "--cp-ring-route", "relay", "--cp-ring-schedule", "gather"],
          "--cp-ring-schedule gather: the route relay has a schedule of its own"),
@@ -261,25 +264,6 @@ def test_the_fastest_shape_is_chosen_and_said(applied, parse, capsys, monkeypatc
     assert settings.current() == found
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--cp-ring-heads", "auto", "--cp-comm-type", "a2a"], "--cp-comm-type a2a and --cp-ring-heads auto both say which"),
-        (["--cp-ring-heads", "most"], "--cp-ring-heads 'most': "),
-        (["--cp-ring-heads", "0"], "--cp-ring-heads '0': "),
-        (["--cp-ring-route", "auto", "--cp-ring-heads", "3"], "--cp-ring-heads 3 does not divide the 4 context-parallel ranks"),
-    ],
-)
-def test_a_choice_that_is_not_possible(applied, parse, capsys, flags, named):
-    applied("cpu_runtime")
-    from megatron.training.arguments import validate_args
-
-    with pytest.raises(SystemExit) as stop:
-        validate_args(parse(*BASE, *CP4, "--cp-ring-node-size", "2", *flags))
-    lines = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and named in lines[-1] and lines[-1].startswith("cp_ring: error: ")
-
-
 @pytest.mark.parametrize("flags", [[], ["--transformer-impl", "transformer_engine"]])
 def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags):
     monkeypatch.setattr(implementations, "has_transformer_engine", lambda: False)
@@ -349,11 +333,21 @@ def test_graphs_without_attention_and_those_that_are_allowed(parse, flags):
     assert graphs.hold_attention(parse(*BASE, *flags)) is (flags is GRAPH)
 
 
-def test_who_sends_batches_by_way_of_the_host():
-    whole = SimpleNamespace(cuda_graph_impl="full_iteration", tensor_model_parallel_size=1)
-    assert not problem(Job(whole), rules.READING)
-    whole.tensor_model_parallel_size = 2
-    assert "--tensor-model-parallel-size 2 by way of the host" in problem(Job(whole), rules.READING)
+@pytest.mark.parametrize(
+    ("version", "part", "values", "line"),
+    [
+        ("0.16.1", rules.ATTENTION, {"cp_comm_type": ["p2p", "a2a"]}, "--cp-comm-type by layer needs megatron-core 0.17"),
+        ("0.18.2", rules.ATTENTION, {"use_torch_fsdp2": True, "load": "x"}, "--load with --use-torch-fsdp2 needs megatron"),
+        ("0.17.1", rules.DOCUMENTS, {"hybrid_layer_pattern": "G*", "context_parallel_size": 2}, "--hybrid-layer-pattern G*: gat"),
+        ("0.19.2", rules.READING, {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2}, "--cuda-g"),
+    ],
+)  # fmt: skip
+def test_rules_that_no_flag_shows_here(monkeypatch, version, part, values, line):
+    """Those of other versions of Megatron, and of what only a running job does."""
+    monkeypatch.setattr(compat, "megatron_version", lambda: version)
+    assert problem(Job(SimpleNamespace(**values)), part).startswith(line)
+    monkeypatch.setattr(compat, "megatron_version", lambda: "0.19.2")
+    assert not problem(Job(SimpleNamespace(**values | {"tensor_model_parallel_size": 1})), part)
 
 
 @pytest.mark.parametrize("version", ["0.16.0", "0.20.0", "0.20.0rc1", None])
@@ -493,12 +487,6 @@ def test_a_checkpoint_of_another_model_shape(tmp_path, monkeypatch, name, flag, 
     message = f"^{flag}: the checkpoint of iteration 20 .* has {name} {shape[name]}, and this job {ours}$"
     with pytest.raises(ConfigError, match=message):
         inspection.check_model(arguments(tmp_path, **(shape | {name: ours})))
-
-
-def test_sharded_parameters_resume_from_0_19_on(monkeypatch):
-    monkeypatch.setattr(compat, "megatron_version", lambda: "0.18.2")
-    line = problem(Job(argparse.Namespace(use_torch_fsdp2=True, ckpt_format="torch_dist", load="x")), rules.ATTENTION)
-    assert line == "--load with --use-torch-fsdp2 needs megatron-core 0.19: 0.18.2 does not resume as the job was"
 
 
 class FusedAdam:
