@@ -7,7 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from cp_ring import LatentKeys, PlanError, ring_attention, shard
+from cp_ring import LatentKeys, Layout, Mask, Plan, PlanError, ring_attention, shard
+from cp_ring.attention import AttentionOptions, Inputs, attention_of
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 
@@ -88,9 +89,6 @@ def test_different_dtypes_are_cast_to_that_of_autocast():
 
 def test_logits_and_their_kernel():
     """The largest logits are found in float32."""
-    from cp_ring.attention import AttentionOptions, Inputs, attention_of
-    from cp_ring.plan import Layout, Mask, Plan
-
     q, k, v, _ = Case.draw(N, h=H, g=2)
     plan, found = Plan.build(Mask.causal(N), Layout.zigzag(N, 1)), []
     for on in (True, False):

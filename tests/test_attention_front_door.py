@@ -99,8 +99,8 @@ def test_keywords_are_those_of_the_options():
     of_plan, of_call = ({field.name for field in fields(kind)} for kind in (PlanOptions, AttentionOptions))
     own = {"sink", "timeout", "dropout_p", "dropout_seed", "alibi_slopes"}
     assert set(CallOptions.__annotations__) == of_plan | own | of_call - {"lse", "max_logit", "compare_every", "sub_groups"}
-    with pytest.raises(TypeError, match=r"ring_attention\(\) got an unexpected keyword argument 'max_logit'"):
-        ring_attention(*Case.draw(8)[:3], max_logit=True)
+    with pytest.raises(TypeError, match=r"ring_attention\(\) got an unexpected keyword argument 'lse'"):
+        ring_attention(*Case.draw(8)[:3], lse=True)
 
 
 def test_what_calls_share_is_resolved_once(monkeypatch):

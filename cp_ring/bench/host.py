@@ -1,9 +1,9 @@
 """`cp-ring bench host`: time of the host in a hop, beyond the library's attention and the messages.
 
-A rank of 8 runs alone on the CPU: causal attention, one source a hop, batch 1, 4 heads, tiny tiles. It goes through the
-adapter of TransformerEngine. The library itself is replaced by functions that return tensors of the right shapes at once, and
-the transport by copies; both are timed and left out. What is left is what the host of a GPU does between two launches of
-attention: Python, the launches of merges and sums, views, and the adapter.
+A rank of 8, and one without others, runs alone on the CPU: causal attention, one source a hop, batch 1, 4 heads, tiny tiles. It
+goes through the adapter of TransformerEngine. The library itself is replaced by functions that return tensors of the right shapes
+at once, and the transport by copies; both are timed and left out. What is left is what the host of a GPU does between two
+launches of attention: Python, the launches of merges and sums, views, and the adapter.
 
 This file is also a program. It measures the cp_ring that it imports, which may be another version.
 """
@@ -27,11 +27,13 @@ import torch
 
 PASSES = ("forward", "backward")
 _ROUNDS = 3
-_CP, _RANK, _TOKENS, _HEADS, _SIZE = 8, 3, 256, 4, 8
+_RANKS = {8: 3, 1: 0}
+"""Context-parallel ranks, and which one of them runs."""
+_TOKENS, _HEADS, _SIZE = 256, 4, 8
 
 
 def run(repeats: int, against: Path | None = None) -> list[dict[str, Any]]:
-    """Results {pass, hop_us, cp_ring}: microseconds of the host a hop, the least of `repeats` calls.
+    """Results {pass, cp, hop_us, cp_ring}: microseconds of the host a hop, the least of `repeats` calls.
 
     Each version is measured `_ROUNDS` times, in processes of their own and in turn. The least counts, because other work on the
     machine only adds. `against` is a checkout of another version of cp_ring, measured too.
@@ -43,7 +45,10 @@ def run(repeats: int, against: Path | None = None) -> list[dict[str, Any]]:
         for version, folder in folders.items():
             for name, times in _measured_by(folder, repeats).items():
                 found.setdefault((version, name), []).extend(times)
-    return [{"pass": name, "hop_us": min(times), "cp_ring": version} for (version, name), times in found.items()]
+    return [
+        {"pass": name.split()[0], "cp": int(name.split()[1]), "hop_us": min(times), "cp_ring": version}
+        for (version, name), times in found.items()
+    ]
 
 
 def _measured_by(folder: Path, repeats: int) -> dict[str, list[float]]:
@@ -56,30 +61,32 @@ def _measured_by(folder: Path, repeats: int) -> dict[str, list[float]]:
 
 
 def measure(repeats: int) -> dict[str, list[float]]:
-    """Microseconds of the host a hop, of `repeats` calls of forward and of backward; as many before them do not count."""
+    """Microseconds of the host a hop by pass and ranks, of `repeats` calls; as many before them do not count."""
     from cp_ring import Layout, Mask, Plan, ring_attention
     from cp_ring.testing.loopback import LoopbackTransport
 
     clock = _Clock()
     _install(clock)
-    transport: Any = LoopbackTransport(_RANK, _CP)
-    transport.post = clock.counting(transport.post)
-    n = _CP * _TOKENS
-    scheduled = "schedule" in inspect.signature(Plan.build).parameters  # older versions have one source a hop
-    options: Any = {"schedule": "ring"} if scheduled else {}
-    plan = Plan.build(Mask.causal(n), Layout.zigzag(n, _CP), **options)
-    hops = len(plan.rank_plan(_RANK).hops)
-    inputs = [torch.zeros(_TOKENS, 1, _HEADS, _SIZE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    dout = torch.zeros_like(inputs[0])
-    q, k, v = inputs
-    attend = partial(ring_attention, q, k, v, transport, plan=plan, kernel="host", qkv_format="sbhd")
-    times: dict[str, list[float]] = {name: [] for name in PASSES}
-    for index in range(2 * repeats):
-        out, forward = clock.time(attend)
-        _, backward = clock.time(partial(torch.autograd.grad, out, inputs, dout))
-        if index >= repeats:
-            times["forward"].append(forward / hops * 1e6)
-            times["backward"].append(backward / hops * 1e6)
+    times: dict[str, list[float]] = {}
+    for cp, rank in _RANKS.items():
+        transport: Any = LoopbackTransport(rank, cp)
+        transport.post = clock.counting(transport.post)
+        n = cp * _TOKENS
+        scheduled = "schedule" in inspect.signature(Plan.build).parameters  # older versions have one source a hop
+        options: Any = {"schedule": "ring"} if scheduled else {}
+        plan = Plan.build(Mask.causal(n), Layout.zigzag(n, cp), **options)
+        hops = len(plan.rank_plan(rank).hops)
+        inputs = [torch.zeros(_TOKENS, 1, _HEADS, _SIZE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        dout = torch.zeros_like(inputs[0])
+        q, k, v = inputs
+        attend = partial(ring_attention, q, k, v, transport, plan=plan, kernel="host", qkv_format="sbhd")
+        forwards, backwards = (times.setdefault(f"{name} {cp}", []) for name in PASSES)
+        for index in range(2 * repeats):
+            out, forward = clock.time(attend)
+            _, backward = clock.time(partial(torch.autograd.grad, out, inputs, dout))
+            if index >= repeats:
+                forwards.append(forward / hops * 1e6)
+                backwards.append(backward / hops * 1e6)
     return times
 
 

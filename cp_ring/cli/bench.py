@@ -373,7 +373,7 @@ def _host(options: HostBench) -> Measured:
     against = options.against
     if against is not None and not (against / "cp_ring" / "__init__.py").is_file():
         raise ConfigError(f"--against {against}: there is no cp_ring/__init__.py in it")
-    return Measured(run(options.repeats, against), "causal, 8 ranks, one source a hop, 4 heads, CPU")
+    return Measured(run(options.repeats, against), "causal, one source a hop, 4 heads, CPU")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -512,7 +512,7 @@ BENCHES = (
         "case": "{case}", "codec": "{wire}", **_MEDIAN, "times as fast as plain": "{faster:.2f}",
     }),
     Bench("host", HostBench, _host, {
-        "pass": "{pass}", "version": "{cp_ring}", "host time of a hop, us": "{hop_us:.0f}",
+        "pass": "{pass}", "ranks": "{cp}", "version": "{cp_ring}", "host time of a hop, us": "{hop_us:.0f}",
     }),
     Bench("rates", RatesBench, _rates),
     Bench("lengths", LengthsBench, _lengths, {

@@ -357,10 +357,6 @@ def _in_one_layer(attribute: str, wrong: Callable[[Any], Any]) -> Callable[..., 
     return forward
 
 
-def _scaled(options: Any) -> Any:
-    return replace(options, softmax_scale=options.softmax_scale * 1.05)
-
-
 def _key_heads_of_one_layer(forward: Any, self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
     key, value = (x.roll(1, -2) if self.layer_number == LAYER else x for x in (key, value))
     return forward(self, query, key, value, *args, **kwargs)
@@ -369,7 +365,7 @@ def _key_heads_of_one_layer(forward: Any, self: Any, query: Any, key: Any, value
 OF_ONE_LAYER: dict[str, Any] = {
     "window of one layer": known._core("_window", _window_of_one_layer),
     "window of the last layer": known._core("_window", _window_of_the_last_layer),
-    "scale of one layer": _layer("forward", _in_one_layer("options", _scaled)),
+    "scale of one layer": _layer("forward", _in_one_layer("options", lambda x: replace(x, softmax_scale=x.softmax_scale * 1.05))),
     "sink left out in one layer": _layer("forward", _in_one_layer("softmax_offset", lambda sink: None)),
     "key heads of one layer": _layer("forward", _key_heads_of_one_layer),
 }

@@ -32,18 +32,6 @@ def _plans() -> Any:
     return core_attention, "make_plan"
 
 
-def _attention() -> Any:
-    from cp_ring.megatron import core_attention
-
-    return core_attention, "Inputs"
-
-
-def _options() -> Any:
-    from cp_ring.megatron import core_attention
-
-    return core_attention, "attention_of"
-
-
 def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
     return make_plan("no_mask", n, cp, (window[0], 1), spec)
 
@@ -292,8 +280,8 @@ FAULTS = {
     "mask widened": lambda: (*_plans(), _mask_widened),
     "window widened": lambda: (*_plans(), _window_widened),
     "window on every layer": lambda: (*_windows(), _window_everywhere),
-    "sink dropped": lambda: (*_attention(), _sink_dropped),
-    "sink gradient dropped": lambda: (*_attention(), _sink_gradient_dropped),
-    "scale of the head size": lambda: (*_options(), _scale_of_head_size),
+    "sink dropped": lambda: (_plans()[0], "Inputs", _sink_dropped),
+    "sink gradient dropped": lambda: (_plans()[0], "Inputs", _sink_gradient_dropped),
+    "scale of the head size": lambda: (_plans()[0], "attention_of", _scale_of_head_size),
     "positions of another split": lambda: (*_batches(), _positions_of_another_split),
 }
