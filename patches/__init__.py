@@ -20,6 +20,7 @@ NAMES = (
     "data_files",
     "arguments",
     "core_attention",
+    "latent_gradients",
     "recompute",
     "rotary_layout",
     "rotary_documents",

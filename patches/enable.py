@@ -70,6 +70,7 @@ def _wanted(config: ContextParallelConfig, packed: bool) -> list[str]:
     wanted = {
         "cpu_runtime": config.cpu,
         "core_attention": True,
+        "latent_gradients": True,
         "recompute": config.recompute == "keep",
         "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
         "recurrent_layers": config.layout != "zigzag" or by_batch or packed,

@@ -46,6 +46,7 @@ def _patches_of_models(config: ContextParallelConfig, argv: Sequence[str]) -> li
     given = {word.split("=")[0] for word in argv}
     wanted = {
         "core_attention": True,
+        "latent_gradients": True,
         "recompute": config.recompute == "keep",
         "rotary_layout": config.layout != "zigzag" or bool(config.kinds),
         "recurrent_layers": bool(given & {"--hybrid-layer-pattern", "--hybrid-override-pattern"}),

@@ -77,7 +77,7 @@ BOUNDS = {"int8": 0.024, "fp8": 0.1}  # of quantized keys: those of the certific
 
 _RESUMED = ("cp1", "cp4", "tp2", "tp2cp2")
 _ON_TP = ("tp2cp2", "tp2cp2 sp", "tp2")
-_OFF_TP = tuple(name for name in SPLITS if name not in _ON_TP)  # of latents Megatron's gradients depend on tp with local layers
+_OFF_TP = tuple(name for name in SPLITS if name not in _ON_TP)
 _WITHOUT_SP = tuple(name for name in SPLITS if name != "tp2cp2 sp")
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": tuple(MODELS),
@@ -123,8 +123,8 @@ RULES = (
     Rule("latents have no heads to exchange", {"wire": ("latent",), "comm": _HEADS}, {"model": "mla"}),
     Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": ("tp2cp2",)}),
     Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": _WITHOUT_SP, "resume": ("tp2", "tp2cp2")}, {"split": "cp2"}),
-    Rule("", {"model": (*_LATENT, "mamba"), "split": _ON_TP, "resume": ("cp1", "cp4")}),
-    Rule("", {"model": (*_LATENT, "mamba"), "split": _OFF_TP, "resume": ("tp2", "tp2cp2")}),
+    Rule("", {"model": ("mla+moe+mtp", "mamba"), "split": _ON_TP, "resume": ("cp1", "cp4")}),
+    Rule("", {"model": ("mla+moe+mtp", "mamba"), "split": _OFF_TP, "resume": ("tp2", "tp2cp2")}),
     Rule("whose state runs along the sequence", {"model": _RECURRENT, "documents": _DECLARED}),
     Rule("needs all logits at once", {"loss chunk": ("yes",), "model": ("mtp", "mla+moe+mtp", *_RECURRENT)}),
     Rule("leave core_attn out", {"offload": ("yes",), "recompute": ("selective",)}),

@@ -140,7 +140,7 @@ MODELS = (
     Model("learnable_sinks", f"{UNTIED} --softmax-type learnable", "sink dropped"),
     Model("off_by_one", f"{UNTIED} --softmax-type off-by-one", "sink dropped"),
     Model("sinks_and_window", f"{UNTIED} --softmax-type learnable --window-size 11,0 --window-attn-skip-freq 2", "sink dropped"),
-    Model("mla", LATENT, "scale of the head size", baseline=REFERENCE, drawn_by_tp=True),
+    Model("mla", LATENT, "scale of the head size", baseline=REFERENCE),
     Model("mla_latent_wire", LATENT, "weight gradient twice", LATENT_WIRE, REFERENCE, splits=OF_LATENTS, tolerance=1e-6,
         drawn_by_tp=True, rejected=LATENTS_ALONE),
     Model("mla_latent_wire_without_q_lora_rank", LATENT_WHOLE_QUERIES, "weight gradient twice", LATENT_WIRE, REFERENCE,
