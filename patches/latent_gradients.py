@@ -27,6 +27,26 @@ _METHOD = "_qkv_down_projection"  # of newer versions
 _REDUCE = "_allreduce_non_tensor_model_parallel_grads"
 
 
+class _Summed(torch.autograd.Function):
+    """Returns its argument; the gradient of the last `r` columns is summed over the ranks of `group`.
+
+    Megatron's own function loses the sum of such columns in versions that add in a contiguous copy of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, latent: Tensor, r: int, group: Any) -> Tensor:
+        ctx.r, ctx.group = r, group
+        return latent.view_as(latent)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = grads[0].clone()
+        rotated = grad[..., -ctx.r :].contiguous()
+        torch.distributed.all_reduce(rotated, group=ctx.group)
+        grad[..., -ctx.r :] = rotated
+        return grad, None, None
+
+
 def _shared(config: Any, group: Any, latent: Tensor) -> Tensor:
     """The latent and the rotated part [..., c + r] of all tensor-parallel ranks, of [..., c + r] or a rank's columns of it.
 
@@ -41,10 +61,7 @@ def _shared(config: Any, group: Any, latent: Tensor) -> Tensor:
         latent = mappings.gather_from_tensor_model_parallel_region(latent, group=group)
         if not of_all_tokens:
             latent = mappings.scatter_to_sequence_parallel_region(latent, group=group)
-    if of_all_tokens:
-        compressed, rotated = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
-        latent = torch.cat([compressed, mappings.copy_to_tensor_model_parallel_region(rotated, group=group)], -1)
-    return latent
+    return _Summed.apply(latent, config.qk_pos_emb_head_dim, group) if of_all_tokens else latent
 
 
 def _down_projection(project: Callable[..., Any]) -> Callable[..., Any]:
