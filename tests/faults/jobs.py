@@ -42,13 +42,19 @@ class Runs:
         return code, self.losses(name)
 
     def losses(self, name: str) -> dict[int, float]:
-        lines = [
+        return {line["step"]: line["loss"] for line in self._lines(name) if line.get("loss") is not None}
+
+    def rejection(self, name: str) -> str:
+        """Why a job ended, as one of its ranks told; "" for none."""
+        return next((line["rejected"] for line in self._lines(name) if "rejected" in line), "")
+
+    def _lines(self, name: str) -> list[dict]:
+        return [
             json.loads(line)
             for path in sorted(self.folder.glob(f"{name}.*.jsonl"))
             for line in path.read_text().splitlines()
             if line.endswith("}")
         ]
-        return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
 
     def good(self) -> int:
         """The step of the last good checkpoint; 0 if there is none."""
