@@ -35,7 +35,7 @@ LONG = (
     "tests/megatron/test_recompute.py",
     "test_jobs_recover_from_a_kill",
     "test_an_unmodified_script_trains_with_ring_attention",
-    "tests/job/test_configs.py",
+    "tests/tools/job/test_configs.py",
     "test_error_over_that_of_one_call",
     "test_a_job_on_two_ranks",
     "test_random_plans_are_right",

@@ -11,7 +11,6 @@ import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.attention import AttentionOptions, Inputs, KeptOutput, attention_of
-from cp_ring.bench import accuracy
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.counters import record
 from cp_ring.plan import split_heads
@@ -20,6 +19,7 @@ from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, brute_force, error
+from cp_ring.tools.bench import accuracy
 
 TOLERANCE = 3e-6  # of float32; a wrong head, tile or transfer is off by 0.01 at least
 FACTORS = [(2, 2), (4, 2), (4, 4)]

@@ -34,7 +34,7 @@ BATCH_ROWS = {
     "cp_ring/plan/microbatches.py": "",
     "cp_ring/megatron/microbatches.py": "",
     # The key of the results in the JSON output, which scripts read.
-    "cp_ring/cli/bench.py": r'key: str = "rows"',
+    "cp_ring/tools/cli/bench.py": r'key: str = "rows"',
 }  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cp_ring.cli import app
 from cp_ring.kernels import REGISTRY
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
+from cp_ring.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from cp_ring.bench.replay import RankSizes
 from cp_ring.kernels import REGISTRY, AttentionKernel
+from cp_ring.tools.bench.replay import RankSizes
 
 ERRORS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 """Limit of the error norm divided by the norm, of one kernel call in a dtype. A key left out of 4,096 gives 2e-2."""

@@ -11,10 +11,10 @@ import torch
 from torch.autograd import DeviceType
 
 from cp_ring import Layout, Mask, Plan, ring_attention
-from cp_ring.bench.replay import RankSizes, replay, single_call
 from cp_ring.kernels import choose
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.testing.loopback import LoopbackTransport
+from cp_ring.tools.bench.replay import RankSizes, replay, single_call
 from tests.gpu.job import Job
 
 ATTENTION = re.compile("sdpa|fmha|flash|cudnn|attention", re.IGNORECASE)

@@ -19,13 +19,13 @@ from unittest import mock
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention
-from cp_ring.bench import accuracy as bench
 from cp_ring.comm.codecs import Fp8, Int8
 from cp_ring.kernels import REGISTRY, choose
 from cp_ring.ops.fused import FusedFunction
 from cp_ring.testing import conformance
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, error
+from cp_ring.tools.bench import accuracy as bench
 from tests.gpu.job import ERRORS, Job
 
 DRY = ("full rectangles", "causal squares", "merged backward", "varlen")  # properties of the dry run

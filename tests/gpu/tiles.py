@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.bench import samples
-from cp_ring.bench.replay import _seconds, single_call
 from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.base import OPEN, Packing
 from cp_ring.ops.merge import merge_
 from cp_ring.testing.oracle import error
+from cp_ring.tools.bench import samples
+from cp_ring.tools.bench.replay import _seconds, single_call
 from tests.gpu.job import ERRORS, Job
 
 LSE_ERROR = 2e-3

@@ -10,13 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 from cp_ring import Layout, Mask, Plan, ring_attention
-from cp_ring.cli import app
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.base import Capabilities
 from cp_ring.ops import totals
 from cp_ring.plan.simulate import accumulator_bytes, rank_updates
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.testing.loopback import LoopbackTransport
+from cp_ring.tools.cli import app
 from tests.kernels import emulated_te
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16)

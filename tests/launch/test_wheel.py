@@ -38,10 +38,10 @@ def installed(tmp_path_factory):
 
 PROGRAM = """
 import contextlib, io, json
-import cp_ring, cp_ring.configs, cp_ring.job, cp_ring.launch, cp_ring.patches
-from cp_ring.cli import app
+import cp_ring, cp_ring.configs, cp_ring.tools.job, cp_ring.launch, cp_ring.patches
+from cp_ring.tools.cli import app
 
-files = [module.__file__ for module in (cp_ring, cp_ring.patches, cp_ring.configs, cp_ring.launch, cp_ring.job)]
+files = [module.__file__ for module in (cp_ring, cp_ring.patches, cp_ring.configs, cp_ring.launch, cp_ring.tools.job)]
 patches = [line["name"] for line in cp_ring.patches.table()]
 with contextlib.redirect_stdout(io.StringIO()) as shown:
     app(["train", "quickstart", "--dry-run", "--set", "data.path=texts"], standalone_mode=False)

@@ -6,7 +6,7 @@ import sysconfig
 from itertools import chain
 from pathlib import Path
 
-from cp_ring.job.corpus import _save_tokenizer, _train_tokenizer
+from cp_ring.tools.job.corpus import _save_tokenizer, _train_tokenizer
 
 FILES = ("argparse", "ast", "calendar", "configparser", "csv", "dis", "fractions", "heapq", "inspect", "textwrap")
 SPECIAL = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_233>", "<unk>"]

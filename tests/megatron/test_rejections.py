@@ -16,10 +16,10 @@ import torch
 
 from cp_ring import ContextParallelConfig, Layout, Mask, patches
 from cp_ring.errors import ConfigError
-from cp_ring.job import command_line, config
 from cp_ring.megatron import argument_parser, compat, graphs, implementations, rejection, rules, settings, validate
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rule import Job, problem
+from cp_ring.tools.job import command_line, config
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, fork, launch
 
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]

@@ -8,13 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.bench import samples
-from cp_ring.cli import app, main
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan import compare as module
 from cp_ring.plan.compare import Layer, compare, padded, smallest_group
 from cp_ring.plan.cost import blocked_pairs
 from cp_ring.plan.rates import Rates
+from cp_ring.tools.bench import samples
+from cp_ring.tools.cli import app, main
 
 LONG_TAIL = np.array([100, 9000, 40, 700, 3000, 64, 1500, 2000, 130, 850, 16, 2984])
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring.bench import samples
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.balance import balance, tokens_moved
+from cp_ring.tools.bench import samples
 
 N, CP = 65536, 8
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cp_ring.bench import samples
 from cp_ring.plan import Capabilities, Layout, Mask, Plan, Tiles, lower
 from cp_ring.plan.lower import BAND
+from cp_ring.tools.bench import samples
 
 BLOCK = 128
 

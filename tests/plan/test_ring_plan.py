@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cp_ring.bench import samples
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.tools.bench import samples
 
 N = 65536
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cp_ring.cli.trace_drawing import predicted_bars
 from cp_ring.plan import Layout, Mask, Plan, compare
 from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.rates import Rates
 from cp_ring.plan.simulate import NO_UPDATES, Pass, in_turn, neighbors, rank_updates, simulate, spans
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.tune import AttentionCosts
+from cp_ring.tools.cli.trace_drawing import predicted_bars
 from tests.plan.test_tune import MODEL
 
 SLOW = Rates(between=2e9)

@@ -1,0 +1,1 @@
+"""For people: the commands of `cp-ring`, measurements, jobs of this machine and of Slurm."""

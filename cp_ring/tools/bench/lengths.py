@@ -1,0 +1,146 @@
+"""`cp-ring bench lengths`: documents of a long-tailed set, split over ranks in four ways, timed.
+
+A round is forward and backward of attention and of token-wise layers. `independent` is what data parallelism does: each rank gets
+whole documents, the largest first, each to the rank with least work. Rounds take turns, so that a slow minute of a shared machine
+slows all splits alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_ring import Layout, Mask, Plan, ring_attention
+from cp_ring.plan.compare import padded
+from cp_ring.plan.ranges import Ints
+from cp_ring.testing.rank_pool import Ranks
+from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement
+
+LAYOUTS = ("balanced", "zigzag", "per_document_zigzag", "independent")
+
+GOAL = 1.3
+"""How many times faster `balanced` is to be than `per_document_zigzag` and `independent`, on the default lengths."""
+
+
+@dataclass(frozen=True)
+class PackedWork:
+    """Documents of `lengths` on `cp` ranks; `heads` heads of `head_dim`, and a feed-forward network of 4 times their width."""
+
+    lengths: tuple[int, ...]
+    cp: int = 4
+    heads: int = 4
+    head_dim: int = 64
+
+    @property
+    def width(self) -> int:
+        """Elements of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def token_work(self) -> float:
+        """What the token-wise layers cost for a token, in pairs of attention."""
+        return (3 + 4 + 4) * self.width / 2
+
+
+def plan(work: PackedWork, name: str) -> Plan:
+    """The plan of one of the splits that have one."""
+    lengths = np.array(work.lengths, np.int64)
+    if name == "per_document_zigzag":
+        lengths = padded(lengths, work.cp)
+    offsets = np.cumsum([0, *lengths])
+    mask = Mask.documents(offsets)
+    if name == "per_document_zigzag":
+        return Plan.build(mask, Layout.per_document_zigzag(offsets, work.cp))
+    return Plan.build(mask, Layout.balanced(mask, work.cp) if name == "balanced" else Layout.zigzag(mask.n, work.cp))
+
+
+def greedy(work: PackedWork) -> list[list[int]]:
+    """The lengths of the documents of each rank, by greedy balance of work."""
+    load = [0.0] * work.cp
+    mine: list[list[int]] = [[] for _ in range(work.cp)]
+    for length in sorted(work.lengths, reverse=True):
+        least = load.index(min(load))
+        load[least] += length * (length + 1) / 2 + work.token_work * length
+        mine[least].append(length)
+    return mine
+
+
+def about(work: PackedWork, name: str) -> dict[str, Any]:
+    """What a split computes and moves: {layout, tokens, balance, bytes}.
+
+    tokens: of all ranks, padding included. balance: maximum over mean pairs of attention. bytes: keys, values and their gradients
+    that move in forward and backward, in float32.
+    """
+    if name == "independent":
+        mine = greedy(work)
+        pairs = np.array([sum(n * (n + 1) // 2 for n in one) for one in mine])
+        return {"layout": name, "tokens": sum(work.lengths), "balance": float(pairs.max() / pairs.mean()), "bytes": 0}
+    report = plan(work, name).verify()
+    moved = 2 * int(report.keys_in.sum()) + int(report.grads_in.sum())
+    tokens = int(report.tokens_per_rank.sum())
+    return {"layout": name, "tokens": tokens, "balance": report.balance, "bytes": moved * 2 * work.width * 4}
+
+
+def _attention(work: PackedWork, name: str, group: Any) -> tuple[int, Any]:
+    """Tokens of this rank, and what attends to q, k, v of them."""
+    if name == "independent":
+        mine = greedy(work)[group.rank()]
+        mask = Mask.documents(np.cumsum([0, *(mine or [1])]))
+        alone = Plan.build(mask, Layout.contiguous(mask.n, 1))
+        return mask.n, lambda q, k, v: ring_attention(q, k, v, plan=alone)
+    whole = plan(work, name)
+    return int(whole.layout.tokens_per_rank[group.rank()]), lambda q, k, v: ring_attention(q, k, v, group, plan=whole)
+
+
+def prepare(group: Any, name: str, work: PackedWork) -> None:
+    """On a rank: makes a split's tensors and runs it once."""
+    tokens, attend = _attention(work, name, group)
+    generator = torch.Generator().manual_seed(group.rank())
+    x = torch.randn(1, tokens, work.width, generator=generator).requires_grad_()
+    weights = [torch.randn(*shape, generator=generator).mul_(0.02).requires_grad_() for shape in _shapes(work.width)]
+
+    def one_round() -> None:
+        q, k, v = (part.reshape(1, tokens, work.heads, work.head_dim) for part in (x @ weights[0]).chunk(3, 2))
+        mixed = attend(q, k, v).reshape(1, tokens, work.width)
+        out: Tensor = F.gelu(mixed @ weights[1]) @ weights[2]
+        torch.autograd.grad(out.sum(), [x, *weights])
+
+    one_round()
+    PREPARED[name] = one_round
+
+
+def _shapes(width: int) -> list[tuple[int, int]]:
+    return [(width, 3 * width), (width, 4 * width), (4 * width, width)]
+
+
+def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]]:
+    """Results {layout, median_s, cpu_s, tokens, balance, bytes, times} of each split, by one forward and backward.
+
+    median_s: seconds of the slowest rank by the clock, median of the rounds. cpu_s: seconds of the rank that computed longest,
+    median; it does not depend on how many cores the machine has, and little on other programs.
+    """
+    ranks = Ranks(work.cp)
+    try:
+        for name in names:
+            ranks.run(prepare, work.cp, name, work)
+        measured = in_turn({name: (ranks, work.cp, name) for name in names}, repeats)
+    finally:
+        ranks.close()
+    results = []
+    for name, times in measured.items():
+        clock, process = (list(column) for column in zip(*times, strict=True))
+        medians = {"median_s": measurement(clock).median, "cpu_s": measurement(process).median}
+        results.append(about(work, name) | {"times": clock, "cpu_times": process} | medians)
+    return results
+
+
+def long_tail(n: int, seed: int) -> Ints:
+    """Lengths of one document of a quarter to three quarters of `n` tokens, and short ones of n / 256 on average."""
+    from cp_ring.tools.bench import samples
+
+    return np.diff(samples.one_long(n, max(n / 256, 1), seed))

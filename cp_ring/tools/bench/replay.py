@@ -1,0 +1,186 @@
+"""One device runs every rank of a context-parallel group in turn, with the rank's exact schedule, tiles, merges and slots.
+
+What the network would deliver is copied within the device, on a stream of its own. The efficiency is
+T_full / (cp * max over ranks of T), where T_full is the time of the best single kernel call on the whole sequence. No network
+takes part, so this is not the speed-up of a cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_ring.api import ring_attention
+from cp_ring.errors import KernelError
+from cp_ring.kernels import REGISTRY, AttentionKernel, choose
+from cp_ring.kernels.calls import KernelCall, Statistics, kernel_calls
+from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.testing.loopback import LoopbackTransport
+from cp_ring.tools.job.speeds import measurement
+
+_LEAD_CYCLES = 10_000_000  # of the device's clock, about 5 ms
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """Sizes of one rank: `tokens` of one stream, h query heads, g key/value heads, head size d (queries, keys) and e (values)."""
+
+    tokens: int = 8192
+    h: int = 32
+    g: int = 8
+    d: int = 128
+    e: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    def draw(self, tokens: int) -> list[Tensor]:
+        """q, k, v, dout: [tokens, 1, heads, head size]."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        shapes = (self.h, self.d), (self.g, self.d), (self.g, self.e), (self.h, self.e)
+        return [torch.randn(tokens, 1, *x, generator=generator, device=self.device, dtype=self.dtype) for x in shapes]
+
+
+def replay(plan: Plan, rank: int, sizes: RankSizes, *, kernel: str = "auto", num_slots: int = 2, repeats: int = 5,
+           bandwidth: float | None = None) -> dict[str, Any]:  # fmt: skip
+    """Times one rank: seconds of forward, and of forward and backward; and its peak memory beyond q, k, v, out and lse, in bytes.
+
+    `bandwidth` is that of a simulated link, in bytes per second. Raises `KernelError` where the kernel does not support the case.
+    """
+    device, rank_plan = torch.device(sizes.device), plan.rank_plan(rank)
+    kernel = choose(kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=rank_plan.packed).name
+    transport = LoopbackTransport(rank, plan.cp, bandwidth) if plan.cp > 1 else None
+    q, k, v, dout = sizes.draw(rank_plan.num_tokens)
+
+    def forward() -> Tensor:
+        return ring_attention(q, k, v, transport, plan=rank_plan, kernel=kernel, num_slots=num_slots, qkv_format="sbhd")
+
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    times = time_both_ways(forward, inputs, dout, repeats)
+    if transport:
+        transport.bytes_received = 0
+    extra = _peak_bytes(lambda: torch.autograd.grad(forward(), inputs, dout), device)
+    received = transport.bytes_received if transport else 0
+    return {"rank": rank, "kernel": kernel, **times, "peak_extra_bytes": extra, "bytes_received": received}
+
+
+def time_both_ways(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, repeats: int) -> dict[str, float]:
+    """Median seconds of forward alone, and of forward and backward; two warm-up rounds are not counted."""
+    device = dout.device
+
+    def both() -> None:
+        torch.autograd.grad(forward(), inputs, dout)
+
+    def alone() -> None:
+        with torch.no_grad():
+            forward()
+
+    return {name: _median(work, device, repeats) for name, work in (("forward_s", alone), ("both_s", both))}
+
+
+def _median(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    return float(measurement([_seconds(work, device) for _ in range(repeats + 2)][2:]).median)
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    # The device sleeps until the host has begun to enqueue the work. Otherwise the time of the host's first calls would count.
+    torch.cuda._sleep(_LEAD_CYCLES)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
+    """The most bytes that were allocated at one time during `work`, beyond those allocated before it."""
+    if device.type != "cuda":
+        return _cpu_peak_bytes(work)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _cpu_peak_bytes(work: Callable[[], Any]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(changes, initial=0))
+
+
+def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """The fastest kernel that attends to the whole sequence in one call, without merges and float32 sums.
+
+    `names` are the kernels to try; by default all but the reference. Raises `KernelError` where no installed kernel can.
+    """
+    plan = Plan.build(mask, Layout.contiguous(mask.n, 1))
+    device, rank_plan = torch.device(sizes.device), plan.rank_plan(0)
+    q, k, v, dout = sizes.draw(mask.n)
+    found = []
+    for name in names or [name for name in REGISTRY if name != "reference"]:
+        try:
+            kernel = choose(name, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e)
+        except KernelError:
+            continue
+        calls = kernel_calls(rank_plan.hops[0], kernel.capabilities, rank_plan)
+        if len(calls) == 1:
+            times = _time_kernel_call(calls[0], kernel, (q, k, v, dout), sizes.d**-0.5, repeats)
+            found.append({"kernel": name, **times})
+    if not found:
+        raise KernelError(f"no kernel attends to {mask.n} tokens with this mask in one call on {device}")
+    return {**min(found, key=lambda x: x["both_s"]), "all": found}
+
+
+def _time_kernel_call(
+    call: KernelCall, kernel: AttentionKernel, inputs: tuple[Tensor, ...], scale: float, repeats: int
+) -> dict[str, float]:
+    """Median seconds of one kernel call: forward alone, and forward and backward."""
+    q, k, v, dout = inputs
+
+    def both() -> None:
+        out, lse = call.attend(kernel, q, k, v, scale)
+        call.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
+
+    works = {"forward_s": lambda: call.attend(kernel, q, k, v, scale), "both_s": both}
+    return {name: _median(work, q.device, repeats) for name, work in works.items()}
+
+
+def efficiency(cp: int, mask: Mask, sizes: RankSizes, *, kernel: str = "auto", repeats: int = 5, bandwidth: float | None = None,
+               whole: dict[str, Any] | None = None, layout: str = "zigzag") -> dict[str, Any]:  # fmt: skip
+    """Replays every rank of `cp` and compares the slowest with `whole`, which `single_call` measures unless it is given.
+
+    `layout` is zigzag, or balanced for packed documents.
+    """
+    plan = Plan.build(mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(mask.n, cp))
+    whole = whole or single_call(mask, sizes, repeats=repeats)
+    ranks = [replay(plan, rank, sizes, kernel=kernel, repeats=repeats, bandwidth=bandwidth) for rank in range(cp)]
+    slowest = {name: max(x[name] for x in ranks) for name in ("forward_s", "both_s")}
+    return {
+        "name": "cp_ring",
+        "what": "single-device replay, no network",
+        "cp": cp,
+        "tokens": mask.n,
+        "layout": plan.layout.name,
+        "kernel": ranks[0]["kernel"],
+        "best_single_kernel": whole["kernel"],
+        "bandwidth": bandwidth,
+        **{f"slowest_{name}": x for name, x in slowest.items()},
+        **{f"single_{name}": whole[name] for name in slowest},
+        **{f"efficiency_{name[:-2]}": whole[name] / (cp * slowest[name]) for name in slowest},
+        "peak_extra_bytes": max(x["peak_extra_bytes"] for x in ranks),
+        "bytes_received": max(x["bytes_received"] for x in ranks),
+    }

@@ -1,0 +1,76 @@
+"""The `cp-ring` command. Heavy modules are imported by the command that needs them, so that help is quick."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.tools.cli import bench
+from cp_ring.tools.cli.certify import certify_command
+from cp_ring.tools.cli.compare_job import compare_job_command
+from cp_ring.tools.cli.doctor import doctor_command
+from cp_ring.tools.cli.flags import flags_command
+from cp_ring.tools.cli.patches import patches_command
+from cp_ring.tools.cli.plan import plan_command
+from cp_ring.tools.cli.slurm import preflight_command, status_command, submit_command
+from cp_ring.tools.cli.trace import trace_command
+from cp_ring.tools.cli.train import train_command
+from cp_ring.tools.cli.tune import tune_command
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of typer's own copy of click; typer does not export it
+
+app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable=False)
+
+app.command("plan")(plan_command)
+app.command("train")(train_command)
+app.command("tune")(tune_command)
+app.command("compare")(compare_job_command)
+app.command("trace")(trace_command)
+app.command("certify")(certify_command)
+app.command("doctor")(doctor_command)
+app.add_typer(bench.commands(), name="bench")
+slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.")
+for group in (app, slurm):
+    group.command("submit")(submit_command)
+    group.command("status")(status_command)
+    group.command("preflight")(preflight_command)
+app.add_typer(slurm, name="slurm")
+app.command("patches")(patches_command)
+app.command("flags")(flags_command)
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(", ".join(f"{name} {version(name)}" for name in ("cp-ring", "torch", "megatron-core")))
+        raise typer.Exit
+
+
+@app.callback()
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print versions and stop.")
+    ] = False,
+) -> None:
+    """Context parallelism for Megatron-core: ring attention planned as data and proven before it runs."""
+
+
+def main() -> None:
+    """Entry point of the console script: bad input is one line on stderr and exit code 2, never a traceback."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # without a GPU it warns when it is imported
+    try:
+        sys.exit(app(prog_name="cp-ring", standalone_mode=False))
+    except typer.Abort:  # Ctrl-C
+        sys.exit("Aborted!")
+    except _USAGE_ERROR as error:
+        message = error.format_message()
+    except (ConfigError, PlanError, KernelError) as error:
+        message = str(error)
+    if message:  # empty after the help that a command without arguments prints
+        print(f"cp_ring: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,374 @@
+"""`cp-ring plan`: a plan as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, dataclass, replace
+from typing import Any
+
+import numpy as np
+import typer
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.compare import Layer
+from cp_ring.plan.cost import cost
+from cp_ring.plan.heads import members_of_node
+from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.rates import RATES, Rates
+from cp_ring.plan.rates import read as read_rates
+from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
+from cp_ring.plan.shapes import AUTO, Shape, choose, planned
+from cp_ring.plan.sizes import WIRES, AttentionSizes, LatentSizes
+from cp_ring.tools.bench import samples
+from cp_ring.tools.cli import job_plan
+from cp_ring.tools.cli.convert import convert_command, names_of
+from cp_ring.tools.cli.mask_option import make_mask
+from cp_ring.tools.cli.options import argument, command, option, parse_mean_tokens, parse_tokens
+from cp_ring.tools.cli.plan_report import Assumed, exposed, print_plan, shapes_of_plan, speed, summary, times
+
+PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
+MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
+
+_MASK, _LAYOUT, _SIZES = ({"rich_help_panel": name} for name in ("Mask", "Layout and route", "Sizes"))
+_RATES, _OUTPUT = ({"rich_help_panel": name} for name in ("Rates", "Output"))
+_TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS", **_MASK}
+_MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS", **_MASK}
+_JOB: dict[str, Any] = {"is_eager": True, "callback": job_plan.take}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """The options of `cp-ring plan`."""
+
+    cp: int = option(MISSING, "Context-parallel ranks.", **_LAYOUT)
+    job: str | None = argument(
+        "A job's YAML file, or the name of a packaged one: options that are not given are those of its "
+        "first attention layer.", metavar="[JOB]", **_JOB,
+    )  # fmt: skip
+    set_: list[str] | None = option(None, "Override a key of JOB, or preset=NAME. Repeatable.", "--set", metavar="A.B=C", **_JOB)
+    seq_length: int | None = option(
+        None, "Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. Some "
+        "masks of --mask need none.", **_TOKENS,
+    )  # fmt: skip
+    mask: str | None = option(
+        None, "shared-prefix:4096,1024x8 (a prompt, 8 responses; + begins the next group), "
+        "images:100-356,1000-1256, global:0-16, tree:FILE.json, block-causal:512 or block-diffusion:512.",
+        metavar="KIND:...", **_MASK,
+    )  # fmt: skip
+    window: int = option(-1, "A query sees itself and this many keys before it; -1 for all.", **_TOKENS)
+    full: bool = option(False, "No causal mask: a query sees later keys too.", "--full", **_MASK)
+    prefix: int = option(0, "Every query sees this many keys at the start of its document.", **_TOKENS)
+    documents: str | None = option(None, "File of document lengths, separated by white space.", metavar="PATH", **_MASK)
+    lengths: str | None = option(
+        None, "Documents of these lengths: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
+        f"{', '.join(samples.PRESETS)}.", metavar="SPEC", **_MASK,
+    )  # fmt: skip
+    documents_mean: float = option(0, "Random documents, exponential lengths of this mean; 0 for none.", **_MEAN_TOKENS)
+    seed: int = option(0, "Seed of the random documents.", **_MASK)
+    layout: str = option("zigzag", f"{', '.join(LAYOUTS)} or {PER_DOCUMENT}.", metavar="NAME", **_LAYOUT)
+    convert: str | None = option(
+        None, "In place of attention: bring hidden states (--heads x --head-dim numbers a token) from one "
+        "layout into another, as in zigzag:contiguous.", metavar="BEFORE:AFTER", **_LAYOUT,
+    )  # fmt: skip
+    chunks_per_rank: int | None = option(None, "Chunks per rank of the balanced layout.", **_LAYOUT)
+    route: str = option(
+        "direct", f"{', '.join(ROUTES)}, or auto: the fastest one that --slot-shards allows.",
+        metavar="NAME", **_LAYOUT,
+    )  # fmt: skip
+    schedule: str = option(
+        "auto", f"{', '.join(NAMES)}, or the hop of each ring distance as in 0,1,2,2.",
+        metavar="NAME", **_LAYOUT,
+    )  # fmt: skip
+    slot_shards: int = option(SLOT_SHARDS, "Sources of a hop at most: the shards of a receive buffer.", **_LAYOUT)
+    num_slots: int = option(2, "Receive buffers for keys and values.", **_LAYOUT)
+    heads: int = option(32, "Query heads.", **_SIZES)
+    kv_heads: int = option(8, "Key/value heads; only these travel.", **_SIZES)
+    head_dim: int = option(128, "Size of a head.", **_SIZES)
+    dtype: str = option("bf16", "bf16, fp16 or fp32.", metavar="NAME", **_SIZES)
+    mla: str | None = option(
+        None, "Multi-latent attention: sizes of the latent, the rotated key, a head's own part of the key, "
+        "its value, as 512,64,128,128. It replaces --kv-heads, --head-dim.",
+        metavar="LATENT,ROPE,NOPE,VALUE", **_SIZES,
+    )  # fmt: skip
+    wire: str = option("plain", f"How keys travel: {', '.join(WIRES)}.", metavar="NAME", **_LAYOUT)
+    ranks_per_node: int = option(8, "Neighboring ranks on one node.", **_SIZES)
+    head_parallel: str = option(
+        "1", "Neighboring ranks that exchange tokens for heads; 1 is the ring alone, auto the fastest.",
+        metavar="RANKS", **_LAYOUT,
+    )  # fmt: skip
+    kernel: str = option(
+        ASSUMED, f"The kernel whose calls are predicted: {', '.join(KERNELS)}, or a registered one.",
+        metavar="NAME", **_RATES,
+    )  # fmt: skip
+    rates: str | None = option(
+        None, "Rates that `cp-ring bench rates --json` or preflight (links.json) has measured; what the "
+        "file lacks is assumed.", "--rates", metavar="FILE", **_RATES,
+    )  # fmt: skip
+    tflops: float | None = option(None, f"TFLOP per second of an attention kernel; default {RATES.flops / 1e12:g}.", **_RATES)
+    node_bandwidth: float | None = option(
+        None, f"GB per second that a rank receives from ranks of its node; default {RATES.inside / 1e9:g}.",
+        **_RATES,
+    )  # fmt: skip
+    network_bandwidth: float | None = option(
+        None, f"GB per second that a network card receives from other nodes; default {RATES.between / 1e9:g}.",
+        **_RATES,
+    )  # fmt: skip
+    ranks_per_card: int | None = option(
+        None, f"Neighboring ranks that share a network card; default {RATES.ranks_per_card}.", **_RATES
+    )
+    compare: bool = option(False, "Compare splits of --lengths: padded, hybrid, zigzag, balanced.", "--compare", **_OUTPUT)
+    draw: str | None = option(None, "Write the picture to a .png, .svg or .pdf file.", metavar="PATH", **_OUTPUT)
+    panel: str = option("both", "What to draw: left (which rank computes what), right (when), or both.", **_OUTPUT)
+    width: float = option(15.0, "Width of the picture in inches.", **_OUTPUT)
+    as_json: bool = option(False, "Print JSON instead of the table.", "--json", **_OUTPUT)
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a node, by which hops are ordered: 1 where the ranks are no whole nodes."""
+        return self.ranks_per_node if self.cp % self.ranks_per_node == 0 else 1
+
+    def assumed(self) -> Assumed:
+        """What the predictions assume. Raises `PlanError` that names the option."""
+        rates = make_rates(self.rates, self.tflops, self.node_bandwidth, self.network_bandwidth, self.ranks_per_card)
+        return Assumed(_sizes(self), rates, self.ranks_per_node, capabilities_of(self.kernel))
+
+
+def _plan(request: PlanRequest) -> None:
+    """Plan the attention of one layer, prove the plan, show its cost, and draw it. Needs no GPU and no process group."""
+    _check(request)
+    assumed = request.assumed()
+    if request.compare:
+        from cp_ring.tools.cli.compare import compare_command
+
+        if request.lengths is None:
+            raise PlanError("--compare needs --lengths: a file, lognormal:MEAN,SIGMA or preset:NAME")
+        if request.cp < 1:
+            raise PlanError(f"context parallel size {request.cp} must be at least 1")
+        layer = Layer(assumed.sizes, ranks_per_node=request.ranks_per_node, rates=assumed.rates)
+        drawn = samples.lengths(request.lengths, request.seq_length, request.seed)
+        compare_command(request.lengths, drawn, request.cp, layer, request.as_json)
+        return
+    n, drawn_offsets = request.seq_length, None
+    if request.lengths is not None:
+        if request.documents or request.documents_mean:
+            raise PlanError("--lengths, --documents and --documents-mean exclude one another: give one of them")
+        drawn_offsets = np.cumsum([0, *samples.lengths(request.lengths, n, request.seed)])
+        n = int(drawn_offsets[-1]) if n is None else n
+    with _name_options_if_out_of_memory(n, request.cp):
+        offsets = _document_offsets(n, request)
+        offsets = offsets if drawn_offsets is None else drawn_offsets
+        mask = _make_mask(request, n, offsets)
+        if request.convert:
+            _convert(request, mask, offsets, assumed.sizes.element)
+        else:
+            _show(request, mask, _make_layout(request.layout, mask, offsets, request.cp, request.chunks_per_rank), assumed)
+
+
+plan_command = command(PlanRequest, _plan)
+
+
+def _check(request: PlanRequest) -> None:
+    """Raises `PlanError` for options that contradict each other, before anything is made."""
+    if request.ranks_per_node < 1:
+        raise PlanError(f"--ranks-per-node {request.ranks_per_node}: it must be at least 1")
+    if request.route not in (AUTO, *ROUTES):
+        raise PlanError(f"--route {request.route!r}: known are {', '.join((AUTO, *ROUTES))}")
+    if request.draw:
+        from cp_ring.tools.cli.drawing import check_ending, check_panel
+
+        check_ending(request.draw)
+        check_panel(request.panel, request.width)
+    if request.convert and (request.compare or (request.layout != "zigzag" and request.job is None)):
+        other = "--compare" if request.compare else "--layout"
+        raise PlanError(f"--convert {request.convert} names both layouts: leave out {other}")
+
+
+def _convert(request: PlanRequest, mask: Mask, offsets: Ints | None, element: int) -> None:
+    before, after = (
+        _make_layout(name, mask, offsets, request.cp, request.chunks_per_rank if name == "balanced" else None)
+        for name in names_of(str(request.convert))
+    )
+    token_bytes = request.heads * request.head_dim * element
+    convert_command(before, after, token_bytes, request.ranks_per_node, request.as_json, request.draw)
+
+
+def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) -> None:
+    """Makes and proves the plan; prints and draws it."""
+    with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
+        shape, reason = _shape(request, mask, layout, assumed)
+        limit = max(request.slot_shards, request.ranks_per_node) if ROUTES[shape.route].own_schedule else request.slot_shards
+        plan, build_ms = _timed(lambda: planned(mask, layout, shape, limit, request.node_size, assumed.rates))
+    report, verify_ms = _timed(lambda: plan.verify(request.num_slots))
+    shapes = shapes_of_plan(mask, layout, assumed, request.node_size, request.slot_shards)
+    ring, sizes = plan.ring, assumed.sizes.of_rank(plan.ulysses)
+    near, costs = members_of_node(request.ranks_per_node, shape.heads), cost(report, sizes, request.num_slots)
+    facts = summary(ring, report, costs, near, assumed.kernel) | speed(plan, report, assumed)
+    facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": shape.heads, "chosen": reason}
+    facts |= {"bytes_between_nodes": {found["name"]: found["bytes_between_nodes"] for found in shapes}}
+    facts |= {"predicted": times(plan, report, assumed), "shapes": shapes, "kernel": request.kernel}
+    facts |= {"wire": request.wire, "predicted_exposed_seconds": exposed(plan, report, assumed)}
+    if request.as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        print_plan(ring, facts)
+    if request.draw:
+        from cp_ring.tools.cli.drawing import draw
+
+        draw(plan, request.draw, report, sizes, assumed.rates, near, request.panel, request.width)
+        typer.echo(f"wrote {request.draw}", err=request.as_json)
+
+
+def _shape(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) -> tuple[Shape, str | None]:
+    """The shape that was asked for; or the fastest one, and why."""
+    text = request.head_parallel
+    if text != AUTO and not (text.isdecimal() and int(text)):
+        raise PlanError(f"--head-parallel {text!r}: it must be a whole number above 0, or auto")
+    heads = text if text == AUTO else int(text)
+    if assumed.sizes.codec.latent and heads != 1:
+        raise PlanError(f"--wire {request.wire} does not support --head-parallel {heads}: latents have no heads to exchange")
+    if isinstance(heads, int) and request.route != AUTO:
+        return Shape(request.route, heads, request.schedule), None
+    return choose(
+        [(mask, 1)], request.cp, assumed.sizes, request.node_size, route=request.route, heads=heads,
+        schedule=request.schedule, slot_shards=request.slot_shards, layout=layout, rates=assumed.rates,
+        kernel=assumed.kernel,
+    )  # fmt: skip
+
+
+def _sizes(request: PlanRequest) -> AttentionSizes:
+    """The sizes of a layer; those of `mla` are Megatron's kv_lora_rank, qk_pos_emb_head_dim, qk_head_dim, v_head_dim."""
+    heads, dtype, wire, mla = request.heads, request.dtype, request.wire, request.mla
+    if wire not in WIRES:
+        raise PlanError(f"--wire {wire!r}: known are {', '.join(WIRES)}")
+    if mla is None:
+        if WIRES[wire].latent:
+            raise PlanError(f"--wire {wire} needs --mla LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
+        return AttentionSizes(heads, request.kv_heads, request.head_dim, dtype=dtype, wire=wire)
+    numbers = [int(x) if x.isdecimal() else 0 for x in mla.split(",")]
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise PlanError(f"--mla {mla}: it must be 4 numbers of at least 1, LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
+    latent = LatentSizes(*numbers)
+    width = latent.nope + latent.rope
+    return AttentionSizes(heads, heads, width, latent.value, dtype=dtype, wire=wire, latent=latent)
+
+
+def capabilities_of(kernel: str) -> Capabilities:
+    """What a kernel can do: one of cp_ring, or one that another package has registered.
+
+    Raises `PlanError` that names the option.
+    """
+    if kernel in KERNELS:
+        return KERNELS[kernel]
+    known = dict.fromkeys(KERNELS, "")
+    with suppress(ImportError):  # without torch
+        from cp_ring.kernels import REGISTRY
+
+        known |= REGISTRY
+    if kernel not in known:
+        raise PlanError(f"--kernel {kernel!r}: known are {', '.join(known)}")
+    found: Capabilities = importlib.import_module(known[kernel]).KERNEL.capabilities
+    return found
+
+
+def make_rates(
+    path: str | None,
+    tflops: float | None = None,
+    node_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
+    ranks_per_card: int | None = None,
+) -> Rates:
+    """The rates of a file, or those that all predictions assume, with the ones of the options in their place.
+
+    Raises `PlanError` that names the option.
+    """
+    options = {"flops": ("--tflops", tflops, 1e12), "inside": ("--node-bandwidth", node_bandwidth, 1e9),
+               "between": ("--network-bandwidth", network_bandwidth, 1e9),
+               "ranks_per_card": ("--ranks-per-card", ranks_per_card, 1)}  # fmt: skip
+    for name, value, _ in options.values():
+        if value is not None and not 0 < value < math.inf:
+            raise PlanError(f"{name} {value:g}: it must be a number above 0")
+    given: dict[str, Any] = {name: value * unit for name, (_, value, unit) in options.items() if value is not None}
+    return replace(RATES if path is None else read_rates(path), **given)
+
+
+def _document_offsets(n: int | None, request: PlanRequest) -> Ints | None:
+    """Offsets of the documents, int64 [documents + 1]; None for one sequence."""
+    path, mean, seed = request.documents, request.documents_mean, request.seed
+    if n is None:
+        if path or mean:
+            raise PlanError("--documents and --documents-mean need --seq-length, the tokens of the stream")
+        return None
+    if not 1 <= n <= MAX_TOKENS:
+        raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
+    if seed < 0:
+        raise PlanError(f"--seed {seed}: it must be at least 0")
+    if path and mean:
+        raise PlanError("--documents and --documents-mean exclude one another: give one of them")
+    if path:
+        return samples.from_file(path, n)
+    return samples.exponential(n, mean, seed) if mean else None
+
+
+def _make_mask(request: PlanRequest, n: int | None, offsets: Ints | None) -> Mask:
+    text, window, full, prefix = request.mask, request.window, request.full, request.prefix
+    if text is not None:
+        if full or prefix:
+            raise PlanError(f"--mask {text} is a mask by itself: leave out --full and --prefix")
+        return make_mask(text, n, window, offsets)
+    if n is None:
+        raise PlanError("--seq-length: give the tokens of the sequence, or a --mask whose parts have lengths")
+    if prefix:
+        lengths = prefix if offsets is None else (offsets[1:] - offsets[:-1]).clip(max=prefix)
+        return Mask.prefix(n, lengths, offsets, (window, -1 if full else 0))
+    if offsets is None:
+        return Mask.full(n, (window, window)) if full else Mask.causal(n, (window, 0))
+    return Mask.documents(offsets, causal=not full, window=(window, window if full else 0), n=n)
+
+
+def _make_layout(name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None) -> Layout:
+    if name not in (*LAYOUTS, PER_DOCUMENT):
+        raise PlanError(f"--layout {name!r}: known are {', '.join((*LAYOUTS, PER_DOCUMENT))}")
+    if chunks_per_rank is not None and name != "balanced":
+        raise PlanError(f"--chunks-per-rank {chunks_per_rank} is for --layout balanced, not {name}")
+    if name == PER_DOCUMENT:
+        return Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
+    return LAYOUTS[name](mask, cp) if chunks_per_rank is None else Layout.balanced(mask, cp, chunks_per_rank)
+
+
+@contextmanager
+def _name_options_if_out_of_memory(n: int | None, cp: int) -> Iterator[None]:
+    """Turns `MemoryError` into a `PlanError` that names the options that determine the size of the plan."""
+    try:
+        yield
+    except MemoryError as error:
+        sizes = f"--cp {cp}" if n is None else f"--seq-length {n} --cp {cp}"
+        raise PlanError(f"{sizes}: the plan does not fit into memory: {error}") from None
+
+
+@contextmanager
+def _name_options(**options: str) -> Iterator[None]:
+    """Turns parameters into their options in a `PlanError` that begins with the name of one of them."""
+    try:
+        yield
+    except PlanError as error:
+        named = str(error)
+        if named.startswith(tuple(options)):
+            for name, flag in options.items():
+                named = named.replace(name, flag, 2 if name == "slot_shards" else 1)
+        raise PlanError(named) from None
+
+
+def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
+    """What `make` returns, and the milliseconds that it takes."""
+    start = time.perf_counter()
+    made = make()
+    return made, (time.perf_counter() - start) * 1e3

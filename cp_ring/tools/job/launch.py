@@ -1,0 +1,87 @@
+"""Runs the ranks of a job with torch's elastic launcher, and derives the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from cp_ring.tools.job.command_line import Command
+from cp_ring.tools.job.output import ERROR, RankOutput
+
+KILLED = 128 + signal.SIGKILL
+
+
+class _Interrupts:
+    """The handler of Ctrl-C. The first Ctrl-C ends the job as SIGTERM does; the second one kills the ranks."""
+
+    def __init__(self, output: RankOutput):
+        self.count = 0
+        self._output = output
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        self.count += 1
+        if self.count == 1:
+            self._output.announce("Ctrl-C: the job saves and then ends; Ctrl-C again ends it at once, without saving")
+            raise SignalException("Ctrl-C", signal.SIGTERM)
+        self._output.announce("Ctrl-C again: the ranks are killed")
+        _kill_children()
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        earlier = signal.signal(signal.SIGINT, self)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, earlier)
+
+
+def _kill_children() -> None:
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def launch(command: Command, output: RankOutput) -> int:
+    """Runs all ranks of this node until they end.
+
+    Returns 0, the exit code of the first rank that failed (2 where the ranks reject the job), 143 after SIGTERM or Ctrl-C, and
+    137 after a second Ctrl-C. The last line on stderr is the error, if there is one.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    os.environ.update(command.environment)
+    handled = os.environ["PET_SIGNALS_TO_HANDLE"].split(",")  # by torch's launcher
+    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(name for name in handled if name != "SIGINT")
+    arguments = ["--redirects", "3", "--log-dir", str(output.folder), *command.arguments]
+    interrupts, code, line = _Interrupts(output), 0, ""
+    with interrupts.handled():
+        try:
+            with output.following():
+                run(get_args_parser().parse_args(arguments))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+            if code != 2 or not output.errors:  # otherwise the ranks have rejected the job and printed why
+                line = _describe_failure(rank, failure.exitcode, output)
+        except SignalException as stop:
+            code = KILLED if interrupts.count > 1 else 128 + stop.sigval
+    for text in [*output.errors, *filter(None, [line])]:
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def _describe_failure(rank: int, exit_code: int, output: RankOutput) -> str:
+    """How the first rank that failed ended, and where its output is."""
+    ending = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+    reason = output.exceptions.get(rank, "")
+    return f"{ERROR}rank {rank} ended with {ending}{reason and f' ({reason[:200]})'}; the output of all ranks is in {output.log}"

@@ -1,0 +1,105 @@
+"""The ring is as accurate as one kernel call on the whole sequence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cp_ring import Mask
+from cp_ring.errors import ConfigError
+from cp_ring.ops import totals
+from cp_ring.tools.bench import accuracy
+from cp_ring.tools.cli import app
+
+# Of out and of gradients. The worst case, float32, full mask and cp 8, measured 1.08 and 0.96 on an Intel Xeon with AVX-512.
+LIMITS = {"float32": (1.15, 1.05), "bfloat16": (1.15, 1.10)}
+KINDS = list(accuracy.masks(64))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "names"),
+    [
+        ("float32", [8], ["full"]),
+        pytest.param("float32", [8], ["documents"], marks=pytest.mark.ci),
+        pytest.param("bfloat16", [8], ["causal"], marks=pytest.mark.ci),
+        pytest.param("float32", [8], ["causal", "window", "prefix"], marks=pytest.mark.slow),
+        pytest.param("float32", [2, 4], KINDS, marks=pytest.mark.slow),
+        pytest.param("bfloat16", [2, 4, 8], KINDS, marks=pytest.mark.slow),
+    ],
+)
+def test_error_over_that_of_one_call(monkeypatch, dtype, sizes, names):
+    """N(0, 1) inputs, mean of 5 draws; most partial results are merged at the largest cp."""
+    masks = accuracy.masks(2048)
+    monkeypatch.setattr(accuracy, "masks", lambda n: {name: masks[name] for name in names})
+    results = accuracy.run(2048, 2, 1, 64, ["cpu"], [dtype], sizes, 5, "cpu")
+    cases = {(name, cp) for name in names for cp in sizes}
+    assert {(result["mask"], result["cp"]) for result in results} == cases
+    out, grads = LIMITS[dtype]
+    for result in results:
+        assert result["out"] <= out, result
+        assert max(result["dq"], result["dk"], result["dv"]) <= grads, result
+
+
+@pytest.mark.ci
+def test_sharp_softmax(monkeypatch):
+    """Scores four times as large, the hardest of ordinary inputs."""
+    plain = accuracy.draw
+    monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
+    monkeypatch.setattr(accuracy, "draw", lambda *sizes: [plain(*sizes)[0] * 4, *plain(*sizes)[1:]])
+    (result,) = accuracy.run(2048, 2, 1, 64, ["cpu"], ["float32"], [4], 5, "cpu")
+    assert max(result[part] for part in accuracy.PARTS) <= 1.5
+
+
+LOSSY = {"out": ["out"], "dq": ["dq"], "dk and dv": ["dk", "dv"]}
+
+
+@pytest.mark.parametrize("what", LOSSY)
+def test_a_lossy_sum_is_seen(monkeypatch, what):
+    """The measure itself: accumulators rounded to bfloat16 are far outside the limits, and only they."""
+
+    def lossy(work, names):
+        """`work`, an update, whose totals are rounded if one of these sums is meant."""
+
+        def run(segments, *tensors):
+            work(segments, *tensors)
+            result = tensors[-1]
+            if what == names(result) and result.dtype == torch.float32:  # not the float64 of the truth
+                result.copy_(result.bfloat16())
+
+        return run
+
+    monkeypatch.setattr(totals, "merge", lossy(totals.merge, lambda out: "out"))
+    # Queries have twice as many heads as keys.
+    monkeypatch.setattr(totals, "add", lossy(totals.add, lambda total: "dq" if total.shape[2] == 2 else "dk and dv"))
+    monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
+    (result,) = accuracy.run(256, 2, 1, 16, ["cpu"], ["float32"], [2], 1, "cpu")
+    assert all(result[part] > 100 for part in LOSSY[what]), result
+    if what != "out":  # backward reads out
+        assert all(result[part] < 10 for part in accuracy.PARTS if part not in LOSSY[what]), result
+
+
+def test_command_gives_json_and_says_what_is_rejected():
+    line = ["bench", "accuracy", "--seq-length", "64", "--cp", "2", "--seeds", "1", "--dtype", "float32", "--json"]
+    found = json.loads(CliRunner().invoke(app, [*line, "--kernel", "cpu", "--kernel", "cudnn"]).stdout)
+    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {result["kernel"] for result in found["rows"] if "rejected" in result} == {"cudnn"}
+    assert all(result["cp"] == 2 for result in found["rows"] if result["kernel"] == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (["--kernel", "warp"], "--kernel warp: unknown; known are auto, transformer_engine"),
+        (["--dtype", "int"], "--dtype int: unknown; known are float16, bfloat16, float32, float64"),
+        (["--device", "tpu"], "--device tpu: unknown; known are cpu, cuda"),
+        (["--device", "cuda"], "--device cuda: there is no CUDA device"),
+    ],
+)
+def test_bad_options(option, says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    error = CliRunner().invoke(app, ["bench", "accuracy", *option]).exception
+    assert isinstance(error, ConfigError)
+    assert says in str(error)

@@ -1,0 +1,333 @@
+"""Bad launch and config inputs: each is rejected in one line that names the setting, before any rank starts."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.tools.cli import app, main
+from tests.tools.slurm.job import TINY
+
+CPU = ["--nodes", "2", "--ranks-per-node", "2"]
+GPU = ["--nodes", "2", "--gpus-per-node", "2"]
+
+# Of `cp-ring train`: an override, and the words that the rejection must have.
+TRAIN = [
+    ("megatron.num_layer=2", ["megatron.num_layer", "num_layers"]),
+    ("megatron.num_layers=two", ["--num-layers", "'two'"]),
+    ("megatron.num_layers=[1, 2]", ["megatron.num_layers", "one value"]),
+    ("megatron.num_layers={a: 1}", ["megatron.num_layers", "mapping"]),
+    ("megatron.num_layers=true", ["megatron.num_layers", "true"]),
+    ("megatron.swiglu=3", ["megatron.swiglu", "true or false"]),
+    ("megatron.bf16=yes please", ["megatron.bf16", "true or false"]),
+    ("megatron.position_embedding_type=spiral", ["--position-embedding-type", "'spiral'"]),
+    ("megatron.lr=fast", ["--lr", "'fast'"]),
+    ("megatron.seq_length=33", ["--seq-length 33", "--context-parallel-size 4"]),
+    ("megatron.window_size=16,4", ["--window-size"]),
+    ("megatron.cp_comm_type=pigeon", ["--cp-comm-type", "pigeon"]),
+    ("megatron.context_parallel_size=2", ["megatron.context_parallel_size", "parallel.context_parallel_size"]),
+    ("megatron.tensor_model_parallel_size=2", ["megatron.tensor_model_parallel_size", "parallel.tensor_model_parallel_size"]),
+    ("megatron.cp_ring_layout=zigzag", ["megatron.cp_ring_layout", "section cp_ring"]),
+    ("megatron.hybrid_context_parallel=true", ["--hybrid-context-parallel"]),
+    ("megatron.fp8_dot_product_attention=true", ["--fp8-dot-product-attention"]),
+    ("megatron.mock_data=false", ["data.path"]),
+    ("megatron.sequence_parallel=true", ["--sequence-parallel"]),
+    ("megatron.distributed_backend=nccl", ["--distributed-backend nccl", "gloo"]),
+    ("megatron.train_data_path=/nosuch/data", ["--train-data-path /nosuch/data"]),
+    ("cp_ring={document_mask: true}", ["--cp-ring-document-mask", "--cp-ring"]),
+    ("parallel.context_parallel_size=0", ["parallel.context_parallel_size", "0"]),
+    ("parallel.context_parallel_size=-4", ["parallel.context_parallel_size", "-4"]),
+    ("parallel.context_parallel_size=2.5", ["parallel.context_parallel_size", "2.5"]),
+    ("parallel.context_parallel_size=four", ["parallel.context_parallel_size", "'four'"]),
+    ("parallel.cp=4", ["parallel.cp", "context_parallel_size"]),
+    ("parallel=4", ["parallel: must be a section with keys, not 4"]),
+    ("cp_ring.kernel=magic", ["cp_ring.kernel", "'magic'"]),
+    ("cp_ring.layout=spiral", ["cp_ring.layout", "'spiral'"]),
+    ("cp_ring.route=detour", ["cp_ring.route", "'detour'"]),
+    ("cp_ring.schedule=spiral", ["cp_ring.schedule", "known are auto, ring, gather"]),
+    ("cp_ring.schedule=[0,2,2,2]", ["cp_ring.schedule", "it leaves out hop 1"]),
+    ("cp_ring.schedule=[0,1,2,1]", ["cp_ring.schedule", "it decreases from hop 2 to hop 1"]),
+    ("cp_ring.schedule=[0,1,2,3,4,5,6]", ["--cp-ring-schedule 0,1,2,3,4,5,6", "7 hops for"]),
+    ("cp_ring.slot_shards=0", ["cp_ring.slot_shards", "0"]),
+    ("cp_ring.num_slots=1", ["cp_ring.num_slots", "1"]),
+    ("cp_ring.num_slots=99", ["cp_ring.num_slots", "99"]),
+    ("cp_ring.wire_dtype=int4", ["cp_ring.wire_dtype", "'int4'"]),
+    ("cp_ring.slots=2", ["cp_ring.slots", "cp_ring.num_slots"]),
+    ("cp_ring.cpu=true", ["cp_ring.cpu", "launch.device"]),
+    ("cp_ring.run_dir=x", ["cp_ring.run_dir", "launch.run_dir"]),
+    ("data.vocab_size=12", ["data.vocab_size", "12"]),
+    ("data.validation_fraction=2", ["data.validation_fraction", "2"]),
+    ("data.pth=x", ["data.pth", "data.path"]),
+    ("launch.device=tpu", ["launch.device", "'tpu'"]),
+    ("launch.nnodes=2", ["launch.nnodes 2", "launch.master_addr"]),
+    ("launch.nnodes=0", ["launch.nnodes", "0"]),
+    ("launch.node_rank=1", ["launch.node_rank 1", "launch.nnodes 1"]),
+    ("launch.max_restarts=-1", ["launch.max_restarts", "-1"]),
+    ("launch.master_port=99999", ["launch.master_port", "99999"]),
+    ("launch.run_dir=[a]", ["launch.run_dir: must be a path, not ['a']"]),
+    ("megatron.num_layers=null", ["section megatron lacks num_layers"]),
+    ("megatron={mock_data: true}", ["num_layers, hidden_size, num_attention_heads, seq_length"]),
+    ("launch.nodes=2", ["launch.nodes", "launch.nnodes"]),
+    ("lunch.device=cpu", ["lunch", "launch"]),
+    ("megatron.x", ["--set megatron.x", "section.key=value"]),
+    ("=1", ["--set =1", "section.key=value"]),
+    ("megatron.num_layers.deep=1", ["--set megatron.num_layers.deep=1", "not a section"]),
+    ("megatron.lr=[1", ["--set megatron.lr=[1", "YAML"]),
+    ("megatron.lr={a: 1, a: 2}", ["--set megatron.lr={a: 1, a: 2}", "YAML"]),
+    ("megatron.lr=" + "[" * 10000, ["--set megatron.lr", "nested too deeply"]),
+    ("data.path=~nosuchuser/texts", ["data.path", "home"]),
+]
+
+# Of `cp-ring submit`: its options.
+SUBMIT = [
+    (["--nodes", "0", "--ranks-per-node", "2"], ["--nodes 0"]),
+    (["--nodes", "2", "--ranks-per-node", "0"], ["--ranks-per-node 0"]),
+    (["--nodes", "2"], ["--gpus-per-node", "--ranks-per-node"]),
+    (["--nodes", "2", "--ranks-per-node", "2", "--gpus-per-node", "2"], ["--gpus-per-node", "--ranks-per-node"]),
+    (GPU, ["launch.device cpu", "--ranks-per-node"]),
+    (["--nodes", "3", "--ranks-per-node", "1"], ["--nodes 3", "--ranks-per-node 1", "4"]),
+    (["--nodes", "4", "--ranks-per-node", "2"], ["--nodes 4", "parallel.data_parallel_size=2"]),
+    ([*CPU, "--partition", "a b"], ["--partition 'a b'"]),
+    ([*CPU, "--account", "$(id)"], ["--account '$(id)'"]),
+    ([*CPU, "--name", "x\n#SBATCH --nodes=9"], ["--name"]),
+    ([*CPU, "--time", "tomorrow"], ["--time 'tomorrow'"]),
+    ([*CPU, "--time", "1:2:3:4"], ["--time '1:2:3:4'"]),
+    ([*CPU, "--warn-seconds", "0"], ["--warn-seconds 0"]),
+    ([*CPU, "--cpus-per-rank", "-1"], ["--cpus-per-rank -1"]),
+    ([*CPU, "--slurm", "--constraint=a b"], ["--slurm '--constraint=a b'"]),
+    ([*CPU, "--slurm", "exclusive"], ["--slurm 'exclusive'"]),
+    ([*CPU, "--launcher", "mpirun"], ["--launcher mpirun", "srun", "torchrun"]),
+    ([*CPU, "--env-file", "/nosuch"], ["--env-file /nosuch"]),
+    ([*CPU, "--rank-order", "/nosuch"], ["--rank-order /nosuch"]),
+    ([*CPU, "--rank-order", sys.executable], ["--rank-order", "cannot read host names"]),
+    ([*CPU, "--container-mounts", "/a:/b"], ["--container-mounts", "--container-image"]),
+    ([*CPU, "--warn-seconds", "600", "--time", "0:01:00"], ["--warn-seconds 600", "--time 0:01:00 is 60 s"]),
+    ([*CPU, "--time", "2"], ["--warn-seconds 120", "--time 2 is 120 s"]),
+    ([*CPU, "--container-image", "x", "--container-mounts", "data"], ["--container-mounts 'data'", "SRC:DST"]),
+    ([*CPU, "--container-image", "x", "--container-mounts", "/a:/b,/c"], ["--container-mounts '/c'", "SRC:DST"]),
+    ([*CPU, "--container-image", "x", "--container-mounts", "/a:b"], ["--container-mounts '/a:b'", "absolute path"]),
+    ([*CPU, "--python", "/nosuch/python"], ["--python /nosuch/python"]),
+    ([*CPU, "--set", "launch.nnodes=2"], ["launch.nnodes"]),
+    ([*CPU, "--set", "launch.max_restarts=3"], ["launch.max_restarts"]),
+    ([*CPU, "--set", "launch.run_dir=a\\b"], ["launch.run_dir", "backslash"]),
+    ([*CPU, "--set", "megatron.seq_length=34"], ["--seq-length 34"]),
+    ([*CPU, "--set", "launch.device=cuda"], ["launch.device cuda", "--gpus-per-node"]),
+    (CPU, ["cp-ring submit", "sbatch"]),
+]
+
+FILES = [
+    ("a: [1,\nb: }", ["not valid YAML"]),
+    ("- megatron", ["needs the sections"]),
+    ("just words", ["needs the sections"]),
+    ("megatrom:\n  num_layers: 1", ["megatrom", "megatron"]),
+    ("megatron: 3", ["megatron", "3"]),
+    ("launch: 3", ["launch", "3"]),
+    ("launch:\n  device:\n", ["launch.device"]),
+    ("\xff\xfe", ["not valid YAML", "needs the sections"]),
+    ("[" * 5000, ["not valid YAML: it is nested too deeply"]),
+    ("a: " + "{a: " * 2500, ["not valid YAML: it is nested too deeply"]),
+    ("a:\n " + "- " * 5000 + "x", ["not valid YAML: it is nested too deeply"]),
+    ("a: &a [*a]", ["not valid YAML: an alias stands for what it is in"]),
+    ("a: &a [" + "x," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]", ["not valid YAML: it has more than"]),
+    ("a: " + "x" * (1 << 20), ["not valid YAML: it has more than 1048576 characters"]),
+    ("megatron:\n  lr: 1\n  num_layers: 2\n  lr: 2", ["the key 'lr' is given twice"]),
+    ("data: {}\nlaunch: {}\ndata: {}", ["the key 'data' is given twice"]),
+]
+
+# Of `cp-ring status`: what the job.yaml of the run holds.
+STATUS = [
+    ("", ["job.yaml", "no section megatron"]),
+    ("launch: {}", ["job.yaml", "no section megatron"]),
+    ("megatron: 3", ["job.yaml", "no section megatron"]),
+    ("a: [1,\nb: }", ["job.yaml", "not valid YAML"]),
+    ("\xff\xfe", ["job.yaml", "not valid YAML"]),
+]
+
+# What typer rejects, and `main` says: a whole command line.
+USAGE = [
+    (["plan", "--seq-length", "8", "--cp", "abc"], ["--cp", "integer"]),
+    (["plan", "--cp", "2"], ["--seq-length"]),
+    (["plan", "--nosuch"], ["--nosuch"]),
+    (["nosuch"], ["nosuch"]),
+    (["bench", "attention", "--cp", "0"], ["--cp", "1"]),
+    (["bench", "accuracy", "--cp", "0"], ["--cp", "1"]),
+    (["bench", "accuracy", "--seeds", "0"], ["--seeds", "1"]),
+    (["bench", "replay", "--cp", "2", "--cp", "0"], ["--cp", "1"]),
+    (["bench", "replay", "--device", "gpu"], ["--device gpu", "cpu or cuda"]),
+    *((["bench", name, "--repeats", "0"], ["--repeats", "1"]) for name in ("plan", "attention", "replay", "overlap")),
+]
+
+UNREADABLE = "/proc/self/mem"  # a regular file; to read its first page is an error, for root too
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return str(path)
+
+
+@pytest.fixture
+def no_rank(monkeypatch):
+    """Nothing may be started: neither ranks nor Slurm's commands."""
+    import cp_ring.tools.job.train
+
+    def start(*args, **kwargs):
+        raise AssertionError(f"something was started: {args}")
+
+    monkeypatch.setattr(cp_ring.tools.job.train, "launch", start)
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda line, **options: start(line) if line[0] == "sbatch" else run(line, **options))
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "sbatch" else "/bin/" + name)
+
+
+def rejection(*line):
+    """The one line with which the command is rejected; `main` prints it after `cp_ring: error: ` and exits with 2."""
+    with pytest.raises((ConfigError, PlanError, KernelError)) as rejected:
+        app(list(line), standalone_mode=False)
+    message = " ".join(str(rejected.value).split())
+    assert message and len(message) < 400
+    return message
+
+
+def named(message, words):
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{message!r} lacks {missing}"
+
+
+@pytest.mark.parametrize(("override", "words"), TRAIN, ids=[override[:60] for override, _ in TRAIN])
+def test_train(file, no_rank, monkeypatch, tmp_path, override, words):
+    monkeypatch.chdir(tmp_path)
+    if override.startswith("megatron.mock_data"):
+        named(rejection("train", file, "--set", override, "--set", "data.path=/nosuch"), words)
+    else:
+        named(rejection("train", file, "--set", override), words)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("options", "words"), SUBMIT, ids=[" ".join(options) for options, _ in SUBMIT])
+def test_submit(file, no_rank, monkeypatch, tmp_path, options, words):
+    monkeypatch.chdir(tmp_path)
+    named(rejection("submit", file, *options), words)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "submit", "preflight"])
+@pytest.mark.parametrize(("text", "words"), FILES)
+def test_file(no_rank, monkeypatch, tmp_path, capsys, command, text, words):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    if command == "preflight":  # says so on every rank by itself
+        with pytest.raises(SystemExit) as ended:
+            app([command, str(path)])
+        assert ended.value.code == 2
+        (message,) = capsys.readouterr().err.splitlines()
+    else:
+        message = rejection(command, str(path), *(CPU if command == "submit" else []))
+    assert str(path) in message and any(word in message for word in words), message
+
+
+@pytest.mark.parametrize("command", ["train", "submit"])
+def test_unreadable_file(no_rank, command):
+    named(rejection(command, UNREADABLE, *(CPU if command == "submit" else [])), [f"{UNREADABLE}: cannot be read"])
+
+
+def test_a_model_from_elsewhere_needs_no_sizes(file, no_rank, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
+    no_sizes = [word for key in sizes for word in ("--set", f"megatron.{key}=null")]
+    for override in ("megatron.use_checkpoint_args=true", "megatron.yaml_cfg=model.yaml"):
+        app(["train", file, *no_sizes, "--set", override, "--dry-run"], standalone_mode=False)
+    app(["train", file, *no_sizes[:2], "--set", "megatron.hybrid_layer_pattern='*-'", "--dry-run"], standalone_mode=False)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(("text", "words"), STATUS)
+def test_status(tmp_path, text, words):
+    (tmp_path / "job.yaml").write_bytes(text.encode("latin-1"))
+    named(rejection("status", str(tmp_path)), words)
+
+
+def test_status_of_an_unreadable_file(tmp_path):
+    (tmp_path / "job.yaml").symlink_to(UNREADABLE)
+    named(rejection("status", str(tmp_path)), ["job.yaml: cannot be read"])
+
+
+@pytest.mark.parametrize("step", ['{"step": 3}', '{"step": 3, "time": "noon", "lm loss": "low"}', '{"step": 3, "lm loss": [1]}'])
+def test_status_without_time_or_loss(tmp_path, capsys, step):
+    (tmp_path / "job.yaml").write_text("megatron: {}")
+    (tmp_path / "steps.jsonl").write_text(step + "\n")
+    for options in ([], ["--json"]):
+        app(["status", str(tmp_path), *options], standalone_mode=False)
+    shown, as_json = capsys.readouterr().out.split("{")
+    assert "last step:  3\n" in shown
+    assert '"loss": null, "seconds_since_step": null' in as_json
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("RANK", "x", ["RANK=x"]),
+        ("SLURM_PROCID", "one", ["SLURM_PROCID=one"]),
+        ("WORLD_SIZE", "-2", ["WORLD_SIZE=-2"]),
+        ("LOCAL_RANK", "1.5", ["LOCAL_RANK=1.5"]),
+        ("MASTER_PORT", "http", ["MASTER_PORT=http"]),
+        ("RANK", "1", ["rank 1", "1 ranks"]),
+    ],
+)
+def test_preflight_environment(file, monkeypatch, capsys, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as ended:
+        app(["preflight", file])
+    assert ended.value.code == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    named(message, words)
+
+
+@pytest.mark.parametrize(("line", "words"), USAGE, ids=[" ".join(line) for line, _ in USAGE])
+def test_usage(monkeypatch, capsys, line, words):
+    monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("cp_ring: error: ")
+    named(message, words)
+
+
+def printed(monkeypatch, capsys, *line):
+    """What `cp-ring` prints for a command line that ends well."""
+    monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_version(monkeypatch, capsys):
+    assert re.fullmatch(r"cp-ring \S+, torch \S+, megatron-core \S+\n", printed(monkeypatch, capsys, "--version"))
+
+
+@pytest.mark.parametrize("command", ["train", "certify", "doctor", "submit", "status", "preflight", "slurm submit"])
+def test_help_fits_in_80_columns(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = printed(monkeypatch, capsys, *command.split(), "--help")
+    assert "\u2026" not in shown and "Usage: cp-ring" in shown
+    assert not command.endswith("submit") or {"--container-mounts", "--no-preflight", "--ranks-per-node"} <= set(shown.split())
+
+
+def test_shells_can_complete(monkeypatch, capsys):
+    assert "--install-completion" in printed(monkeypatch, capsys, "--help")
+
+
+def test_exit_codes_of_main(monkeypatch, capsys):
+    for line, code in ((["train", "--list"], 0), (["--help"], 0), (["preflight", "nosuch"], 2)):
+        monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code or 0) == code

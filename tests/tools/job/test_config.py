@@ -1,0 +1,112 @@
+"""The YAML file: mapping, overrides, packaged names, rejections in one line that names the key."""
+
+import pytest
+import yaml
+
+from cp_ring.errors import ConfigError
+from cp_ring.tools.job import config
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({"megatron": {"train_iters": 3}, "parallel": {"context_parallel_size": 2}}))
+    return str(path)
+
+
+def test_sections_and_defaults(file):
+    job = config.load(file)
+    assert job.megatron == {"train_iters": 3}
+    assert job.parallel.ranks == 2
+    assert job.launch.run_dir is not None and job.launch.run_dir.as_posix() == "runs/job"
+    assert job.cp_ring.enabled is False and job.launch.max_restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("megatron.train_iters=120", lambda job: job.megatron["train_iters"] == 120),
+        ("megatron.lr=1.0e-3", lambda job: job.megatron["lr"] == pytest.approx(1e-3)),
+        ("megatron.swiglu=true", lambda job: job.megatron["swiglu"] is True),
+        ("megatron.split=[9, 1]", lambda job: job.megatron["split"] == [9, 1]),
+        ("megatron.save=a=b", lambda job: job.megatron["save"] == "a=b"),
+        ("parallel.context_parallel_size=4", lambda job: job.parallel.ranks == 4),
+        ("cp_ring.enabled=true", lambda job: job.cp_ring.enabled is True),
+        ("data.path=some/folder", lambda job: str(job.data.path) == "some/folder"),
+        ("launch.run_dir=elsewhere", lambda job: str(job.launch.run_dir) == "elsewhere"),
+    ],
+)
+def test_override(file, override, read):
+    assert read(config.load(file, [override]))
+
+
+def test_later_override_wins(file):
+    assert config.load(file, ["megatron.a=1", "megatron.a=2"]).megatron["a"] == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.pth=x", ["data.pth", "did you mean data.path?"]),
+        ("paralel.context_parallel_size=2", ["paralel", "did you mean parallel?"]),
+        ("cp_ring.kernal=cpu", ["cp_ring.kernal", "did you mean cp_ring.kernel?"]),
+        ("launch.gibberish=1", ["launch.gibberish", "unknown key", "nnodes"]),
+        ("cp_ring.kernel=magic", ["cp_ring.kernel", "'magic'", "'cpu'"]),
+        ("parallel.context_parallel_size=0", ["parallel.context_parallel_size", "0"]),
+        ("parallel.context_parallel_size=two", ["parallel.context_parallel_size", "'two'"]),
+        ("data.validation_fraction=2", ["data.validation_fraction", "2"]),
+        ("megatron.context_parallel_size=2", ["megatron.context_parallel_size", "parallel.context_parallel_size"]),
+        ("megatron.cp_ring=true", ["megatron.cp_ring", "section cp_ring"]),
+        ("launch.node_rank=3", ["launch.node_rank 3", "launch.nnodes 1"]),
+        ("launch.nnodes=2", ["launch.nnodes 2", "launch.master_addr"]),
+        ("megatron.train_iters", ["--set megatron.train_iters", "section.key=value"]),
+        ("=3", ["--set =3", "section.key=value"]),
+        ("megatron.train_iters.deep=3", ["--set megatron.train_iters.deep=3", "train_iters is not a section"]),
+        ("megatron.x=[1", ["--set megatron.x=[1", "YAML"]),
+    ],
+)
+def test_rejected_in_one_line(file, override, words):
+    with pytest.raises(ConfigError) as rejected:
+        config.load(file, [override])
+    message = str(rejected.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_ranks_divide_over_nodes(file):
+    with pytest.raises(ConfigError, match=r"2 ranks .* launch\.nnodes 3"):
+        config.load(file, ["launch.nnodes=3", "launch.master_addr=10.0.0.1"])
+
+
+def test_file_that_is_not_yaml(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("a: [1,\nb: }")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML") as rejected:
+        config.load(str(path))
+    assert "\n" not in str(rejected.value)
+
+
+def test_packaged_configurations_by_name():
+    assert config.load("quickstart").cp_ring.enabled is True
+    with pytest.raises(ConfigError, match=r"nosuch: no such file.*quickstart"):
+        config.load("nosuch")
+
+
+def test_summaries_say_nothing_of_commands():
+    about = {entry["name"]: entry["about"] for entry in config.summaries()}
+    assert about["llama3-8b-128k"] == "Llama 3.1 8B at 131,072 tokens on one node of 8 GPUs"
+    assert about["quickstart"].endswith("on two ranks") and about["packed-sft-64k"].endswith("; on one node of 8 GPUs")
+    assert not [text for text in about.values() if "two CPU ranks" in text or "--set" in text or ":" in text]
+
+
+def test_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    job = config.load("quickstart", ["data.path=~/texts", "data.cache=~/cache", "launch.run_dir=~/run"])
+    assert (job.data.path, job.data.cache, job.launch.run_dir) == (tmp_path / "texts", tmp_path / "cache", tmp_path / "run")
+
+
+def test_two_numbers_with_a_colon_are_text():
+    job = config.load("quickstart", ["cp_ring.trace=3:2", "megatron.lr=1.0e-3"])
+    assert list(job.cp_ring.traced) == [3, 4]
+    assert job.megatron["lr"] == 1e-3

@@ -1,0 +1,233 @@
+"""The packaged configurations: what Megatron makes of them at full size, and how their tiny presets train."""
+
+import importlib
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_ring import patches
+from cp_ring.errors import ConfigError
+from cp_ring.tools.cli import app
+from cp_ring.tools.job import command_line, config
+from tests.megatron.launch import trace, train
+
+FULL_SIZE = tuple(name for name in config.packaged() if name != "quickstart")
+QUICK = ("gpt-oss-style", "packed-sft-64k")
+STOCK = ["cp_ring.enabled=false"]
+REFERENCE = ["cp_ring.kernel=reference"]  # where stock attention has no such model on the CPU
+BASELINE = {
+    "llama3-8b-128k": STOCK,
+    "qwen3-style-gqa-262k": STOCK,
+    "gpt-oss-style": STOCK,
+    "gemma-style-window": STOCK,
+    "deepseek-style-mla-moe": REFERENCE,
+    "packed-sft-64k": REFERENCE,
+    "million": [*STOCK, "cp_ring.loss_chunk=0"],
+}
+NOTHING_SAVED = [f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")]
+
+
+def flags(name, device, *overrides):
+    """The configuration `name`, which saves nothing, and its flags of Megatron."""
+    job = config.load(name, [*NOTHING_SAVED, *overrides])
+    return job, command_line.megatron_flags(job, None, device)[0]
+
+
+def test_there_are_the_promised_ones():
+    assert set(FULL_SIZE) == set(BASELINE)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """What `tiny_runs` does for the configurations of the default run."""
+    return tiny_runs(tmp_path_factory.mktemp("configs"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def more_traces(tmp_path_factory):
+    """What `tiny_runs` does for the other configurations."""
+    return tiny_runs(tmp_path_factory.mktemp("more_configs"), [name for name in FULL_SIZE if name not in QUICK])
+
+
+def tiny_runs(folder, names):
+    """The tiny preset of each configuration as it is, at context parallel size 2, and at 1: two launches."""
+
+    def tiny(name, job, *overrides):
+        return flags(name, "cpu", "preset=tiny", "megatron.num_workers=0", f"launch.run_dir={folder / job}", *overrides)[1]
+
+    train(2, {name: tiny(name, name) for name in names}, folder, [], data=dict.fromkeys(names, "documents"))
+    one = "parallel.context_parallel_size=1"
+    baselines = {f"{name}-cp1": tiny(name, f"{name}-cp1", one, *BASELINE[name]) for name in names}
+    train(1, baselines, folder, [], data=dict.fromkeys(baselines, "documents"))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FULL_SIZE if name not in QUICK])
+def test_more_train_as_without_context_parallelism(more_traces, name):
+    test_tiny_trains_as_without_context_parallelism(more_traces, name)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", QUICK)
+def test_tiny_trains_as_without_context_parallelism(traces, name):
+    ours, theirs = trace(traces, name), trace(traces, f"{name}-cp1")
+    assert list(ours) == list(theirs) == [1, 2, 3, 4, 5]
+    assert ours[5]["loss"] < ours[1]["loss"] - 0.01
+    for step, wanted in theirs.items():
+        assert ours[step]["loss"] == pytest.approx(wanted["loss"], rel=1e-5), step
+        assert ours[step]["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), step
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_tiny_is_the_same_kind_of_model(name):
+    """What makes the model what it is stays: the preset changes sizes and what needs CUDA."""
+    full, tiny = config.load(name).megatron, config.load(name, ["preset=tiny"]).megatron
+    assert full.keys() == tiny.keys()
+    sizes = {"global_batch_size", "train_iters", "lr", "lr_warmup_iters", "eval_iters", "vocab_size", "moe_layer_freq"}
+    cuda = {"bf16", "transformer_impl", "sequence_parallel", "moe_grouped_gemm", "moe_permute_fusion", "apply_layernorm_1p"}
+    local = {"q_lora_rank", "disable_bias_linear"}  # what local layers cannot do without, or with
+    changed = {key for key in full if full[key] != tiny[key]} - cuda - sizes - local
+    assert all(
+        isinstance(full[key], int | float) and not isinstance(full[key], bool) and tiny[key] < full[key]
+        for key in changed - {"window_size"}
+    ), changed
+
+
+@pytest.fixture
+def megatron(monkeypatch):
+    """Makes Megatron's settings of a job; TransformerEngine counts as installed where they ask."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    from cp_ring.megatron import implementations
+
+    monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
+    for name in ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute"):
+        monkeypatch.setattr(moe_utils, f"fused_{name}", object())
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(rope_utils, name, object())
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("cpu_runtime", "arguments"):
+        patches.get(name).apply()
+    arguments = importlib.import_module("megatron.training.arguments")
+
+    def make(line, ranks):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *line, "--no-create-attention-mask-in-dataloader"])
+        args = arguments.parse_args()
+        arguments.validate_args(args)
+        return args, arguments.core_transformer_config_from_args(args)
+
+    yield make
+    for name in reversed(patches.applied()):
+        patches.get(name).revert()
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_full_size_is_what_megatron_accepts_for_nodes_of_8_gpus(megatron, name, tmp_path):
+    job, line = flags(name, "cuda", f"launch.run_dir={tmp_path}")
+    args, model = megatron(line, job.parallel.ranks)
+    assert job.parallel.ranks == 8 * job.launch.nnodes and args.data_parallel_size == 1 and job.launch.device == "cuda"
+    assert args.transformer_impl == "transformer_engine" and args.bf16 and args.calculate_per_token_loss
+    assert model.context_parallel_size == args.context_parallel_size >= 4
+    wrong = {key: value for key, value in job.megatron.items() if getattr(args, key, value) != value}
+    assert wrong.keys() <= {"window_size", "moe_layer_freq", "no_rope_fusion", "no_bias_gelu_fusion"}
+    assert f"--seq-length {args.seq_length}" in " ".join(line) and args.seq_length >= 65536
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_full_size_is_planned_and_proven(name):
+    job = config.load(name)
+    line = ["plan", "--seq-length", str(job.megatron["seq_length"]), "--cp", str(job.parallel.context_parallel_size), "--json"]
+    line += ["--layout", job.cp_ring.layout]
+    line += ["--documents-mean", "8000"] if job.cp_ring.document_mask else []
+    line += ["--window", job.megatron["window_size"].split(",")[0]] if "window_size" in job.megatron else []
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["verify_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "windowed"),
+    [("gpt-oss-style", 24, set(range(1, 24, 2))), ("gemma-style-window", 34, set(range(1, 35)) - {6, 12, 18, 24, 30})],
+)
+def test_windows_are_on_the_right_layers(megatron, name, layers, windowed, tmp_path):
+    from cp_ring.megatron import compat
+
+    _, model = megatron(flags(name, "cuda", f"launch.run_dir={tmp_path}")[1], ranks=8)
+    assert {layer for layer in range(1, layers + 1) if compat.has_window(model, layer)} == windowed
+
+
+def test_a_million_tokens_on_the_cpu_need_the_loss_in_chunks():
+    job = config.load("million", ["preset=cpu"])
+    flags, ranks = job.megatron, job.parallel.ranks
+    assert (flags["seq_length"], ranks, flags["train_iters"]) == (1 << 20, 4, 3)
+    assert job.cp_ring.document_mask and flags["window_size"] == "1023,0" and flags["num_layers"] == 2
+    logit_bytes = 4 * (flags["vocab_size"] + 1)
+    assert 2 * flags["seq_length"] * logit_bytes > 20e9, "logits and their gradients"
+    assert job.cp_ring.loss_chunk * logit_bytes > 32 << 20, "the C library does not return smaller blocks"
+
+
+@pytest.mark.slow
+def test_the_same_losses_at_cp_2_and_4(tmp_path):
+    """The preset for the CPU of the million tokens, on fewer: documents, a window, the loss in chunks."""
+    for cp in (2, 4):
+        sizes = [f"parallel.context_parallel_size={cp}", "megatron.seq_length=16384", f"launch.run_dir={tmp_path}"]
+        train(cp, {f"cp{cp}": flags("million", "cpu", "preset=cpu", *sizes)[1]}, tmp_path, [])
+    two, four = trace(tmp_path, "cp2"), trace(tmp_path, "cp4")
+    assert list(two) == list(four) == [1, 2, 3]
+    for step, wanted in two.items():
+        assert four[step]["loss"] == pytest.approx(wanted["loss"], rel=1e-6), step
+        assert four[step]["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), step
+
+
+def test_list_names_every_configuration():
+    done = CliRunner().invoke(app, ["train", "--list"], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    assert all(name in done.output for name in (*FULL_SIZE, "quickstart")) and "tiny" in done.output
+
+
+# Presets
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "megatron: {num_layers: 8, lr: 1.0e-3, swiglu: true}\n"
+        "presets:\n  small: {megatron: {num_layers: 2, swiglu: null}, parallel: {context_parallel_size: 2}}\n"
+    )
+    return str(path)
+
+
+def test_a_preset_changes_its_keys_alone(file):
+    plain, small = config.load(file), config.load(file, ["preset=small"])
+    assert plain.megatron == {"num_layers": 8, "lr": 1e-3, "swiglu": True} and plain.parallel.ranks == 1
+    assert small.megatron == {"num_layers": 2, "lr": 1e-3, "swiglu": None} and small.parallel.ranks == 2
+    assert [str(job.launch.run_dir) for job in (plain, small)] == ["runs/job", "runs/job-small"]
+
+
+def test_overrides_win_over_a_preset_wherever_they_stand(file):
+    job = config.load(file, ["megatron.num_layers=4", "preset=small", "launch.run_dir=here"])
+    assert job.megatron["num_layers"] == 4 and str(job.launch.run_dir) == "here"
+
+
+@pytest.mark.parametrize(
+    ("text", "preset", "message"),
+    [
+        ("{}", "small", "no preset 'small' in its section presets; there are: none"),
+        ("presets: {big: {}, huge: {}}", "small", "there are: big, huge"),
+        ("presets: [small]", "small", "there are: none"),
+        ("presets: {small: {megatron: {lr: 1}, typo: 3}}", "small", "typo: unknown key"),
+    ],
+)
+def test_presets_that_are_not_there_are_rejected_in_one_line(tmp_path, text, preset, message):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as rejection:
+        config.load(str(path), [f"preset={preset}"])
+    assert "\n" not in str(rejection.value)

@@ -1,0 +1,190 @@
+"""The corpus builder: what is a document, the split, reuse, and that nothing half-built is ever used."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+from tokenizers import Tokenizer
+
+from cp_ring.errors import ConfigError
+from cp_ring.tools.job import command_line, config, train
+from cp_ring.tools.job import corpus as corpora
+
+
+def make(path, cache, **settings):
+    corpus = corpora.find(path, cache, vocab_size=300, validation_fraction=0.25, **settings)
+    corpora.build(corpus)
+    return corpus
+
+
+def texts_of(corpus, split):
+    """Documents of a split, decoded; checks that each one ends with the end-of-document token."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    tokenizer = Tokenizer.from_file(f"{corpus.tokenizer}/tokenizer.json")
+    end = tokenizer.token_to_id(corpora.END_OF_DOCUMENT)
+    data = IndexedDataset(getattr(corpus, split))
+    assert len(data.document_indices) == len(data) + 1
+    texts = []
+    for index in range(len(data)):
+        ids = data[index].tolist()
+        assert ids[-1] == end and end not in ids[:-1]
+        texts.append(tokenizer.decode(ids[:-1]))
+    return texts
+
+
+@pytest.fixture
+def folder(tmp_path):
+    source = tmp_path / "texts"
+    (source / "inner").mkdir(parents=True)
+    for index in range(7):
+        (source / "inner" / f"{index}.txt").write_text(f"document {index}: caf\u00e9 \u4e2d\u6587\n" * (index + 1))
+    (source / "picture.bin").write_bytes(b"\xff\xfe\x00\x01")
+    (source / ".hidden").write_text("not a document")
+    (source / "blank.txt").write_text("  \n")
+    return source
+
+
+def test_folder_round_trip_and_split(folder, tmp_path):
+    corpus = make(folder, tmp_path / "cache")
+    train, valid = texts_of(corpus, "train"), texts_of(corpus, "valid")
+    wanted = [(folder / "inner" / f"{index}.txt").read_text() for index in range(7)]
+    assert sorted(train + valid) == sorted(wanted)
+    assert valid == [wanted[3]]
+    summary = corpus.summary()
+    assert summary["documents"] == 7 and summary["vocab_size"] <= 300
+    assert os.path.getsize(corpus.train + ".bin") == 2 * summary["tokens"]["train"]  # 2 bytes a token
+
+
+def test_json_lines(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"text": f"line {index}", "other": 1}) + "\n\n" for index in range(4)))
+    corpus = make(file, tmp_path / "cache")
+    assert sorted(texts_of(corpus, "train") + texts_of(corpus, "valid")) == [f"line {index}" for index in range(4)]
+
+
+def test_tokenizer_loads_in_megatron(folder, tmp_path):
+    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
+
+    corpus = make(folder, tmp_path / "cache")
+    tokenizer = HuggingFaceTokenizer(corpus.tokenizer)
+    assert tokenizer.vocab_size == corpus.summary()["vocab_size"]
+    assert tokenizer.eod == tokenizer.tokenizer.convert_tokens_to_ids(corpora.END_OF_DOCUMENT)
+    assert tokenizer.ids_to_text(tokenizer.text_to_ids("document 3")) == "document 3"
+
+
+def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
+    cache = tmp_path / "cache"
+    first = make(folder, cache)
+    made = os.stat(first.train + ".bin").st_mtime_ns
+    assert make(folder, cache).folder == first.folder
+    assert os.stat(first.train + ".bin").st_mtime_ns == made
+    (folder / "new.txt").write_text("one more document")
+    second = make(folder, cache)
+    assert second.folder != first.folder and second.summary()["documents"] == 8
+    assert corpora.find(folder, cache, vocab_size=301, validation_fraction=0.25).folder != second.folder
+
+
+def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch):
+    corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
+    with monkeypatch.context() as patched:
+        patched.setattr(corpora, "_tokenize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            corpora.build(corpus)
+    assert not corpus.ready and list((tmp_path / "cache").iterdir()) == []
+    left = tmp_path / "cache" / ".building-killed"  # what a killed process leaves behind
+    left.mkdir()
+    corpora.build(corpus)
+    assert corpus.ready and len(texts_of(corpus, "train")) == 6
+
+
+def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):
+    corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
+    write = corpora._tokenize
+
+    def beaten(*args):
+        corpora_winner = corpora.find(folder, tmp_path / "cache", vocab_size=300)
+        monkeypatch.setattr(corpora, "_tokenize", write)
+        corpora.build(corpora_winner)
+        return write(*args)
+
+    monkeypatch.setattr(corpora, "_tokenize", beaten)
+    corpora.build(corpus)
+    assert corpus.ready and [path.name for path in (tmp_path / "cache").iterdir()] == [corpus.folder.name]
+
+
+def test_standard_library_is_the_default(tmp_path):
+    corpus = corpora.find(None, tmp_path)
+    names = {file.name for file in corpus.files}
+    assert {"argparse.py", "typing.py"} <= names and len(names) > 300
+    assert not any({"test", "site-packages"} & set(file.parts) for file in corpus.files)
+
+
+@pytest.mark.parametrize(
+    ("make_source", "words"),
+    [
+        (lambda path: None, "no such file or folder"),
+        (lambda path: path.mkdir(), "is empty"),
+        (lambda path: (path.mkdir(), (path / "a.txt").touch()), "is empty"),
+        (lambda path: path.write_text("only one document"), "at least 2"),
+        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"txt": "x"}\n')), "line 1 is not a JSON object"),
+        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')), "line 2 is not a JSON object"),
+        (lambda path: (path.mkdir(), (path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')), "line 1 is not a JSON object"),
+        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": 3}\n')), 'line 1: the value of "text" is not'),
+        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": null}\n')), 'the value of "text" is not a string'),
+        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text("[" * 100000)), "line 1 is not a JSON object"),
+    ],
+)
+def test_rejections(tmp_path, make_source, words):
+    make_source(tmp_path / "source")
+    with pytest.raises(ConfigError, match=words) as rejected:
+        make(tmp_path / "source", tmp_path / "cache")
+    assert "data.path" in str(rejected.value) and "\n" not in str(rejected.value)
+
+
+def test_cache_that_cannot_be_made(folder, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"data\.cache .*file/cache: the folder cannot be made: Not a directory"):
+        make(folder, tmp_path / "file" / "cache")
+
+
+def test_without_tokenizers_one_line_names_the_extra(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # its import fails
+    with pytest.raises(ConfigError, match=r"pip install 'cp-ring\[corpus\]'"):
+        make(folder, tmp_path / "cache")
+
+
+@pytest.fixture
+def run_of(folder, tmp_path):
+    """A run with a checkpoint of step 7, trained on `folder`; what prepares to train on another folder in the same run."""
+
+    def start(path, *overrides):
+        settings = [f"data.path={path}", f"data.cache={tmp_path / 'cache'}", f"launch.run_dir={tmp_path / 'run'}"]
+        job = config.load("quickstart", [*settings, "data.vocab_size=300", *overrides])
+        corpus = command_line.find_corpus(job)
+        train.prepare_corpus(corpus, job)
+        train.record_job(job, corpus)
+        return corpus
+
+    first = start(folder)
+    tracker = tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir()
+    tracker.write_text("7")
+    return start, first
+
+
+def test_a_run_goes_on_with_its_own_corpus_only(run_of, folder, tmp_path):
+    start, first = run_of
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved)
+    assert start(moved).folder != first.folder, "the same texts in another place are the same corpus"
+    (moved / "more.txt").write_text("some more words to train on")
+    with pytest.raises(ConfigError, match=r"up to step 7, .*another corpus, .*data\.replace=true") as rejected:
+        start(moved)
+    assert str(tmp_path / "cache" / "moved-") in str(rejected.value) and "\n" not in str(rejected.value)
+    replaced = start(moved, "data.replace=true")
+    assert start(moved) == replaced
+    with pytest.raises(ConfigError, match="another corpus"):
+        start(folder)

@@ -1,0 +1,116 @@
+"""`cp-ring doctor`: a good installation, and one where everything that can be wrong is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cp_ring.testing.rank_pool import LIMIT_S
+from cp_ring.tools.job import doctor
+
+BROKEN = "libcudnn.so.9: cannot open shared object file: No such file or directory"
+
+
+def run(*options, path=""):
+    environment = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "200"}
+    line = [sys.executable, "-m", "cp_ring.tools.cli", "doctor", *options]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def package(folder, name, text=""):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(text)
+    return folder / name
+
+
+def test_a_good_installation_is_good():
+    done = run("--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] is True and report["problems"] == []
+    states = {finding["name"]: finding["state"] for finding in report["findings"]}
+    for name in ("python", "torch", "megatron-core", "cpu", "reference", "core_attention"):
+        assert states[name] == "good", name
+    assert {
+        "CUDA",
+        "NCCL",
+        "cuDNN",
+        "TransformerEngine",
+        "flash-attn",
+        "Apex",
+        "Triton",
+        "Slurm",
+        "--cp-ring-cpu",
+    } <= states.keys()
+    assert {finding["section"] for finding in report["findings"]} >= {"versions", "machine", "kernels", "patches"}
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory):
+    """A folder to put first on PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("bad")
+    package(folder, "transformer_engine", f"print('loading')\nraise OSError({BROKEN!r})")
+    package(folder, "flash_attn", "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi')")
+    package(folder / "apex", "lib")
+    (folder / "apex" / "__init__.py").write_text("raise SystemExit('a web toolkit was imported')")
+    (package(folder / "megatron", "core") / "package_info.py").write_text("__version__ = '0.12.3'")
+    return folder
+
+
+def test_each_problem_is_one_line_that_says_what_to_do(bad):
+    done = run(path=bad)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "loading" not in done.stdout
+    lines = [
+        line.removeprefix("cp_ring: problem: ") for line in done.stderr.splitlines() if line.startswith("cp_ring: problem: ")
+    ]
+    assert len(lines) == 4, done.stderr
+    megatron, engine, flash, apex = lines
+    assert "0.12.3" in megatron and ">=0.16.1,<0.20" in megatron and "pip install 'megatron-core[training]" in megatron
+    assert engine.startswith("TransformerEngine") and BROKEN in engine and "pip uninstall transformer-engine" in engine
+    assert flash.startswith("flash-attn") and "undefined symbol" in flash and "pip uninstall flash-attn" in flash
+    assert apex.startswith("Apex") and "not NVIDIA's" in apex and "pip uninstall apex" in apex
+
+
+def test_json_of_a_bad_installation_is_json(bad):
+    report = json.loads(run("--json", path=bad).stdout)
+    assert report["ok"] is False and len(report["problems"]) == 4
+    wrong = {finding["name"] for finding in report["findings"] if finding["state"] == "problem"}
+    assert wrong == {"megatron-core", "TransformerEngine", "flash-attn", "Apex"}
+
+
+def test_nvidias_apex_is_told_from_the_other_by_what_it_holds(tmp_path, monkeypatch):
+    from cp_ring.megatron import compat
+
+    monkeypatch.syspath_prepend(tmp_path)
+    assert compat.apex() in ("", "nvidia")
+    package(tmp_path, "apex")
+    assert compat.apex() == "other"
+    (tmp_path / "apex" / "multi_tensor_apply").mkdir()
+    assert compat.apex() == "nvidia"
+
+
+@pytest.mark.parametrize(
+    ("requirement", "found", "advice"),
+    [
+        ("nosuchpackage>=2", "not installed", "pip install 'nosuchpackage>=2'"),
+        ("pydantic<1", "", "cp_ring needs <1: pip install 'pydantic<1'"),
+        ("nosuchpackage>=2; extra == 'te'", None, None),
+    ],
+)
+def test_what_cp_ring_needs_is_checked_against_its_own_requirements(monkeypatch, requirement, found, advice):
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: [requirement])
+    wrong = [finding for finding in doctor._requirements() if finding.state == "problem"]
+    assert len(wrong) == (advice is not None)
+    for finding in wrong:
+        assert finding.found.startswith(found) and finding.advice == advice
+
+
+def test_a_kernel_that_cannot_be_asked_is_a_finding(monkeypatch):
+    import cp_ring.kernels
+
+    monkeypatch.setattr(cp_ring.kernels, "REGISTRY", {"flash": "no.such.module", "cpu": "cp_ring.kernels.cpu"})
+    flash, cpu = doctor._kernels()
+    assert flash.state == "absent" and "ModuleNotFoundError" in flash.found
+    assert cpu.state == "good"

@@ -1,0 +1,84 @@
+"""A job of TransformerEngine's layers where there is none: rejected before a rank starts, shown with a warning by --dry-run."""
+
+import sys
+
+import pytest
+import yaml
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import implementations
+from cp_ring.tools.job import command_line, train
+from cp_ring.tools.slurm import preflight
+from cp_ring.tools.slurm.batch_script import Resources
+from cp_ring.tools.slurm.submit import Site, submit
+from tests.tools.slurm.job import TINY
+
+GPUS = Resources(nodes=2, ranks_per_node=2, gpus=True)
+REJECTED = r'transformer_impl: transformer_engine .*pip install -e "\.\[te\]", or give transformer_impl: local'
+
+
+@pytest.fixture(autouse=True)
+def no_transformer_engine(monkeypatch):
+    monkeypatch.setattr(implementations, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(train, "launch", lambda *_: pytest.fail("a rank was started"))
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A job that leaves transformer_impl to Megatron, for a node of four GPUs."""
+    monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cuda", {}))
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cuda", "run_dir": str(tmp_path / "run")}}))
+    return str(path)
+
+
+@pytest.mark.parametrize("start", [lambda *job: train.train(*job), lambda file, given: submit(file, GPUS, Site(), given)])
+@pytest.mark.parametrize("given", [[], ["megatron.transformer_impl=transformer_engine"]])
+def test_is_rejected_on_a_line(file, tmp_path, start, given):
+    with pytest.raises(ConfigError, match=REJECTED) as rejection:
+        start(file, given)
+    assert "\n" not in str(rejection.value) and len(str(rejection.value)) < 400 and not (tmp_path / "run").exists()
+
+
+def warnings(capsys):
+    shown = capsys.readouterr()
+    return shown.out, [line for line in shown.err.splitlines() if "TransformerEngine" in line]
+
+
+def test_a_dry_run_warns(file, capsys):
+    assert train.train(file, dry_run=True) == 0
+    out, (line,) = warnings(capsys)
+    assert "cp_ring.pretrain_gpt" in out and line.startswith("cp_ring: warning: transformer_impl: transformer_engine")
+    submit(file, GPUS, Site(), dry_run=True)
+    out, (line,) = warnings(capsys)
+    assert "#SBATCH --nodes=2" in out and line.startswith("cp_ring: warning: transformer_impl: transformer_engine")
+
+
+@pytest.mark.parametrize("site", [Site(python=sys.executable), Site(container_image="image")])
+def test_another_python_may_have_it(file, capsys, monkeypatch, site):
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "sbatch" else "/bin/" + name)
+    submit(file, GPUS, site, dry_run=True)
+    assert warnings(capsys)[1] == []
+    with pytest.raises(ConfigError, match="sbatch is not installed here"):
+        submit(file, GPUS, site)
+
+
+def test_other_layers_need_none(file, capsys, monkeypatch):
+    for setting in ("megatron.transformer_impl=local", "megatron.spec=[some.module, layer]"):
+        train.train(file, [setting], dry_run=True)
+        assert warnings(capsys)[1] == []
+    monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cpu", {}))
+    train.train(file, dry_run=True)
+    assert warnings(capsys)[1] == []
+
+
+def test_preflight_says_what_this_host_lacks(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(preflight, "_measure_flops", lambda gpu: 1.0)
+    assert preflight.main(file, []) == 2
+    said = capsys.readouterr().out
+    assert "error: " in said and "launch.device cuda: no GPU for this rank (0 GPUs here)" in said
+    assert "transformer_impl: transformer_engine" in said and "must not train" in said
+    for override in ("launch.device=cpu", "launch.device=auto"):
+        assert preflight.main(file, [override]) == 0
+        assert "may train" in capsys.readouterr().out

@@ -1,0 +1,137 @@
+"""`cp-ring train` from end to end: a tiny job on two ranks with its output in a pipe, then resumed on one, on a terminal."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from cp_ring.testing.rank_pool import LIMIT_S
+
+TINY = {
+    "megatron.num_layers": 1,
+    "megatron.hidden_size": 32,
+    "megatron.ffn_hidden_size": 64,
+    "megatron.num_attention_heads": 2,
+    "megatron.num_query_groups": 1,
+    "megatron.seq_length": 64,
+    "megatron.max_position_embeddings": 64,
+    "megatron.eval_iters": 1,
+    "data.vocab_size": 300,
+    "launch.device": "cpu",
+    "launch.run_dir": "out",
+    "data.cache": "corpora",
+    "data.path": "texts",
+}
+
+
+def train(folder, **settings):
+    return command("train", folder, TINY | settings)
+
+
+def command(name, folder, settings):
+    """`cp-ring name quickstart` in `folder` with these settings."""
+    return subprocess.run(line_of(name, settings), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def line_of(name, settings):
+    overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return [sys.executable, "-m", "cp_ring.tools.cli", name, "quickstart", *overrides]
+
+
+def train_on_terminal(folder, **settings):
+    """The exit code, and all that a terminal of 120 columns received."""
+    terminal, inside = pty.openpty()
+    shown = b""
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(
+        line_of("train", TINY | settings), cwd=folder, stdin=inside, stdout=inside, stderr=inside, env=environment
+    ) as run:
+        os.close(inside)
+        try:
+            while received := os.read(terminal, 65536):
+                shown += received
+        except OSError:  # how Linux says that nobody writes any more
+            pass
+    os.close(terminal)
+    return run.returncode, shown.decode()
+
+
+def seen(text):
+    """The lines of a terminal, without what moves its cursor and colors it."""
+    return [line.rsplit("\r", 1)[-1] for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r\n", "\n").split("\n")]
+
+
+def log_of(folder, number=-1, command="train"):
+    return sorted((folder / "out" / "logs").glob(f"{command}-*.log"))[number].read_text()
+
+
+def steps(output):
+    """Step number to loss, from the lines that a run printed."""
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/\d+ \| lm loss (\S+) \|", output, re.MULTILINE)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for index in range(12):
+        words = " ".join(f"word{(index * 7 + i) % 50}" for i in range(200))
+        (tmp_path / "texts" / f"{index}.txt").write_text(words)
+    return tmp_path
+
+
+@pytest.mark.ci
+def test_train_and_resume_at_another_size(folder):
+    first = train(folder, **{"megatron.train_iters": 3, "parallel.context_parallel_size": 2})
+    assert first.returncode == 0, first.stderr[-4000:]
+    assert list(steps(first.stdout)) == [1, 2, 3]
+    assert "validation loss at iteration 3 on validation set" in first.stdout
+    assert len(re.findall(r"tokens/s \| \S+ GiB per rank$", first.stdout, re.MULTILINE)) == 3
+    assert len(first.stdout.splitlines()) <= 14 and not first.stderr, first.stdout + first.stderr
+    log = log_of(folder)
+    assert len(log.splitlines()) > 800 and "number of layers" not in first.stdout
+    shown = first.stdout.splitlines()[3:-1]
+    for words in ("[rank 0]   hidden_size ....", "[rank 1]  [20", "iteration        3/       3", *shown):
+        assert words in log, words
+    (name,) = re.findall(r"cp_ring: the output of all ranks goes to (\S+)", first.stdout)
+    assert (folder / name).read_text() == log and not list((folder / "out" / "logs").glob(".*"))
+    closing = first.stdout.splitlines()[-1]
+    assert closing.startswith("cp_ring: step 3: checkpoints, tensorboard and job.yaml are in out; to go on: cp-ring train")
+    assert (folder / "out" / "checkpoints" / "iter_0000003").is_dir()
+    assert list((folder / "out" / "tensorboard").glob("events.*"))
+    assert yaml.safe_load((folder / "out" / "job.yaml").read_text())["parallel"]["context_parallel_size"] == 2
+    (corpus,) = (folder / "corpora").iterdir()
+    built = (corpus / "train.bin").stat().st_mtime_ns
+
+    code, text = train_on_terminal(folder, **{"megatron.train_iters": 5, "parallel.context_parallel_size": 1})
+    lines = seen(text)
+    assert code == 0, text
+    assert "cp_ring: resuming from step 3 of 5" in lines
+    assert list(steps("\n".join(lines))) == [4, 5]
+    assert "step 4/5 \u2501" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) and "left: " in text  # the bar
+    assert not [line for line in lines if "hidden_size .." in line]
+    assert (folder / "out" / "checkpoints" / "iter_0000005").is_dir()
+    assert (corpus / "train.bin").stat().st_mtime_ns == built and list((folder / "corpora").iterdir()) == [corpus]
+
+
+@pytest.mark.slow
+def test_failure_of_a_rank_is_one_line_and_the_exit_code(folder):
+    done = train(folder, **{"megatron.train_iters": 1, "megatron.make_vocab_size_divisible_by": 0})
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"cp_ring: error: rank \d ended with exit code 1 \(ZeroDivisionError: .*\); ", line)
+    assert "; the output of all ranks is in out/logs/train-" in line
+    assert "Traceback" not in done.stdout and "Traceback (most recent call last)" in log_of(folder)
+
+
+@pytest.mark.ci
+def test_rejection_by_the_ranks_is_their_line_alone(folder):
+    (folder / "out" / "checkpoints" / "iter_0000002").mkdir(parents=True)
+    (folder / "out" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("x")
+    done = train(folder, **{"megatron.train_iters": 1, "parallel.context_parallel_size": 1})
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("cp_ring: error: ")

@@ -1,0 +1,114 @@
+"""`cp-ring tune`: what it prints and writes, and that Megatron accepts what it recommends."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.tools.cli import app
+from cp_ring.tools.cli.tune import _documents, parse_memory
+from cp_ring.tools.job import command_line, config
+from cp_ring.tools.job.tune import Request, configured, tune
+from tests.tools.job.test_configs import megatron  # noqa: F401, a fixture
+
+BIG = {
+    "llama3-8b-128k": (64, None),
+    "deepseek-style-mla-moe": (64, None),
+    "packed-sft-64k": (8, "preset:sft"),
+}
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["tune", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def test_the_tiny_llama_on_four_ranks(tmp_path):
+    """Through all doors: JSON, the configuration that it writes, and the picture."""
+    target, picture = tmp_path / "my.yaml", tmp_path / "cp.svg"
+    done = run("llama3-8b-128k", "--set", "preset=tiny", "--gpus", 4, "--seq-length", 1024, "--json", "--write", target, "--draw",
+               picture, "--rates", "a100-nvlink-200g", "--lengths", "lognormal:100")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    best = found["best"][0]
+    assert len(found["best"]) == 5 and best["tp"] * best["cp"] * best["pp"] * best["dp"] == 4
+    assert [way["step_s"] for way in found["best"]] == sorted(way["step_s"] for way in found["best"])
+    assert best["step_s"] == pytest.approx(sum(best["seconds"].values())) and best["bytes"] == sum(best["memory"].values())
+    assert found["by_cp"].keys() == {"1", "2", "4"} and any("lognormal:100, packed into 1,024" in x for x in found["assumptions"])
+    job = config.load(str(target))
+    assert job.parallel.context_parallel_size == best["cp"] and job.parallel.ranks == 4 and job.cp_ring.document_mask
+    assert job.megatron["seq_length"] == job.megatron["max_position_embeddings"] == 1024
+    assert "context parallel size" in picture.read_text() and "not measured" in picture.read_text()
+
+
+def test_the_table_names_reasons_and_assumptions():
+    done = run("gemma-style-window", "--set", "preset=tiny", "--gpus", 2, "--tp", 1, "--pp", 1)
+    assert done.exit_code == 0, done.output
+    for words in (
+        "predicted, not measured",
+        "tokens/s/GPU",
+        "Why tp 1 x cp",
+        "Assumed:",
+        "Megatron's own report",
+    ):
+        assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "7"], "--gpus 7: no sizes"),
+        (["--gpus", "12"], "--gpus 12: they are no whole number of nodes"),
+        (["--gpus", "0"], "--gpus 0: it must be at least 1"),
+        (["--gpus", "8", "--memory", "3GB"], "--memory 3GB: nothing fits; cp"),
+        (["--gpus", "8", "--memory", "much"], "--memory much: it must be a size"),
+        (["--gpus", "8", "--rates", "h101"], "--rates h101: no such file, nor one of"),
+        (["--gpus", "8", "--lengths", "preset:poems"], "--lengths preset:poems"),
+        (["--gpus", "8", "--draw", "x.bmp"], "--draw x.bmp: the file must end in"),
+        (["--gpus", "8", "--write", "/nowhere/x.yaml"], "--write /nowhere/x.yaml: cannot write"),
+        ([], "needs a configuration and --gpus"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message):
+    done = run("llama3-8b-128k", "--set", "preset=tiny", *arguments)
+    assert isinstance(done.exception, ConfigError | PlanError), done.output
+    assert message in str(done.exception) and "\n" not in str(done.exception)
+
+
+def test_memory_sizes():
+    assert [parse_memory(size) for size in ("80", "80GB", "80 gib", "1.5TB")] == [80e9, 80e9, 80 * 2**30, 1.5e12]
+    with pytest.raises(PlanError):
+        parse_memory("0GB")
+
+
+def test_models_of_other_layers_are_rejected():
+    job = config.load("llama3-8b-128k", ["preset=tiny", "megatron.hybrid_layer_pattern='M*M*'"])
+    with pytest.raises(
+        ConfigError, match="cp-ring tune knows models of attention layers alone: leave out --hybrid-layer-pattern"
+    ):
+        tune(job, Request(gpus=2, ranks_per_node=2))
+
+
+def test_megatron_is_asked():
+    """fp16 and bf16 exclude one another by a rule of Megatron's alone."""
+    job = config.load("llama3-8b-128k", ["preset=tiny", "megatron.bf16=true", "megatron.fp16=true"])
+    with pytest.raises(ConfigError, match="Megatron rejects all of the"):
+        tune(job, Request(gpus=2, ranks_per_node=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BIG)
+def test_megatron_accepts_the_five_best(megatron, name):  # noqa: F811
+    """By the way of a real start: its parser, its validation and its configuration, with cp_ring's patches."""
+    gpus, lengths = BIG[name]
+    job = config.load(name)
+    documents, origin = _documents(job, lengths, None, 0)
+    request = Request(gpus=gpus, documents=documents, of_documents=origin)
+    result = tune(job, request)
+    assert len(result.best) == 5
+    for way, chosen in result.best:
+        assert configured(job, way, request) == chosen
+        line, _ = command_line.megatron_flags(chosen, None, "cuda")
+        args, model = megatron(line, gpus)
+        assert (args.tensor_model_parallel_size, args.context_parallel_size) == way.sizes[:2]
+        assert args.data_parallel_size == way.sizes.dp and model.context_parallel_size == way.sizes.cp
