@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from cp_ring.sharding import convert_layout, roll, shard, unshard
 
     __version__: str
-    with_ring_attention: Any  # cp_ring.megatron.specs; not imported here, because nothing below cp_ring.megatron knows it
+    # cp_ring.megatron.specs; not imported here, because nothing below cp_ring.megatron knows it
+    with_ring_attention: Any
 
 __all__ = [
     "ConfigError",
@@ -75,5 +76,6 @@ def __dir__() -> list[str]:
 def _version() -> str:
     try:
         return importlib.metadata.version("cp-ring")
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path without being installed
+    # a checkout that is on the path without being installed
+    except importlib.metadata.PackageNotFoundError:
         return "0+unknown"

@@ -1,4 +1,6 @@
-"""`ring_attention`, the function for users: from its keywords to a plan and an `Attention`, which are kept for later calls."""
+"""`ring_attention`, the function for users: from its keywords to a plan and an `Attention`, which
+are kept for later calls.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from cp_ring.plan_cache import PlanOptions
 
 
 class CallOptions(TypedDict, total=False):
-    """The keywords of `ring_attention`, but for `return_lse`. Their defaults are in `PlanOptions` and `AttentionOptions`."""
+    """The keywords of `ring_attention`, but for `return_lse`. Their defaults are in `PlanOptions`
+    and `AttentionOptions`.
+    """
 
     causal: bool
     window_size: tuple[int, int]
@@ -70,7 +74,8 @@ def ring_attention(
     return_lse: Literal[True], **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
-@_disable_dynamo  # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
+# `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
+@_disable_dynamo
 def ring_attention(
     q: Tensor,
     k: Tensor | LatentKeys,
@@ -82,82 +87,107 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is sharded across the ranks of `group`; differentiable.
 
-    Every rank of `group` makes the same call with its own shard of the sequence (`cp_ring.shard` cuts it). It is the
-    counterpart of flash-attn's `flash_attn_func(q, k, v, causal=..., window_size=...)` and of torch's
+    Every rank of `group` makes the same call with its own shard of the sequence (`cp_ring.shard`
+    cuts it). It is the counterpart of flash-attn's
+    `flash_attn_func(q, k, v, causal=..., window_size=...)` and of torch's
     `scaled_dot_product_attention` for a sequence that one device does not hold.
 
     Args:
-        q: queries [b, s, h, d] of this rank; s is the number of its tokens. float16, bfloat16, float32 or float64.
-        k: keys [b, s, g, d], where g divides h (grouped-query attention). Only the g heads travel. Or `LatentKeys`, the latents
-            of multi-latent attention, from which keys and values are made.
+        q: queries [b, s, h, d] of this rank; s is the number of its tokens. float16, bfloat16,
+        float32 or float64.
+        k: keys [b, s, g, d], where g divides h (grouped-query attention). Only the g heads travel.
+            Or `LatentKeys`, the latents of multi-latent attention, from which keys and values are
+            made.
         v: values [b, s, g, e]; e may differ from d. None with `LatentKeys`.
-        group: the context-parallel ranks: a ProcessGroup, a one-dimensional DeviceMesh, a transport (such as a rank of
-            `cp_ring.testing.local_ring.LocalRing`), or None for a single rank.
+        group: the context-parallel ranks: a ProcessGroup, a one-dimensional DeviceMesh, a transport
+            (such as a rank of `cp_ring.testing.local_ring.LocalRing`), or None for a single rank.
         causal: each query sees only keys at its own position and before it.
-        window_size: (left, right) as in flash-attn: query i sees keys i - left to i + right; -1 leaves a side open.
-        cu_seqlens: where packed documents begin and end in the whole sequence, [0, ..., n], as in flash-attn's varlen functions.
-            Documents do not see one another. The offsets are those of the whole sequence, the same on every rank.
-        mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It replaces `causal`, `window_size`
-            and `cu_seqlens`. FlexAttention's `mask_mod` functions are not supported, because a plan needs the mask as intervals:
-            `Mask.causal(n)` is the closest to a causal mask_mod, `Mask.causal(n, window=(w, 0))` to a sliding window,
-            `Mask.documents(cu_seqlens)` to a document mask, `Mask.prefix(n, length)` to a prefix-LM mask.
-        plan: a plan made with `Plan.build`, or this rank's part of it. It replaces mask, layout, route, schedule and heads.
-            Without one, a plan is made for the given mask and layout, proven, and kept for later calls with the same arguments.
-        layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`), another name in
-            `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`, `cu_seqlens` or a `Layout`, all ranks must hold
-            equally many tokens.
-        route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`, or `auto`: the one of least
-            predicted time (`cp_ring.plan.shapes`).
-        schedule: at which hop a rank uses the keys of which others: `auto`, chosen by a model of the time; `ring`, one source a
-            hop; `gather`, all remote sources in one hop; or the hop of each ring distance, as (0, 1, 2, 2) for 4 ranks.
-        heads: how many neighboring ranks of `group` exchange tokens for heads by an all-to-all. Each then computes its part of
-            the query heads for the tokens of all of them, and the ring has as many times fewer members. It must divide the ranks
-            and the query heads. The number of all ranks is DeepSpeed-Ulysses, 1 the ring alone, `auto` that of least predicted
-            time.
-        node_size: neighboring ranks of `group` on one node, by which the routes `direct` and `relay` go. None is what torchrun or
-            Slurm told this process, and 1 for a transport.
+        window_size: (left, right) as in flash-attn: query i sees keys i - left to i + right; -1
+        leaves a side open.
+        cu_seqlens: where packed documents begin and end in the whole sequence, [0, ..., n], as in
+            flash-attn's varlen functions. Documents do not see one another. The offsets are those
+            of the whole sequence, the same on every rank.
+        mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It
+            replaces `causal`, `window_size` and `cu_seqlens`. FlexAttention's `mask_mod` functions
+            are not supported, because a plan needs the mask as intervals: `Mask.causal(n)` is the
+            closest to a causal mask_mod, `Mask.causal(n, window=(w, 0))` to a sliding window,
+            `Mask.documents(cu_seqlens)` to a document mask, `Mask.prefix(n, length)` to a prefix-LM
+            mask.
+        plan: a plan made with `Plan.build`, or this rank's part of it. It replaces mask, layout,
+            route, schedule and heads. Without one, a plan is made for the given mask and layout,
+            proven, and kept for later calls with the same arguments.
+        layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`),
+            another name in `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`,
+            `cu_seqlens` or a `Layout`, all ranks must hold equally many tokens.
+        route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`, or
+            `auto`: the one of least predicted time (`cp_ring.plan.shapes`).
+        schedule: at which hop a rank uses the keys of which others: `auto`, chosen by a model of
+            the time; `ring`, one source a hop; `gather`, all remote sources in one hop; or the hop
+            of each ring distance, as (0, 1, 2, 2) for 4 ranks.
+        heads: how many neighboring ranks of `group` exchange tokens for heads by an all-to-all.
+            Each then computes its part of the query heads for the tokens of all of them, and the
+            ring has as many times fewer members. It must divide the ranks and the query heads. The
+            number of all ranks is DeepSpeed-Ulysses, 1 the ring alone, `auto` that of least
+            predicted time.
+        node_size: neighboring ranks of `group` on one node, by which the routes `direct` and
+            `relay` go. None is what torchrun or Slurm told this process, and 1 for a transport.
         softmax_scale: factor of the scores; d ** -0.5 by default.
-        sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each query. Zeros give the
-            off-by-one softmax. Its gradient is this rank's share; sum it over `group`, as for any replicated parameter.
+        sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each
+            query. Zeros give the off-by-one softmax. Its gradient is this rank's share; sum it over
+            `group`, as for any replicated parameter.
         return_lse: also return the log-sum-exp of the scores. Gradients flow through `out` only.
         deterministic: True asks for the same bits in every run, False does not; None follows
             `torch.use_deterministic_algorithms`.
         kernel: `auto`, or a name in `cp_ring.kernels.REGISTRY`.
-        num_slots: receive buffers for keys and values, 2 to 8. Memory grows with it, not with the number of ranks.
-        wire: how keys and values travel: `plain`, as they are; `int8` or `fp8`, quantized by token and head, so a quarter of the
-            bytes of float32 and half of those of bfloat16, at the cost of accuracy; `latent`, as latents, which the reader
-            multiplies by the up-projection. A rank's own keys stay exact. None is `latent` for `LatentKeys`, else `plain`. The
-            gradient of the up-projection is this rank's share; sum it over `group`, as for any replicated parameter.
-        wire_dtype: the dtype in which partial gradients of keys and values travel: `input`, `float32` or `bfloat16`.
-        qkv_format: `bshd`, or `sbhd` for tensors [s, b, heads, head size]; `out` has the same format.
-        timeout: seconds that this process may wait for other ranks. A thread watches the waits from then on, in backward and in
-            other collectives too. A rank that waits for longer prints where it is and names the rank that is stuck or does not
-            call; all ranks that wait end, with exit code 3. None starts no such thread. It needs a process group.
-        dropout_p: the probability with which an attention weight is dropped, from 0 to below 1. Which ones are dropped depends on
-            `dropout_seed`, head, batch row and positions alone, so they are the same on any number of ranks. The kernels `cpu`
-            and `reference` support it, and hold the scores of some queries at a time.
-        dropout_seed: a whole number of up to 64 bits, the same on all ranks, and another one in each call.
-        alibi_slopes: [h], ALiBi: a score of head i gets - alibi_slopes[i] * |query - key|, by positions in the sequence, or in
-            the batch row. The slopes are constants of all query heads of the call. The kernels `cpu` and `reference` support it,
-            and hold the scores of some queries at a time.
+        num_slots: receive buffers for keys and values, 2 to 8. Memory grows with it, not with the
+        number of ranks.
+        wire: how keys and values travel: `plain`, as they are; `int8` or `fp8`, quantized by token
+            and head, so a quarter of the bytes of float32 and half of those of bfloat16, at the
+            cost of accuracy; `latent`, as latents, which the reader multiplies by the
+            up-projection. A rank's own keys stay exact. None is `latent` for `LatentKeys`, else
+            `plain`. The gradient of the up-projection is this rank's share; sum it over `group`, as
+            for any replicated parameter.
+        wire_dtype: the dtype in which partial gradients of keys and values travel: `input`,
+        `float32` or `bfloat16`.
+        qkv_format: `bshd`, or `sbhd` for tensors [s, b, heads, head size]; `out` has the same
+        format.
+        timeout: seconds that this process may wait for other ranks. A thread watches the waits from
+            then on, in backward and in other collectives too. A rank that waits for longer prints
+            where it is and names the rank that is stuck or does not call; all ranks that wait end,
+            with exit code 3. None starts no such thread. It needs a process group.
+        dropout_p: the probability with which an attention weight is dropped, from 0 to below 1.
+            Which ones are dropped depends on `dropout_seed`, head, batch row and positions alone,
+            so they are the same on any number of ranks. The kernels `cpu` and `reference` support
+            it, and hold the scores of some queries at a time.
+        dropout_seed: a whole number of up to 64 bits, the same on all ranks, and another one in
+        each call.
+        alibi_slopes: [h], ALiBi: a score of head i gets - alibi_slopes[i] * |query - key|, by
+            positions in the sequence, or in the batch row. The slopes are constants of all query
+            heads of the call. The kernels `cpu` and `reference` support it, and hold the scores of
+            some queries at a time.
 
     Returns:
-        out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64 for float64 inputs).
-        Queries that see no key have out 0 and lse -inf. Sums are accumulated in float32 (float64 for float64 inputs).
-        Backward computes the softmax weights again from lse in float32, so scores of size x put a relative error of up to
-        6e-8 * x into the gradients, on any number of ranks: 2e-3 for scores of 3e4. float64 inputs avoid it.
+        out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64
+        for float64 inputs). Queries that see no key have out 0 and lse -inf. Sums are accumulated
+        in float32 (float64 for float64 inputs). Backward computes the softmax weights again from
+        lse in float32, so scores of size x put a relative error of up to 6e-8 * x into the
+        gradients, on any number of ranks: 2e-3 for scores of 3e4. float64 inputs avoid it.
 
-    Under `torch.autocast` the call computes in the dtype of q, k and v, forward and backward, and out has this dtype. Where their
-    dtypes differ, they are cast to that of autocast first; float64 is never cast.
+    Under `torch.autocast` the call computes in the dtype of q, k and v, forward and backward, and
+    out has this dtype. Where their dtypes differ, they are cast to that of autocast first; float64
+    is never cast.
 
-    In a `torch.compile` region the call is a graph break: planning and messages run as they do without compilation.
+    In a `torch.compile` region the call is a graph break: planning and messages run as they do
+    without compilation.
 
-    Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a plan for them.
+    Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a
+    plan for them.
 
     Raises:
         ConfigError: arguments that contradict each other, or a group that cannot be used.
-        PlanError: tensors, group and plan that disagree; on all ranks, where ranks of the group make different calls. They
-            are compared when a call is new to the group (`cp_ring.comm.agreement`).
+        PlanError: tensors, group and plan that disagree; on all ranks, where ranks of the group
+            make different calls. They are compared when a call is new to the group
+            (`cp_ring.comm.agreement`).
         KernelError: the kernel is unknown, not installed, or cannot compute such tensors.
         All three are ValueErrors whose one line names the argument.
 
@@ -166,7 +196,9 @@ def ring_attention(
     given: dict[str, Any] = dict(options)
     of_plan = {name: given.pop(name) for name in options if name in _OF_PLAN}
     if not given.keys() <= _OF_CALL:
-        raise TypeError(f"ring_attention() got an unexpected keyword argument {min(given.keys() - _OF_CALL)!r}")
+        raise TypeError(
+            f"ring_attention() got an unexpected keyword argument {min(given.keys() - _OF_CALL)!r}"
+        )
     if (timeout := given.pop("timeout", None)) is not None:
         _watch(timeout)
     latents = None
@@ -179,7 +211,11 @@ def ring_attention(
         asked = PlanOptions(**of_plan)
         if plan is None:
             plan = _plan_of(asked, group, q, (k, v), given.get("qkv_format"))
-    p, seed, slopes = given.pop("dropout_p", 0.0), given.pop("dropout_seed", None), given.pop("alibi_slopes", None)
+    p, seed, slopes = (
+        given.pop("dropout_p", 0.0),
+        given.pop("dropout_seed", None),
+        given.pop("alibi_slopes", None),
+    )
     dropout = _by_position(plan, group, q, p, seed, slopes)
     inputs = Inputs(q, k, v, given.pop("sink", None), latents, dropout).alike()
     plain = latents is None or plan.ulysses > 1 or dropout is not None
@@ -193,19 +229,32 @@ def ring_attention(
 
 
 def _watch(timeout: float) -> None:
-    """Starts the thread that watches waits of up to `timeout` seconds. Raises `ConfigError` if that is no length of time."""
+    """Starts the thread that watches waits of up to `timeout` seconds. Raises `ConfigError` if that
+    is no length of time.
+    """
     if not isinstance(timeout, int | float) or not 0 < timeout <= sys.float_info.max:
         raise ConfigError(f"timeout={timeout!r}: it must be a number of seconds above 0, or None")
     watchdog.start(timeout)
     watchdog.enter("ring_attention", watchdog.WATCH.place.step)
 
 
-def _plan_of(asked: PlanOptions, group: Group, q: Tensor, others: tuple[Tensor, Tensor], qkv_format: str | None) -> Plan:
-    """The plan of a call. Raises `PlanError` where q has not 4 dimensions, `ConfigError` for a DTensor."""
+def _plan_of(
+    asked: PlanOptions,
+    group: Group,
+    q: Tensor,
+    others: tuple[Tensor, Tensor],
+    qkv_format: str | None,
+) -> Plan:
+    """The plan of a call. Raises `PlanError` where q has not 4 dimensions, `ConfigError` for a
+    DTensor.
+    """
     transport = transport_for(group, q.device)
     check_local("q", q)
     if q.dim() != 4:
-        raise PlanError(f"q must have 4 dimensions, batch, tokens, heads and head size, not the shape {tuple(q.shape)}")
+        raise PlanError(
+            "q must have 4 dimensions, batch, tokens, heads and head size, not the shape "
+            f"{tuple(q.shape)}"
+        )
     tokens, batch = q.shape[:2] if qkv_format == "sbhd" else (q.shape[1], q.shape[0])
     rank, cp = (transport.rank, transport.size) if transport else (0, 1)
     near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
@@ -214,14 +263,24 @@ def _plan_of(asked: PlanOptions, group: Group, q: Tensor, others: tuple[Tensor, 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes | None:
     """Sizes for predicted times; None for tensors that are about to be rejected."""
-    if k.dim() != 4 or v.dim() != 4 or 0 in (*q.shape, *k.shape, *v.shape) or q.shape[2] % k.shape[2]:
+    if (
+        k.dim() != 4
+        or v.dim() != 4
+        or 0 in (*q.shape, *k.shape, *v.shape)
+        or q.shape[2] % k.shape[2]
+    ):
         return None
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
     return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
 
 
 def _by_position(
-    plan: AnyPlan, group: Group, q: Tensor, p: float, seed: int | None, slopes: Tensor | Sequence[float] | None
+    plan: AnyPlan,
+    group: Group,
+    q: Tensor,
+    p: float,
+    seed: int | None,
+    slopes: Tensor | Sequence[float] | None,
 ) -> Dropout | None:
     """Dropout and ALiBi of a call whose plan knows the positions of all tokens; None without both."""
     if not 0 <= p < 1:
@@ -230,12 +289,15 @@ def _by_position(
         return None
     if p and (not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64):
         raise ConfigError(
-            f"dropout_seed={seed!r}: dropout needs a whole number of up to 64 bits, the same on all ranks and another in each "
-            "call"
+            f"dropout_seed={seed!r}: dropout needs a whole number of up to 64 bits, the same on "
+            "all ranks and another in each call"
         )
     if isinstance(plan, RankPlan):
         name = f"dropout_p={p}" if p else "alibi_slopes"
-        raise ConfigError(f"{name}: give the plan of all ranks, which has the positions of tokens, not that of one rank")
+        raise ConfigError(
+            f"{name}: give the plan of all ranks, which has the positions of tokens, not that of "
+            "one rank"
+        )
     transport = transport_for(group, q.device)
     positions = torch.from_numpy(plan.layout.positions(transport.rank if transport else 0))
     if plan.layout.rows > 1:
@@ -250,5 +312,7 @@ def _slopes(slopes: Tensor | Sequence[float] | None, q: Tensor) -> tuple[float, 
         raise ConfigError("alibi_slopes are constants: detach them, there is no gradient of them")
     found = torch.as_tensor(slopes, dtype=torch.float64)
     if found.shape != q.shape[2:3] or not bool(found.isfinite().all()):
-        raise PlanError(f"alibi_slopes must hold one finite number for each of {q.shape[2]} query heads")
+        raise PlanError(
+            f"alibi_slopes must hold one finite number for each of {q.shape[2]} query heads"
+        )
     return tuple(found.tolist())

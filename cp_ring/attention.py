@@ -1,6 +1,7 @@
 """Attention: what does not change between calls is resolved and checked once; a call only runs it.
 
-Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of queries and keys, e head size of
+Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of
+queries and keys, e head size of
 values.
 
 The way of a key from the caller to the kernel, one Python frame a line:
@@ -12,7 +13,8 @@ The way of a key from the caller to the kernel, one Python frame a line:
     KernelCall.attend           cuts the call's queries and keys out of the buffers
     kernel.forward              the adapter of a kernel, at most three frames
 
-Backward starts in `RingAttention.backward` and goes on through `_run_backward` and `KernelCall.gradients`.
+Backward starts in `RingAttention.backward` and goes on through `_run_backward` and
+`KernelCall.gradients`.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ from cp_ring.runtime import RUNTIME
 
 AnyPlan = Plan | RankPlan
 SubGroups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
-"""The group of the ranks that exchange heads, and that of a ring, None if the ring has one member."""
+"""The group of the ranks that exchange heads, and that of a ring, None if the ring has one member.
+"""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIRE_DTYPES = ("input", "float32", "bfloat16")
@@ -60,12 +63,13 @@ _MAX_KINDS = 64  # of calls of one plan
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What calls have in common beside their plan and group; see `ring_attention` for those that it has too.
+    """What calls have in common beside their plan and group; see `ring_attention` for those that it
+    has too.
 
     lse: `Output.lse` is wanted. max_logit: `Output.max_logit` is.
     compare_every: `every` of `Agreement.check`.
-    sub_groups: groups of the ranks that exchange heads and of those of a ring, where such groups exist; else the messages of
-        both go over the connections of the whole group.
+    sub_groups: groups of the ranks that exchange heads and of those of a ring, where such groups
+        exist; else the messages of both go over the connections of the whole group.
 
     Raises `ConfigError` for a value that no call can have.
     """
@@ -84,21 +88,29 @@ class AttentionOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_slots, int) or not 2 <= self.num_slots <= 8:
-            raise ConfigError(f"num_slots={self.num_slots!r}: it must be a whole number from 2 to 8")
+            raise ConfigError(
+                f"num_slots={self.num_slots!r}: it must be a whole number from 2 to 8"
+            )
         if self.wire not in CODECS:
             raise ConfigError(f"wire={self.wire!r}: known are {', '.join(CODECS)}")
         if self.wire_dtype not in _WIRE_DTYPES:
-            raise ConfigError(f"wire_dtype={self.wire_dtype!r}: it must be 'input', 'float32' or 'bfloat16'")
+            raise ConfigError(
+                f"wire_dtype={self.wire_dtype!r}: it must be 'input', 'float32' or 'bfloat16'"
+            )
         if self.qkv_format not in ("bshd", "sbhd"):
             raise ConfigError(f"qkv_format={self.qkv_format!r}: it must be 'bshd' or 'sbhd'")
         if self.softmax_scale is not None and not 0 < self.softmax_scale < math.inf:
-            raise ConfigError(f"softmax_scale={self.softmax_scale}: it must be a finite number above 0")
+            raise ConfigError(
+                f"softmax_scale={self.softmax_scale}: it must be a finite number above 0"
+            )
 
 
 class Inputs(NamedTuple):
-    """What a call gets: q [b, s, h, d], k [b, s, g, d] and v [b, s, g, e], or tokens first as `qkv_format` says; sink [h].
+    """What a call gets: q [b, s, h, d], k [b, s, g, d] and v [b, s, g, e], or tokens first as
+    `qkv_format` says; sink [h].
 
-    latents: what k and v were made from, and what travels with `wire="latent"`. dropout: dropout and ALiBi by positions.
+    latents: what k and v were made from, and what travels with `wire="latent"`. dropout: dropout
+    and ALiBi by positions.
     """
 
     q: Tensor
@@ -116,41 +128,62 @@ class Inputs(NamedTuple):
     def kinds(self) -> tuple[object, ...]:
         """All that an `Attention` depends on, without the values of the tensors."""
         tensors = (self.q, self.k, self.v, self.sink, *(self.latents or ()))
-        return self.dropout is None, *(x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors)
+        return self.dropout is None, *(
+            x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors
+        )
 
     def check(self) -> None:
-        """Raises `PlanError` for tensors that do not fit together, in any `qkv_format`; `ConfigError` for a DTensor."""
+        """Raises `PlanError` for tensors that do not fit together, in any `qkv_format`;
+        `ConfigError` for a DTensor.
+        """
         (q, k, v), sink = self[:3], self.sink
         for name, x in zip(("q", "k", "v", "sink"), self, strict=False):
             check_local(name, x)
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-            raise PlanError(f"q, k and v must have 4 dimensions, batch, tokens, heads and head size; here {shapes}")
+            raise PlanError(
+                "q, k and v must have 4 dimensions, batch, tokens, heads and head size; here "
+                f"{shapes}"
+            )
         if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
             dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
-            raise PlanError(f"q, k and v must share one floating-point dtype of 16 to 64 bits; here {dtypes}")
+            raise PlanError(
+                f"q, k and v must share one floating-point dtype of 16 to 64 bits; here {dtypes}"
+            )
         if not q.device == k.device == v.device:
-            raise PlanError(f"q, k and v must be on one device; here {q.device}, {k.device}, {v.device}")
+            raise PlanError(
+                f"q, k and v must be on one device; here {q.device}, {k.device}, {v.device}"
+            )
         if 0 in (*q.shape[2:], *k.shape[2:], v.shape[3]):
             raise PlanError(f"q, k and v need at least one head, of size at least 1; here {shapes}")
-        if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        if (
+            k.shape[:3] != v.shape[:3]
+            or q.shape[:2] != k.shape[:2]
+            or q.shape[3] != k.shape[3]
+            or q.shape[2] % k.shape[2]
+        ):
             raise PlanError(
-                f"batch sizes and tokens must agree, q and k must share a head size, key/value heads must divide query heads; "
-                f"here {shapes}"
+                "batch sizes and tokens must agree, q and k must share a head size, key/value "
+                f"heads must divide query heads; here {shapes}"
             )
-        if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
+        if sink is not None and (
+            sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device
+        ):
             raise PlanError(
-                f"sink must hold one number for each of {q.shape[2]} query heads on {q.device}, not {tuple(sink.shape)} of "
-                f"{sink.dtype} on {sink.device}"
+                f"sink must hold one number for each of {q.shape[2]} query heads on {q.device}, "
+                f"not {tuple(sink.shape)} of {sink.dtype} on {sink.device}"
             )
 
 
 class Output(NamedTuple):
-    """Out [b, s, h, e] in the dtype of q and in its format; lse [b, h, s], None where it was to be sent and is not wanted.
+    """Out [b, s, h, e] in the dtype of q and in its format; lse [b, h, s], None where it was to be
+    sent and is not wanted.
 
-    max_logit: the largest logit of each query head in the tiles of this rank, float32 [h], where they were computed; with the
-        exchange of heads, -inf for the heads of other ranks. None if it is not wanted.
-    parts: out and lse of the rings of each group of heads, before their exchange: what a recomputation needs.
+    max_logit: the largest logit of each query head in the tiles of this rank, float32 [h], where
+        they were computed; with the exchange of heads, -inf for the heads of other ranks. None if
+        it is not wanted.
+    parts: out and lse of the rings of each group of heads, before their exchange: what a
+    recomputation needs.
     """
 
     out: Tensor
@@ -160,10 +193,11 @@ class Output(NamedTuple):
 
 
 class KeptOutput(NamedTuple):
-    """`Output.parts` of a call, kept for its recomputation, and the place of that call, which is also that of the second one.
+    """`Output.parts` of a call, kept for its recomputation, and the place of that call, which is
+    also that of the second one.
 
-    A later call with the same inputs on every rank takes out and lse from it instead of computing and sending; its backward is
-    the usual one.
+    A later call with the same inputs on every rank takes out and lse from it instead of computing
+    and sending; its backward is the usual one.
     """
 
     parts: Sequence[tuple[Tensor | Waiting, ...]]
@@ -174,7 +208,9 @@ class KeptOutput(NamedTuple):
         """What is kept of an output. With `offload` it waits in host memory."""
         # Copies: the caller owns the tensors of the first run and may change them in place.
         copies = [tuple(x.detach().clone() for x in part) for part in output.parts]
-        return cls([part if offload is None else offload.put(*part) for part in copies], WATCH.place)
+        return cls(
+            [part if offload is None else offload.put(*part) for part in copies], WATCH.place
+        )
 
     @property
     def nbytes(self) -> int:
@@ -182,11 +218,17 @@ class KeptOutput(NamedTuple):
         return sum(x.nbytes for part in self.parts for x in part)
 
 
-_made: weakref.WeakKeyDictionary[RankPlan, dict[object, Attention]] = RUNTIME.keep(weakref.WeakKeyDictionary())
+_made: weakref.WeakKeyDictionary[RankPlan, dict[object, Attention]] = RUNTIME.keep(
+    weakref.WeakKeyDictionary()
+)
 
 
-def attention_of(plan: AnyPlan, group: Group, options: AttentionOptions, inputs: Inputs) -> Attention:
-    """The attention of a plan for such inputs, which are `alike`; made once, it lives as long as this rank's part of the plan."""
+def attention_of(
+    plan: AnyPlan, group: Group, options: AttentionOptions, inputs: Inputs
+) -> Attention:
+    """The attention of a plan for such inputs, which are `alike`; made once, it lives as long as
+    this rank's part of the plan.
+    """
     transport = transport_for(group, inputs.q.device)
     rank_plan = rank_plan_of(plan, transport)
     made = _made.setdefault(rank_plan, {})
@@ -201,9 +243,17 @@ def attention_of(plan: AnyPlan, group: Group, options: AttentionOptions, inputs:
 
 
 def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
-    """The part of a plan that this rank of the transport runs. Raises `PlanError` where the two do not fit together."""
+    """The part of a plan that this rank of the transport runs. Raises `PlanError` where the two do
+    not fit together.
+    """
     if not isinstance(plan, AnyPlan):
-        hint = "mask=" if isinstance(plan, Mask) else "layout=" if isinstance(plan, Layout) else "plan=Plan.build(mask, layout)"
+        hint = (
+            "mask="
+            if isinstance(plan, Mask)
+            else "layout="
+            if isinstance(plan, Layout)
+            else "plan=Plan.build(mask, layout)"
+        )
         raise PlanError(f"plan is a {type(plan).__name__}, not a Plan: pass {hint}")
     if transport is None and plan.cp > 1:
         raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group as group=")
@@ -212,29 +262,41 @@ def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
     rank = transport.rank if transport else 0
     rank_plan = plan if isinstance(plan, RankPlan) else plan.rank_plan(rank)
     if rank_plan.rank != rank:
-        raise PlanError(f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group")
+        raise PlanError(
+            f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group"
+        )
     return rank_plan
 
 
 class Attention:
-    """Attention of one rank under one plan, for inputs of one kind: what does not change between calls is settled here.
+    """Attention of one rank under one plan, for inputs of one kind: what does not change between
+    calls is settled here.
 
-    It keeps neither its plan nor its transport alive. Raises `ConfigError`, `PlanError` or `KernelError` for inputs that do not
-    fit.
+    It keeps neither its plan nor its transport alive. Raises `ConfigError`, `PlanError` or
+    `KernelError` for inputs that do not fit.
     """
 
-    def __init__(self, rank_plan: RankPlan, transport: Transport | None, options: AttentionOptions, inputs: Inputs):
+    def __init__(
+        self,
+        rank_plan: RankPlan,
+        transport: Transport | None,
+        options: AttentionOptions,
+        inputs: Inputs,
+    ):
         q, k, v, sink, latents, dropout = inputs
         inputs.check()
         self._plan, self._options = weakref.ref(rank_plan), options
-        self.transport: Callable[[], Transport | None] = weakref.ref(transport) if transport is not None else lambda: None
+        self.transport: Callable[[], Transport | None] = (
+            weakref.ref(transport) if transport is not None else lambda: None
+        )
         split, alone = rank_plan.exchange, rank_plan.cp == 1
         codec = CODECS[options.wire]
         if codec.needs_latents and latents is None:
             raise ConfigError(f"wire={options.wire!r} needs LatentKeys in place of k")
         if codec.needs_latents and split:
             raise ConfigError(
-                f"wire={options.wire!r} does not support heads={rank_plan.ulysses}: latents have no heads to exchange"
+                f"wire={options.wire!r} does not support heads={rank_plan.ulysses}: latents have "
+                "no heads to exchange"
             )
         self._latents = codec.needs_latents and not alone
         with determinism(options.deterministic) as exact:
@@ -244,7 +306,10 @@ class Attention:
             )  # fmt: skip
         if dropout is not None and not codec.carries_positions:
             asked = f"dropout_p={dropout.p:g}" if dropout.p else "alibi_slopes"
-            raise ConfigError(f"wire={options.wire!r} does not support {asked}, for which positions travel with the keys")
+            raise ConfigError(
+                f"wire={options.wire!r} does not support {asked}, for which positions travel with "
+                "the keys"
+            )
         self._bshd = options.qkv_format == "bshd"
         batch, tokens = q.shape[:2] if self._bshd else (q.shape[1], q.shape[0])
         # Batch rows with masks of their own are one stream of tokens.
@@ -253,12 +318,19 @@ class Attention:
         if held != rank_plan.shard_tokens:
             wanted, count = rank_plan.shard_tokens, rank_plan.batch
             batches = f" ({count} batch rows of {wanted // count})" if count > 1 else ""
-            raise PlanError(f"rank {rank_plan.rank} holds {wanted} tokens of the layout{batches}, but q, k and v have {held}")
+            raise PlanError(
+                f"rank {rank_plan.rank} holds {wanted} tokens of the layout{batches}, but q, k and "
+                f"v have {held}"
+            )
         self._ring = Ring(
             codec=Plain if rank_plan.cp == rank_plan.ulysses else codec,
             scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
             num_slots=options.num_slots,
-            wire_dtype={"input": q.dtype, "float32": sum_dtype(q.dtype), "bfloat16": torch.bfloat16}[options.wire_dtype],
+            wire_dtype={
+                "input": q.dtype,
+                "float32": sum_dtype(q.dtype),
+                "bfloat16": torch.bfloat16,
+            }[options.wire_dtype],
             exact=exact,
             rank=rank_in_job(transport),
         )
@@ -266,13 +338,16 @@ class Attention:
         self._facts = {
             "dtype": q.dtype, "batch": b, "query heads": q.shape[2], "key/value heads": k.shape[2],
             "head size": q.shape[3] + (COLUMNS if dropout else 0), "head size of values": v.shape[3],
-            "softmax_scale": self._ring.scale, "wire": Plain.name if alone else options.wire, "wire_dtype": self._ring.wire_dtype,
+            "softmax_scale": self._ring.scale, "wire": Plain.name if alone else options.wire,
+            "wire_dtype": self._ring.wire_dtype,
             "sink": sink is not None, "sizes of latents": latents.sizes if latents and self._latents else (),
         }  # fmt: skip
         self._key = rank_plan.digest, *self._facts.values()
 
     def __call__(self, inputs: Inputs, kept: KeptOutput | None = None) -> Output:
-        """Attention of this rank's queries to every rank's keys; with `kept`, that of the call whose output it is."""
+        """Attention of this rank's queries to every rank's keys; with `kept`, that of the call
+        whose output it is.
+        """
         q, k, v, sink, latents, dropout = inputs
         more = list(latents) if latents and self._latents else []
         if self._bshd:
@@ -285,12 +360,22 @@ class Attention:
         if self._options.max_logit:
             kernel = LogitKernel(kernel, 0 if dropout is None else COLUMNS)
         if self._batch_rows:
-            q, k, v, *more[:1] = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v, *more[:1]))
+            q, k, v, *more[:1] = (
+                x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v, *more[:1])
+            )
         if (agree := getattr(transport, "agree", None)) is not None:
             # Raises `PlanError` on all ranks where the ranks of the transport make different calls.
-            p, seed, slopes = (0.0, 0, ()) if dropout is None else (dropout.p, dropout.key, dropout.slopes)
-            agree((*self._key, p, slopes), partial(self._all_facts, p, seed, slopes), self._options.compare_every)
-        call = RingCall(self._ring, plan, transport, kernel, WATCH.place if kept is None else kept.place)
+            p, seed, slopes = (
+                (0.0, 0, ()) if dropout is None else (dropout.p, dropout.key, dropout.slopes)
+            )
+            agree(
+                (*self._key, p, slopes),
+                partial(self._all_facts, p, seed, slopes),
+                self._options.compare_every,
+            )
+        call = RingCall(
+            self._ring, plan, transport, kernel, WATCH.place if kept is None else kept.place
+        )
         lse: Tensor | None
         if plan.exchange is None:
             out, lse = RingAttention.apply(call, _taken(kept, 0), q, k, v, sink, *more)
@@ -299,14 +384,24 @@ class Attention:
             out, lse, parts = self._over_heads(call, kept, q, k, v, sink)
         if self._batch_rows:
             out = out[:, 0].unflatten(0, (self._batch_rows, -1)).transpose(0, 1)
-            lse = None if lse is None else lse[0].unflatten(1, (self._batch_rows, -1)).transpose(0, 1)
+            lse = (
+                None if lse is None else lse[0].unflatten(1, (self._batch_rows, -1)).transpose(0, 1)
+            )
         largest = kernel.largest if isinstance(kernel, LogitKernel) else None
         return Output(out.transpose(0, 1) if self._bshd else out, lse, largest, parts)
 
     def _over_heads(
-        self, call: RingCall, kept: KeptOutput | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self,
+        call: RingCall,
+        kept: KeptOutput | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor]]]:
-        """Attention over the ring for this rank's heads, one group of them after another, with their exchange around it."""
+        """Attention over the ring for this rank's heads, one group of them after another, with
+        their exchange around it.
+        """
         plan, whole = call.rank_plan, call.transport
         assert plan.exchange is not None and whole is not None, "heads are exchanged by one rank"
         note_rank(self._ring.rank, q.device)
@@ -314,10 +409,15 @@ class Attention:
         if self._options.sub_groups is not None:
             of_heads, of_ring = (transport_for(each, q.device) for each in self._options.sub_groups)
             neighbors, ring = of_heads or neighbors, of_ring
-        split, parts = split_heads(q.shape[2], k.shape[2], plan.ulysses), list[tuple[Tensor, Tensor]]()
+        split, parts = (
+            split_heads(q.shape[2], k.shape[2], plan.ulysses),
+            list[tuple[Tensor, Tensor]](),
+        )
         exchange = HeadExchange(neighbors, plan.exchange, split)
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
+        def attention(
+            q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int
+        ) -> tuple[Tensor, Tensor]:
             found = call.kernel
             kernel = found.anew() if isinstance(found, LogitKernel) else found
             mine = call._replace(kernel=kernel, transport=ring)
@@ -330,8 +430,16 @@ class Attention:
         return out, lse_of_shard(exchange, lses) if self._options.lse else None, parts
 
     def _all_facts(self, p: float, seed: int, slopes: tuple[float, ...]) -> list[Fact]:
-        named: dict[str, Any] = {"dropout_seed": seed, **self._facts, "dropout_p": p, "alibi_slopes": slopes}
-        return [*(Fact(*part) for part in self._identity), *(Fact.of(name, value) for name, value in named.items())]
+        named: dict[str, Any] = {
+            "dropout_seed": seed,
+            **self._facts,
+            "dropout_p": p,
+            "alibi_slopes": slopes,
+        }
+        return [
+            *(Fact(*part) for part in self._identity),
+            *(Fact.of(name, value) for name, value in named.items()),
+        ]
 
 
 def _taken(kept: KeptOutput | None, group: int) -> tuple[Tensor, ...] | None:

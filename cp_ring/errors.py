@@ -1,6 +1,7 @@
 """The errors that users meet.
 
-Each derives from `ValueError` and carries one line: what is wrong, with which values, and which setting to change.
+Each derives from `ValueError` and carries one line: what is wrong, with which values, and which
+setting to change.
 """
 
 

@@ -1,6 +1,8 @@
-"""The hop loop: forward and backward of one call around one ring, and torch's autograd function around both.
+"""The hop loop: forward and backward of one call around one ring, and torch's autograd function
+around both.
 
-Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of queries and keys, e head size of
+Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of
+queries and keys, e head size of
 values. Tokens come first (sbhd): any token range of keys is then contiguous and travels uncopied.
 """
 
@@ -31,8 +33,8 @@ from cp_ring.plan.tables import RankPlan
 class Ring:
     """What all calls around one ring share.
 
-    `codec` is a class of codecs; `exact` asks for determinism; `rank` is that in the whole job. `works` has the work of forward
-    and of backward, each from its first call on.
+    `codec` is a class of codecs; `exact` asks for determinism; `rank` is that in the whole job.
+    `works` has the work of forward and of backward, each from its first call on.
     """
 
     codec: type[Codec]
@@ -45,7 +47,9 @@ class Ring:
 
 
 class RingCall(NamedTuple):
-    """What forward and backward of one call share. It keeps plan and transport alive, which the ring does not."""
+    """What forward and backward of one call share. It keeps plan and transport alive, which the
+    ring does not.
+    """
 
     ring: Ring
     rank_plan: RankPlan
@@ -62,10 +66,11 @@ class RingCall(NamedTuple):
 
 
 class RingAttention(torch.autograd.Function):
-    """From q [s, b, h, d], k [s, b, g, d] and v [s, b, g, e] to out [s, b, h, e] in the dtype of q, and lse [b, h, s].
+    """From q [s, b, h, d], k [s, b, g, d] and v [s, b, g, e] to out [s, b, h, e] in the dtype of q,
+    and lse [b, h, s].
 
-    `inputs` are those of the codec beside k and v. `taken` is out and lse of an earlier call with the same inputs on every rank:
-    then nothing is computed or sent in forward.
+    `inputs` are those of the codec beside k and v. `taken` is out and lse of an earlier call with
+    the same inputs on every rank: then nothing is computed or sent in forward.
     """
 
     @staticmethod
@@ -78,9 +83,15 @@ class RingAttention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if taken is None:
             with without_autocast(q.device):
-                with determinism(call.ring.exact), on_device(q), timed(call.ring.rank, call.place, "forward", q.device):
+                with (
+                    determinism(call.ring.exact),
+                    on_device(q),
+                    timed(call.ring.rank, call.place, "forward", q.device),
+                ):
                     # A sink changes out once more: it is not rounded before.
-                    out, lse = _run_forward(call, q, k, v, inputs, q.dtype if sink is None else sum_dtype(q.dtype))
+                    out, lse = _run_forward(
+                        call, q, k, v, inputs, q.dtype if sink is None else sum_dtype(q.dtype)
+                    )
                 if sink is not None:
                     lse, out = _add_sink(out, lse, sink), out.to(q.dtype)
         else:
@@ -100,7 +111,11 @@ class RingAttention(torch.autograd.Function):
         call = ctx.call
         WATCH.place, WATCH.backward = call.place, True
         with without_autocast(q.device):
-            with determinism(call.ring.exact), on_device(q), timed(call.ring.rank, call.place, "backward", q.device):
+            with (
+                determinism(call.ring.exact),
+                on_device(q),
+                timed(call.ring.rank, call.place, "backward", q.device),
+            ):
                 dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, (out, lse))
             dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
         return None, None, dq, dk, dv, dsink, *others
@@ -109,10 +124,14 @@ class RingAttention(torch.autograd.Function):
 def _run_forward(
     call: RingCall, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e] in `dtype`, lse [b, h, s]."""
+    """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e] in
+    `dtype`, lse [b, h, s].
+    """
     ring, work = call.ring, call.work(q.device, backward=False)
     total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
-    for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(call.rank_plan, work.hops, call.transport, ring.num_slots):
+    for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(
+        call.rank_plan, work.hops, call.transport, ring.num_slots
+    ):
         with span("forward", hop):
             for kernel_call in traced(work.calls[hop]):
                 total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, ring.scale))
@@ -120,9 +139,17 @@ def _run_forward(
 
 
 def _run_backward(
-    call: RingCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], merged: tuple[Tensor, Tensor]
+    call: RingCall,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: Sequence[Tensor],
+    merged: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, ...]:
-    """The hop loop of backward: partial gradients of the last hop's keys travel home while the next hop is computed."""
+    """The hop loop of backward: partial gradients of the last hop's keys travel home while the next
+    hop is computed.
+    """
     (out, lse), ring, work = merged, call.ring, call.work(q.device, backward=True)
     codec = ring.codec(k, v, *inputs)
     keys = codec.keys(call.rank_plan, work.hops, call.transport, ring.num_slots, backward=True)
@@ -132,7 +159,9 @@ def _run_backward(
         grads.start(hop)
         with span("backward", hop):
             for kernel_call in traced(work.calls[hop]):
-                dq, dk, dv = kernel_call.gradients(call.kernel, dout, q, k_hop, v_hop, out, statistics, ring.scale)
+                dq, dk, dv = kernel_call.gradients(
+                    call.kernel, dout, q, k_hop, v_hop, out, statistics, ring.scale
+                )
                 total.add(dq)
                 grads.add(dk, dv)
         grads.send(hop)
@@ -140,7 +169,9 @@ def _run_backward(
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Counts exp(sink) into the denominators: scales out [s, b, h, e] in place, returns the new lse [b, h, s]."""
+    """Counts exp(sink) into the denominators: scales out [s, b, h, e] in place, returns the new lse
+    [b, h, s].
+    """
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
     out *= _weight(lse, with_sink).permute(2, 0, 1)[..., None]
     return with_sink

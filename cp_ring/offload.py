@@ -1,11 +1,13 @@
-"""Activations that wait in host memory between forward and backward, and are fetched one layer ahead.
+"""Activations that wait in host memory between forward and backward, and are fetched one layer
+ahead.
 
-Inside `Offload.layer()`, autograd's saved tensors are copied to host memory, and the device forgets them. In backward, the first
-tensor of a layer that is needed fetches this layer and, beside the computation, the one whose forward came before it. So the
-device holds the tensors of at most two layers of a microbatch, however many there are. Values are the same bits.
+Inside `Offload.layer()`, autograd's saved tensors are copied to host memory, and the device forgets
+them. In backward, the first tensor of a layer that is needed fetches this layer and, beside the
+computation, the one whose forward came before it. So the device holds the tensors of at most two
+layers of a microbatch, however many there are. Values are the same bits.
 
-On CUDA both directions have a stream of their own and the host memory is pinned. On the CPU a copy stands for host memory, so
-that order, content and bytes can be tested.
+On CUDA both directions have a stream of their own and the host memory is pinned. On the CPU a copy
+stands for host memory, so that order, content and bytes can be tested.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 class Offload:
     """Moves saved tensors of layers to host memory and back. One object for all layers of a model.
 
-    `with offload.layer(): out = cp_ring.ring_attention(q, k, v, group)` moves what this call saves: q, k, v, out and lse. Other
-    operations that save the same tensors keep them on the device, unless they run inside `sharing()`.
+    `with offload.layer(): out = cp_ring.ring_attention(q, k, v, group)` moves what this call saves:
+    q, k, v, out and lse. Other operations that save the same tensors keep them on the device,
+    unless they run inside `sharing()`.
 
     least: tensors of fewer bytes stay on the device.
     peak: the largest number of bytes of fetched tensors that were on the device at a time.
@@ -40,10 +43,12 @@ class Offload:
 
     @contextmanager
     def layer(self, keep: Iterable[Tensor | None] = ()) -> Iterator[None]:
-        """A new layer: tensors that are saved for backward inside wait in host memory, except those of `keep`.
+        """A new layer: tensors that are saved for backward inside wait in host memory, except those
+        of `keep`.
 
-        Give weights as `keep`: they are on the device anyway. What stays on the device must not be changed in place before
-        backward, which raises then, as ever in autograd; what has moved is as it was when it was saved.
+        Give weights as `keep`: they are on the device anyway. What stays on the device must not be
+        changed in place before backward, which raises then, as ever in autograd; what has moved is
+        as it was when it was saved.
         """
         layer, kept = self._begin(), {x.data_ptr() for x in keep if x is not None}
 
@@ -55,7 +60,8 @@ class Offload:
             yield
 
     def sharing(self) -> saved_tensors_hooks:
-        """A context in which saved tensors that the last layer has moved are not saved again; others are saved as ever.
+        """A context in which saved tensors that the last layer has moved are not saved again;
+        others are saved as ever.
 
         So is a tensor that was changed in place after it was moved.
         """
@@ -68,7 +74,9 @@ class Offload:
         return saved_tensors_hooks(pack, tensor_of)
 
     def put(self, *tensors: Tensor) -> tuple[Waiting, ...]:
-        """Moves tensors to host memory, as a layer. They are dropped there with the objects that are returned."""
+        """Moves tensors to host memory, as a layer. They are dropped there with the objects that
+        are returned.
+        """
         layer = self._begin()
         return tuple(self._put(tensor, layer) for tensor in tensors)
 
@@ -88,14 +96,20 @@ class Offload:
     def _put(self, tensor: Tensor, layer: _Layer) -> Waiting:
         copy = layer.find(tensor)
         if copy is None:
-            flat = tensor.as_strided((tensor.numel(),), (1,)) if _dense(tensor) else tensor.contiguous().view(-1)
+            flat = (
+                tensor.as_strided((tensor.numel(),), (1,))
+                if _dense(tensor)
+                else tensor.contiguous().view(-1)
+            )
             copy = _Copy(layer, tensor, *self._to_host(flat))
             layer.copies.append(weakref.ref(copy))
             self._copies.add(copy)
         return _waiting(tensor, copy)
 
     def _to_host(self, flat: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy of `flat` in host memory, and the event after which it is complete; None where it is complete now."""
+        """A copy of `flat` in host memory, and the event after which it is complete; None where it
+        is complete now.
+        """
         if not flat.is_cuda:
             return flat.clone(), None
         host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
@@ -104,7 +118,8 @@ class Offload:
         with torch.cuda.stream(stream):
             host.copy_(flat, non_blocking=True)
             moved = stream.record_event()
-        flat.record_stream(stream)  # autograd drops the tensor now; its memory must not be used again before the copy is made
+        # autograd drops the tensor now; its memory must not be used again before the copy is made
+        flat.record_stream(stream)
         return host, moved
 
     def fetch(self, copy: _Copy) -> None:
@@ -114,9 +129,13 @@ class Offload:
         if copy.device.type != "cuda":
             copy.fetched = copy.host.clone()
         else:
-            current, stream = torch.cuda.current_stream(copy.device), self._stream(copy.device, "to device")
+            current, stream = (
+                torch.cuda.current_stream(copy.device),
+                self._stream(copy.device, "to device"),
+            )
             copy.fetched = torch.empty(copy.host.shape, dtype=copy.host.dtype, device=copy.device)
-            stream.wait_stream(current)  # work that was enqueued before may still use the memory that was just allocated
+            # work that was enqueued before may still use the memory that was just allocated
+            stream.wait_stream(current)
             if copy.moved is not None:
                 stream.wait_event(copy.moved)
             with torch.cuda.stream(stream):
@@ -132,7 +151,9 @@ class Offload:
 
 
 class _Layer:
-    """The tensors that were moved in one call of one layer. Its copies keep it alive, not the other way round."""
+    """The tensors that were moved in one call of one layer. Its copies keep it alive, not the other
+    way round.
+    """
 
     def __init__(self, offload: Offload, before: _Layer | None) -> None:
         self.offload = offload
@@ -159,13 +180,18 @@ class _Layer:
 
 
 class _Copy:
-    """The elements of a tensor in host memory; `moved` and `ready` are the events after which host and device have them."""
+    """The elements of a tensor in host memory; `moved` and `ready` are the events after which host
+    and device have them.
+    """
 
-    def __init__(self, layer: _Layer, tensor: Tensor, host: Tensor, moved: torch.cuda.Event | None) -> None:
+    def __init__(
+        self, layer: _Layer, tensor: Tensor, host: Tensor, moved: torch.cuda.Event | None
+    ) -> None:
         self.layer, self.host, self.device, self.moved = layer, host, tensor.device, moved
         self.fetched: Tensor | None = None
         self.ready: torch.cuda.Event | None = None
-        # Another tensor may come to lie where this one was, so an address says something only as long as the storage lives.
+        # Another tensor may come to lie where this one was, so an address says something only as
+        # long as the storage lives.
         self._key, self._storage = _key(tensor), StorageWeakRef(tensor.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -199,7 +225,9 @@ class Waiting:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A saved tensor that stays on its device, and its version then: torch compares none of tensors that hooks have packed."""
+    """A saved tensor that stays on its device, and its version then: torch compares none of tensors
+    that hooks have packed.
+    """
 
     saved: Tensor
     version: int
@@ -208,8 +236,9 @@ class Kept:
         """The tensor. Raises `RuntimeError`, as torch does, if it was changed in place."""
         if self.saved._version != self.version:
             raise RuntimeError(
-                f"a tensor {list(self.saved.shape)} that backward needs has been modified by an inplace operation: it is at "
-                f"version {self.saved._version}, and was saved at version {self.version}"
+                f"a tensor {list(self.saved.shape)} that backward needs has been modified by an "
+                f"inplace operation: it is at version {self.saved._version}, and was saved at "
+                f"version {self.version}"
             )
         return self.saved
 
@@ -225,11 +254,20 @@ def tensor_of(saved: Tensor | Kept | Waiting) -> Tensor:
 
 
 def _key(tensor: Tensor) -> tuple[int, int, torch.dtype, int]:
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype, 0 if tensor.is_inference() else tensor._version
+    return (
+        tensor.data_ptr(),
+        tensor.numel(),
+        tensor.dtype,
+        0 if tensor.is_inference() else tensor._version,
+    )
 
 
 def _dense(tensor: Tensor) -> bool:
     """Whether the elements lie in memory without gaps or overlaps, in any order."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    ordered = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    extent = 1 + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    ordered = sorted(
+        (step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
     return tensor.numel() > 0 and extent == tensor.numel() and all(step > 0 for step, _ in ordered)

@@ -53,33 +53,61 @@ class PlanOptions:
     def __post_init__(self) -> None:
         mask, heads, layout = self.mask, self.heads, self.layout
         if not isinstance(self.window_size, Sequence) or len(self.window_size) != 2:
-            raise ConfigError(f"window_size={self.window_size!r}: it must be (left, right), with -1 for an open side")
+            raise ConfigError(
+                f"window_size={self.window_size!r}: it must be (left, right), with -1 for an open "
+                "side"
+            )
         masks = [("mask", mask is not None), ("causal", self.causal),
                  ("window_size", tuple(self.window_size) != (-1, -1)), ("cu_seqlens", self.cu_seqlens is not None)]  # fmt: skip
         if self.plan is not None:
-            others = [("layout", layout != "zigzag"), ("route", self.route != "direct"), ("schedule", self.schedule != "auto"),
+            others = [("layout", layout != "zigzag"), ("route", self.route != "direct"), ("schedule", self.schedule !=
+                "auto"),
                       ("heads", heads != 1), ("node_size", self.node_size is not None)]  # fmt: skip
             for name, given in masks + others:
                 if given:
-                    raise ConfigError(f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop one")
+                    raise ConfigError(
+                        f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop "
+                        "one"
+                    )
         elif mask is not None:
             for name, given in masks[1:]:
                 if given:
-                    raise ConfigError(f"{name} and mask are both given, but a mask is complete by itself: drop one")
+                    raise ConfigError(
+                        f"{name} and mask are both given, but a mask is complete by itself: drop "
+                        "one"
+                    )
             if not isinstance(mask, Mask):
-                hint = "; mask_mod functions are not supported, see the constructors of cp_ring.Mask" if callable(mask) else ""
+                hint = (
+                    "; mask_mod functions are not supported, see the constructors of cp_ring.Mask"
+                    if callable(mask)
+                    else ""
+                )
                 raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
         if heads != AUTO and (not isinstance(heads, int) or heads < 1):
             raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
         if not isinstance(self.schedule, str | Sequence):
-            raise ConfigError(f"schedule is a {type(self.schedule).__name__}, not auto, ring, gather or a tuple of hops")
+            raise ConfigError(
+                f"schedule is a {type(self.schedule).__name__}, not auto, ring, gather or a tuple "
+                "of hops"
+            )
         if not isinstance(layout, str | Layout):
-            raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}")
+            raise ConfigError(
+                f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}"
+            )
 
-    def find(self, shape: tuple[int, int], rank: int, cp: int, node_size: int, sizes: AttentionSizes | None) -> Plan:
-        """The plan of a call in which rank `rank` of `cp` passes q of `shape`, tokens and batch rows, with these sizes.
+    def find(
+        self,
+        shape: tuple[int, int],
+        rank: int,
+        cp: int,
+        node_size: int,
+        sizes: AttentionSizes | None,
+    ) -> Plan:
+        """The plan of a call in which rank `rank` of `cp` passes q of `shape`, tokens and batch
+        rows, with these sizes.
 
-        `node_size` is what the launcher says. Raises `ConfigError` or `PlanError` with a line that names the argument.
+        `node_size` is what the launcher says. Raises `ConfigError` or `PlanError` with a line that
+        names the argument.
         """
         layout, (tokens, batch) = self.layout, shape
         if isinstance(layout, Layout) and layout.cp != cp:
@@ -88,11 +116,19 @@ class PlanOptions:
         if mask is None:
             end = layout.n if isinstance(layout, Layout) else None
             if self.cu_seqlens is None:
-                edges: tuple[int, ...] = (0, length_of(tokens, cp, str(layout)) if end is None else end)
+                edges: tuple[int, ...] = (
+                    0,
+                    length_of(tokens, cp, str(layout)) if end is None else end,
+                )
             else:
                 edges = tuple(offsets(self.cu_seqlens, "cu_seqlens", end).tolist())
             mask = _mask(edges, self.causal, window_of(self.window_size))
-        spec = PlanSpec(layout, self.route, self.schedule, node_size=self.node_size if self.node_size is not None else node_size)
+        spec = PlanSpec(
+            layout,
+            self.route,
+            self.schedule,
+            node_size=self.node_size if self.node_size is not None else node_size,
+        )
         if AUTO in (self.route, self.heads):
             spec = _fastest(mask, cp, spec, self.heads, sizes or AttentionSizes())
         else:
@@ -102,16 +138,20 @@ class PlanOptions:
         if proven.layout.rows == 1 and held != tokens:
             name = "cu_seqlens ends at" if self.cu_seqlens is not None else "the sequence has"
             raise ConfigError(
-                f"{name} {proven.n} tokens, of which rank {rank} of {cp} holds {held}, but q has {tokens} tokens of each batch "
-                "row"
+                f"{name} {proven.n} tokens, of which rank {rank} of {cp} holds {held}, but q has "
+                f"{tokens} tokens of each batch row"
             )
         if proven.layout.rows not in (1, batch):
             raise ConfigError(f"layout is for {proven.layout.rows} batch rows, but q has {batch}")
         return proven
 
 
-def _fastest(mask: Mask, cp: int, spec: PlanSpec, heads: int | str, sizes: AttentionSizes) -> PlanSpec:
-    """The spec with route and heads of least predicted time, in place of `auto`; found once for equal arguments."""
+def _fastest(
+    mask: Mask, cp: int, spec: PlanSpec, heads: int | str, sizes: AttentionSizes
+) -> PlanSpec:
+    """The spec with route and heads of least predicted time, in place of `auto`; found once for
+    equal arguments.
+    """
     layout, schedule = spec.layout, text(spec.schedule)
     split = layout if isinstance(layout, str) else layout.digest
     key = mask.digest, split, cp, spec.route, schedule, heads, spec.node_size, sizes
@@ -119,7 +159,14 @@ def _fastest(mask: Mask, cp: int, spec: PlanSpec, heads: int | str, sizes: Atten
         if key not in _choices:
             made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
             shape = choose(
-                [(mask, 1)], cp, sizes, spec.node_size, route=spec.route, heads=heads, schedule=schedule, layout=made
+                [(mask, 1)],
+                cp,
+                sizes,
+                spec.node_size,
+                route=spec.route,
+                heads=heads,
+                schedule=schedule,
+                layout=made,
             ).shape
             _choices[key] = shape.route, shape.heads
             while len(_choices) > MAX_CHOICES:
@@ -136,8 +183,8 @@ def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
     """
     if layout == "zigzag" and cp > 1 and tokens % 2:
         raise ConfigError(
-            f"a rank holds {tokens} tokens, not a multiple of 2, so the length of the sequence is unknown: "
-            f"pad it to a multiple of {2 * cp}, or pass a Layout as layout="
+            f"a rank holds {tokens} tokens, not a multiple of 2, so the length of the sequence is "
+            f"unknown: pad it to a multiple of {2 * cp}, or pass a Layout as layout="
         )
     return tokens * cp
 

@@ -1,7 +1,9 @@
-"""GPT pretraining on Megatron-core's own training loop: `python -m cp_ring.pretrain_gpt <Megatron flags> --cp-ring`.
+"""GPT pretraining on Megatron-core's own training loop:
+`python -m cp_ring.pretrain_gpt <Megatron flags> --cp-ring`.
 
-Takes every flag of Megatron's `pretrain_gpt.py` that concerns a GPT model and its data; `--help` lists them. The loss is
-normalized per token, which is exact under context parallelism, and no s x s attention mask is ever built.
+Takes every flag of Megatron's `pretrain_gpt.py` that concerns a GPT model and its data; `--help`
+lists them. The loss is normalized per token, which is exact under context parallelism, and no s x s
+attention mask is ever built.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ def main() -> None:
         return
     signals.listen_if_asked(sys.argv)
     sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
-    gc.disable()  # while millions of objects that stay are made: a seventh of the time that imports take
+    # while millions of objects that stay are made: a seventh of the time that imports take
+    gc.disable()
     with rejecting():
         _mask_documents(sys.argv)
         config = install(sys.argv[1:])
         standard_streams.tolerate()
-        from cp_ring.megatron import compat, gpt, gpt_model, training_log  # these load Megatron: only after `install`
+        # these load Megatron: only after `install`
+        from cp_ring.megatron import compat, gpt, gpt_model, training_log
         from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 
         log_steps()
@@ -48,13 +52,17 @@ def main() -> None:
 def _mask_documents(argv: list[str]) -> None:
     """Adds --cp-ring-document-mask where the data set that `argv` asks for packs documents.
 
-    Raises `ConfigError` for such a data set without ring attention, which would let tokens see other documents.
+    Raises `ConfigError` for such a data set without ring attention, which would let tokens see
+    other documents.
     """
     asked = next((flag for flag in (SFT, INTER_DOCUMENT) if flag in argv), None)
     if asked is None or DOCUMENT_MASK in argv:
         return
     if "--cp-ring" not in argv:
-        raise ConfigError(f"cp_ring.pretrain_gpt supports {asked} with --cp-ring only, which masks documents: give it too")
+        raise ConfigError(
+            f"cp_ring.pretrain_gpt supports {asked} with --cp-ring only, which masks documents: "
+            "give it too"
+        )
     argv.append(DOCUMENT_MASK)
 
 

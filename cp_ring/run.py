@@ -1,7 +1,9 @@
-"""Runs an unmodified Megatron script with ring attention: `torchrun ... -m cp_ring.run pretrain_gpt.py <flags> --cp-ring`.
+"""Runs an unmodified Megatron script with ring attention:
+`torchrun ... -m cp_ring.run pretrain_gpt.py <flags> --cp-ring`.
 
-The script runs as `__main__`, with its own `sys.argv` and its own folder first on `sys.path`, as if Python ran it.
-Without --cp-ring, --cp-ring-cpu or --help among the flags, nothing in Megatron is changed.
+The script runs as `__main__`, with its own `sys.argv` and its own folder first on `sys.path`, as if
+Python ran it. Without --cp-ring, --cp-ring-cpu or --help among the flags, nothing in Megatron is
+changed.
 """
 
 from __future__ import annotations
@@ -46,10 +48,13 @@ def main() -> None:
 
 
 def _show_help(script: Path) -> None:
-    """Prints the usage of this module and cp_ring's flags, then runs the script for its own help, which may fail."""
+    """Prints the usage of this module and cp_ring's flags, then runs the script for its own help,
+    which may fail.
+    """
     print(f"{_USAGE}\n\n{argument_parser.list_own_flags()}\n{script}:", flush=True)
     arguments = patches.get("arguments")
-    if not arguments.rejection():  # else there is no Megatron that cp_ring knows: the script's help is shown as it is
+    # else there is no Megatron that cp_ring knows: the script's help is shown as it is
+    if not arguments.rejection():
         arguments.apply()
     runpy.run_path(str(script), run_name="__main__")
 
@@ -58,7 +63,8 @@ def _run_patched(script: Path, config: ContextParallelConfig) -> None:
     """Runs the script with the patches in force, and writes what the run directory is to hold."""
     standard_streams.tolerate()
     signals.listen_if_asked(sys.argv)
-    from cp_ring.megatron import training_log  # these load torch and Megatron, which takes seconds: listen first
+    # these load torch and Megatron, which takes seconds: listen first
+    from cp_ring.megatron import training_log
     from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 
     _check_batches(script, config)
@@ -68,7 +74,8 @@ def _run_patched(script: Path, config: ContextParallelConfig) -> None:
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
-            # A script may end with `sys.exit(0)` after its last step. Megatron too exits with 0 where a signal stops it earlier.
+            # A script may end with `sys.exit(0)` after its last step. Megatron too exits with 0
+            # where a signal stops it earlier.
             if end.code or not training_log.all_steps_done():
                 raise
     training_log.finish(config.run_dir)

@@ -1,7 +1,9 @@
-"""All state of this process that outlives a call: caches, settings in force, the watchdog's notes, lines already printed.
+"""All state of this process that outlives a call: caches, settings in force, the watchdog's notes,
+lines already printed.
 
-A module that keeps such state registers it here, where `RUNTIME.reset()` finds it. A program that trains one model after
-another, and each test, then begins as a new process does. Nothing is imported here, so every module may use it.
+A module that keeps such state registers it here, where `RUNTIME.reset()` finds it. A program that
+trains one model after another, and each test, then begins as a new process does. Nothing is
+imported here, so every module may use it.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ class Runtime:
         self._resets: list[Callable[[], object]] = []
 
     def keep[T](self, state: T, reset: Callable[[], object] | None = None) -> T:
-        """Registers `state` and returns it. `reset` is its method `clear` by default, or its `__init__` without arguments."""
+        """Registers `state` and returns it. `reset` is its method `clear` by default, or its
+        `__init__` without arguments.
+        """
         self._resets.append(reset or getattr(state, "clear", None) or state.__init__)  # type: ignore[misc]
         return state
 
-    def cache[T](self, maxsize: int | None = None) -> Callable[[Callable[..., T]], functools._lru_cache_wrapper[T]]:
+    def cache[T](
+        self, maxsize: int | None = None
+    ) -> Callable[[Callable[..., T]], functools._lru_cache_wrapper[T]]:
         """`functools.lru_cache` that a reset empties."""
 
         def decorate(function: Callable[..., T]) -> functools._lru_cache_wrapper[T]:
@@ -32,7 +38,9 @@ class Runtime:
         return decorate
 
     def reset(self) -> None:
-        """Makes all registered state as it was when its module was imported. No call of attention may run meanwhile."""
+        """Makes all registered state as it was when its module was imported. No call of attention
+        may run meanwhile.
+        """
         for reset in self._resets:
             reset()
 

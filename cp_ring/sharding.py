@@ -1,4 +1,6 @@
-"""shard, unshard, roll and convert_layout: tensors of a whole sequence, and the parts of them that ranks hold."""
+"""shard, unshard, roll and convert_layout: tensors of a whole sequence, and the parts of them that
+ranks hold.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,22 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
 ) -> Tensors:
     """This rank's part of whole tensors along `dim`, the dimension of tokens.
 
-    `tensors` is a tensor, or a tuple, list or dict of tensors; None inside them stays None. `layout` is a `Layout`, a plan, or
-    None for `Layout.zigzag`. Nothing is sent: every rank holds the whole tensor and takes its part. The gradient of a part
-    reaches this rank's whole tensor only, zero elsewhere.
+    `tensors` is a tensor, or a tuple, list or dict of tensors; None inside them stays None.
+    `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Nothing is sent: every rank holds
+    the whole tensor and takes its part. The gradient of a part reaches this rank's whole tensor
+    only, zero elsewhere.
 
-    Raises `PlanError` where a tensor has another number of tokens than the layout, `ConfigError` for what is not a group.
+    Raises `PlanError` where a tensor has another number of tokens than the layout, `ConfigError`
+    for what is not a group.
     """
     if isinstance(tensors, list):
         return [None if x is None else shard(x, layout, group, dim) for x in tensors]
     if isinstance(tensors, tuple):
         return tuple(None if x is None else shard(x, layout, group, dim) for x in tensors)
     if isinstance(tensors, dict):
-        return {name: None if x is None else shard(x, layout, group, dim) for name, x in tensors.items()}
+        return {
+            name: None if x is None else shard(x, layout, group, dim) for name, x in tensors.items()
+        }
     dim, transport = _begin(tensors, dim, group)
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
     return _layout(layout, tensors.shape[dim], size).shard(tensors, rank, dim)
@@ -56,13 +62,16 @@ def unshard(
     group: Group = None,
     dim: int = 1,
 ) -> Tensor:
-    """The whole tensor from the parts of all ranks: the inverse of `shard`. A collective: every rank of `group` calls it.
+    """The whole tensor from the parts of all ranks: the inverse of `shard`. A collective: every
+    rank of `group` calls it.
 
-    Every rank gets the whole tensor. Backward, also a collective, sums the gradients of all ranks' whole tensors and returns
-    this rank's part, as `torch.distributed.nn.functional.all_gather` does. So where every rank computes the same loss on the
-    whole tensor, average the parameters' gradients over `group`, as data parallelism does, or divide the loss by its size.
+    Every rank gets the whole tensor. Backward, also a collective, sums the gradients of all ranks'
+    whole tensors and returns this rank's part, as `torch.distributed.nn.functional.all_gather`
+    does. So where every rank computes the same loss on the whole tensor, average the parameters'
+    gradients over `group`, as data parallelism does, or divide the loss by its size.
 
-    `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is not this rank's part of the layout.
+    `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is not
+    this rank's part of the layout.
     """
     dim, transport = _begin(x, dim, group)
     layout = _layout_of_part(layout, x, transport, dim)
@@ -84,12 +93,14 @@ def roll(
     cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     fill: float = 0,
 ) -> Tensor:
-    """This rank's part of `torch.roll(whole, shift, dim)`: -1 gives each token what the next token has, as for labels.
+    """This rank's part of `torch.roll(whole, shift, dim)`: -1 gives each token what the next token
+    has, as for labels.
 
-    A collective, as `unshard`, and differentiable; only tokens that change ranks travel. Without `cu_seqlens` the first
-    tokens of the sequence come after its last ones, as in `torch.roll`. With `cu_seqlens`, the ends of packed documents in
-    the whole sequence, a token whose source is outside of its own document gets `fill`. `cu_seqlens=[0, n]` fills the end of a
-    single sequence. The result has the dtype of x. Raises `ConfigError` for a `fill` that this dtype does not have.
+    A collective, as `unshard`, and differentiable; only tokens that change ranks travel. Without
+    `cu_seqlens` the first tokens of the sequence come after its last ones, as in `torch.roll`. With
+    `cu_seqlens`, the ends of packed documents in the whole sequence, a token whose source is
+    outside of its own document gets `fill`. `cu_seqlens=[0, n]` fills the end of a single sequence.
+    The result has the dtype of x. Raises `ConfigError` for a `fill` that this dtype does not have.
     """
     (dim, transport), shift = _begin(x, dim, group), integer(shift, "shift")
     layout = _layout_of_part(layout, x, transport, dim)
@@ -98,7 +109,9 @@ def roll(
     if cu_seqlens is not None:
         _check_fill(fill, x.dtype)
         edges = offsets(cu_seqlens, "cu_seqlens", layout.n)
-        outside = _other_document(layout.positions(rank), max(-layout.n, min(shift, layout.n)), edges).to(x.device)
+        outside = _other_document(
+            layout.positions(rank), max(-layout.n, min(shift, layout.n)), edges
+        ).to(x.device)
     _agree(transport, "roll", layout, x.movedim(dim, 0), shift)
     rolled: Tensor = _Roll.apply(x.movedim(dim, 0), shift % layout.n, layout, transport, rank)
     if outside is not None:
@@ -114,12 +127,14 @@ def convert_layout(
     group: Group = None,
     dim: int = 1,
 ) -> Tensor:
-    """This rank's part of `after`, from its part of `before`: for layers that want their tokens split in another way.
+    """This rank's part of `after`, from its part of `before`: for layers that want their tokens
+    split in another way.
 
-    A collective, as `unshard`, and differentiable: gradients go the way back. Only tokens that change ranks travel, in one
-    message between two ranks; the plan of the messages is proven when it is made. The layouts are for the same number of tokens,
-    which a rank need not hold equally many of; each is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where
-    x is not this rank's part of `before`, or the layouts do not fit together.
+    A collective, as `unshard`, and differentiable: gradients go the way back. Only tokens that
+    change ranks travel, in one message between two ranks; the plan of the messages is proven when
+    it is made. The layouts are for the same number of tokens, which a rank need not hold equally
+    many of; each is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is
+    not this rank's part of `before`, or the layouts do not fit together.
     """
     dim, transport = _begin(x, dim, group)
     before = _layout_of_part(before, x, transport, dim)
@@ -142,7 +157,9 @@ def _begin(
 
 
 def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, shift: int) -> None:
-    """Raises `PlanError` on all ranks where they make different calls: other layouts, dtypes, sizes [tokens, ...] or shifts."""
+    """Raises `PlanError` on all ranks where they make different calls: other layouts, dtypes, sizes
+    [tokens, ...] or shifts.
+    """
     agree = getattr(transport, "agree", None)
     if agree is None:
         return
@@ -163,7 +180,10 @@ class _Unshard(torch.autograd.Function):
         ctx.layout, ctx.transport = layout, transport
         x = x.contiguous()
         sizes = layout.tokens_per_rank.tolist()
-        parts = [x if rank == transport.rank else x.new_empty((size, *x.shape[1:])) for rank, size in enumerate(sizes)]
+        parts = [
+            x if rank == transport.rank else x.new_empty((size, *x.shape[1:]))
+            for rank, size in enumerate(sizes)
+        ]
         _exchange(transport, [x] * len(parts), parts, "unshard")
         return layout.unshard(parts, 0)
 
@@ -173,7 +193,9 @@ class _Unshard(torch.autograd.Function):
         layout, transport = ctx.layout, ctx.transport
         leaving = [layout.shard(gradient, rank, 0).contiguous() for rank in range(layout.cp)]
         mine = leaving[transport.rank]
-        arriving = [mine if rank == transport.rank else torch.empty_like(mine) for rank in range(layout.cp)]
+        arriving = [
+            mine if rank == transport.rank else torch.empty_like(mine) for rank in range(layout.cp)
+        ]
         _exchange(transport, leaving, arriving, "unshard gradients")
         total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
         for part in arriving:  # in the order of ranks: the same bits in every run
@@ -185,7 +207,9 @@ class _Roll(torch.autograd.Function):
     """[tokens of the rank, ...] to the same of the rolled sequence."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shift: int, layout: Layout, transport: Transport | None, rank: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, shift: int, layout: Layout, transport: Transport | None, rank: int
+    ) -> Tensor:
         ctx.arguments = shift, layout, transport, rank
         return _rolled(x, shift, layout, transport, rank)
 
@@ -230,9 +254,14 @@ def _converted(x: Tensor, plan: Conversion, transport: Transport) -> Tensor:
     return out
 
 
-def _rolled(x: Tensor, shift: int, layout: Layout, transport: Transport | None, rank: int) -> Tensor:
+def _rolled(
+    x: Tensor, shift: int, layout: Layout, transport: Transport | None, rank: int
+) -> Tensor:
     x = x.contiguous()
-    sources = [torch.from_numpy(_sources(layout, shift, rank, peer)).to(x.device) for peer in range(layout.cp)]
+    sources = [
+        torch.from_numpy(_sources(layout, shift, rank, peer)).to(x.device)
+        for peer in range(layout.cp)
+    ]
     arriving = [x.new_empty((int((owner == peer).sum()), *x.shape[1:])) for owner in [_owners(layout, shift, rank)]
                 for peer in range(layout.cp)]  # fmt: skip
     leaving = [x.index_select(0, index) for index in sources]
@@ -262,13 +291,19 @@ def _sources(layout: Layout, shift: int, rank: int, peer: int) -> Ints:
 
 
 def _other_document(positions: Ints, shift: int, edges: Ints) -> Tensor:
-    """For each position, whether the source of its rolled value lies outside of its document. Documents begin at `edges`."""
+    """For each position, whether the source of its rolled value lies outside of its document.
+    Documents begin at `edges`.
+    """
     source = positions - shift
-    return torch.from_numpy(np.searchsorted(edges, source, "right") != np.searchsorted(edges, positions, "right"))
+    return torch.from_numpy(
+        np.searchsorted(edges, source, "right") != np.searchsorted(edges, positions, "right")
+    )
 
 
 def _check_fill(fill: float, dtype: torch.dtype) -> None:
-    """Raises `ConfigError` for a fill that is no value of `dtype`; floating-point numbers may be rounded."""
+    """Raises `ConfigError` for a fill that is no value of `dtype`; floating-point numbers may be
+    rounded.
+    """
     try:
         held = torch.tensor(fill, dtype=dtype)
         fits = held.dtype.is_floating_point or held.dtype.is_complex or held.item() == fill
@@ -278,7 +313,9 @@ def _check_fill(fill: float, dtype: torch.dtype) -> None:
         raise ConfigError(f"fill={fill!r}: a tensor of {dtype} cannot hold it")
 
 
-def _exchange(transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str) -> None:
+def _exchange(
+    transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str
+) -> None:
     """Sends leaving[r] to rank r and fills arriving[r] from it, for all other ranks r."""
     others = [rank for rank in range(transport.size) if rank != transport.rank]
 
@@ -298,15 +335,23 @@ def _layout(layout: Layout | Plan | None, n: int, cp: int) -> Layout:
     if not isinstance(layout, Layout):
         raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout, a Plan or None")
     if layout.cp != cp:
-        raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}: pass their process group as group=")
+        raise ConfigError(
+            f"layout is for {layout.cp} ranks, but the group has {cp}: pass their process group as "
+            "group="
+        )
     return layout
 
 
-def _layout_of_part(layout: Layout | Plan | None, x: Tensor, transport: Transport | None, dim: int) -> Layout:
+def _layout_of_part(
+    layout: Layout | Plan | None, x: Tensor, transport: Transport | None, dim: int
+) -> Layout:
     """The layout of which x is this rank's part."""
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
     found = _layout(layout, length_of(x.shape[dim], size) if layout is None else 0, size)
     held = int(found.tokens_per_rank[rank])
     if x.shape[dim] != held:
-        raise PlanError(f"rank {rank} holds {held} tokens of the layout, but dimension {dim} of the tensor has {x.shape[dim]}")
+        raise PlanError(
+            f"rank {rank} holds {held} tokens of the layout, but dimension {dim} of the tensor has "
+            f"{x.shape[dim]}"
+        )
     return found

@@ -1,6 +1,8 @@
-"""Signals that ask a job to save and end (time limit, preemption, Ctrl-C): remembered from the start until training can act.
+"""Signals that ask a job to save and end (time limit, preemption, Ctrl-C): remembered from the
+start until training can act.
 
-Nothing heavy is imported here, so that a rank listens before it loads torch; without a handler, a signal would end it at once.
+Nothing heavy is imported here, so that a rank listens before it loads torch; without a handler, a
+signal would end it at once.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ _received: list[signal.Signals] = []
 
 
 def listen(*more: signal.Signals) -> None:
-    """From now on the signals in `ASKING`, and `more`, are remembered and do nothing else. Call it from the main thread.
+    """From now on the signals in `ASKING`, and `more`, are remembered and do nothing else. Call it
+    from the main thread.
 
-    After SIGINT, a second SIGINT or a SIGTERM ends the process at once: torchrun sends SIGTERM at the second Ctrl-C.
-    SIGUSR1 is blocked too, and stays pending. Slurm sends it to the children of a rank as well (helpers of the checkpoint
-    writer), which inherit the block but no handler. Slurm also sends it again while Python ends and has no handlers any more.
+    After SIGINT, a second SIGINT or a SIGTERM ends the process at once: torchrun sends SIGTERM at
+    the second Ctrl-C. SIGUSR1 is blocked too, and stays pending. Slurm sends it to the children of
+    a rank as well (helpers of the checkpoint writer), which inherit the block but no handler. Slurm
+    also sends it again while Python ends and has no handlers any more.
     """
     for number in {*ASKING, *more}:
         signal.signal(number, _remember)
@@ -37,7 +41,9 @@ def listen_if_asked(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def ignored() -> Iterator[None]:
-    """While this lasts, the signals in `ASKING` do nothing; in the main thread only, where handlers can be set."""
+    """While this lasts, the signals in `ASKING` do nothing; in the main thread only, where handlers
+    can be set.
+    """
     earlier = {}
     try:
         with contextlib.suppress(ValueError):

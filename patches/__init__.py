@@ -1,10 +1,11 @@
 """The patches: one module for each place where cp_ring changes other code at run time.
 
-Each module has one `PATCH`. Importing it applies nothing; `cp_ring.patches.install` applies the patches that the flags ask for.
-`apply` makes all replacements of a patch or none, and `revert` restores exactly what was there. `table` lists all patches.
+Each module has one `PATCH`. Importing it applies nothing; `cp_ring.patches.install` applies the
+patches that the flags ask for. `apply` makes all replacements of a patch or none, and `revert`
+restores exactly what was there. `table` lists all patches.
 
-Patch modules import Megatron, and modules of cp_ring that import it, only inside functions: `cpu_runtime` must be applied before
-Megatron is imported, and the table must be quick.
+Patch modules import Megatron, and modules of cp_ring that import it, only inside functions:
+`cpu_runtime` must be applied before Megatron is imported, and the table must be quick.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def get(name: str) -> Patch:
 
 
 def apply_for(job: Job, names: Iterable[str] = NAMES) -> None:
-    """Applies the patches that a job needs. Raises `ConfigError` where one rejects what is installed."""
+    """Applies the patches that a job needs. Raises `ConfigError` where one rejects what is
+    installed.
+    """
     for patch in map(get, names):
         if job.given(patch.when):
             patch.apply()

@@ -1,4 +1,6 @@
-"""Adds cp_ring's flags to Megatron's parser, and checks all flags after parsing, before any process group exists."""
+"""Adds cp_ring's flags to Megatron's parser, and checks all flags after parsing, before any process
+group exists.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,10 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="arguments",
-    what="adds the --cp-ring flags to Megatron's parser and checks the flags before any process group exists",
-    why="Megatron's scripts parse their flags themselves and have no hook between parsing and the first process group",
+    what="adds the --cp-ring flags to Megatron's parser and checks the flags before any process "
+    "group exists",
+    why="Megatron's scripts parse their flags themselves and have no hook between parsing and the "
+    "first process group",
     when="!program",
     replacements=_replacements,
 )

@@ -1,7 +1,8 @@
 """Makes the certificate after Megatron has made its parallel groups and before it builds the model.
 
-Where a checkpoint is loaded it is made again before the first step, in case loading has changed what attention computes.
-The job's own forward step is an argument of `pretrain`, so that function is wrapped too.
+Where a checkpoint is loaded it is made again before the first step, in case loading has changed
+what attention computes. The job's own forward step is an argument of `pretrain`, so that function
+is wrapped too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="certificate",
-    what="probes ring attention and the loss on the job's own ranks before the model is built (--cp-ring-certify)",
+    what="probes ring attention and the loss on the job's own ranks before the model is built "
+    "(--cp-ring-certify)",
     why="Megatron's training loop has no hook between its parallel groups and the model",
     when="--cp-ring !program|--cp-ring-certify=off",
     replacements=_replacements,

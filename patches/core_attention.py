@@ -1,7 +1,8 @@
 """Makes Megatron's attention layers build ring attention as their core attention.
 
-Layer specifications of hybrid, heterogeneous and ModelOpt models contain the stock class from the moment they are imported. So it
-is replaced where it is built: in the constructors of `Attention` and `MultiLatentAttention`.
+Layer specifications of hybrid, heterogeneous and ModelOpt models contain the stock class from the
+moment they are imported. So it is replaced where it is built: in the constructors of `Attention`
+and `MultiLatentAttention`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _with_ring(constructor: Callable[..., None]) -> Callable[..., None]:
 
 PATCH = Patch(
     name="core_attention",
-    what="builds RingDotProductAttention in place of DotProductAttention and TEDotProductAttention in every attention layer",
+    what="builds RingDotProductAttention in place of DotProductAttention and "
+    "TEDotProductAttention in every attention layer",
     why="one flag gives every kind of model ring attention, without a layer specification for each",
     when="--cp-ring",
     replacements=_replacements,

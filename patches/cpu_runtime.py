@@ -1,7 +1,9 @@
-"""Lets stock Megatron run where there is no CUDA: gloo ranks on the CPU, for trying, testing and CI.
+"""Lets stock Megatron run where there is no CUDA: gloo ranks on the CPU, for trying, testing and
+CI.
 
-Megatron uses `device="cuda"`, CUDA streams, events, random states and memory statistics in many places, and does not start
-without CUDA. This patch answers all of them with the CPU. Where CUDA is present it changes nothing.
+Megatron uses `device="cuda"`, CUDA streams, events, random states and memory statistics in many
+places, and does not start without CUDA. This patch answers all of them with the CPU. Where CUDA is
+present it changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ CPU = torch.device("cpu")
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Sends every torch call that names a CUDA device to the CPU, and answers `tensor.type()` as Megatron's assertions expect."""
+    """Sends every torch call that names a CUDA device to the CPU, and answers `tensor.type()` as
+    Megatron's assertions expect.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -39,7 +43,10 @@ class CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(args[0]).replace("torch.", "torch.cuda.", 1)
         if kwargs:
-            kwargs = {name: False if name == "pin_memory" else _on_cpu(value) for name, value in kwargs.items()}
+            kwargs = {
+                name: False if name == "pin_memory" else _on_cpu(value)
+                for name, value in kwargs.items()
+            }
         if func is torch.Tensor.to:
             args = tuple(map(_on_cpu, args))
         return func(*args, **kwargs)
@@ -87,14 +94,18 @@ class InertEvent(InertStream):
 
 
 class ApplyWhenUnpickled:
-    """Travels to a spawned process with multiprocessing's preparation data, and applies the patch as it is unpickled there."""
+    """Travels to a spawned process with multiprocessing's preparation data, and applies the patch
+    as it is unpickled there.
+    """
 
     def __reduce__(self) -> tuple[Callable[[], bool], tuple[()]]:
         return apply_in_worker, ()
 
 
 def apply_in_worker() -> bool:
-    """Applies the part of the patch that needs torch alone; called in spawned processes such as checkpoint writers."""
+    """Applies the part of the patch that needs torch alone; called in spawned processes such as
+    checkpoint writers.
+    """
     _WORKER.apply()
     return _WORKER.applied
 
@@ -114,7 +125,9 @@ def _itself(tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _counts_of_experts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The sizes of what experts exchange, which process groups take as numbers of the host, not as tensors."""
+    """The sizes of what experts exchange, which process groups take as numbers of the host, not as
+    tensors.
+    """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -123,7 +136,8 @@ def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    if state.numel() == torch.get_rng_state().numel():  # the state in a checkpoint written on a GPU has another size
+    # the state in a checkpoint written on a GPU has another size
+    if state.numel() == torch.get_rng_state().numel():
         torch.set_rng_state(state)
 
 
@@ -135,7 +149,8 @@ def _mesh_of_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> D
 
 
 def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))  # torch.manual_seed would call torch.cuda.manual_seed_all again
+    # torch.manual_seed would call torch.cuda.manual_seed_all again
+    torch.default_generator.manual_seed(int(seed))
 
 
 def _resident_bytes(*args: Any, **kwargs: Any) -> int:
@@ -150,11 +165,15 @@ def _peak_bytes(*args: Any, **kwargs: Any) -> int:
 def _device_properties(*args: Any, **kwargs: Any) -> SimpleNamespace:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # From architecture 10 on, Megatron no longer demands CUDA_DEVICE_MAX_CONNECTIONS=1.
-    return SimpleNamespace(name="cpu", major=10, minor=0, total_memory=memory, multi_processor_count=os.cpu_count())
+    return SimpleNamespace(
+        name="cpu", major=10, minor=0, total_memory=memory, multi_processor_count=os.cpu_count()
+    )
 
 
 def _partitioned_indices(cu_seqlens: torch.Tensor, tokens: int, cp: int, rank: int) -> torch.Tensor:
-    """As `transformer_engine_torch.thd_get_partitioned_indices`: the tokens of a rank, of documents that are split one by one."""
+    """As `transformer_engine_torch.thd_get_partitioned_indices`: the tokens of a rank, of documents
+    that are split one by one.
+    """
     from cp_ring.plan.layout import Layout
 
     edges = np.unique(cu_seqlens.numpy())
@@ -185,14 +204,26 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "default_stream": functools.partial(InertStream),
         "stream": lambda stream: contextlib.nullcontext(),
     }
-    nothing = ("set_device", "synchronize", "empty_cache", "set_stream", "ipc_collect", "reset_peak_memory_stats")
-    return stand_ins | {name: functools.partial(_nothing) for name in nothing}  # torch.compile wants an object per name
+    nothing = (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "set_stream",
+        "ipc_collect",
+        "reset_peak_memory_stats",
+    )
+    # torch.compile wants an object per name
+    return stand_ins | {name: functools.partial(_nothing) for name in nothing}
 
 
 def _torch_replacements() -> Iterator[Replacement]:
     for name, value in _cuda_stand_ins().items():
         yield torch.cuda, name, value
-    for name, value in (("get_rng_state", _get_rng_state), ("set_rng_state", _set_rng_state), ("manual_seed", _manual_seed)):
+    for name, value in (
+        ("get_rng_state", _get_rng_state),
+        ("set_rng_state", _set_rng_state),
+        ("manual_seed", _manual_seed),
+    ):
         yield torch.cuda.random, name, value
     yield DeviceMesh, "from_group", staticmethod(_mesh_of_group)
     yield torch.Tensor, "cuda", _itself
@@ -203,7 +234,9 @@ def _torch_replacements() -> Iterator[Replacement]:
 
 @contextlib.contextmanager
 def functions_uncompiled() -> Iterator[None]:
-    """`torch.compile` leaves functions as they are: they run eagerly here, and its compiler is a third of Megatron's import."""
+    """`torch.compile` leaves functions as they are: they run eagerly here, and its compiler is a
+    third of Megatron's import.
+    """
     compile_with_torch = torch.compile
 
     def uncompiled(model: Any = None, **options: Any) -> Any:
@@ -230,10 +263,14 @@ def _megatron_replacements() -> Iterator[Replacement]:
     preparation_data = multiprocessing.spawn.get_preparation_data
 
     def init_without_device(*args: Any, **kwargs: Any) -> Any:
-        return init_process_group(*args, **{name: value for name, value in kwargs.items() if name != "device_id"})
+        return init_process_group(
+            *args, **{name: value for name, value in kwargs.items() if name != "device_id"}
+        )
 
     def barrier_without_devices(*args: Any, **kwargs: Any) -> Any:
-        return barrier(*args, **{name: value for name, value in kwargs.items() if name != "device_ids"})
+        return barrier(
+            *args, **{name: value for name, value in kwargs.items() if name != "device_ids"}
+        )
 
     def preparation_data_with_patch(name: str) -> dict[str, Any]:
         return {"cp_ring": ApplyWhenUnpickled(), **preparation_data(name)}
@@ -242,7 +279,9 @@ def _megatron_replacements() -> Iterator[Replacement]:
     yield torch.distributed, "barrier", barrier_without_devices
     yield multiprocessing.spawn, "get_preparation_data", preparation_data_with_patch
     yield random, "_set_cuda_rng_state", _set_rng_state
-    yield from replace_everywhere([moe_utils, token_dispatcher], "maybe_move_tensor_to_cpu", _counts_of_experts)
+    yield from replace_everywhere(
+        [moe_utils, token_dispatcher], "maybe_move_tensor_to_cpu", _counts_of_experts
+    )
     if utils.tex is None:  # TransformerEngine, by which Megatron splits packed documents
         yield utils, "tex", SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
     if has_training_loop():  # users of megatron.core alone may lack it
@@ -261,14 +300,17 @@ def _training_replacements() -> Iterator[Replacement]:
 
     modules = [initialize, training, __import__("megatron.training", fromlist=["x"])]
     yield from replace_everywhere(modules, "initialize_megatron", initialize_without_cuda)
-    yield from replace_everywhere(modules, "set_jit_fusion_options", _nothing)  # it warms up CUDA kernels
+    # it warms up CUDA kernels
+    yield from replace_everywhere(modules, "set_jit_fusion_options", _nothing)
 
 
 _MODE = CudaMeansCpu()
 
 
 def _moe_utils() -> Any:
-    """Megatron's module that, before 0.17, lacks a name without TransformerEngine; None where there is no such module."""
+    """Megatron's module that, before 0.17, lacks a name without TransformerEngine; None where there
+    is no such module.
+    """
     version = megatron_version()
     if version is None or not SpecifierSet("<0.17").contains(version, prereleases=True):
         return None
@@ -281,7 +323,8 @@ def _enter() -> None:
     module = _moe_utils()
     if module is not None and not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None  # which the router of experts compares with None
-    torch.compiler.set_stance("force_eager")  # Megatron compiles small fusions; on the CPU that needs a C++ compiler
+    # Megatron compiles small fusions; on the CPU that needs a C++ compiler
+    torch.compiler.set_stance("force_eager")
     _MODE.__enter__()
 
 
@@ -296,7 +339,8 @@ def _unneeded() -> str:
 
 PATCH = Patch(
     name="cpu_runtime",
-    what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; applies in spawned processes too",
+    what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; "
+    "applies in spawned processes too",
     why="Megatron does not start without CUDA; this lets it train on gloo CPU ranks",
     when="--cp-ring-cpu",
     replacements=lambda: [*_torch_replacements(), *_megatron_replacements()],

@@ -1,8 +1,9 @@
 """Reads the files of data sets as what they are: numbers.
 
-Megatron keeps an index of each data set in a cache, by default in the folder of the data, and reads it with
-`numpy.load(allow_pickle=True)`: plainly until 0.18, and since 0.19 through a list of names that still lets forged arrays crash
-the process. It trusts what a token file's index (.idx) says about the token file (.bin).
+Megatron keeps an index of each data set in a cache, by default in the folder of the data, and reads
+it with `numpy.load(allow_pickle=True)`: plainly until 0.18, and since 0.19 through a list of names
+that still lets forged arrays crash the process. It trusts what a token file's index (.idx) says
+about the token file (.bin).
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ class BadCache(ConfigError):
     """A file of the cache does not hold an index."""
 
     def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"{path}: it is no index of a data set ({problem}): remove it, and Megatron makes it anew")
+        super().__init__(
+            f"{path}: it is no index of a data set ({problem}): remove it, and Megatron makes it "
+            "anew"
+        )
         self.path, self.problem = path, problem
 
 
 def load_index(path: Any, *_: Any, mmap_mode: Any = None, **__: Any) -> Any:
-    """As `numpy.load` of an array of integers, which is all that Megatron caches; raises `BadCache` for anything else.
+    """As `numpy.load` of an array of integers, which is all that Megatron caches; raises `BadCache`
+    for anything else.
 
     `FileNotFoundError` is as it was.
     """
@@ -43,12 +48,22 @@ def load_index(path: Any, *_: Any, mmap_mode: Any = None, **__: Any) -> Any:
     except FileNotFoundError:
         raise
     except Exception as error:  # a forged header raises nearly anything
-        raise BadCache(str(path), f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]) from None
+        raise BadCache(
+            str(path),
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200],
+        ) from None
     name = os.path.basename(str(path))
     wanted = 2 if name.endswith("-sample_index.npy") else 1
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != wanted:
-        found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise BadCache(str(path), f"it holds {found:.100}, not integers in {wanted} dimension{'s' * (wanted > 1)}")
+        found = (
+            f"{array.dtype} {array.shape}"
+            if isinstance(array, np.ndarray)
+            else type(array).__name__
+        )
+        raise BadCache(
+            str(path),
+            f"it holds {found:.100}, not integers in {wanted} dimension{'s' * (wanted > 1)}",
+        )
     return array
 
 
@@ -64,7 +79,9 @@ class _NumPyOfCaches:
 
 
 def _rebuilding(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of Megatron that reads a cache or, where there is none, makes it on rank 0: here also where it is a bad one."""
+    """A function of Megatron that reads a cache or, where there is none, makes it on rank 0: here
+    also where it is a bad one.
+    """
 
     @functools.wraps(build)
     def build_or_rebuild(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +95,10 @@ def _rebuilding(build: Callable[..., Any]) -> Callable[..., Any]:
                     if not _is_first() or getattr(self.config, "fast_cache_load", False):
                         raise
                     os.unlink(error.path)
-                    note(f"warning: {error.path} is no index of a data set ({error.problem}): it is made anew")
+                    note(
+                        f"warning: {error.path} is no index of a data set ({error.problem}): it is "
+                        "made anew"
+                    )
             return build(self, *args, **kwargs)
 
     return build_or_rebuild
@@ -87,10 +107,13 @@ def _rebuilding(build: Callable[..., Any]) -> Callable[..., Any]:
 def index_problem(lengths: Any, pointers: Any, documents: Any, itemsize: int, size: int) -> str:
     """Why an index cannot be that of a token file of `size` bytes, or "".
 
-    lengths: int32 [n], tokens of each sequence, of `itemsize` bytes. pointers: int64 [n], their first bytes. documents: int64
+    lengths: int32 [n], tokens of each sequence, of `itemsize` bytes. pointers: int64 [n], their
+    first bytes. documents: int64
     [d], the first sequence of each document, and n.
     """
-    if len(documents) and (documents[0] < 0 or documents[-1] > len(lengths) or (documents[1:] < documents[:-1]).any()):
+    if len(documents) and (
+        documents[0] < 0 or documents[-1] > len(lengths) or (documents[1:] < documents[:-1]).any()
+    ):
         return "its documents are not in the order of its sequences"
     if not len(lengths):
         return ""
@@ -102,7 +125,9 @@ def index_problem(lengths: Any, pointers: Any, documents: Any, itemsize: int, si
 
 
 def _checked(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `IndexedDataset.initialize`, which compares an index on disk with its token file, on rank 0 alone."""
+    """Megatron's `IndexedDataset.initialize`, which compares an index on disk with its token file,
+    on rank 0 alone.
+    """
 
     @functools.wraps(initialize)
     def initialize_checked(self: Any, path_prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -113,14 +138,20 @@ def _checked(initialize: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 initialize(self, path_prefix, *args, **kwargs)
             except (ValueError, KeyError, OverflowError, AttributeError, struct.error) as error:
-                raise ConfigError(f"{path_prefix}.idx: not an index of a token file: {error}") from None
+                raise ConfigError(
+                    f"{path_prefix}.idx: not an index of a token file: {error}"
+                ) from None
             except AssertionError as error:
                 if "cannot read" not in str(error):  # that a file is missing is clear as it is
                     raise
-                raise ConfigError(f"{path_prefix}.idx: not an index of a token file: {error}") from None
+                raise ConfigError(
+                    f"{path_prefix}.idx: not an index of a token file: {error}"
+                ) from None
             problem = _problem_of(self, path_prefix) if _is_first() else ""
             if problem:
-                raise ConfigError(f"{path_prefix}.idx: not the index of {path_prefix}.bin: {problem}")
+                raise ConfigError(
+                    f"{path_prefix}.idx: not the index of {path_prefix}.bin: {problem}"
+                )
 
     return initialize_checked
 
@@ -130,7 +161,9 @@ def _is_first() -> bool:
     import torch
 
     alone = not torch.distributed.is_initialized()
-    return torch.utils.data.get_worker_info() is None and (alone or torch.distributed.get_rank() == 0)
+    return torch.utils.data.get_worker_info() is None and (
+        alone or torch.distributed.get_rank() == 0
+    )
 
 
 def _problem_of(dataset: Any, path_prefix: str) -> str:
@@ -163,8 +196,10 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="data_files",
-    what="reads the cached indices of data sets as integers, without pickle, and compares token files with their indices",
-    why="whoever can write to the folder of the data could run code in the job, or make it read what is not there",
+    what="reads the cached indices of data sets as integers, without pickle, and compares token "
+    "files with their indices",
+    why="whoever can write to the folder of the data could run code in the job, or make it read "
+    "what is not there",
     when="!program",
     replacements=_replacements,
 )

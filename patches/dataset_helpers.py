@@ -1,7 +1,7 @@
 """Keeps Megatron from running `make` for its C++ data set index where there is no makefile.
 
-Megatron runs `make` in its own package folder at start-up. The wheel has the built module but no makefile. In a source checkout,
-which has one, nothing is changed.
+Megatron runs `make` in its own package folder at start-up. The wheel has the built module but no
+makefile. In a source checkout, which has one, nothing is changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     name="dataset_helpers",
     what="does not run `make` for the data set index where the built module is present",
-    why="the wheel has the built module but no makefile, and Megatron exits at start-up when `make` fails",
+    why="the wheel has the built module but no makefile, and Megatron exits at start-up when "
+    "`make` fails",
     when="!program",
     replacements=_replacements,
     unneeded=_unneeded,

@@ -1,6 +1,7 @@
 """Lets multi-latent attention have documents and masks in sbhd.
 
-It takes any `packed_seq_params` for thd when it makes queries and keys, and asks for rotary embeddings by itself.
+It takes any `packed_seq_params` for thd when it makes queries and keys, and asks for rotary
+embeddings by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def _without_documents(make: Callable[..., Any]) -> Callable[..., Any]:
 
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
         args = tuple(None if isinstance(value, DocumentParams) else value for value in args)
-        kwargs = {name: None if isinstance(value, DocumentParams) else value for name, value in kwargs.items()}
+        kwargs = {
+            name: None if isinstance(value, DocumentParams) else value
+            for name, value in kwargs.items()
+        }
         selected = tokens_of(given[0], self.pg_collection.cp) if given else None
         with positions_in_force(selected):
             return make(self, *args, **kwargs)
@@ -31,12 +35,17 @@ def _without_documents(make: Callable[..., Any]) -> Callable[..., Any]:
 def _replacements() -> Iterator[Replacement]:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    yield MLASelfAttention, "get_query_key_value_tensors", _without_documents(MLASelfAttention.get_query_key_value_tensors)
+    yield (
+        MLASelfAttention,
+        "get_query_key_value_tensors",
+        _without_documents(MLASelfAttention.get_query_key_value_tensors),
+    )
 
 
 PATCH = Patch(
     name="document_mask",
-    what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask and --cp-ring-mask-kinds",
+    what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask "
+    "and --cp-ring-mask-kinds",
     why="it drops the batch dimension if there are packed_seq_params, whatever their format",
     when="--cp-ring --cp-ring-document-mask|--cp-ring-mask-kinds",
     replacements=_replacements,

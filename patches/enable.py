@@ -1,4 +1,6 @@
-"""`cp_ring.megatron.enable`: ring attention for programs that build their models themselves, without Megatron's command line."""
+"""`cp_ring.megatron.enable`: ring attention for programs that build their models themselves,
+without Megatron's command line.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,34 @@ def enable(
 ) -> ContextParallelConfig:
     """Ring attention in every attention layer of the models that this process builds from now on.
 
-    Call it once on every rank, before the first model is built. It is for programs on megatron.core that have no command line of
-    Megatron: a training loop of your own, Megatron Bridge, NeMo, verl. Afterwards `GPTModel`, `HybridModel` and layer
-    specifications build ring attention where they would build Megatron's or TransformerEngine's; recomputed layers run the ring
-    once; each configuration is checked before its model is built; and the certificate is made before the first model is.
+    Call it once on every rank, before the first model is built. It is for programs on megatron.core
+    that have no command line of
+    Megatron: a training loop of your own, Megatron Bridge, NeMo, verl. Afterwards `GPTModel`,
+    `HybridModel` and layer
+    specifications build ring attention where they would build Megatron's or TransformerEngine's;
+    recomputed layers run the ring once; each configuration is checked before its model is built;
+    and the certificate is made before the first model is.
 
     Args:
-        config: the settings; or give them as keywords, with the names of `ContextParallelConfig`: `layout="balanced"`.
-        seq_length: tokens of a batch row, for checks, for `route="auto"` and `heads="auto"`, and for the certificate's probes at
-            this length; 0 if unknown.
+        config: the settings; or give them as keywords, with the names of `ContextParallelConfig`:
+        `layout="balanced"`.
+        seq_length: tokens of a batch row, for checks, for `route="auto"` and `heads="auto"`, and
+            for the certificate's probes at this length; 0 if unknown.
         micro_batch_size: batch rows of a microbatch, for the certificate.
-        packed: whether microbatches hold packed documents (`PackedSeqParams` with thd), which the certificate then probes.
+        packed: whether microbatches hold packed documents (`PackedSeqParams` with thd), which the
+        certificate then probes.
 
     Returns:
         The settings in force.
 
     Raises:
-        ConfigError: for a bad setting, one that needs Megatron's own training loop, or a Megatron that is not supported.
+        ConfigError: for a bad setting, one that needs Megatron's own training loop, or a Megatron
+        that is not supported.
     """
     if config is not None and settings:
-        raise ConfigError("cp_ring.megatron.enable takes a ContextParallelConfig or settings by name, not both")
+        raise ConfigError(
+            "cp_ring.megatron.enable takes a ContextParallelConfig or settings by name, not both"
+        )
     given = config.model_dump() if config is not None else settings
     used = ContextParallelConfig.make(**(given | {"enabled": True}))
     job = Job(argparse.Namespace(program=True, packed=packed, seq_length=seq_length), used)

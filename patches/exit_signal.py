@@ -15,7 +15,9 @@ def _replacements() -> Iterator[Replacement]:
     from cp_ring.megatron.rejection import note
 
     class Handler(module.DistributedSignalHandler):
-        """Agrees among all ranks as Megatron's handler does, but reads the signal from `cp_ring.signals`."""
+        """Agrees among all ranks as Megatron's handler does, but reads the signal from
+        `cp_ring.signals`.
+        """
 
         def __enter__(self) -> Any:
             signals.listen(self.sig)
@@ -27,7 +29,10 @@ def _replacements() -> Iterator[Replacement]:
             asked: list[int] = super().signals_received()
             if any(asked):
                 name = getattr(signals.received(), "name", "a signal to another rank")
-                note(f"{name}: saving, then ending with exit code 0; the same command resumes from there")
+                note(
+                    f"{name}: saving, then ending with exit code 0; the same command resumes from "
+                    "there"
+                )
             return asked
 
     yield module, "DistributedSignalHandler", Handler
@@ -35,8 +40,10 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="exit_signal",
-    what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal, also when they came before Megatron was loaded",
-    why="Megatron listens to one signal, and only once it is set up: Slurm's warning before the time limit would kill a rank",
+    what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal, also when they "
+    "came before Megatron was loaded",
+    why="Megatron listens to one signal, and only once it is set up: Slurm's warning before the "
+    "time limit would kill a rank",
     when="--exit-signal-handler",
     replacements=_replacements,
 )

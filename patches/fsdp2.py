@@ -1,17 +1,21 @@
-"""Makes --use-torch-fsdp2 exact where --calculate-per-token-loss is given, and its checkpoints resume as they were.
+"""Makes --use-torch-fsdp2 exact where --calculate-per-token-loss is given, and its checkpoints
+resume as they were.
 
 Five things are wrong in Megatron 0.16 to 0.19:
 
-- With --calculate-per-token-loss gradients are divided by the number of tokens of all ranks, by `scale_gradients` of the wrapper
-  around the model. That of FSDP2 does nothing, and FSDP2 averages over ranks where Megatron's own wrapper adds. So gradients were
-  larger by the tokens of a rank. Adam hides it; clipping and the logged norm do not.
-- Checkpoints match the optimizer's parameters with the model's by the identity of the local tensor of a DTensor. torch 2.13 makes
-  a new object whenever it is asked for that of a parameter, so that a save failed.
+- With --calculate-per-token-loss gradients are divided by the number of tokens of all ranks, by
+  `scale_gradients` of the wrapper around the model. That of FSDP2 does nothing, and FSDP2 averages
+  over ranks where Megatron's own wrapper adds. So gradients were larger by the tokens of a rank.
+  Adam hides it; clipping and the logged norm do not.
+- Checkpoints match the optimizer's parameters with the model's by the identity of the local tensor
+  of a DTensor. torch 2.13 makes a new object whenever it is asked for that of a parameter, so that
+  a save failed.
 - Until 0.18 the wrapper does not know an argument that the training loop gives when a step ends.
-- Tensors are loaded in place, and the rest of the optimizer's state is not loaded: Adam's step, without which torch's Adam fails
-  and others begin anew, and the settings of parameter groups.
-- FSDP2 gives modules other parameters than they were built with. A Mamba layer hands convolution, dt_bias, A_log and D to its
-  helper for context parallelism, at any size of it. That goes on reading the first ones, which no optimizer trains.
+- Tensors are loaded in place, and the rest of the optimizer's state is not loaded: Adam's step,
+  without which torch's Adam fails and others begin anew, and the settings of parameter groups.
+- FSDP2 gives modules other parameters than they were built with. A Mamba layer hands convolution,
+  dt_bias, A_log and D to its helper for context parallelism, at any size of it. That goes on
+  reading the first ones, which no optimizer trains.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from cp_ring.patches.patch import Patch, Replacement
 
 
 def _scale(self: Any, factor: Any) -> None:
-    """Multiplies all gradients by `factor`, after making sums over data- and context-parallel ranks of FSDP2's averages."""
+    """Multiplies all gradients by `factor`, after making sums over data- and context-parallel ranks
+    of FSDP2's averages.
+    """
     factor = factor * self.process_group.size()
     for param in self.module.parameters():
         if param.grad is not None:
@@ -42,7 +48,9 @@ def local_tensor(tensor: Any) -> Any:
 
 
 def _with_optimizer(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `load_checkpoint`, which calls `load_state_dict` of model (which does nothing) and optimizer in any case."""
+    """Megatron's `load_checkpoint`, which calls `load_state_dict` of model (which does nothing) and
+    optimizer in any case.
+    """
 
     @functools.wraps(load_checkpoint)
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -53,17 +61,25 @@ def _with_optimizer(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rest_of_state(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's `load_state_dict`, which for sharded parameters loads what was not loaded in place."""
+    """An optimizer's `load_state_dict`, which for sharded parameters loads what was not loaded in
+    place.
+    """
 
     @functools.wraps(load_state_dict)
     def load(self: Any, state: dict[str, Any]) -> None:
         optimizer = self.optimizer
-        if not any(hasattr(param, "_local_tensor") for group in optimizer.param_groups for param in group["params"]):
+        if not any(
+            hasattr(param, "_local_tensor")
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ):
             load_state_dict(self, state)
             return
         saved = state.get("optimizer", state.get("optimizer_state_dict", state))
         step = saved["state"].get("common_step")
-        groups = self._filter_and_reorder_param_groups(optimizer.param_groups, saved["param_groups"])
+        groups = self._filter_and_reorder_param_groups(
+            optimizer.param_groups, saved["param_groups"]
+        )
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in values.items() if name != "params"})
             for param in group["params"] if step is not None else ():
@@ -73,7 +89,9 @@ def _rest_of_state(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The `forward` of a Mamba layer, whose helper for context parallelism then reads the parameters that the layer has now."""
+    """The `forward` of a Mamba layer, whose helper for context parallelism then reads the
+    parameters that the layer has now.
+    """
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +105,9 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replacements() -> Iterator[Replacement]:
     from megatron.core.dist_checkpointing import optimizer as sharding
-    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import (
+        TorchFullyShardedDataParallel,
+    )
     from megatron.core.optimizer import optimizer
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
@@ -105,10 +125,10 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="fsdp2",
-    what="divides gradients of --use-torch-fsdp2 by the number of tokens of all ranks; saves and loads all of its optimizer; "
-    "trains all weights of Mamba layers",
-    why="Megatron's wrapper around FSDP2 does not divide; saving fails with torch 2.13, and Adam's step is not loaded; Mamba "
-    "layers hold the parameters from before",
+    what="divides gradients of --use-torch-fsdp2 by the number of tokens of all ranks; saves and "
+    "loads all of its optimizer; trains all weights of Mamba layers",
+    why="Megatron's wrapper around FSDP2 does not divide; saving fails with torch 2.13, and "
+    "Adam's step is not loaded; Mamba layers hold the parameters from before",
     when="--cp-ring --use-torch-fsdp2",
     replacements=_replacements,
 )

@@ -1,6 +1,7 @@
 """Applies the patches that a command line asks for, and puts its cp_ring settings in force.
 
-Called by the entry modules before anything of Megatron runs. It is above the patches and `cp_ring.megatron`, and knows both.
+Called by the entry modules before anything of Megatron runs. It is above the patches and
+`cp_ring.megatron`, and knows both.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from cp_ring.megatron.settings import configure, current, flags
 
 
 def install(argv: Sequence[str]) -> ContextParallelConfig:
-    """Applies the patches that the flags in `argv` ask for, and returns the cp_ring settings among them.
+    """Applies the patches that the flags in `argv` ask for, and returns the cp_ring settings among
+    them.
 
-    Applies nothing without --cp-ring or --cp-ring-cpu. Raises `ConfigError` for a bad value, or if the installed Megatron is
-    outside the supported versions.
+    Applies nothing without --cp-ring or --cp-ring-cpu. Raises `ConfigError` for a bad value, or if
+    the installed Megatron is outside the supported versions.
     """
     config = flags(argv)
     if not (config.enabled or config.cpu):
@@ -30,17 +32,23 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
     check_version()
     job = job_of(argv, config)
     patches.apply_for(job)
-    configure(config, whole_rows=bool(job.given("--dataloader-inter-document-masking|splits_packed")))
+    configure(
+        config, whole_rows=bool(job.given("--dataloader-inter-document-masking|splits_packed"))
+    )
     return config
 
 
 def job_of(argv: Sequence[str], config: ContextParallelConfig) -> Job:
-    """What the words of a command line say of a job, before Megatron has parsed them: what is given, and whole numbers."""
+    """What the words of a command line say of a job, before Megatron has parsed them: what is
+    given, and whole numbers.
+    """
     given: dict[str, Any] = {}
     for word, after in zip(argv, [*argv[1:], ""], strict=True):
         flag, _, value = word.partition("=")
         if flag.startswith("--"):
-            given[flag[2:].replace("-", "_")] = ((value or after).isdecimal() and int(value or after)) or True
+            given[flag[2:].replace("-", "_")] = (
+                (value or after).isdecimal() and int(value or after)
+            ) or True
     given["virtual_stages"] = any("virtual" in name for name in given)
     return Job(argparse.Namespace(**given), config)
 
@@ -48,8 +56,8 @@ def job_of(argv: Sequence[str], config: ContextParallelConfig) -> Job:
 def install_for_model(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Applies the patches that the completed arguments ask for and the command line did not show.
 
-    Layers can also come from a checkpoint (--use-checkpoint-args) or a file. Call it before a model is built. Raises
-    `ConfigError` where a patch rejects the installed Megatron.
+    Layers can also come from a checkpoint (--use-checkpoint-args) or a file. Call it before a model
+    is built. Raises `ConfigError` where a patch rejects the installed Megatron.
     """
     patches.apply_for(Job(args, config), ("mtp_roll", "moe_aux_loss", "recurrent_layers"))
 
@@ -57,7 +65,8 @@ def install_for_model(args: argparse.Namespace, config: ContextParallelConfig) -
 def log_steps() -> None:
     """Makes Megatron's training loop record each logged step and the times of sampled ones.
 
-    Where the patch does not support the installed version, nothing is recorded; a line says so if times are asked for.
+    Where the patch does not support the installed version, nothing is recorded; a line says so if
+    times are asked for.
     """
     step_line = patches.get("step_line")
     if not step_line.rejection():
@@ -65,4 +74,8 @@ def log_steps() -> None:
     elif current().trace:
         raise ConfigError(f"--cp-ring-trace {current().trace}: {step_line.rejection()}")
     elif current().timing:
-        print(f"cp_ring: warning: --cp-ring-timing records nothing here: {step_line.rejection()}", file=sys.stderr, flush=True)
+        print(
+            f"cp_ring: warning: --cp-ring-timing records nothing here: {step_line.rejection()}",
+            file=sys.stderr,
+            flush=True,
+        )

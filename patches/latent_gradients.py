@@ -2,12 +2,14 @@
 
 Two are wrong in Megatron 0.16 to 0.19:
 
-- All heads share the rotated part of keys, but each tensor-parallel rank computes the gradients of its own heads alone. Megatron
-  sums them only where the down projection is TransformerEngine's, not fused, and --sequence-parallel is given. Elsewhere the
-  gradients of that part of the projection, and of all layers before, lack the other ranks' heads; a projection that all ranks
-  hold drifts apart.
-- With --qk-layernorm it sums the gradients of every weight named q_layernorm over these ranks, as norms of single heads need it.
-  Without --sequence-parallel each rank has the whole gradient of this one already, so that the sum is as many times larger.
+- All heads share the rotated part of keys, but each tensor-parallel rank computes the gradients of
+  its own heads alone. Megatron sums them only where the down projection is TransformerEngine's, not
+  fused, and --sequence-parallel is given. Elsewhere the gradients of that part of the projection,
+  and of all layers before, lack the other ranks' heads; a projection that all ranks hold drifts
+  apart.
+- With --qk-layernorm it sums the gradients of every weight named q_layernorm over these ranks, as
+  norms of single heads need it. Without --sequence-parallel each rank has the whole gradient of
+  this one already, so that the sum is as many times larger.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ _REDUCE = "_allreduce_non_tensor_model_parallel_grads"
 
 
 class _Summed(torch.autograd.Function):
-    """Returns its argument; the gradient of the last `r` columns is summed over the ranks of `group`.
+    """Returns its argument; the gradient of the last `r` columns is summed over the ranks of
+    `group`.
 
-    Megatron's own function loses the sum of such columns in versions that add in a contiguous copy of them.
+    Megatron's own function loses the sum of such columns in versions that add in a contiguous copy
+    of them.
     """
 
     @staticmethod
@@ -48,7 +52,8 @@ class _Summed(torch.autograd.Function):
 
 
 def _shared(config: Any, group: Any, latent: Tensor) -> Tensor:
-    """The latent and the rotated part [..., c + r] of all tensor-parallel ranks, of [..., c + r] or a rank's columns of it.
+    """The latent and the rotated part [..., c + r] of all tensor-parallel ranks, of [..., c + r] or
+    a rank's columns of it.
 
     Where the sequence is split over these ranks, Megatron sums what it gathers of it itself.
     """
@@ -80,13 +85,17 @@ def _with_hook(constructor: Callable[..., None]) -> Callable[..., None]:
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         constructor(self, *args, **kwargs)
         config, group = self.config, self.pg_collection.tp
-        self.linear_kv_down_proj.register_forward_hook(lambda _, __, out: (_shared(config, group, out[0]), *out[1:]))
+        self.linear_kv_down_proj.register_forward_hook(
+            lambda _, __, out: (_shared(config, group, out[0]), *out[1:])
+        )
 
     return construct
 
 
 def _without_norms_of_queries(reduce: Callable[..., None]) -> Callable[..., None]:
-    """The function that sums gradients over tensor-parallel ranks, which then does not take norms for those of single heads."""
+    """The function that sums gradients over tensor-parallel ranks, which then does not take norms
+    for those of single heads.
+    """
 
     @functools.wraps(reduce)
     def call(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,9 +121,10 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="latent_gradients",
-    what="sums the gradients of the rotated part of keys over tensor-parallel ranks in multi-latent attention, "
-    "and not those of its norm of queries",
-    why="Megatron's gradients depend on the tensor parallel size, but for TransformerEngine's layers with --sequence-parallel",
+    what="sums the gradients of the rotated part of keys over tensor-parallel ranks in "
+    "multi-latent attention, and not those of its norm of queries",
+    why="Megatron's gradients depend on the tensor parallel size, but for TransformerEngine's "
+    "layers with --sequence-parallel",
     when="--cp-ring",
     replacements=_replacements,
 )

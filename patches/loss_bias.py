@@ -1,7 +1,8 @@
 """Measures the bias of the loss where Megatron averages the mean losses of context-parallel ranks.
 
-Without --calculate-per-token-loss each rank divides its sum of losses by its own number of tokens that count. The average over
-ranks is exact if these numbers are equal, and biased otherwise. The first microbatches show by how much.
+Without --calculate-per-token-loss each rank divides its sum of losses by its own number of tokens
+that count. The average over ranks is exact if these numbers are equal, and biased otherwise. The
+first microbatches show by how much.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import torch.distributed as dist
 from cp_ring.patches.patch import Patch, Replacement
 
 MICROBATCHES = 8
-_WITHOUT = "without --calculate-per-token-loss all context-parallel ranks weigh the same, however many of their tokens count"
+_WITHOUT = (
+    "without --calculate-per-token-loss all context-parallel ranks weigh the same, however many of "
+    "their tokens count"
+)
 _GIVE = "give --calculate-per-token-loss"
 
 
 class Meter:
-    """Reads the sums and token counts that the loss functions of the first microbatches return, then prints the bias."""
+    """Reads the sums and token counts that the loss functions of the first microbatches return,
+    then prints the bias.
+    """
 
     def __init__(self, group: Any, say: Callable[[str], None]) -> None:
         self.group, self.say = group, say
@@ -30,13 +36,17 @@ class Meter:
     def read(self, outputs: tuple[Any, ...]) -> None:
         """Takes what the loss function of one microbatch returned. A collective of the group.
 
-        outputs: the sum of the losses of this rank's tokens that count, their number, and a report; or a mean and a report.
+        outputs: the sum of the losses of this rank's tokens that count, their number, and a report;
+        or a mean and a report.
         """
         if not self.left:
             return
         if len(outputs) == 2:
             self.left = 0
-            self.say(f"{_WITHOUT}; by how much is unknown, since this loss function returns a mean; {_GIVE}")
+            self.say(
+                f"{_WITHOUT}; by how much is unknown, since this loss function returns a mean; "
+                f"{_GIVE}"
+            )
             return
         loss, num_tokens = outputs[:2]
         self.left -= 1
@@ -56,19 +66,23 @@ class Meter:
         """The line that tells the user the bias."""
         counts = ", ".join(map(str, self.counts))
         return (
-            f"{_WITHOUT}; in the first {MICROBATCHES} microbatches the loss is off by up to {self.bias:+.2%} "
-            f"(tokens that count on each rank: {counts}); {_GIVE}"
+            f"{_WITHOUT}; in the first {MICROBATCHES} microbatches the loss is off by up to "
+            f"{self.bias:+.2%} (tokens that count on each rank: {counts}); {_GIVE}"
         )
 
 
 def metered(calc_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Megatron's `forward_step_calc_loss`, whose third argument is the microbatch's loss function."""
+    """Wraps Megatron's `forward_step_calc_loss`, whose third argument is the microbatch's loss
+    function.
+    """
     from megatron.core import parallel_state
 
     meters: list[Meter] = []
 
     @functools.wraps(calc_loss)
-    def call(model: Any, output_tensor: Any, loss_func: Any, config: Any, *rest: Any, **named: Any) -> Any:
+    def call(
+        model: Any, output_tensor: Any, loss_func: Any, config: Any, *rest: Any, **named: Any
+    ) -> Any:
         def tell(*args: Any, **kwargs: Any) -> Any:
             outputs = loss_func(*args, **kwargs)
             if not kwargs:  # with `non_loss_data` it returns something else
@@ -79,7 +93,9 @@ def metered(calc_loss: Callable[..., Any]) -> Callable[..., Any]:
 
         split = config.context_parallel_size > 1 and parallel_state.model_parallel_is_initialized()
         unsure = loss_func is not None and split and not config.calculate_per_token_loss
-        return calc_loss(model, output_tensor, tell if unsure else loss_func, config, *rest, **named)
+        return calc_loss(
+            model, output_tensor, tell if unsure else loss_func, config, *rest, **named
+        )
 
     return call
 
@@ -88,7 +104,11 @@ def _meter() -> Meter:
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
-    groups = group, parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
+    groups = (
+        group,
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+    )
     first = all(each.rank() == 0 for each in groups)
     return Meter(group, lambda line: print(f"cp_ring: {line}", flush=True) if first else None)
 
@@ -101,8 +121,10 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="loss_bias",
-    what="measures the bias of the loss in the first microbatches, where --calculate-per-token-loss is not given",
-    why="Megatron then averages the mean losses of context-parallel ranks, which differs where loss masks are uneven",
+    what="measures the bias of the loss in the first microbatches, where "
+    "--calculate-per-token-loss is not given",
+    why="Megatron then averages the mean losses of context-parallel ranks, which differs where "
+    "loss masks are uneven",
     when="--cp-ring !--calculate-per-token-loss",
     replacements=_replacements,
 )

@@ -1,7 +1,9 @@
-"""Computes the logits and the loss of some tokens at a time, so that the logits of a long batch row are never all in memory.
+"""Computes the logits and the loss of some tokens at a time, so that the logits of a long batch row
+are never all in memory.
 
-Megatron's fused losses (--cross-entropy-loss-fusion) need less memory per logit, but hold the logits of all tokens of a rank.
-This uses Megatron's own hook, the output processor of `GPTModel`. In backward the logits of each part are computed again.
+Megatron's fused losses (--cross-entropy-loss-fusion) need less memory per logit, but hold the
+logits of all tokens of a rank. This uses Megatron's own hook, the output processor of `GPTModel`.
+In backward the logits of each part are computed again.
 """
 
 from __future__ import annotations
@@ -26,23 +28,36 @@ def losses_in_chunks(
 ) -> Tensor:  # fmt: skip
     """The loss of each token, [b, s]. The signature is that of Megatron's output processors.
 
-    hidden_states: [s, b, hidden]; [s / tp, b, hidden] if the output layer gathers the parts of tensor-parallel ranks.
+    hidden_states: [s, b, hidden]; [s / tp, b, hidden] if the output layer gathers the parts of
+    tensor-parallel ranks.
     labels: [b, s].
 
-    There are at least two chunks. So the certificate, which probes few tokens, takes the path of training too.
+    There are at least two chunks. So the certificate, which probes few tokens, takes the path of
+    training too.
     """
     tokens, batch = hidden_states.shape[:2]
-    parts = labels.shape[1] // tokens  # what the output layer gathers of some tokens lies in one part of each rank
+    # what the output layer gathers of some tokens lies in one part of each rank
+    parts = labels.shape[1] // tokens
     size = max(1, min(current().loss_chunk // (batch * parts), -(-tokens // 2)))
 
     def losses(hidden: Tensor, wanted: Tensor) -> Tensor:
-        logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=runtime_gather_output)
-        return compute_language_model_loss(wanted.flatten(1), scale_logits(logits)).unflatten(1, wanted.shape[1:])
+        logits, _ = output_layer(
+            hidden, weight=output_weight, runtime_gather_output=runtime_gather_output
+        )
+        return compute_language_model_loss(wanted.flatten(1), scale_logits(logits)).unflatten(
+            1, wanted.shape[1:]
+        )
 
-    chunks = zip(hidden_states.split(size), labels.unflatten(1, (parts, tokens)).split(size, 2), strict=True)
+    chunks = zip(
+        hidden_states.split(size), labels.unflatten(1, (parts, tokens)).split(size, 2), strict=True
+    )
     if torch.is_grad_enabled():
-        # Without reentry each parameter gets its gradient once, as the buckets of Megatron's DistributedDataParallel expect.
-        found = [checkpoint(losses, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+        # Without reentry each parameter gets its gradient once, as the buckets of Megatron's
+        # DistributedDataParallel expect.
+        found = [
+            checkpoint(losses, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
+        ]
     else:
         found = [losses(*chunk) for chunk in chunks]
     return torch.cat(found, 2).flatten(1)
@@ -57,8 +72,8 @@ def _in_chunks(postprocess: Callable[..., Any]) -> Callable[..., Any]:
         if current().loss_chunk and given.get("labels") is not None:
             if given.get("output_processor") is not None:
                 raise ConfigError(
-                    "--cp-ring-loss-chunk: the script gives the model an output processor of its own, which needs all logits at "
-                    "once: leave out either"
+                    "--cp-ring-loss-chunk: the script gives the model an output processor of its "
+                    "own, which needs all logits at once: leave out either"
                 )
             kwargs["output_processor"] = losses_in_chunks
         return postprocess(*args, **kwargs)
@@ -75,7 +90,8 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     name="loss_chunks",
     what="GPTModel computes logits and loss of --cp-ring-loss-chunk tokens at a time",
-    why="the logits of all tokens of a rank are larger than everything else that a long sequence needs",
+    why="the logits of all tokens of a rank are larger than everything else that a long sequence "
+    "needs",
     versions=">=0.19,<0.20",
     when="--cp-ring --cp-ring-loss-chunk",
     replacements=_replacements,

@@ -1,12 +1,16 @@
-"""Makes --use-megatron-fsdp split learned sinks with tensor parallelism, and its optimizer's state the same on all ranks.
+"""Makes --use-megatron-fsdp split learned sinks with tensor parallelism, and its optimizer's state
+the same on all ranks.
 
 Three things are wrong in Megatron 0.19:
 
-- The wrapper knows by class names how weights are split over tensor-parallel ranks; that of ring attention is a new name.
-- A rank with no part of a parameter has no state of the optimizer for it. Megatron's save and load gather each tensor of the
-  state by a collective, so that ranks with other parts wait forever, or take other tensors for the one that they gather.
-- Before it loads, Megatron makes the optimizer's state by a step with zero gradients. Where there is nothing to load, as at the
-  first start of a job with --load, this step counts: Adam's bias correction and weight decay then begin one step late.
+- The wrapper knows by class names how weights are split over tensor-parallel ranks; that of ring
+  attention is a new name.
+- A rank with no part of a parameter has no state of the optimizer for it. Megatron's save and load
+  gather each tensor of the state by a collective, so that ranks with other parts wait forever, or
+  take other tensors for the one that they gather.
+- Before it loads, Megatron makes the optimizer's state by a step with zero gradients. Where there
+  is nothing to load, as at the first start of a job with --load, this step counts: Adam's bias
+  correction and weight decay then begin one step late.
 """
 
 from __future__ import annotations
@@ -24,13 +28,22 @@ _SETTINGS = ("lr", "weight_decay")
 
 
 def _uncounted(make_states: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The method that makes the optimizer's state by a step, which then changes no parameter and does not count."""
+    """The method that makes the optimizer's state by a step, which then changes no parameter and
+    does not count.
+    """
 
     @functools.wraps(make_states)
     def make(self: Any) -> None:
         optimizer = self.optimizer
-        steps = {param: state["step"].clone() for param, state in optimizer.state.items() if "step" in state}
-        groups = [{name: group[name] for name in (*_SETTINGS, "step") if name in group} for group in optimizer.param_groups]
+        steps = {
+            param: state["step"].clone()
+            for param, state in optimizer.state.items()
+            if "step" in state
+        }
+        groups = [
+            {name: group[name] for name in (*_SETTINGS, "step") if name in group}
+            for group in optimizer.param_groups
+        ]
         for group in optimizer.param_groups:
             group.update({name: 0.0 for name in _SETTINGS if name in group})
         make_states(self)
@@ -46,7 +59,9 @@ def _uncounted(make_states: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _whole(sharded: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that lists the optimizer's state, with empty tensors for parameters of which this rank has no part."""
+    """The method that lists the optimizer's state, with empty tensors for parameters of which this
+    rank has no part.
+    """
 
     @functools.wraps(sharded)
     def with_empty(self: Any, is_loading: bool = False) -> Any:
@@ -59,7 +74,8 @@ def _whole(sharded: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _add_empty(optimizer: Any) -> None:
-    """Gives each parameter of which this rank has no part the state of the others, empty, with the same number of steps.
+    """Gives each parameter of which this rank has no part the state of the others, empty, with the
+    same number of steps.
 
     Then all states are in the order of the parameters, because each is gathered by a collective.
     """
@@ -68,7 +84,9 @@ def _add_empty(optimizer: Any) -> None:
     if not own:
         return
     like = optimizer.state[own[0]]
-    sharded = {name: value.dtype for name, value in like.items() if local_tensor(value) is not value}
+    sharded = {
+        name: value.dtype for name, value in like.items() if local_tensor(value) is not value
+    }
     for param in (param for param in params if not local_tensor(param).numel()):
         state = {name: torch.zeros_like(param, dtype=dtype) for name, dtype in sharded.items()}
         optimizer.state[param] = state | ({"step": like["step"].clone()} if "step" in like else {})
@@ -84,15 +102,20 @@ def _replacements() -> Iterator[Replacement]:
     known = FullyShardedDataParallel._MODULE_TYPE_REGISTRY
     known = {**known, "column": {*known["column"], "RingDotProductAttention"}}
     yield FullyShardedDataParallel, "_MODULE_TYPE_REGISTRY", known
-    for name, wrap in (("_init_optimizer_states_with_dummy_values", _uncounted), ("sharded_param_state_fsdp_dtensor", _whole)):
+    for name, wrap in (
+        ("_init_optimizer_states_with_dummy_values", _uncounted),
+        ("sharded_param_state_fsdp_dtensor", _whole),
+    ):
         yield DistributedOptimizer, name, wrap(getattr(DistributedOptimizer, name))
 
 
 PATCH = Patch(
     name="megatron_fsdp",
-    what="splits learned sinks of --use-megatron-fsdp, completes its optimizer's state, and makes that without counting a step",
+    what="splits learned sinks of --use-megatron-fsdp, completes its optimizer's state, and makes "
+    "that without counting a step",
     versions=">=0.19,<0.20",
-    why="Megatron does not know ring attention by name; its save hangs where a rank has no part of a parameter",
+    why="Megatron does not know ring attention by name; its save hangs where a rank has no part "
+    "of a parameter",
     when="--cp-ring --use-megatron-fsdp",
     replacements=_replacements,
 )

@@ -1,4 +1,6 @@
-"""Deals out the batch rows of each step so that its microbatches have equal work: --cp-ring-balance-microbatches."""
+"""Deals out the batch rows of each step so that its microbatches have equal work:
+--cp-ring-balance-microbatches.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,18 @@ def _replacements() -> Iterator[Replacement]:
     from cp_ring.megatron.microbatches import balanced_loader
 
     build = training.build_pretraining_data_loader
-    yield training, "build_pretraining_data_loader", functools.partial(balanced_loader, build, get_args)
+    yield (
+        training,
+        "build_pretraining_data_loader",
+        functools.partial(balanced_loader, build, get_args),
+    )
 
 
 PATCH = Patch(
     name="microbatch_order",
     what="puts the batch rows of each step in an order in which all microbatches have equal work",
-    why="Megatron's samplers deal out batch rows in the order of the data set, and its data loaders take no other sampler",
+    why="Megatron's samplers deal out batch rows in the order of the data set, and its data "
+    "loaders take no other sampler",
     versions=">=0.17,<0.20",
     when="--cp-ring --cp-ring-balance-microbatches",
     replacements=_replacements,

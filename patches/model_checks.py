@@ -1,7 +1,8 @@
-"""Checks the configuration of a model before it is built, and makes the certificate before the first one is.
+"""Checks the configuration of a model before it is built, and makes the certificate before the
+first one is.
 
-For programs without a command line: `cp_ring.megatron.enable` applies it. The constructor of `LanguageModule` runs before any
-layer of a `GPTModel` or a `HybridModel` is built.
+For programs without a command line: `cp_ring.megatron.enable` applies it. The constructor of
+`LanguageModule` runs before any layer of a `GPTModel` or a `HybridModel` is built.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ def _replacements() -> Iterator[Replacement]:
     constructor = LanguageModule.__init__
 
     def attends_to_own_tokens(config: Any) -> bool:
-        """Whether a model, such as an encoder, is no part of the job's context parallelism, for which the settings are."""
-        cp = parallel_state.get_context_parallel_world_size() if parallel_state.model_parallel_is_initialized() else 1
+        """Whether a model, such as an encoder, is no part of the job's context parallelism, for
+        which the settings are.
+        """
+        cp = (
+            parallel_state.get_context_parallel_world_size()
+            if parallel_state.model_parallel_is_initialized()
+            else 1
+        )
         return cp > 1 and config.context_parallel_size == 1
 
     @functools.wraps(constructor)
@@ -32,7 +39,10 @@ def _replacements() -> Iterator[Replacement]:
         from cp_ring.patches.install import install_for_model
 
         if attends_to_own_tokens(config):
-            note(f"{type(self).__name__}: its configuration has context_parallel_size 1, so each rank attends to its own tokens")
+            note(
+                f"{type(self).__name__}: its configuration has context_parallel_size 1, so each "
+                "rank attends to its own tokens"
+            )
             constructor(self, config, *args, **kwargs)
             return
         accepted = accept_model(config)
@@ -45,8 +55,10 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="model_checks",
-    what="cp_ring.megatron.enable: checks the configuration of each model before it is built, and probes attention once",
-    why="programs that build models themselves have no command line to check, and no other place that all of them pass",
+    what="cp_ring.megatron.enable: checks the configuration of each model before it is built, and "
+    "probes attention once",
+    why="programs that build models themselves have no command line to check, and no other place "
+    "that all of them pass",
     when="program",
     replacements=_replacements,
 )

@@ -1,8 +1,10 @@
-"""Corrects the weight of the load-balancing loss of experts under context parallelism, before Megatron-core 0.19.
+"""Corrects the weight of the load-balancing loss of experts under context parallelism, before
+Megatron-core 0.19.
 
-With --calculate-per-token-loss all gradients are divided by the number of tokens of all ranks, so the router multiplies its loss
-by a number of tokens. Its loss is that of the tokens of all tensor- and context-parallel ranks, but it took the number of this
-rank's tokens. So the weight became smaller as the context-parallel size grew.
+With --calculate-per-token-loss all gradients are divided by the number of tokens of all ranks, so
+the router multiplies its loss by a number of tokens. Its loss is that of the tokens of all tensor-
+and context-parallel ranks, but it took the number of this rank's tokens. So the weight became
+smaller as the context-parallel size grew.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ from cp_ring.patches.patch import Patch, Replacement
 
 def _with_all_tokens(attach: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(attach)
-    def call(self: Any, activation: Any, *args: Any, valid_token_count: Any = None, **kwargs: Any) -> Any:
+    def call(
+        self: Any, activation: Any, *args: Any, valid_token_count: Any = None, **kwargs: Any
+    ) -> Any:
         here = activation.shape[0] if valid_token_count is None else valid_token_count
-        return attach(self, activation, *args, valid_token_count=here * self.tp_cp_group.size(), **kwargs)
+        return attach(
+            self, activation, *args, valid_token_count=here * self.tp_cp_group.size(), **kwargs
+        )
 
     return call
 
@@ -40,8 +46,10 @@ def _unneeded() -> str:
 
 PATCH = Patch(
     name="moe_aux_loss",
-    what="weighs the load-balancing loss of experts by the tokens of all tensor- and context-parallel ranks",
-    why="Megatron before 0.19 counts one rank's tokens, so that the loss loses weight as the context-parallel size grows",
+    what="weighs the load-balancing loss of experts by the tokens of all tensor- and "
+    "context-parallel ranks",
+    why="Megatron before 0.19 counts one rank's tokens, so that the loss loses weight as the "
+    "context-parallel size grows",
     when="--cp-ring --num-experts",
     replacements=_replacements,
     unneeded=_unneeded,

@@ -1,9 +1,11 @@
-"""Multi-token prediction under context parallelism: the next token is that of the same document, whichever rank holds it.
+"""Multi-token prediction under context parallelism: the next token is that of the same document,
+whichever rank holds it.
 
-Megatron's own roll knows two layouts: the zigzag of a batch row, and the zigzag of each document, whose offsets it takes without
-padding. It also weighs each rank's prediction loss by that rank's numbers of tokens before and after the roll. Here the numbers
-are those of all ranks together. So the weight is the same at any context-parallel size, and a rank whose own tokens do not count
-in the loss still trains the prediction of the first token after its chunk.
+Megatron's own roll knows two layouts: the zigzag of a batch row, and the zigzag of each document,
+whose offsets it takes without padding. It also weighs each rank's prediction loss by that rank's
+numbers of tokens before and after the roll. Here the numbers are those of all ranks together. So
+the weight is the same at any context-parallel size, and a rank whose own tokens do not count in the
+loss still trains the prediction of the first token after its chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from cp_ring.runtime import RUNTIME
 
 
 class MaskOfAllRanks(torch.Tensor):
-    """A rank's part of a loss mask. Its `sum()` is the mean over ranks, as Megatron averages what it divides by it."""
+    """A rank's part of a loss mask. Its `sum()` is the mean over ranks, as Megatron averages what
+    it divides by it.
+    """
 
     mean_sum: torch.Tensor
 
@@ -44,9 +48,14 @@ class MaskOfAllRanks(torch.Tensor):
 
 
 def roll_in_documents(
-    tensor: torch.Tensor | None, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
+    tensor: torch.Tensor | None,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Any = None,
+    packed_seq_params: Any = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """For each token, the value of the next token in its document, or zero for the last one; and the sum of the result.
+    """For each token, the value of the next token in its document, or zero for the last one; and
+    the sum of the result.
 
     Of a loss mask the sum is the mean over ranks, as Megatron averages what it divides by it.
     tensor [batch, n / cp], of any dtype. The signature is that of Megatron's `roll_tensor`.
@@ -54,7 +63,9 @@ def roll_in_documents(
     if tensor is None:
         return None, None
     if shifts != -1 or dims not in (-1, tensor.dim() - 1):
-        raise ValueError(f"tokens roll by -1 in the last dimension, not by {shifts} in dimension {dims}")
+        raise ValueError(
+            f"tokens roll by -1 in the last dimension, not by {shifts} in dimension {dims}"
+        )
     documents = _documents(tensor, 1 if cp_group is None else cp_group.size(), packed_seq_params)
     rank = 0 if cp_group is None else cp_group.rank()
     whole = _gather(tensor, documents, cp_group)
@@ -70,7 +81,9 @@ def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
     from cp_ring.megatron.documents import documents_of
 
     if packed is None:
-        return _rows(tensor.numel() // tensor.shape[-1], tensor.shape[-1] * cp, current().layout, cp)
+        return _rows(
+            tensor.numel() // tensor.shape[-1], tensor.shape[-1] * cp, current().layout, cp
+        )
     return documents_of(packed, tensor.numel(), cp, packed_in_whole_rows())
 
 
@@ -82,7 +95,9 @@ def _rows(batch: int, n: int, layout: str, cp: int) -> Any:
 
 
 def _gather(tensor: torch.Tensor, documents: Any, group: Any) -> torch.Tensor:
-    """The whole stream [batch * n], of which each rank of `group` holds a part. A collective of `group`."""
+    """The whole stream [batch * n], of which each rank of `group` holds a part. A collective of
+    `group`.
+    """
     mine = tensor.reshape(-1).contiguous()
     if documents.layout.cp == 1:
         return mine
@@ -94,7 +109,9 @@ def _gather(tensor: torch.Tensor, documents: Any, group: Any) -> torch.Tensor:
 
 
 def _with_all_tokens(process: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `process_mtp_loss`: its two token counts, before and after the roll, become those of all ranks together."""
+    """Wraps `process_mtp_loss`: its two token counts, before and after the roll, become those of
+    all ranks together.
+    """
 
     @functools.wraps(process)
     def call(*args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
@@ -114,16 +131,25 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.transformer.multi_token_prediction as module
     from megatron.core.models.gpt import gpt_model  # noqa: F401
 
-    found = [loaded for name, loaded in list(sys.modules.items()) if name.startswith("megatron.core") and loaded]
+    found = [
+        loaded
+        for name, loaded in list(sys.modules.items())
+        if name.startswith("megatron.core") and loaded
+    ]
     yield from replace_everywhere(found, "roll_tensor", roll_in_documents)
-    if hasattr(module, "process_mtp_loss"):  # Megatron 0.16 divides by nothing but the sum after the roll
-        yield from replace_everywhere(found, "process_mtp_loss", _with_all_tokens(module.process_mtp_loss))
+    # Megatron 0.16 divides by nothing but the sum after the roll
+    if hasattr(module, "process_mtp_loss"):
+        yield from replace_everywhere(
+            found, "process_mtp_loss", _with_all_tokens(module.process_mtp_loss)
+        )
 
 
 PATCH = Patch(
     name="mtp_roll",
-    what="multi-token prediction shifts tokens within their documents under every layout, and counts tokens over all ranks",
-    why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens are split over ranks",
+    what="multi-token prediction shifts tokens within their documents under every layout, and "
+    "counts tokens over all ranks",
+    why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens "
+    "are split over ranks",
     when="--cp-ring --mtp-num-layers",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6205",

@@ -1,13 +1,18 @@
-"""Lets the distributed optimizer load checkpoints with torch's own Adam (neither TransformerEngine nor Apex installed).
+"""Lets the distributed optimizer load checkpoints with torch's own Adam (neither TransformerEngine
+nor Apex installed).
 
-torch's Adam keeps a `step` tensor for every parameter. Megatron's distributed optimizer does not expect this in three places:
+torch's Adam keeps a `step` tensor for every parameter. Megatron's distributed optimizer does not
+expect this in three places:
 
-- It reads the step of an optimizer that has no state yet, which is every optimizer that is about to load a checkpoint.
-- It takes the step from tensors that lack it or have an old one, because checkpoints keep the step elsewhere.
-- It gives one shared step tensor to all parameters; Adam then adds 1 for every parameter in each training step.
+- It reads the step of an optimizer that has no state yet, which is every optimizer that is about to
+  load a checkpoint.
+- It takes the step from tensors that lack it or have an old one, because checkpoints keep the step
+  elsewhere.
+- It gives one shared step tensor to all parameters; Adam then adds 1 for every parameter in each
+  training step.
 
-With TransformerEngine or Apex these three are not changed. In all cases the optimizer copies into float32 parameters, which are
-leaves of the graph, with gradients enabled; here it does so without.
+With TransformerEngine or Apex these three are not changed. In all cases the optimizer copies into
+float32 parameters, which are leaves of the graph, with gradients enabled; here it does so without.
 """
 
 from __future__ import annotations
@@ -37,7 +42,9 @@ def _replacements() -> Iterator[Replacement]:
     set_states = owner._set_main_param_and_optimizer_states
 
     def is_torch_adam(self: Any) -> bool:
-        return not module.HAVE_APEX_OR_TE and isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+        return not module.HAVE_APEX_OR_TE and isinstance(
+            self.optimizer, torch.optim.Adam | torch.optim.AdamW
+        )
 
     def state_dict_of_any(self: Any) -> dict[str, Any]:
         if is_torch_adam(self):
@@ -55,7 +62,8 @@ def _replacements() -> Iterator[Replacement]:
 
     def set_states_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         if is_torch_adam(self):
-            # The parameter groups have set the step; one among `tensors` would be that of before loading.
+            # The parameter groups have set the step; one among `tensors` would be that of before
+            # loading.
             group, order = self.model_param_group_index_map[model_param]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
             tensors = {**tensors, "step": state["step"].clone()}
@@ -69,7 +77,9 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="optimizer_step",
-    what="lets the distributed optimizer load checkpoints into torch's Adam, with a step counter of its own for every parameter",
-    why="without TransformerEngine and Apex, loading fails on Adam's `step`, or counts steps wrongly afterwards",
+    what="lets the distributed optimizer load checkpoints into torch's Adam, with a step counter "
+    "of its own for every parameter",
+    why="without TransformerEngine and Apex, loading fails on Adam's `step`, or counts steps "
+    "wrongly afterwards",
     replacements=_replacements,
 )

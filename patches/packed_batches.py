@@ -1,7 +1,9 @@
-"""Splits packed batches of a script (--sft, --dataloader-inter-document-masking) by --cp-ring-layout balanced.
+"""Splits packed batches of a script (--sft, --dataloader-inter-document-masking) by
+--cp-ring-layout balanced.
 
-Megatron splits them by zigzag: each document by itself, which must then be padded to a multiple of 2 * cp, or all together, which
-leaves ranks with unequal work. With --sft batch rows come from cp_ring's packer, because Megatron pads each conversation.
+Megatron splits them by zigzag: each document by itself, which must then be padded to a multiple of
+2 * cp, or all together, which leaves ranks with unequal work. With --sft batch rows come from
+cp_ring's packer, because Megatron pads each conversation.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-def split_packed(split: Any, batch: dict[str, Any], *args: Any, cp_group: Any = None, **named: Any) -> dict[str, Any]:
-    """As Megatron's `get_batch_on_this_cp_rank`: of tensors [1, tokens], the tokens of this rank of `cp_group`."""
+def split_packed(
+    split: Any, batch: dict[str, Any], *args: Any, cp_group: Any = None, **named: Any
+) -> dict[str, Any]:
+    """As Megatron's `get_batch_on_this_cp_rank`: of tensors [1, tokens], the tokens of this rank of
+    `cp_group`.
+    """
     from megatron.core import parallel_state
 
     from cp_ring.megatron.documents import packed_layout
@@ -28,7 +34,10 @@ def split_packed(split: Any, batch: dict[str, Any], *args: Any, cp_group: Any = 
     if offsets is None:
         return dict(split(batch, *args, cp_group=cp_group, **named))
     if batch.get("cu_seqlens_padded") is not None:
-        raise ConfigError("--cp-ring-layout balanced needs no padding between documents, but the batch has cu_seqlens_padded")
+        raise ConfigError(
+            "--cp-ring-layout balanced needs no padding between documents, but the batch has "
+            "cu_seqlens_padded"
+        )
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
     layout = packed_layout(offsets.detach().cpu().reshape(-1).to(torch.int64).numpy(), group.size())
     held = {name: batch[name] for name in _TENSORS if batch.get(name) is not None}
@@ -36,9 +45,15 @@ def split_packed(split: Any, batch: dict[str, Any], *args: Any, cp_group: Any = 
 
 
 def split_thd(
-    batch: dict[str, Any], cu_seqlens: torch.Tensor, cu_seqlens_padded: Any, max_seqlen: torch.Tensor, *sizes: Any
+    batch: dict[str, Any],
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: Any,
+    max_seqlen: torch.Tensor,
+    *sizes: Any,
 ) -> tuple[dict[str, Any], Any]:
-    """As Megatron's `get_thd_batch_on_this_cp_rank` before 0.18, which has the split and the parameters of packed sequences."""
+    """As Megatron's `get_thd_batch_on_this_cp_rank` before 0.18, which has the split and the
+    parameters of packed sequences.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     offsets = cu_seqlens.reshape(-1)
@@ -46,9 +61,15 @@ def split_thd(
     mine = split_packed(None, batch)
     longest = int(max_seqlen.max())
     params = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
-    return {name: value for name, value in mine.items() if not name.startswith("cu_seqlens")}, params
+    return {
+        name: value for name, value in mine.items() if not name.startswith("cu_seqlens")
+    }, params
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -59,19 +80,28 @@ def _replacements() -> Iterator[Replacement]:
 
     from cp_ring.megatron.sft import PackedWithOffsets
 
-    found = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.") and module]
-    if hasattr(utils, "get_thd_batch_on_this_cp_rank"):  # until 0.17, where other batches have a split of their own
+    found = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.") and module
+    ]
+    # until 0.17, where other batches have a split of their own
+    if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
         yield from replace_everywhere(found, "get_thd_batch_on_this_cp_rank", split_thd)
     else:
         name = "get_batch_on_this_cp_rank"
-        yield from replace_everywhere(found, name, functools.partial(split_packed, getattr(utils, name)))
+        yield from replace_everywhere(
+            found, name, functools.partial(split_packed, getattr(utils, name))
+        )
     yield sft_dataset, "SFTDataset", PackedWithOffsets
 
 
 PATCH = Patch(
     name="packed_batches",
-    what="packed batches of a script are split by --cp-ring-layout balanced; --sft packs conversations without padding",
-    why="Megatron's splits pad each document or leave ranks with unequal work, and its batches have no hook for another one",
+    what="packed batches of a script are split by --cp-ring-layout balanced; --sft packs "
+    "conversations without padding",
+    why="Megatron's splits pad each document or leave ranks with unequal work, and its batches "
+    "have no hook for another one",
     when="--cp-ring splits_packed",
     replacements=_replacements,
 )

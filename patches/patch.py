@@ -1,4 +1,6 @@
-"""`Patch`: a description, a range of versions, and replacements that are made all together or not at all."""
+"""`Patch`: a description, a range of versions, and replacements that are made all together or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,16 @@ class Patch:
         name: the module's name.
         what: what it changes, one line.
         why: why, one line.
-        when: words about a job, as in `cp_ring.megatron.rule.Rule`, that must hold for `install` or `enable` to apply a patch of
-            `cp_ring.patches.NAMES`; "" is any job.
-        replacements: yields (owner, attribute, new value); called once per `apply`. The owner must have the attribute.
+        when: words about a job, as in `cp_ring.megatron.rule.Rule`, that must hold for `install` or
+            `enable` to apply a patch of `cp_ring.patches.NAMES`; "" is any job.
+        replacements: yields (owner, attribute, new value); called once per `apply`. The owner must
+        have the attribute.
         package: the distribution it changes.
-        versions: the versions of `package` that it was written for, as a PEP 440 specifier; by default every megatron-core
-            that cp_ring supports.
+        versions: the versions of `package` that it was written for, as a PEP 440 specifier; by
+            default every megatron-core that cp_ring supports.
         upstream: address of the upstream issue or pull request, or "".
-        unneeded: returns why nothing has to be changed here, and `apply` then changes nothing; returns "" where it has to be.
+        unneeded: returns why nothing has to be changed here, and `apply` then changes nothing;
+        returns "" where it has to be.
         enter: called after the replacements are made.
         leave: called before they are undone.
     """
@@ -52,9 +56,11 @@ class Patch:
     _saved: list[Replacement] = field(default_factory=list, init=False)
 
     def apply(self) -> None:
-        """Makes every replacement, or none. Does nothing if the patch is applied already or `unneeded`.
+        """Makes every replacement, or none. Does nothing if the patch is applied already or
+        `unneeded`.
 
-        Raises `ConfigError` if the installed version is outside `versions`, or an owner lacks an attribute.
+        Raises `ConfigError` if the installed version is outside `versions`, or an owner lacks an
+        attribute.
         """
         if self.applied or self.unneeded():
             return
@@ -64,7 +70,10 @@ class Patch:
         wanted = list(self.replacements())
         for owner, name, _ in wanted:
             if not hasattr(owner, name):
-                raise ConfigError(f"patch {self.name}: {self.package} {_version(self.package)} has no {_label(owner)}.{name}")
+                raise ConfigError(
+                    f"patch {self.name}: {self.package} {_version(self.package)} has no "
+                    f"{_label(owner)}.{name}"
+                )
         for owner, name, value in wanted:
             self._saved.append((owner, name, vars(owner).get(name, _MISSING)))
             setattr(owner, name, value)
@@ -90,7 +99,10 @@ class Patch:
         if version is None:
             return f"patch {self.name}: {self.package} is not installed"
         if not SpecifierSet(self.versions).contains(version, prereleases=True):
-            return f"patch {self.name}: {self.package} {version} is installed, but the patch is for {self.versions}"
+            return (
+                f"patch {self.name}: {self.package} {version} is installed, but the patch is for "
+                f"{self.versions}"
+            )
         return ""
 
     def state(self) -> str:
@@ -116,7 +128,9 @@ class Patch:
 
 
 def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Replacement]:
-    """Replacements of `name` in each module that has it: modules that did `from x import name` hold their own reference."""
+    """Replacements of `name` in each module that has it: modules that did `from x import name` hold
+    their own reference.
+    """
     return [(module, name, value) for module in modules if hasattr(module, name)]
 
 

@@ -1,4 +1,6 @@
-"""Keeps the ring from running again when activations are recomputed: see `cp_ring.megatron.recompute`."""
+"""Keeps the ring from running again when activations are recomputed: see
+`cp_ring.megatron.recompute`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ def _replacements() -> Iterator[Replacement]:
     checkpoint, te_checkpoint = random.checkpoint, getattr(extensions, "te_checkpoint", None)
     yield from replace_everywhere([tensor_parallel, random], "checkpoint", keeping(checkpoint))
     if te_checkpoint is not None:
-        holders = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core") and module]
+        holders = [
+            module
+            for name, module in list(sys.modules.items())
+            if name.startswith("megatron.core") and module
+        ]
         found = [module for module in holders if vars(module).get("te_checkpoint") is te_checkpoint]
         yield from replace_everywhere(found, "te_checkpoint", keeping(te_checkpoint))
 

@@ -1,7 +1,9 @@
-"""Mamba and gated delta net layers under --cp-ring-layout contiguous and balanced, and with documents.
+"""Mamba and gated delta net layers under --cp-ring-layout contiguous and balanced, and with
+documents.
 
-These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads. Megatron then puts the tokens in
-order, and back, as its zigzag split needs it. Here the order is that of the layout, and the state begins anew with each document.
+These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads.
+Megatron then puts the tokens in order, and back, as its zigzag split needs it. Here the order is
+that of the layout, and the state begins anew with each document.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ def _replacements() -> Iterator[Replacement]:
 
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_net"):
         yield from _of_gated_delta_net()
-    found = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core.ssm") and module]
+    found = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.core.ssm") and module
+    ]
     yield from replace_everywhere(found, "_undo_attention_load_balancing", recurrent.in_sequence)
     yield from replace_everywhere(found, "_redo_attention_load_balancing", recurrent.by_rank)
     yield MambaMixer, "_ssm_training", recurrent.mamba_with_documents(MambaMixer._ssm_training)
@@ -36,20 +42,28 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
 
     package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
     layer = package.GatedDeltaNet
-    if not hasattr(package, "tensor_a2a_cp2hp"):  # until 0.17, where these layers know nothing of context parallelism
+    # until 0.17, where these layers know nothing of context parallelism
+    if not hasattr(package, "tensor_a2a_cp2hp"):
         return
     yield layer, "forward", recurrent.gated_delta_net_with_documents(layer.forward)
     if hasattr(layer, "_gated_norm_and_a2a"):
         yield layer, "_gated_norm_and_a2a", recurrent.norm_with_documents(layer._gated_norm_and_a2a)
-    found = [module for name, module in list(sys.modules.items()) if name.startswith(package.__name__) and module]
+    found = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith(package.__name__) and module
+    ]
     for name in ("causal_conv1d", "chunk_gated_delta_rule"):
         if getattr(package, name) is not None:
-            yield from replace_everywhere(found, name, recurrent.fla_with_documents(getattr(package, name)))
+            yield from replace_everywhere(
+                found, name, recurrent.fla_with_documents(getattr(package, name))
+            )
 
 
 PATCH = Patch(
     name="recurrent_layers",
-    what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout, and begin anew with each document",
+    what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout, and begin "
+    "anew with each document",
     why="Megatron's layers know the order of its zigzag split alone, and documents only in thd",
     when="--cp-ring letters|reorders_program",
     replacements=_replacements,

@@ -1,6 +1,8 @@
-"""Keeps code that is pickled in a checkpoint from running when it is loaded: see `cp_ring.megatron.checkpoints.unpickle`.
+"""Keeps code that is pickled in a checkpoint from running when it is loaded: see
+`cp_ring.megatron.checkpoints.unpickle`.
 
-Torch reads `.metadata` with `pickle.load` and byte entries with `weights_only=False`; Megatron reads common.pt by `torch.load`.
+Torch reads `.metadata` with `pickle.load` and byte entries with `weights_only=False`; Megatron
+reads common.pt by `torch.load`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def _replacements() -> Iterator[Replacement]:
     original = torch.storage._load_from_bytes  # megatron.core has put its own there
     storage = unpickle.gated_storage(original)
     yield torch.storage, "_load_from_bytes", storage
-    yield sys.modules[original.__module__], original.__name__, storage  # tensors are pickled by this name
+    # tensors are pickled by this name
+    yield sys.modules[original.__module__], original.__name__, storage
     for name in _READERS_OF_EXTRA_STATE:
         if hasattr(sys.modules.get(name), "pickle"):
             yield sys.modules[name], "pickle", unpickle.PickleOfExtraState()
@@ -38,7 +41,8 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="restricted_unpickling",
-    what="lets checkpoints build plain values and known types only, unless --cp-ring-trust-checkpoint",
+    what="lets checkpoints build plain values and known types only, unless "
+    "--cp-ring-trust-checkpoint",
     why="whoever can write to a checkpoint could otherwise run code in every job that loads it",
     package="torch",
     versions=">=2.9",

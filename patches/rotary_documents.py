@@ -1,4 +1,6 @@
-"""Corrects rotary position embeddings of packed documents that are split all together, as one sequence, over the ranks."""
+"""Corrects rotary position embeddings of packed documents that are split all together, as one
+sequence, over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from cp_ring.patches.patch import Patch, Replacement
 
 
 def _positions(cu_seqlens: torch.Tensor, rank: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of this rank's tokens, where the whole sequence is split as one: in it, and in their documents."""
+    """The positions of this rank's tokens, where the whole sequence is split as one: in it, and in
+    their documents.
+    """
     from cp_ring.megatron.documents import packed_layout
 
     edges = cu_seqlens.detach().cpu().numpy().astype(np.int64)
@@ -25,12 +29,19 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.models.common.embeddings.rope_utils as module
 
     def apply(
-        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *options: Any, cp_group: Any = None, **named: Any
+        t: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        *options: Any,
+        cp_group: Any = None,
+        **named: Any,
     ) -> torch.Tensor:
         in_sequence, in_document = _positions(cu_seqlens, cp_group.rank(), cp_group.size())
         wanted = in_sequence if freqs.shape[0] == int(cu_seqlens[-1]) else in_document
         picked = freqs.index_select(0, wanted.to(freqs.device))
-        turned: torch.Tensor = module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), picked, *options, **named)
+        turned: torch.Tensor = module._apply_rotary_pos_emb_bshd(
+            t.unsqueeze(1), picked, *options, **named
+        )
         return turned.squeeze(1)
 
     yield module, "_apply_rotary_pos_emb_thd", apply
@@ -38,8 +49,10 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="rotary_documents",
-    what="rotary embeddings of packed documents that are split as one sequence, as --dataloader-inter-document-masking does",
-    why="Megatron assumes that each document is split separately: the positions are wrong without a warning, or it crashes",
+    what="rotary embeddings of packed documents that are split as one sequence, as "
+    "--dataloader-inter-document-masking does",
+    why="Megatron assumes that each document is split separately: the positions are wrong without "
+    "a warning, or it crashes",
     when="--cp-ring --dataloader-inter-document-masking|splits_packed",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6156",

@@ -1,8 +1,10 @@
-"""Gives each rank the rotary position embeddings of the tokens that it holds, for layouts other than zigzag and declared masks.
+"""Gives each rank the rotary position embeddings of the tokens that it holds, for layouts other
+than zigzag and declared masks.
 
-Which tokens a rank holds, or which positions they have, may differ from microbatch to microbatch, while Megatron computes the
-embeddings of a length once and keeps them. So a rank then keeps the embeddings of the whole length, and those of the microbatch's
-tokens are selected each time that the embeddings are asked for: by the model, or by each layer of multi-latent attention.
+Which tokens a rank holds, or which positions they have, may differ from microbatch to microbatch,
+while Megatron computes the embeddings of a length once and keeps them. So a rank then keeps the
+embeddings of the whole length, and those of the microbatch's tokens are selected each time that the
+embeddings are asked for: by the model, or by each layer of multi-latent attention.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _NAME = "get_pos_emb_on_this_cp_rank"
 
 
 def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-    """The part of `pos_emb` (the whole sequence along `seq_dim`) for the tokens of this rank of `cp_group`.
+    """The part of `pos_emb` (the whole sequence along `seq_dim`) for the tokens of this rank of
+    `cp_group`.
 
     It is all of `pos_emb` where the tokens are known only with the microbatch.
     """
@@ -36,7 +39,9 @@ def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> t
 
 
 def _of_model(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of a model that asks for rotary embeddings and has the argument `packed_seq_params`."""
+    """Wraps a method of a model that asks for rotary embeddings and has the argument
+    `packed_seq_params`.
+    """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -49,18 +54,32 @@ def _of_model(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replacements() -> Iterator[Replacement]:
-    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+    from megatron.core.models.common.embeddings import (
+        rotary_pos_embedding,
+        yarn_rotary_pos_embedding,
+    )
     from megatron.core.models.gpt import GPTModel
 
-    found = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core.models") and module]
+    found = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.core.models") and module
+    ]
     yield from replace_everywhere(found, _NAME, positions_by_layout)
-    for owner in (rotary_pos_embedding.RotaryEmbedding, yarn_rotary_pos_embedding.YarnRotaryEmbedding):
+    for owner in (
+        rotary_pos_embedding.RotaryEmbedding,
+        yarn_rotary_pos_embedding.YarnRotaryEmbedding,
+    ):
         yield owner, "forward", selecting(owner.forward)
     multimodal = getattr(rotary_pos_embedding, "MultimodalRotaryEmbedding", None)
     if multimodal is not None:
         yield multimodal, "forward", selecting(multimodal.forward, by_place=True)
     yield GPTModel, "_preprocess", _of_model(GPTModel._preprocess)
-    for module, name in (("hybrid.hybrid_model", "HybridModel"), ("mamba.mamba_model", "MambaModel")):  # the older name
+    # the older name
+    for module, name in (
+        ("hybrid.hybrid_model", "HybridModel"),
+        ("mamba.mamba_model", "MambaModel"),
+    ):
         try:
             model = getattr(importlib.import_module(f"megatron.core.models.{module}"), name)
         except (ImportError, AttributeError):
@@ -73,7 +92,8 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     name="rotary_layout",
     what=f"{_NAME} and rotary embeddings follow --cp-ring-layout and the masks of microbatches",
-    why="Megatron's rotary embedding assumes the zigzag split, and positions that are places in the sequence",
+    why="Megatron's rotary embedding assumes the zigzag split, and positions that are places in "
+    "the sequence",
     when="--cp-ring reorders|--cp-ring-mask-kinds",
     replacements=_replacements,
 )

@@ -1,4 +1,6 @@
-"""Publishes checkpoints only when they are whole, and verifies them before loading: see `cp_ring.megatron.checkpoints`."""
+"""Publishes checkpoints only when they are whole, and verifies them before loading: see
+`cp_ring.megatron.checkpoints`.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,34 @@ def _replacements() -> Iterator[Replacement]:
     from cp_ring.megatron.checkpoints import fsdp, loading, saving
 
     modules = [checkpointing, training, async_utils]
-    yield from replace_everywhere(modules, "save_checkpoint", saving.guarded(checkpointing.save_checkpoint))
-    yield from replace_everywhere(modules, "load_checkpoint", loading.verified(checkpointing.load_checkpoint))
+    yield from replace_everywhere(
+        modules, "save_checkpoint", saving.guarded(checkpointing.save_checkpoint)
+    )
+    yield from replace_everywhere(
+        modules, "load_checkpoint", loading.verified(checkpointing.load_checkpoint)
+    )
     readers = [checkpointing, initialize, training]
-    yield from replace_everywhere(readers, "load_args_from_checkpoint", loading.gated(checkpointing.load_args_from_checkpoint))
+    yield from replace_everywhere(
+        readers, "load_args_from_checkpoint", loading.gated(checkpointing.load_args_from_checkpoint)
+    )
     yield training, "setup_model_and_optimizer", saving.locked(training.setup_model_and_optimizer)
     finalize = saving.guarded_finalize(async_utils.maybe_finalize_async_save)
     yield from replace_everywhere(modules, "maybe_finalize_async_save", finalize)
     yield checkpointing, "read_metadata", loading.tracker_reader(checkpointing.read_metadata)
-    yield checkpointing, "ensure_directory_exists", saving.leave_out_folder(checkpointing.ensure_directory_exists)
-    opener = "maybe_msc" if hasattr(checkpointing, "maybe_msc") else "open_file"  # until 0.18 it is a function
+    yield (
+        checkpointing,
+        "ensure_directory_exists",
+        saving.leave_out_folder(checkpointing.ensure_directory_exists),
+    )
+    # until 0.18 it is a function
+    opener = "maybe_msc" if hasattr(checkpointing, "maybe_msc") else "open_file"
     yield checkpointing, opener, saving.Opener(getattr(checkpointing, opener))
     yield dist_checkpointing, "save", saving.written_aside(dist_checkpointing.save)
-    yield torch.distributed.checkpoint, "save", fsdp.written_aside(torch.distributed.checkpoint.save)
+    yield (
+        torch.distributed.checkpoint,
+        "save",
+        fsdp.written_aside(torch.distributed.checkpoint.save),
+    )
     yield FileSystemWriter, "finish", saving.tolerant(FileSystemWriter.finish)
     yield from _writers()
 
@@ -51,7 +68,11 @@ def _writers() -> Iterator[Replacement]:
     if strategy is not None:
         yield strategy, "save_common", saving.tolerant(strategy.save_common)
     writer = filesystem_async.FileSystemWriterAsync
-    yield writer, "get_save_function_and_args", writers.summing(writer.get_save_function_and_args, saving.guarding)
+    yield (
+        writer,
+        "get_save_function_and_args",
+        writers.summing(writer.get_save_function_and_args, saving.guarding),
+    )
     yield writer, "prepare_write_data", writers.own_copies(writer.prepare_write_data)
     for name in ("get_write_results_queue", "_get_write_results_queue"):  # the latter in 0.16
         if hasattr(filesystem_async, name):
@@ -60,7 +81,8 @@ def _writers() -> Iterator[Replacement]:
 
 PATCH = Patch(
     name="safe_checkpoints",
-    what="writes checkpoints aside, publishes them whole with a manifest, locks the folder, and loads the last good one",
+    what="writes checkpoints aside, publishes them whole with a manifest, locks the folder, and "
+    "loads the last good one",
     why="a save that is killed or fails can leave a tracker or a folder that no restart can load",
     when="!program",
     replacements=_replacements,

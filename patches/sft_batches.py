@@ -1,8 +1,9 @@
 """Packed batches of --sft in scripts of Megatron before 0.18.
 
-These scripts hand the split of packed batches no padded lengths, without which it cannot split them. Their data set counts
-padding in the lengths that it gives, so these are both. Before 0.17 tensor-parallel rank 0 also sends the lengths in an order in
-which other ranks do not receive them, and sends the last pipeline stage no tokens, which the split needs.
+These scripts hand the split of packed batches no padded lengths, without which it cannot split
+them. Their data set counts padding in the lengths that it gives, so these are both. Before 0.17
+tensor-parallel rank 0 also sends the lengths in an order in which other ranks do not receive them,
+and sends the last pipeline stage no tokens, which the split needs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,23 @@ from packaging.specifiers import SpecifierSet
 from cp_ring.megatron.compat import megatron_version
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
-_INTEGERS, _FLOATS, _LENGTHS = ("tokens", "labels", "position_ids"), ("loss_mask",), ("cu_seqlens", "max_seqlen")
+_INTEGERS, _FLOATS, _LENGTHS = (
+    ("tokens", "labels", "position_ids"),
+    ("loss_mask",),
+    ("cu_seqlens", "max_seqlen"),
+)
 
 
 def split_by_document(
-    batch: dict[str, Any], cu_seqlens: torch.Tensor, cu_seqlens_padded: Any, max_seqlen: Any, *sizes: Any
+    batch: dict[str, Any],
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: Any,
+    max_seqlen: Any,
+    *sizes: Any,
 ) -> tuple[dict[str, Any], Any]:
-    """As Megatron's `get_thd_batch_on_this_cp_rank`: this rank's tokens of each document, and the packed parameters."""
+    """As Megatron's `get_thd_batch_on_this_cp_rank`: this rank's tokens of each document, and the
+    packed parameters.
+    """
     from cp_ring.megatron.batches import OFFSETS, PADDED, split_batch
 
     mine = split_batch(batch | {OFFSETS: cu_seqlens, PADDED: cu_seqlens_padded})
@@ -32,7 +43,9 @@ def split_by_document(
 
 
 def read_on_every_rank(read: Any, data_iterator: Any, *rest: Any, **named: Any) -> dict[str, Any]:
-    """As Megatron's `get_batch_on_this_tp_rank`: whole packed batches, with lengths, on each rank of a stage that reads them."""
+    """As Megatron's `get_batch_on_this_tp_rank`: whole packed batches, with lengths, on each rank
+    of a stage that reads them.
+    """
     from megatron.core import mpu, tensor_parallel
     from megatron.training import get_args
 
@@ -46,7 +59,16 @@ def read_on_every_rank(read: Any, data_iterator: Any, *rest: Any, **named: Any) 
     batch = tensor_parallel.broadcast_data([*_INTEGERS], data, torch.int64)
     batch |= tensor_parallel.broadcast_data([*_FLOATS], data, torch.float32)
     batch |= tensor_parallel.broadcast_data([*_LENGTHS], data, torch.int32)
-    order = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *_LENGTHS, "local_cp_size")  # scripts rely on it
+    # scripts rely on it
+    order = (
+        "tokens",
+        "labels",
+        "loss_mask",
+        "attention_mask",
+        "position_ids",
+        *_LENGTHS,
+        "local_cp_size",
+    )
     return {name: batch.get(name) for name in order}
 
 
@@ -54,11 +76,19 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.utils
     import megatron.training.utils
 
-    found = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.") and module]
+    found = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.") and module
+    ]
     yield from replace_everywhere(found, "get_thd_batch_on_this_cp_rank", split_by_document)
     if _before("0.17"):
         name = "get_batch_on_this_tp_rank"
-        yield from replace_everywhere(found, name, functools.partial(read_on_every_rank, getattr(megatron.training.utils, name)))
+        yield from replace_everywhere(
+            found,
+            name,
+            functools.partial(read_on_every_rank, getattr(megatron.training.utils, name)),
+        )
 
 
 def _before(version: str) -> bool:
@@ -67,9 +97,13 @@ def _before(version: str) -> bool:
 
 PATCH = Patch(
     name="sft_batches",
-    what="scripts split the packed batches of --sft, whose lengths reach every tensor-parallel rank and pipeline stage",
-    why="scripts of Megatron before 0.18 give the split no padded lengths; before 0.17 other ranks do not receive the lengths",
+    what="scripts split the packed batches of --sft, whose lengths reach every tensor-parallel "
+    "rank and pipeline stage",
+    why="scripts of Megatron before 0.18 give the split no padded lengths; before 0.17 other "
+    "ranks do not receive the lengths",
     when="--cp-ring --sft !--cp-ring-document-mask",
     replacements=_replacements,
-    unneeded=lambda: "" if _before("0.18") else "Megatron's scripts split packed batches since 0.18",
+    unneeded=lambda: (
+        "" if _before("0.18") else "Megatron's scripts split packed batches since 0.18"
+    ),
 )

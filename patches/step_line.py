@@ -9,20 +9,34 @@ from cp_ring.patches.patch import Patch, Replacement
 
 def _replacements() -> Iterator[Replacement]:
     from megatron.training import training
-    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers, get_wandb_writer
+    from megatron.training.global_vars import (
+        get_args,
+        get_tensorboard_writer,
+        get_timers,
+        get_wandb_writer,
+    )
 
     from cp_ring.megatron.settings import current
     from cp_ring.megatron.step_timing import step_timing
     from cp_ring.megatron.training_log import StepLine
 
-    line = StepLine(training.training_log, get_args, get_timers, get_tensorboard_writer, get_wandb_writer, step_timing(current()))
+    line = StepLine(
+        training.training_log,
+        get_args,
+        get_timers,
+        get_tensorboard_writer,
+        get_wandb_writer,
+        step_timing(current()),
+    )
     yield training, "training_log", line
 
 
 PATCH = Patch(
     name="step_line",
-    what="records tokens per second and the peak memory of a rank: in TensorBoard, and with the losses in the run directory",
-    why="Megatron logs neither tokens per second nor, after the first step, memory, and its log function has no hook",
+    what="records tokens per second and the peak memory of a rank: in TensorBoard, and with the "
+    "losses in the run directory",
+    why="Megatron logs neither tokens per second nor, after the first step, memory, and its log "
+    "function has no hook",
     versions=">=0.17,<0.20",
     when="never",  # `log_steps` applies it
     replacements=_replacements,

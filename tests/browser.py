@@ -1,7 +1,8 @@
-"""A page in a real headless browser, without a network: a script in the page looks at it and tells what it has found.
+"""A page in a real headless browser, without a network: a script in the page looks at it and tells
+what it has found.
 
-The page comes from a server of this process. It counts as loaded only when the script has told, so that a screenshot shows what
-the script has waited for.
+The page comes from a server of this process. It counts as loaded only when the script has told, so
+that a screenshot shows what the script has waited for.
 """
 
 from __future__ import annotations
@@ -48,10 +49,17 @@ class Visit:
     told: threading.Event = field(default_factory=threading.Event)
 
 
-def visit(site: Path, script: str, files: dict[str, Path], screenshot: Path | None = None, fragment: str = "") -> Visit:
+def visit(
+    site: Path,
+    script: str,
+    files: dict[str, Path],
+    screenshot: Path | None = None,
+    fragment: str = "",
+) -> Visit:
     """Opens index.html of the folder `site`.
 
-    script: JavaScript that calls `tell(found)`. files: more that the page may load, by their paths. fragment: what stands behind
+    script: JavaScript that calls `tell(found)`. files: more that the page may load, by their paths.
+    fragment: what stands behind
     the address, where HOME is the server.
     """
     program, result = needed(), Visit()
@@ -62,9 +70,18 @@ def visit(site: Path, script: str, files: dict[str, Path], screenshot: Path | No
     address = f"{home}/{fragment.replace('HOME', home)}"
     with tempfile.TemporaryDirectory() as folder:
         picture = screenshot or Path(folder) / "page.png"
-        options = ["--no-sandbox", "--disable-gpu", "--window-size=1600,1000", f"--user-data-dir={folder}/profile"]
+        options = [
+            "--no-sandbox",
+            "--disable-gpu",
+            "--window-size=1600,1000",
+            f"--user-data-dir={folder}/profile",
+        ]
         try:
-            done = subprocess.run([program, *options, f"--screenshot={picture}", address], capture_output=True, timeout=LIMIT_S)
+            done = subprocess.run(
+                [program, *options, f"--screenshot={picture}", address],
+                capture_output=True,
+                timeout=LIMIT_S,
+            )
         finally:
             result.told.set()
             server.shutdown()
@@ -82,7 +99,9 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         self._result.asked.append(path)
         if path == "/":
             page = (self._site / "index.html").read_text()
-            more = '<script src="/look.js" defer></script><img src="/hold.png" style="display: none">'
+            more = (
+                '<script src="/look.js" defer></script><img src="/hold.png" style="display: none">'
+            )
             self._send(page.replace("</body>", f"{more}</body>").encode(), "text/html")
         elif path == "/look.js":
             self._send(self._script.encode(), "text/javascript")

@@ -1,4 +1,6 @@
-"""Settings of the whole test suite, fixtures that several tests use, and how tests are divided among worker processes."""
+"""Settings of the whole test suite, fixtures that several tests use, and how tests are divided
+among worker processes.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# What takes longest starts first, so that no worker is busy with it at the end when the others have nothing left to do.
-# Roughly in descending order of wall time; a name is that of a group (see `group`) or of a test function.
-# xdist gives each worker two of these at once.
+# What takes longest starts first, so that no worker is busy with it at the end when the others have
+# nothing left to do. Roughly in descending order of wall time; a name is that of a group (see
+# `group`) or of a test function. xdist gives each worker two of these at once.
 LONG = (
     "slurm",
     "tests/megatron/test_training.py",
@@ -49,29 +51,37 @@ LONG = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--megatron-lm", action="append", default=[], help="a checkout of Megatron-LM whose script to run; repeatable"
+        "--megatron-lm",
+        action="append",
+        default=[],
+        help="a checkout of Megatron-LM whose script to run; repeatable",
     )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: a worker for each core, and one more, since many tests wait; at most 8, for the memory of ranks.
+    """For `-n auto`: a worker for each core, and one more, since many tests wait; at most 8, for
+    the memory of ranks.
 
-    Each imports torch and Megatron and has a fork server of its own, so that more of them would cost more than their tests.
+    Each imports torch and Megatron and has a fork server of its own, so that more of them would
+    cost more than their tests.
     """
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
 def group(item: pytest.Item) -> str | None:
-    """The tests of a group run one after another in one worker. They share what is started once: a Slurm cluster, the pool of
-    ranks, or what a fixture of their module has trained. Other tests run alone, in any worker: None."""
+    """The tests of a group run one after another in one worker. They share what is started once: a
+    Slurm cluster, the pool of ranks, or what a fixture of their module has trained. Other tests run
+    alone, in any worker: None."""
     names = [marker.args[0] for marker in item.iter_markers("xdist_group")]
     if names:
         return str(names[0])
     if "pool" in getattr(item, "fixturenames", ()):
         return "pool"
     fixtures = getattr(item, "_fixtureinfo", None)
-    shared = fixtures and any(defs[-1].scope == "module" for defs in fixtures.name2fixturedefs.values())
+    shared = fixtures and any(
+        defs[-1].scope == "module" for defs in fixtures.name2fixturedefs.values()
+    )
     return item.location[0] if shared else None
 
 
@@ -83,7 +93,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts long tests first when workers divide them; apart from this the order is that of pytest-randomly."""
+    """Puts long tests first when workers divide them; apart from this the order is that of
+    pytest-randomly.
+    """
     places = {name: place for place, name in enumerate(LONG)}
 
     def place(item: pytest.Item) -> int:
@@ -96,13 +108,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def same_random_tensors() -> None:
-    """A test draws the same numbers of torch whichever tests ran before; pytest-randomly does so for random and numpy."""
+    """A test draws the same numbers of torch whichever tests ran before; pytest-randomly does so
+    for random and numpy.
+    """
     torch.manual_seed(1)
 
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process() -> Iterator[None]:
-    """A test may change settings, caches and notes of the process; the next one finds them as they were."""
+    """A test may change settings, caches and notes of the process; the next one finds them as they
+    were.
+    """
     yield
     RUNTIME.reset()
 
@@ -130,9 +146,12 @@ def _mesh() -> ThrottledMesh | str:
 
 @pytest.fixture
 def pool() -> Iterator[Ranks]:
-    """Four gloo ranks, started once and again only after a failure; each in a network of its own where that can be."""
+    """Four gloo ranks, started once and again only after a failure; each in a network of its own
+    where that can be.
+    """
     if not _pools or _pools[-1].closed:
-        mp.get_context("forkserver").set_forkserver_preload(["tests.megatron.imported"])  # as tests.megatron.launch
+        # as tests.megatron.launch
+        mp.get_context("forkserver").set_forkserver_preload(["tests.megatron.imported"])
         mesh = _mesh()
         _pools.append(Ranks(4, mesh.ends if isinstance(mesh, ThrottledMesh) else None))
     yield _pools[-1]
@@ -177,7 +196,9 @@ def one_rank(applied, tmp_path):
     applied("cpu_runtime")
     from megatron.core import parallel_state, tensor_parallel
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", world_size=1, rank=0)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", world_size=1, rank=0
+    )
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield

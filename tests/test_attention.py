@@ -16,7 +16,8 @@ from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank, who
 
 MASKS = {"causal": Mask.causal, "full": Mask.full}
 LAYOUTS = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}
-# Rounding of one float32 or bfloat16 kernel call at these sizes; a wrong tile or transfer is off by 0.01 at least.
+# Rounding of one float32 or bfloat16 kernel call at these sizes; a wrong tile or transfer is off by
+# 0.01 at least.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
 
 
@@ -51,7 +52,15 @@ def test_dtypes_and_kernels(pool, dtype, kernel):
 
 @pytest.mark.parametrize(
     ("h", "g", "d", "e"),
-    [(4, 4, 16, 16), (8, 1, 8, 8), (3, 3, 7, 7), (4, 2, 33, 33), (4, 2, 24, 16), (4, 2, 16, 40), (1, 1, 1, 1)],
+    [
+        (4, 4, 16, 16),
+        (8, 1, 8, 8),
+        (3, 3, 7, 7),
+        (4, 2, 33, 33),
+        (4, 2, 24, 16),
+        (4, 2, 16, 40),
+        (1, 1, 1, 1),
+    ],
 )
 def test_heads_and_head_sizes(pool, h, g, d, e):
     plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 2))
@@ -75,7 +84,9 @@ def test_gradcheck():
     plan = Plan.build(Mask.causal(12), Layout.zigzag(12, 1))
     case = Case.draw(12, h=2, g=1, d=4, dtype=torch.float64)
     inputs = tuple(x.requires_grad_() for x in case[:3])
-    assert torch.autograd.gradcheck(lambda q, k, v: ring_attention(q, k, v, plan=plan, kernel="reference"), inputs)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: ring_attention(q, k, v, plan=plan, kernel="reference"), inputs
+    )
 
 
 def _kept(group, case, plan):
@@ -119,9 +130,13 @@ def test_transport_moves_the_plans_bytes(pool):
         token = 2 * g * d * 4
         keys = sum(send.tokens for hop in hops for send in hop.sends) * token
         gradients = sum(send.tokens for hop in hops for send in hop.grad_sends) * token
-        assert counters.bytes_by_kind == {"keys": 2 * keys, "gradients": gradients}  # keys travel forward and again backward
+        # keys travel forward and again backward
+        assert counters.bytes_by_kind == {"keys": 2 * keys, "gradients": gradients}
         arriving = sum(receive.tokens for hop in hops for receive in hop.receives) * 2
-        assert counters.bytes_received == (arriving + sum(t.tokens for hop in hops for t in hop.grad_receives)) * token
+        assert (
+            counters.bytes_received
+            == (arriving + sum(t.tokens for hop in hops for t in hop.grad_receives)) * token
+        )
 
 
 def _repeat(group, case, plan, **options):
@@ -143,10 +158,19 @@ def test_deterministic_reaches_the_kernel_in_forward_and_backward(monkeypatch):
     seen = []
     for name in ("forward", "backward"):
         plain = getattr(KERNEL, name)
-        monkeypatch.setattr(KERNEL, name, lambda *a, plain=plain, **b: seen.append(deterministic()) or plain(*a, **b))
+        monkeypatch.setattr(
+            KERNEL,
+            name,
+            lambda *a, plain=plain, **b: seen.append(deterministic()) or plain(*a, **b),
+        )
     plan = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
     case = Case.draw(16)
-    for asked, switch, result in ((None, False, False), (None, True, True), (True, False, True), (False, True, False)):
+    for asked, switch, result in (
+        (None, False, False),
+        (None, True, True),
+        (True, False, True),
+        (False, True, False),
+    ):
         q, k, v = (x.clone().requires_grad_() for x in case[:3])
         torch.use_deterministic_algorithms(switch)
         try:
@@ -164,7 +188,9 @@ def test_deterministic_is_rejected_by_kernels_that_do_not_promise_it(monkeypatch
     q, k, v, _ = Case.draw(16, d=11)
     monkeypatch.setattr(KERNEL, "capabilities", replace(KERNEL.capabilities, deterministic=False))
     ring_attention(q, k, v, plan=plan, kernel="cpu")
-    with pytest.raises(KernelError, match=r"kernel='cpu': cpu does not give the same bits in every run"):
+    with pytest.raises(
+        KernelError, match=r"kernel='cpu': cpu does not give the same bits in every run"
+    ):
         ring_attention(q, k, v, plan=plan, kernel="cpu", deterministic=True)
     assert choose("auto", device=q.device, dtype=q.dtype, d=11, e=11).name == "cpu"
     with determinism(True):
@@ -182,9 +208,17 @@ def _raises(group, case, plan, options):
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"kernel": "warp"}, KernelError, "kernel='warp': unknown; known are auto, transformer_engine, cudnn"),
+        (
+            {"kernel": "warp"},
+            KernelError,
+            "kernel='warp': unknown; known are auto, transformer_engine, cudnn",
+        ),
         ({"num_slots": 1}, ConfigError, "num_slots=1: it must be a whole number from 2 to 8"),
-        ({"wire_dtype": "int8"}, ConfigError, "wire_dtype='int8': it must be 'input', 'float32' or 'bfloat16'"),
+        (
+            {"wire_dtype": "int8"},
+            ConfigError,
+            "wire_dtype='int8': it must be 'input', 'float32' or 'bfloat16'",
+        ),
         ({"qkv_format": "thd"}, ConfigError, "qkv_format='thd': it must be 'bshd' or 'sbhd'"),
     ],
 )
@@ -206,7 +240,9 @@ def test_bad_shapes():
     with pytest.raises(PlanError, match="at least one head"):
         ring_attention(q[:, :, :0], k, v, plan=plan)
     for scale in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ConfigError, match=r"softmax_scale=.*: it must be a finite number above 0"):
+        with pytest.raises(
+            ConfigError, match=r"softmax_scale=.*: it must be a finite number above 0"
+        ):
             ring_attention(q, k, v, plan=plan, softmax_scale=scale)
     with pytest.raises(PlanError, match="key/value heads must divide query heads"):
         ring_attention(q[:, :, :3], k, v, plan=plan)
@@ -215,7 +251,9 @@ def test_bad_shapes():
     with pytest.raises(PlanError, match="4 dimensions"):
         ring_attention(q[0], k, v, plan=plan)
     with pytest.raises(PlanError, match="pass their process group"):
-        ring_attention(q[:, :8], k[:, :8], v[:, :8], plan=Plan.build(Mask.causal(16), Layout.zigzag(16, 2)))
+        ring_attention(
+            q[:, :8], k[:, :8], v[:, :8], plan=Plan.build(Mask.causal(16), Layout.zigzag(16, 2))
+        )
     with pytest.raises(PlanError, match="of 16 to 64 bits"):
         ring_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), plan=plan, kernel="cpu")
 
@@ -228,7 +266,9 @@ def test_group_of_another_size(pool):
 
 
 def test_infinite_scores_do_not_leak():
-    """Rows that see nothing (padding behind the last document) give out 0 and no gradient, never NaN."""
+    """Rows that see nothing (padding behind the last document) give out 0 and no gradient, never
+    NaN.
+    """
     mask = Mask.documents([0, 5, 9], n=12)
     plan = Plan.build(mask, Layout.zigzag(12, 1))
     case = Case.draw(12, h=2, g=1, d=8)
@@ -247,7 +287,9 @@ def _with_sink(group, case, plan, sink):
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_sink_equals_a_key_without_a_value(pool, cp):
-    """A sink is a further key with that score in every row and the value 0: its oracle is autograd on just that."""
+    """A sink is a further key with that score in every row and the value 0: its oracle is autograd
+    on just that.
+    """
     n = 64
     plan = Plan.build(Mask.documents([0, 20, 50], n=n), Layout.zigzag(n, cp))
     case, sink = Case.draw(n, b=2, h=4, g=2), torch.tensor([-1.0, 0.0, 0.5, 3.0])
@@ -270,15 +312,24 @@ def test_queries_of_any_stride():
     case = Case.draw(24, b=2, h=4, g=4, d=8)
     strided = Case(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in case))
     assert strided.q.stride(-1) != 1
-    close(on_rank(None, strided, plan)[0], brute_force(case, plan.mask.dense()), TOLERANCE[torch.float32])
+    close(
+        on_rank(None, strided, plan)[0],
+        brute_force(case, plan.mask.dense()),
+        TOLERANCE[torch.float32],
+    )
 
 
 def test_batch_rows_are_a_stream_only_where_the_layout_says_so():
     """Two rows of n tokens are not taken for the one sequence of 2 n tokens that the plan is for."""
     q, k, v, _ = Case.draw(16, b=2, h=2, g=2, d=8)
-    with pytest.raises(PlanError, match="rank 0 holds 32 tokens of the layout, but q, k and v have 16"):
+    with pytest.raises(
+        PlanError, match="rank 0 holds 32 tokens of the layout, but q, k and v have 16"
+    ):
         ring_attention(q, k, v, plan=Plan.build(Mask.causal(32), Layout.zigzag(32, 1)))
-    with pytest.raises(PlanError, match="batch rows must be split over the same ranks, as many tokens each; here 10; 22"):
+    with pytest.raises(
+        PlanError,
+        match="batch rows must be split over the same ranks, as many tokens each; here 10; 22",
+    ):
         Layout.batch([Layout.zigzag(10, 1), Layout.zigzag(22, 1)])
 
 

@@ -1,4 +1,6 @@
-"""ALiBi: a bias by distance and head, the same however the call is split, against brute force in float64."""
+"""ALiBi: a bias by distance and head, the same however the call is split, against brute force in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PLANS = {
     "window": lambda: Plan.build(WINDOW, Layout.zigzag(N, 2)),
     "documents, balanced": lambda: Plan.build(DOCUMENTS, Layout.balanced(DOCUMENTS, 4, 4)),
     "both ways": lambda: Plan.build(BOTH_WAYS, Layout.zigzag(N, 2)),
-    "contiguous, ring": lambda: Plan.build(CAUSAL, Layout.contiguous(N, 4), route="ring", schedule="ring"),
+    "contiguous, ring": lambda: Plan.build(
+        CAUSAL, Layout.contiguous(N, 4), route="ring", schedule="ring"
+    ),
     "heads": lambda: Plan.build(CAUSAL, Layout.zigzag(N, 4), ulysses=2),
 }
 
@@ -33,7 +37,9 @@ def truth(case, mask, dropout=None):
     """out, dq, dk and dv in float64, by autograd through a dense softmax with a dense bias."""
     q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
     shared = q.shape[2] // k.shape[2]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(shared, 2)) * q.shape[-1] ** -0.5
+    scores = (
+        torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(shared, 2)) * q.shape[-1] ** -0.5
+    )
     distance = (torch.arange(N)[:, None] - torch.arange(N)).abs().double()
     scores = scores - torch.tensor(SLOPES, dtype=torch.float64)[:, None, None] * distance
     weights = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).softmax(-1)
@@ -81,8 +87,13 @@ def test_distances_are_those_of_the_batch_row():
     plan = Plan.build(Mask.batch(masks), Layout.batch(layouts))
 
     def rank(group):
-        parts = [[layout.shard(x[row : row + 1], group.rank, 1) for row, layout in enumerate(layouts)] for x in case[:3]]
-        return ring_attention(*map(torch.cat, parts), group, plan=plan, alibi_slopes=torch.tensor(SLOPES))
+        parts = [
+            [layout.shard(x[row : row + 1], group.rank, 1) for row, layout in enumerate(layouts)]
+            for x in case[:3]
+        ]
+        return ring_attention(
+            *map(torch.cat, parts), group, plan=plan, alibi_slopes=torch.tensor(SLOPES)
+        )
 
     parts = LocalRing(2).run(rank)
     for row, layout in enumerate(layouts):
@@ -92,7 +103,9 @@ def test_distances_are_those_of_the_batch_row():
 
 def test_what_cannot_be_is_rejected_in_one_line():
     case, plan = Case.draw(N, h=2, g=1, d=8), PLANS["cp 1"]()
-    with pytest.raises(PlanError, match="alibi_slopes must hold one finite number for each of 2 query heads"):
+    with pytest.raises(
+        PlanError, match="alibi_slopes must hold one finite number for each of 2 query heads"
+    ):
         ring_attention(*case[:3], plan=plan, alibi_slopes=[0.5])
     with pytest.raises(ConfigError, match="alibi_slopes are constants"):
         ring_attention(*case[:3], plan=plan, alibi_slopes=torch.ones(2, requires_grad=True))
@@ -100,7 +113,17 @@ def test_what_cannot_be_is_rejected_in_one_line():
         ring_attention(*case[:3], plan=plan.rank_plan(0), alibi_slopes=[0.5, 0.25])
     with pytest.raises(KernelError, match=r"has no ALiBi of tiles|runs on CUDA"):
         ring_attention(*case[:3], plan=plan, alibi_slopes=[0.5, 0.25], kernel="flash_aten")
-    with pytest.raises(ConfigError, match="wire='int8' does not support alibi_slopes, for which positions travel"):
-        LocalRing(2).run(lambda group: ring_attention(*Case.draw(8)[:3], group, alibi_slopes=[0.5] * 4, wire="int8"))
+    with pytest.raises(
+        ConfigError, match="wire='int8' does not support alibi_slopes, for which positions travel"
+    ):
+        LocalRing(2).run(
+            lambda group: ring_attention(
+                *Case.draw(8)[:3], group, alibi_slopes=[0.5] * 4, wire="int8"
+            )
+        )
     with pytest.raises(PlanError, match="alibi_slopes"):
-        LocalRing(2).run(lambda group: ring_attention(*Case.draw(8)[:3], group, alibi_slopes=[0.5 + group.rank] * 4))
+        LocalRing(2).run(
+            lambda group: ring_attention(
+                *Case.draw(8)[:3], group, alibi_slopes=[0.5 + group.rank] * 4
+            )
+        )

@@ -1,4 +1,6 @@
-"""`torch.autocast` around ring attention: the same bits as without it, in forward and backward, for every way to compute."""
+"""`torch.autocast` around ring attention: the same bits as without it, in forward and backward, for
+every way to compute.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,13 @@ def test_same_bits_as_without(name, dtype, forward, backward):
 
     def one_rank(group):
         mine = shard(tuple(case), None, group)
-        with_it, without = (gradients(group, mine, OPTIONS[name], *on) for on in ((forward, backward), (False, False)))
-        return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(with_it, without, strict=True))
+        with_it, without = (
+            gradients(group, mine, OPTIONS[name], *on)
+            for on in ((forward, backward), (False, False))
+        )
+        return all(
+            torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(with_it, without, strict=True)
+        )
 
     assert LocalRing(2).run(one_rank) == [True, True]
 
@@ -57,14 +64,19 @@ def test_same_bits_as_without(name, dtype, forward, backward):
 @pytest.mark.parametrize("wire", ["plain", "latent"])
 def test_latents(wire):
     draw = torch.Generator().manual_seed(0)
-    q, latent, rope, dout = (torch.randn(1, N, *size, generator=draw) for size in ((H, 12), (16,), (4,), (H, 8)))
+    q, latent, rope, dout = (
+        torch.randn(1, N, *size, generator=draw) for size in ((H, 12), (16,), (4,), (H, 8))
+    )
     weight = torch.randn(H * 16, 16, generator=draw)
 
     def one_rank(group):
         mine = shard((q, latent, rope), None, group)
         tensors = (*mine, weight, shard(dout, None, group))
         # Backward of the own keys is torch's, which follows an autocast around it.
-        with_it, without = (gradients(group, tensors, {"wire": wire}, on, False, latent=True) for on in (True, False))
+        with_it, without = (
+            gradients(group, tensors, {"wire": wire}, on, False, latent=True)
+            for on in (True, False)
+        )
         return all(torch.equal(x, y) for x, y in zip(with_it, without, strict=True))
 
     assert LocalRing(2).run(one_rank) == [True, True]
@@ -76,14 +88,19 @@ def test_different_dtypes_are_cast_to_that_of_autocast():
     leaves = [q.requires_grad_(), k.requires_grad_(), v.bfloat16().requires_grad_()]
     with torch.autocast("cpu", torch.bfloat16):
         out = ring_attention(*leaves, causal=True)
-        theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True)
+        theirs = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in leaves), is_causal=True
+        )
     assert out.dtype == theirs.dtype == torch.bfloat16
     assert torch.equal(out, ring_attention(*(x.bfloat16() for x in leaves), causal=True))
     grads = torch.autograd.grad(out, leaves, dout.bfloat16())
     assert [x.dtype for x in grads] == [torch.float32, torch.float32, torch.bfloat16]
     with pytest.raises(PlanError, match="must share one floating-point dtype"):
         ring_attention(*leaves, causal=True)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match="must share one floating-point dtype"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(PlanError, match="must share one floating-point dtype"),
+    ):
         ring_attention(q.double(), k, v, causal=True)
 
 
@@ -94,5 +111,7 @@ def test_logits_and_their_kernel():
     for on in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             inputs = Inputs(q, k, v).alike()
-            found.append(attention_of(plan, None, AttentionOptions(max_logit=True), inputs)(inputs).max_logit)
+            found.append(
+                attention_of(plan, None, AttentionOptions(max_logit=True), inputs)(inputs).max_logit
+            )
     assert torch.equal(*found)

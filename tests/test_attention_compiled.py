@@ -56,7 +56,9 @@ def test_the_gradient_of_a_sink_does_not_read_the_gradients_of_padding(cp):
 
     def case(group, padding):
         mine = plan.layout.positions(group.rank if cp > 1 else 0)
-        q, k, v, dout = torch.randn(4, 1, 16, 2, 8, generator=torch.Generator().manual_seed(0))[:, :, mine]
+        q, k, v, dout = torch.randn(4, 1, 16, 2, 8, generator=torch.Generator().manual_seed(0))[
+            :, :, mine
+        ]
         dout[:, mine >= 12] = padding
         sink = torch.ones(2, requires_grad=True)
         q, k, v = (x.requires_grad_() for x in (q, k, v))

@@ -1,4 +1,6 @@
-"""Attention dropout: the same bits on any number of ranks, against brute force in float64 with the same mask."""
+"""Attention dropout: the same bits on any number of ranks, against brute force in float64 with the
+same mask.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def test_philox_is_that_of_its_authors():
     assert words((0, 0, 0, 0), 0) == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
     assert words((ones,) * 4, ones << 32 | ones) == ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
-    assert words(pi, 0x299F31D0 << 32 | 0xA4093822) == ["d16cfe09", "94fdcceb", "5001e420", "24126ea1"]
+    assert words(pi, 0x299F31D0 << 32 | 0xA4093822) == [
+        "d16cfe09",
+        "94fdcceb",
+        "5001e420",
+        "24126ea1",
+    ]
 
 
 def test_weights_are_kept_as_often_as_asked_and_independently():
@@ -47,7 +54,8 @@ def test_weights_are_kept_as_often_as_asked_and_independently():
     again = keep(mixed(1), 0.25, [5, 2], row[:, :2] + 3, position[:, 7:9], position[:, 100:])
     assert not torch.equal(again[0, 0].double(), bits[5, 7:9, 100:])  # another batch row
     assert torch.equal(
-        keep(mixed(1), 0.25, [5], row[:, :2], position[:, 7:9], position[:, 100:])[0, 0].double(), bits[5, 7:9, 100:]
+        keep(mixed(1), 0.25, [5], row[:, :2], position[:, 7:9], position[:, 100:])[0, 0].double(),
+        bits[5, 7:9, 100:],
     )
 
 
@@ -62,7 +70,9 @@ def truth(case, mask, seed=SEED):
     """out, dq, dk and dv in float64, by autograd through a dense softmax."""
     q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
     shared = q.shape[2] // k.shape[2]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(shared, 2)) * q.shape[-1] ** -0.5
+    scores = (
+        torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(shared, 2)) * q.shape[-1] ** -0.5
+    )
     weights = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).softmax(-1)
     weights = weights * bits_of_call(case, mask, mixed(seed)) / (1 - P)
     out = torch.einsum("bhqk,bkhe->bqhe", weights, v.repeat_interleave(shared, 2))
@@ -85,7 +95,9 @@ PLANS = {
     "cp 1": lambda: Plan.build(MASK, Layout.contiguous(N, 1)),
     "zigzag": lambda: Plan.build(MASK, Layout.zigzag(N, 2)),
     "zigzag of 4": lambda: Plan.build(MASK, Layout.zigzag(N, 4)),
-    "contiguous, ring": lambda: Plan.build(MASK, Layout.contiguous(N, 4), route="ring", schedule="ring"),
+    "contiguous, ring": lambda: Plan.build(
+        MASK, Layout.contiguous(N, 4), route="ring", schedule="ring"
+    ),
     "relay": lambda: Plan.build(MASK, Layout.zigzag(N, 4), route="relay", node_size=2),
     "gather": lambda: Plan.build(MASK, Layout.zigzag(N, 4), schedule="gather"),
     "balanced": lambda: Plan.build(MASK, Layout.balanced(MASK, 4, 4)),
@@ -96,8 +108,13 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_bits_are_the_same_however_the_call_is_split(name):
-    """With equal scores and a channel for each key, out shows the weights: zero where one is dropped, exactly."""
-    zeros, ones = torch.zeros(2, N, 4, 4), torch.eye(N)[None, :, None].expand(2, -1, 4, -1).contiguous()
+    """With equal scores and a channel for each key, out shows the weights: zero where one is
+    dropped, exactly.
+    """
+    zeros, ones = (
+        torch.zeros(2, N, 4, 4),
+        torch.eye(N)[None, :, None].expand(2, -1, 4, -1).contiguous(),
+    )
     case = Case(zeros, zeros, ones, torch.zeros(2, N, 4, N))
     seen = torch.from_numpy(MASK.dense()) & bits_of_call(case, MASK, mixed(SEED))
     for kernel in ("reference", "cpu"):
@@ -130,8 +147,13 @@ def test_batch_rows_with_masks_of_their_own_have_the_bits_of_their_positions():
     plan = Plan.build(Mask.batch(masks), Layout.batch(layouts))
 
     def rank(group):
-        parts = [[layout.shard(x[row : row + 1], group.rank, 1) for row, layout in enumerate(layouts)] for x in case[:3]]
-        return ring_attention(*map(torch.cat, parts), group, plan=plan, dropout_p=P, dropout_seed=SEED)
+        parts = [
+            [layout.shard(x[row : row + 1], group.rank, 1) for row, layout in enumerate(layouts)]
+            for x in case[:3]
+        ]
+        return ring_attention(
+            *map(torch.cat, parts), group, plan=plan, dropout_p=P, dropout_seed=SEED
+        )
 
     parts = LocalRing(2).run(rank)
     for row, layout in enumerate(layouts):
@@ -158,6 +180,14 @@ def test_what_cannot_be_is_rejected_in_one_line():
     with pytest.raises(KernelError, match=r"draws attention dropout by another rule|runs on CUDA"):
         ring_attention(*case[:3], plan=plan, dropout_p=0.1, dropout_seed=1, kernel="flash_aten")
     with pytest.raises(PlanError, match="dropout_p"):
-        LocalRing(2).run(lambda group: ring_attention(*Case.draw(8)[:3], group, dropout_p=0.1 * group.rank, dropout_seed=1))
+        LocalRing(2).run(
+            lambda group: ring_attention(
+                *Case.draw(8)[:3], group, dropout_p=0.1 * group.rank, dropout_seed=1
+            )
+        )
     with pytest.raises(PlanError, match="dropout_seed"):
-        LocalRing(2).run(lambda group: ring_attention(*Case.draw(8)[:3], group, dropout_p=0.1, dropout_seed=group.rank))
+        LocalRing(2).run(
+            lambda group: ring_attention(
+                *Case.draw(8)[:3], group, dropout_p=0.1, dropout_seed=group.rank
+            )
+        )

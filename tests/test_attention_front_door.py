@@ -14,7 +14,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_ring
-from cp_ring import ConfigError, KernelError, Layout, Mask, Plan, PlanError, plan_cache, ring_attention
+from cp_ring import (
+    ConfigError,
+    KernelError,
+    Layout,
+    Mask,
+    Plan,
+    PlanError,
+    plan_cache,
+    ring_attention,
+)
 from cp_ring.api import CallOptions
 from cp_ring.attention import Attention, AttentionOptions
 from cp_ring.kernels import calls
@@ -53,7 +62,9 @@ def _both(group, case, plan, options, more):
     return found
 
 
-@pytest.mark.parametrize("more", [{}, {"qkv_format": "sbhd", "layout": "zigzag"}], ids=["bshd", "sbhd"])
+@pytest.mark.parametrize(
+    "more", [{}, {"qkv_format": "sbhd", "layout": "zigzag"}], ids=["bshd", "sbhd"]
+)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_same_bits_as_with_a_plan(pool, cp, name, more):
@@ -68,7 +79,10 @@ def _balanced(group, case, mask):
     q, k, v = cp_ring.shard(case[:3], layout, group)
     return [
         ring_attention(q, k, v, group, **options)
-        for options in ({"mask": mask, "layout": "balanced"}, {"mask": mask, "layout": layout, "route": "ring"})
+        for options in (
+            {"mask": mask, "layout": "balanced"},
+            {"mask": mask, "layout": layout, "route": "ring"},
+        )
     ]
 
 
@@ -85,9 +99,16 @@ def _schedules(group, case):
     for schedule in ("ring", "gather", (0, 1, 2, 2)):
         plan = Plan.build(Mask.causal(n), Layout.zigzag(n, 4), schedule=schedule)
         planned = ring_attention(q, k, v, group, plan=plan)
-        found.append(torch.equal(ring_attention(q, k, v, group, causal=True, schedule=schedule), planned))
+        found.append(
+            torch.equal(ring_attention(q, k, v, group, causal=True, schedule=schedule), planned)
+        )
     default = Plan.build(Mask.causal(n), Layout.zigzag(n, 4))
-    found.append(torch.equal(ring_attention(q, k, v, group, causal=True), ring_attention(q, k, v, group, plan=default)))
+    found.append(
+        torch.equal(
+            ring_attention(q, k, v, group, causal=True),
+            ring_attention(q, k, v, group, plan=default),
+        )
+    )
     return found
 
 
@@ -96,19 +117,36 @@ def test_schedules(pool):
 
 
 def test_keywords_are_those_of_the_options():
-    of_plan, of_call = ({field.name for field in fields(kind)} for kind in (PlanOptions, AttentionOptions))
+    of_plan, of_call = (
+        {field.name for field in fields(kind)} for kind in (PlanOptions, AttentionOptions)
+    )
     own = {"sink", "timeout", "dropout_p", "dropout_seed", "alibi_slopes"}
-    assert set(CallOptions.__annotations__) == of_plan | own | of_call - {"lse", "max_logit", "compare_every", "sub_groups"}
-    with pytest.raises(TypeError, match=r"ring_attention\(\) got an unexpected keyword argument 'lse'"):
+    assert set(CallOptions.__annotations__) == of_plan | own | of_call - {
+        "lse",
+        "max_logit",
+        "compare_every",
+        "sub_groups",
+    }
+    with pytest.raises(
+        TypeError, match=r"ring_attention\(\) got an unexpected keyword argument 'lse'"
+    ):
         ring_attention(*Case.draw(8)[:3], lse=True)
 
 
 def test_what_calls_share_is_resolved_once(monkeypatch):
     made, q, k, v = [], *Case.draw(24)[:3]
     plain = Attention.__init__
-    monkeypatch.setattr(Attention, "__init__", lambda self, *args: made.append(self) or plain(self, *args))
+    monkeypatch.setattr(
+        Attention, "__init__", lambda self, *args: made.append(self) or plain(self, *args)
+    )
     plan = Plan.build(Mask.causal(24), Layout.zigzag(24, 1))
-    for options in ({}, {}, {"softmax_scale": 0.5}, {"sink": torch.zeros(q.shape[2])}, {"deterministic": True}):
+    for options in (
+        {},
+        {},
+        {"softmax_scale": 0.5},
+        {"sink": torch.zeros(q.shape[2])},
+        {"deterministic": True},
+    ):
         ring_attention(q, k, v, plan=plan, **options)
     assert len(made) == 4
 
@@ -132,7 +170,9 @@ def test_a_plan_is_made_and_proven_once(monkeypatch):
 
 
 def test_lse():
-    """Of float32 inputs in float32; with a sink, the sink is in it; [b, h, s] also where batch rows are one stream."""
+    """Of float32 inputs in float32; with a sink, the sink is in it; [b, h, s] also where batch rows
+    are one stream.
+    """
     q, k, v, _ = Case.draw(24, b=2, h=4, g=2)
     _, lse = ring_attention(q, k, v, causal=True, return_lse=True)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * 0.25
@@ -144,7 +184,9 @@ def test_lse():
     rows, layout = Mask.batch([Mask.causal(24)] * 2), Layout.batch([Layout.zigzag(24, 1)] * 2)
     _, streamed = ring_attention(q, k, v, mask=rows, layout=layout, return_lse=True)
     assert torch.allclose(streamed, truth, atol=1e-6)
-    assert ring_attention(*(x.double() for x in (q, k, v)), return_lse=True)[1].dtype == torch.float64
+    assert (
+        ring_attention(*(x.double() for x in (q, k, v)), return_lse=True)[1].dtype == torch.float64
+    )
 
 
 PLAN = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
@@ -160,40 +202,104 @@ PLAN = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
         ({"plan": PLAN, "layout": "contiguous"}, ConfigError, "layout and plan are both given"),
         ({"plan": PLAN, "route": "ring"}, ConfigError, "route and plan are both given"),
         ({"plan": PLAN, "schedule": "ring"}, ConfigError, "schedule and plan are both given"),
-        ({"schedule": 3}, ConfigError, "schedule is a int, not auto, ring, gather or a tuple of hops"),
+        (
+            {"schedule": 3},
+            ConfigError,
+            "schedule is a int, not auto, ring, gather or a tuple of hops",
+        ),
         ({"schedule": "spiral"}, PlanError, "schedule 'spiral': known are auto, ring, gather"),
         ({"schedule": (0, 1)}, PlanError, "schedule 0,1: 2 hops for 1 ranks"),
         ({"mask": Mask.causal(16), "causal": True}, ConfigError, "causal and mask are both given"),
-        ({"mask": Mask.causal(16), "window_size": (3, 0)}, ConfigError, "window_size and mask are both given"),
-        ({"mask": Mask.causal(16), "cu_seqlens": [0, 16]}, ConfigError, "cu_seqlens and mask are both given"),
-        ({"mask": lambda b, h, i, j: i >= j}, ConfigError, "mask is a function, not a Mask; mask_mod functions are not"),
-        ({"mask": Mask.causal(18)}, ConfigError, "the sequence has 18 tokens, of which rank 0 of 1 holds 18, but q has 16"),
-        ({"cu_seqlens": [0, 9]}, ConfigError, "cu_seqlens ends at 9 tokens, of which rank 0 of 1 holds 9, but q has 16"),
+        (
+            {"mask": Mask.causal(16), "window_size": (3, 0)},
+            ConfigError,
+            "window_size and mask are both given",
+        ),
+        (
+            {"mask": Mask.causal(16), "cu_seqlens": [0, 16]},
+            ConfigError,
+            "cu_seqlens and mask are both given",
+        ),
+        (
+            {"mask": lambda b, h, i, j: i >= j},
+            ConfigError,
+            "mask is a function, not a Mask; mask_mod functions are not",
+        ),
+        (
+            {"mask": Mask.causal(18)},
+            ConfigError,
+            "the sequence has 18 tokens, of which rank 0 of 1 holds 18, but q has 16",
+        ),
+        (
+            {"cu_seqlens": [0, 9]},
+            ConfigError,
+            "cu_seqlens ends at 9 tokens, of which rank 0 of 1 holds 9, but q has 16",
+        ),
         ({"cu_seqlens": [0, 9, 4, 16]}, PlanError, "cu_seqlens must start at 0 and not decrease"),
         ({"cu_seqlens": [16]}, PlanError, "cu_seqlens must start at 0 and not decrease, not [16]"),
         ({"cu_seqlens": [5, 16]}, PlanError, "cu_seqlens must start at 0 and not decrease"),
         ({"cu_seqlens": [0]}, PlanError, "a stream of 0 tokens"),
         ({"cu_seqlens": []}, PlanError, "cu_seqlens must start at 0"),
-        ({"cu_seqlens": [[0, 16]]}, PlanError, "cu_seqlens must be one list of offsets, not an array of shape [1, 2]"),
+        (
+            {"cu_seqlens": [[0, 16]]},
+            PlanError,
+            "cu_seqlens must be one list of offsets, not an array of shape [1, 2]",
+        ),
         ({"cu_seqlens": torch.tensor([0, 16.0])}, PlanError, "cu_seqlens must be whole numbers"),
-        ({"cu_seqlens": torch.tensor([False, True])}, PlanError, "cu_seqlens must be whole numbers"),
-        ({"cu_seqlens": [0, 9], "layout": Layout.zigzag(16, 1)}, PlanError, "cu_seqlens must end at the 16 tokens"),
+        (
+            {"cu_seqlens": torch.tensor([False, True])},
+            PlanError,
+            "cu_seqlens must be whole numbers",
+        ),
+        (
+            {"cu_seqlens": [0, 9], "layout": Layout.zigzag(16, 1)},
+            PlanError,
+            "cu_seqlens must end at the 16 tokens",
+        ),
         ({"window_size": ([1], 0)}, PlanError, "window side"),
-        ({"num_slots": sys.maxsize}, ConfigError, "num_slots=9223372036854775807: it must be a whole number from 2 to 8"),
+        (
+            {"num_slots": sys.maxsize},
+            ConfigError,
+            "num_slots=9223372036854775807: it must be a whole number from 2 to 8",
+        ),
         ({"heads": sys.maxsize}, PlanError, "heads=9223372036854775807: it must divide the 1"),
-        ({"node_size": sys.maxsize}, PlanError, "node_size=9223372036854775807: it must divide the 1 ranks"),
+        (
+            {"node_size": sys.maxsize},
+            PlanError,
+            "node_size=9223372036854775807: it must divide the 1 ranks",
+        ),
         ({"schedule": (0, sys.maxsize)}, PlanError, "schedule 0,9223372036854775807"),
         ({"timeout": 10**400}, ConfigError, "it must be a number of seconds above 0, or None"),
-        ({"dropout_p": 0.1, "dropout_seed": 1 << 64}, ConfigError, "a whole number of up to 64 bits"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": 1 << 64},
+            ConfigError,
+            "a whole number of up to 64 bits",
+        ),
         ({"window_size": 3}, ConfigError, "window_size=3: it must be (left, right)"),
         ({"window_size": (-2, 0)}, PlanError, "window"),
-        ({"layout": "diagonal"}, PlanError, "layout='diagonal': unknown; known are zigzag, contiguous, balanced"),
-        ({"layout": Mask.causal(16)}, ConfigError, "layout is a Mask, not a Layout or one of zigzag"),
-        ({"layout": Layout.zigzag(16, 2)}, ConfigError, "layout is for 2 ranks, but the group has 1"),
+        (
+            {"layout": "diagonal"},
+            PlanError,
+            "layout='diagonal': unknown; known are zigzag, contiguous, balanced",
+        ),
+        (
+            {"layout": Mask.causal(16)},
+            ConfigError,
+            "layout is a Mask, not a Layout or one of zigzag",
+        ),
+        (
+            {"layout": Layout.zigzag(16, 2)},
+            ConfigError,
+            "layout is for 2 ranks, but the group has 1",
+        ),
         ({"route": "pigeon"}, PlanError, "route='pigeon': unknown; known are direct, ring, relay"),
         ({"plan": Mask.causal(16)}, PlanError, "plan is a Mask, not a Plan: pass mask="),
         ({"plan": Layout.zigzag(16, 1)}, PlanError, "plan is a Layout, not a Plan: pass layout="),
-        ({"group": PLAN}, ConfigError, "group is a Plan, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or"),
+        (
+            {"group": PLAN},
+            ConfigError,
+            "group is a Plan, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or",
+        ),
         ({"group": PLAN}, ConfigError, "None; pass it as plan="),
         ({"group": Mask.causal(16)}, ConfigError, "pass it as mask="),
         ({"group": Layout.zigzag(16, 1)}, ConfigError, "pass it as layout="),
@@ -212,7 +318,9 @@ def test_contradictions_are_one_line_that_names_the_argument(options, kind, says
 def test_the_length_of_an_uneven_sequence_is_not_guessed():
     q, k, v, _ = Case.draw(7)
     with pytest.raises(
-        ConfigError, match=r"a rank holds 7 tokens, not a multiple of 2, so the length .* pad it to a multiple of 4"
+        ConfigError,
+        match=r"a rank holds 7 tokens, not a multiple of 2, so the length .* pad it to a multiple "
+        r"of 4",
     ):
         ring_attention(q, k, v, LoopbackTransport(0, 2), causal=True)
 
@@ -220,7 +328,9 @@ def test_the_length_of_an_uneven_sequence_is_not_guessed():
 def test_a_part_of_another_rank():
     plan = Plan.build(Mask.causal(32), Layout.zigzag(32, 2))
     q, k, v, _ = Case.draw(16)
-    with pytest.raises(PlanError, match="plan is the part of rank 1, but this is rank 0 of the group"):
+    with pytest.raises(
+        PlanError, match="plan is the part of rank 1, but this is rank 0 of the group"
+    ):
         ring_attention(q, k, v, LoopbackTransport(0, 2), plan=plan.rank_plan(1))
 
 
@@ -229,7 +339,10 @@ def _groups(group, case):
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     q, k, v = (Layout.zigzag(N, 2).shard(x, rank % 2, 1) for x in case[:3])
-    outs = [ring_attention(q, k, v, which, causal=True) for which in (mesh["cp"], mesh["cp"].get_group())]
+    outs = [
+        ring_attention(q, k, v, which, causal=True)
+        for which in (mesh["cp"], mesh["cp"].get_group())
+    ]
     says = []
     for other in (mesh, dist.new_group([0, 1])):
         try:
@@ -243,13 +356,20 @@ def _groups(group, case):
 def test_meshes_and_groups(pool):
     for rank, (outs, says) in enumerate(pool.run(_groups, 4, Case.draw(N))):
         assert torch.equal(*outs)
-        assert says[0] == "group is a DeviceMesh with 2 dimensions ('dp', 'cp'): pass one of them, as mesh['cp']"
-        member = "" if rank < 2 else f"group does not contain this process, which is rank {rank} of 4"
+        assert (
+            says[0] == "group is a DeviceMesh with 2 dimensions ('dp', 'cp'): pass one of them, as "
+            "mesh['cp']"
+        )
+        member = (
+            "" if rank < 2 else f"group does not contain this process, which is rank {rank} of 4"
+        )
         assert says[1] == member
 
 
 def test_exports_are_found_without_loading_torch():
-    """Every exported name exists; importing the package alone, as the command line does, leaves torch out."""
+    """Every exported name exists; importing the package alone, as the command line does, leaves
+    torch out.
+    """
     for name in cp_ring.__all__:
         assert getattr(cp_ring, name) is not None
     assert set(cp_ring.__all__) <= set(dir(cp_ring))
@@ -260,13 +380,17 @@ def test_exports_are_found_without_loading_torch():
     assert subprocess.run([sys.executable, "-c", line], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("window", [(sys.maxsize, 0), (sys.maxsize, sys.maxsize), (1 << 64, 0), (1 << 60, -1), (-1, 1 << 62)])
+@pytest.mark.parametrize(
+    "window",
+    [(sys.maxsize, 0), (sys.maxsize, sys.maxsize), (1 << 64, 0), (1 << 60, -1), (-1, 1 << 62)],
+)
 def test_windows_wider_than_any_sequence_hide_nothing(window):
     q, k, v, _ = Case.draw(16)
     for causal in (False, True):
         open_ = (-1, 0 if window[1] == 0 else -1)
         assert torch.equal(
-            ring_attention(q, k, v, causal=causal, window_size=window), ring_attention(q, k, v, causal=causal, window_size=open_)
+            ring_attention(q, k, v, causal=causal, window_size=window),
+            ring_attention(q, k, v, causal=causal, window_size=open_),
         )
 
 

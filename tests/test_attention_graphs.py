@@ -1,6 +1,8 @@
-"""What a CUDA graph of ring attention needs: the operations of a call are the same each time, and none goes by way of the host.
+"""What a CUDA graph of ring attention needs: the operations of a call are the same each time, and
+none goes by way of the host.
 
-There is no graph on the CPU. Here the operations of a call are recorded and repeated on new values in the same memory.
+There is no graph on the CPU. Here the operations of a call are recorded and repeated on new values
+in the same memory.
 """
 
 from __future__ import annotations
@@ -38,14 +40,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(seed: int, cp: int, batch: int = 1, dtype: torch.dtype = torch.float32, **_: Any) -> list[list[Tensor]]:
+def draw(
+    seed: int, cp: int, batch: int = 1, dtype: torch.dtype = torch.float32, **_: Any
+) -> list[list[Tensor]]:
     """q, k, v, dout and a sink of each rank."""
     generator, (h, g) = torch.Generator().manual_seed(seed), HEADS
     shapes = [(batch, N // cp, heads, 16) for heads in (h, g, g, h)] + [(h,)]
-    return [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(cp)]
+    return [
+        [torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(cp)
+    ]
 
 
-def attention(group: Any, ranks: list[list[Tensor]], sink: bool = False, **arguments: Any) -> list[Tensor]:
+def attention(
+    group: Any, ranks: list[list[Tensor]], sink: bool = False, **arguments: Any
+) -> list[Tensor]:
     """Out and gradients of one call of a rank."""
     *inputs, dout, offset = ranks[group.rank]
     leaves = [x.detach().requires_grad_() for x in (*inputs, offset)]
@@ -76,7 +84,9 @@ def flat(ranks: list[list[Tensor]]) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_repeating_the_operations_is_a_call_with_other_values(name):
-    """The operations of 4 ranks, messages among them, repeated on new values: the bits of a call with these values."""
+    """The operations of 4 ranks, messages among them, repeated on new values: the bits of a call
+    with these values.
+    """
     arguments = CASES[name]
     ranks, others = draw(1, 4, **arguments), draw(2, 4, **arguments)
     on_ring(ranks, **arguments)  # the warm-up
@@ -94,10 +104,17 @@ def test_repeating_the_operations_is_a_call_with_other_values(name):
 
 @pytest.mark.parametrize("name", ["causal", "window", "heads", "sink", "fp8"])
 def test_two_calls_are_the_same_operations(name):
-    """On inputs, on what the call has made itself, and on tables of the warm-up; never on something new of the host."""
+    """On inputs, on what the call has made itself, and on tables of the warm-up; never on something
+    new of the host.
+    """
     arguments, transport = dict(CASES[name]), LoopbackTransport(2, 4)
     ranks = draw(1, 4, **arguments)
-    call = partial(attention, transport, ranks, **{key: x for key, x in arguments.items() if key not in ("dtype", "batch")})
+    call = partial(
+        attention,
+        transport,
+        ranks,
+        **{key: x for key, x in arguments.items() if key not in ("dtype", "batch")},
+    )
     call()
     (first, _), (second, _) = recorded.record(call), recorded.record(call)
     (one, before), (two, later) = (recorded.signature(each, ranks[2]) for each in (first, second))
@@ -127,7 +144,9 @@ def test_what_goes_by_way_of_the_host_is_found(change):
 
 
 def test_tables_of_the_host_are_found():
-    """An index made anew by each call is memory that neither the caller nor an operation has written."""
+    """An index made anew by each call is memory that neither the caller nor an operation has
+    written.
+    """
     kept = []
 
     def change(x: Tensor) -> None:
@@ -143,7 +162,9 @@ def test_tables_of_the_host_are_found():
 def test_dropout_goes_by_way_of_the_host():
     """Which is one of the reasons for which graphs of attention reject it."""
     ranks = draw(1, 1)
-    call = partial(attention, LoopbackTransport(0, 1), ranks, causal=True, dropout_p=0.1, dropout_seed=5)
+    call = partial(
+        attention, LoopbackTransport(0, 1), ranks, causal=True, dropout_p=0.1, dropout_seed=5
+    )
     call()
     assert recorded.of_the_host(*recorded.record(call))
 
@@ -152,7 +173,9 @@ def test_a_capture_does_not_begin_with_a_new_call(monkeypatch):
     plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 1))
     ranks = draw(1, 1)
     monkeypatch.setattr(calls, "capturing", lambda device: True)
-    with pytest.raises(PlanError, match="this call of ring attention is new, and a CUDA graph cannot begin with it"):
+    with pytest.raises(
+        PlanError, match="this call of ring attention is new, and a CUDA graph cannot begin with it"
+    ):
         attention(LoopbackTransport(0, 1), ranks, plan=plan)
     monkeypatch.undo()
     attention(LoopbackTransport(0, 1), ranks, plan=plan)
@@ -177,7 +200,9 @@ class Counting(LoopbackTransport):
 
 @pytest.mark.parametrize("name", ["causal", "window", "ring route", "heads", "three slots", "fp8"])
 def test_every_message_is_waited_for(name):
-    """The stream of the messages joins that of the capture: after forward, and after backward, nothing is on its way."""
+    """The stream of the messages joins that of the capture: after forward, and after backward,
+    nothing is on its way.
+    """
     arguments, ranks = CASES[name], draw(1, 4)
     on_ring(ranks, **arguments)
     for rank in range(4):
@@ -194,10 +219,14 @@ def test_the_watchdog_does_not_ask_the_device_where_graphs_hold_attention(monkey
     class OnDevice:
         is_cuda, device = True, torch.device("cuda")
 
-    batch = type("Batch", (), {"receives": [(None, [OnDevice()])], "sends": [], "kind": "keys", "hop": 1})()
+    batch = type(
+        "Batch", (), {"receives": [(None, [OnDevice()])], "sends": [], "kind": "keys", "hop": 1}
+    )()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for asks, captures in ((True, False), (False, False), (True, True)):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures
+        )
         monkeypatch.setattr(watchdog, "_describe", lambda *_: {})
         watch = Watch(asks_device=asks)
         watch.begin(batch, [])

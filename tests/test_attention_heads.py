@@ -1,4 +1,6 @@
-"""Heads exchanged among neighboring ranks, around the ring: against brute force in float64, on real processes and in threads."""
+"""Heads exchanged among neighboring ranks, around the ring: against brute force in float64, on real
+processes and in threads.
+"""
 
 from __future__ import annotations
 
@@ -39,32 +41,51 @@ def truth(case: Case, mask: Mask, sink: torch.Tensor) -> list[torch.Tensor]:
     """out, dq, dk, dv and dsink in float64: a sink is a further key with the value 0."""
     q, k, v, offset = (x.detach().double().requires_grad_() for x in (*case[:3], sink))
     shared = q.shape[2] // k.shape[2]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(shared, 2)) * q.shape[-1] ** -0.5
+    scores = (
+        torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(shared, 2)) * q.shape[-1] ** -0.5
+    )
     scores = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf)
-    p = torch.cat([scores, offset[:, None, None].expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+    p = torch.cat([scores, offset[:, None, None].expand(*scores.shape[:3], 1)], -1).softmax(-1)[
+        ..., :-1
+    ]
     out = torch.einsum("bhqk,bkhe->bqhe", p, v.repeat_interleave(shared, 2))
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, offset), case.dout.double())]
 
 
-def attend_to_shard(group: Any, case: Case, plan: Plan, sink: torch.Tensor | None = None, **options) -> list[torch.Tensor]:
+def attend_to_shard(
+    group: Any, case: Case, plan: Plan, sink: torch.Tensor | None = None, **options
+) -> list[torch.Tensor]:
     rank = group.rank() if callable(group.rank) else group.rank
     q, k, v, dout = (plan.layout.shard(x, rank, 1) for x in case)
     inputs = [x.detach().requires_grad_() for x in ((q, k, v) if sink is None else (q, k, v, sink))]
-    out = ring_attention(*inputs[:3], group, plan=plan, sink=None if sink is None else inputs[3], **options)
+    out = ring_attention(
+        *inputs[:3], group, plan=plan, sink=None if sink is None else inputs[3], **options
+    )
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
-def attend_to_many(group: Any, cases: list[tuple[Case, Plan, torch.Tensor]]) -> list[list[torch.Tensor]]:
+def attend_to_many(
+    group: Any, cases: list[tuple[Case, Plan, torch.Tensor]]
+) -> list[list[torch.Tensor]]:
     return [attend_to_shard(group, *case) for case in cases]
 
 
-def every_case(cp: int, heads: int, d: int = 8, e: int = 12) -> list[tuple[Case, Plan, torch.Tensor]]:
+def every_case(
+    cp: int, heads: int, d: int = 8, e: int = 12
+) -> list[tuple[Case, Plan, torch.Tensor]]:
     n = 12 * cp
     return [
-        (Case.draw(n, b=2, h=h, g=g, d=d, e=e), Plan.build(mask, layout, ulysses=heads), torch.linspace(-1, 2, h))
+        (
+            Case.draw(n, b=2, h=h, g=g, d=d, e=e),
+            Plan.build(mask, layout, ulysses=heads),
+            torch.linspace(-1, 2, h),
+        )
         for h, g in GROUPED
         for name, mask in masks(n).items()
-        for layout in [Layout.zigzag(n, cp), *([Layout.balanced(mask, cp, 4)] if name == "documents" else [])]
+        for layout in [
+            Layout.zigzag(n, cp),
+            *([Layout.balanced(mask, cp, 4)] if name == "documents" else []),
+        ]
     ]
 
 
@@ -78,14 +99,18 @@ def check(case: Case, plan: Plan, sink: torch.Tensor, parts: list[list[torch.Ten
 
 @pytest.mark.parametrize(("cp", "heads"), FACTORS)
 def test_equals_brute_force(pool, cp, heads):
-    """Masks, layouts, 1 to 3 key/value heads, sinks, values of another size than keys, several batch rows."""
+    """Masks, layouts, 1 to 3 key/value heads, sinks, values of another size than keys, several
+    batch rows.
+    """
     cases = every_case(cp, heads)
     by_rank = pool.run(attend_to_many, cp, cases)
     for number, case in enumerate(cases):
         check(*case, [found[number] for found in by_rank])
 
 
-@pytest.mark.parametrize(("cp", "heads"), [(cp, heads) for cp, heads in FACTORS_OF_THREADS if 12 % heads == 0])
+@pytest.mark.parametrize(
+    ("cp", "heads"), [(cp, heads) for cp, heads in FACTORS_OF_THREADS if 12 % heads == 0]
+)
 def test_equals_brute_force_on_more_ranks(cp, heads):
     cases = every_case(cp, heads)
     by_rank = LocalRing(cp).run(attend_to_many, cases)
@@ -97,14 +122,22 @@ def test_equals_brute_force_on_more_ranks(cp, heads):
 def test_groups_of_heads(h, g):
     """Several key/value heads a rank are exchanged and computed in 2 or 3 groups."""
     assert split_heads(h, g, 2).groups == (2 if g == 8 else 3)
-    case, plan = Case.draw(64, h=h, g=g, d=8), Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=2)
+    case, plan = (
+        Case.draw(64, h=h, g=g, d=8),
+        Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=2),
+    )
     sink = torch.linspace(-1, 1, h)
     check(case, plan, sink, LocalRing(4).run(attend_to_shard, case, plan, sink))
 
 
-@pytest.mark.parametrize("options", [{"route": "ring"}, {"schedule": "gather"}, {"schedule": (0, 1, 2, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"route": "ring"}, {"schedule": "gather"}, {"schedule": (0, 1, 2, 2)}], ids=str
+)
 def test_routes_and_schedules_of_the_ring(options):
-    case, plan = Case.draw(96, h=4, g=2), Plan.build(Mask.causal(96), Layout.zigzag(96, 8), ulysses=2, **options)
+    case, plan = (
+        Case.draw(96, h=4, g=2),
+        Plan.build(Mask.causal(96), Layout.zigzag(96, 8), ulysses=2, **options),
+    )
     sink = torch.zeros(4)
     check(case, plan, sink, LocalRing(8).run(attend_to_shard, case, plan, sink))
 
@@ -123,17 +156,23 @@ def _bytes_by_link(group, case, plan):
     """Bytes that a rank sends: (to the other node, inside its own)."""
     with record() as counters:
         attend_to_shard(group, case, plan)
-    between = sum(size for peer, size in counters.bytes_by_peer.items() if peer // 2 != group.rank() // 2)
+    between = sum(
+        size for peer, size in counters.bytes_by_peer.items() if peer // 2 != group.rank() // 2
+    )
     return between, counters.bytes_sent - between
 
 
 def _check_bytes_by_link(pool, plan, sizes, exchanges_only=False):
-    """All ranks on 2 nodes of 2: keys in forward and again in backward, gradients once, exchanged heads both ways."""
+    """All ranks on 2 nodes of 2: keys in forward and again in backward, gradients once, exchanged
+    heads both ways.
+    """
     case = Case.draw(64, h=sizes.heads, g=sizes.kv_heads, d=sizes.head_dim)
     counted = [sum(column) for column in zip(*pool.run(_bytes_by_link, 4, case, plan), strict=True)]
     between, everywhere = (crossing(plan, sizes, ranks_per_node) for ranks_per_node in (2, 1))
     assert not (exchanges_only and (everywhere.keys or everywhere.gradients))
-    by_plan = [2 * moved.keys + moved.gradients + 2 * moved.exchange for moved in (between, everywhere)]
+    by_plan = [
+        2 * moved.keys + moved.gradients + 2 * moved.exchange for moved in (between, everywhere)
+    ]
     assert counted == [by_plan[0], by_plan[1] - by_plan[0]]
 
 
@@ -178,7 +217,9 @@ def _front_door(group, case):
     for heads in (2, 4):
         out, its_lse = ring_attention(q, k, v, group, causal=True, heads=heads, return_lse=True)
         found.append(error(out, alone.double()) + error(its_lse, lse.double()))
-    transposed = ring_attention(*(x.transpose(0, 1) for x in (q, k, v)), group, causal=True, heads=2, qkv_format="sbhd")
+    transposed = ring_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), group, causal=True, heads=2, qkv_format="sbhd"
+    )
     return [*found, error(transposed.transpose(0, 1), alone.double())]
 
 
@@ -188,13 +229,22 @@ def test_without_a_plan_and_lse(pool):
 
 
 def test_the_fastest_shape():
-    """`auto` chooses a plan by predicted time: here, of tiny tensors, one with fewer calls; results are the same."""
+    """`auto` chooses a plan by predicted time: here, of tiny tensors, one with fewer calls; results
+    are the same.
+    """
 
     def both(group: Any, case: Case) -> list[float]:
         q, k, v = (Layout.zigzag(64, 4).shard(x, group.rank, 1) for x in case[:3])
         alone = ring_attention(q, k, v, group, causal=True)
-        choices = ({"heads": "auto"}, {"route": "auto"}, {"route": "auto", "heads": "auto", "node_size": 2})
-        return [error(ring_attention(q, k, v, group, causal=True, **choice), alone.double()) for choice in choices]
+        choices = (
+            {"heads": "auto"},
+            {"route": "auto"},
+            {"route": "auto", "heads": "auto", "node_size": 2},
+        )
+        return [
+            error(ring_attention(q, k, v, group, causal=True, **choice), alone.double())
+            for choice in choices
+        ]
 
     assert max(max(found) for found in LocalRing(4).run(both, Case.draw(64, b=2, h=4, g=2))) < 1e-6
 
@@ -226,14 +276,18 @@ def kept(group: Any, case: Case, plan: Plan) -> int:
 
 
 def test_what_is_kept_for_backward(pool):
-    """q, k, v, out and lse once. (Where ranks share keys, `test_bytes_of_the_exchange` sees that the own ones are kept.)"""
+    """q, k, v, out and lse once. (Where ranks share keys, `test_bytes_of_the_exchange` sees that
+    the own ones are kept.)
+    """
     plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=4)
     for numbers in pool.run(kept, 4, Case.draw(64, h=4, g=4, d=16), plan):
         assert numbers == 16 * 4 * (4 * 16 + 1)
 
 
 def _kept_results(group, case, plan):
-    """A recomputed block: the first run fills the results, the second takes them, and its gradients are those of one run."""
+    """A recomputed block: the first run fills the results, the second takes them, and its gradients
+    are those of one run.
+    """
     q, k, v, dout = (plan.layout.shard(x, group.rank(), 1) for x in case)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     inputs, found = Inputs(q, k, v), []
@@ -265,11 +319,14 @@ def counted(group: Any, case: Case, plan: Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize(("h", "g", "key_heads"), [(4, 2, 2), (4, 1, 1)])
 def test_bytes_of_the_exchange(pool, h, g, key_heads):
-    """q, k, v and out once each way: u - 1 of u parts of them leave; keys that ranks share go to each of them, twice."""
+    """q, k, v and out once each way: u - 1 of u parts of them leave; keys that ranks share go to
+    each of them, twice.
+    """
     plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=2)
     for bytes_by_kind in pool.run(counted, 4, Case.draw(64, h=h, g=g, d=16), plan):
         queries, keys = 2 * 2 * h // 2, 2 * (2 if g == 2 else 3) * (1 if g == 2 else key_heads)
-        assert bytes_by_kind["heads"] == (queries + keys) * 16 * 16 * 4  # heads, of 16 tokens of 16 numbers
+        # heads, of 16 tokens of 16 numbers
+        assert bytes_by_kind["heads"] == (queries + keys) * 16 * 16 * 4
 
 
 def test_as_accurate_as_one_call():
@@ -283,7 +340,12 @@ def test_as_accurate_as_one_call():
             parts = LocalRing(cp).run(attend_to_shard, Case(*inputs), plan)
             got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
             once = accuracy.errors(accuracy.one_call(mask, inputs, "cpu"), exact)
-            ratios.append([ours / theirs for ours, theirs in zip(accuracy.errors(got, exact), once, strict=True)])
+            ratios.append(
+                [
+                    ours / theirs
+                    for ours, theirs in zip(accuracy.errors(got, exact), once, strict=True)
+                ]
+            )
         out, *grads = np.mean(ratios, axis=0)
         assert out <= 1.15 and max(grads) <= 1.10, (cp, heads, g, ratios)
 
@@ -295,7 +357,11 @@ def test_as_accurate_as_one_call():
         ({"heads": 4}, PlanError, "heads=4: it must divide the 6 query heads"),
         ({"heads": 0}, ConfigError, "heads=0: it must be a whole number above 0"),
         ({"heads": "all"}, ConfigError, "heads='all': it must be a whole number above 0"),
-        ({"heads": 2, "plan": Plan.build(Mask.causal(64), Layout.zigzag(64, 4))}, ConfigError, "heads and plan are both"),
+        (
+            {"heads": 2, "plan": Plan.build(Mask.causal(64), Layout.zigzag(64, 4))},
+            ConfigError,
+            "heads and plan are both",
+        ),
     ],
 )
 def test_bad_heads(options, kind, says):
@@ -309,5 +375,8 @@ def test_ranks_with_other_heads_are_told():
         q, k, v, _ = Case.draw(16, h=4, g=2)
         ring_attention(q, k, v, group, causal=True, heads=2 if group.rank else 4)
 
-    with pytest.raises(PlanError, match=r"ranks of the group make different calls: .*heads is 4 on rank 0 and 2 on rank \d"):
+    with pytest.raises(
+        PlanError,
+        match=r"ranks of the group make different calls: .*heads is 4 on rank 0 and 2 on rank \d",
+    ):
         LocalRing(4).run(other)

@@ -1,4 +1,6 @@
-"""ring_attention under every mask, layout and route, against brute force in float64, on real processes."""
+"""ring_attention under every mask, layout and route, against brute force in float64, on real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MASKS = {
     "full documents": Mask.documents(DOCUMENTS, causal=False, n=N),
     "documents and window": Mask.documents(DOCUMENTS, window=(11, 0), n=N),
     "prefix": Mask.prefix(N, 50),
-    "document prefixes and window": Mask.prefix(N, [1, 10, 0, 37, 5, 30], cu_seqlens=DOCUMENTS, window=(16, 0)),
+    "document prefixes and window": Mask.prefix(
+        N, [1, 10, 0, 37, 5, 30], cu_seqlens=DOCUMENTS, window=(16, 0)
+    ),
 }
 
 
@@ -35,14 +39,21 @@ def layouts(mask: Mask, cp: int) -> dict[str, Layout]:
 
 
 # Schedules of the largest group; smaller ones take what begins it.
-SCHEDULES = [("direct", "ring"), ("direct", "gather"), ("direct", (0, 1, 2, 2)), ("ring", "ring"), ("ring", (0, 1, 1, 2))]
+SCHEDULES = [
+    ("direct", "ring"),
+    ("direct", "gather"),
+    ("direct", (0, 1, 2, 2)),
+    ("ring", "ring"),
+    ("ring", (0, 1, 1, 2)),
+]
 
 
 QUICK = [("ring", (0, 1, 1, 2))]
 
 
 @pytest.mark.parametrize(
-    ("route", "schedule"), [one if one in QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in SCHEDULES]
+    ("route", "schedule"),
+    [one if one in QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in SCHEDULES],
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_equals_brute_force(pool, mask, route, schedule):
@@ -55,7 +66,9 @@ def test_equals_brute_force(pool, mask, route, schedule):
             plan = Plan.build(mask, layout, route, hops)
             plan.verify()
             got = whole(layout, pool.run(on_rank, cp, case, plan))
-            errors = {part: error(x, y) for part, x, y in zip(Grads._fields, got, truth, strict=True)}
+            errors = {
+                part: error(x, y) for part, x, y in zip(Grads._fields, got, truth, strict=True)
+            }
             assert max(errors.values()) < 3e-6, (cp, name, errors)
 
 
@@ -66,7 +79,9 @@ def test_kernels_agree_on_a_hard_mask(pool, kernel):
     case = Case.draw(N, b=2, dtype=torch.float64)
     plan = Plan.build(mask, Layout.zigzag(N, 4))
     got = whole(plan.layout, pool.run(on_rank, 4, case, plan, kernel=kernel))
-    assert all(error(x, y) < 1e-12 for x, y in zip(got, brute_force(case, mask.dense()), strict=True))
+    assert all(
+        error(x, y) < 1e-12 for x, y in zip(got, brute_force(case, mask.dense()), strict=True)
+    )
 
 
 def test_padding_gives_zeros_and_gets_no_gradient(pool):
@@ -78,11 +93,15 @@ def test_padding_gives_zeros_and_gets_no_gradient(pool):
 
 
 def test_rows_with_different_documents_are_one_stream(pool):
-    """b rows of n tokens, each with documents of its own: the plan is for the stream of b * n tokens."""
+    """b rows of n tokens, each with documents of its own: the plan is for the stream of b * n
+    tokens.
+    """
     n, rows = 48, [[0, 20, 48], [0, 7, 9, 40]]
     masks = [Mask.documents(row, n=n) for row in rows]
     case = Case.draw(n, b=2)
-    truth = [brute_force(Case(*(x[[i]] for x in case)), mask.dense()) for i, mask in enumerate(masks)]
+    truth = [
+        brute_force(Case(*(x[[i]] for x in case)), mask.dense()) for i, mask in enumerate(masks)
+    ]
     layout = Layout.zigzag(n, 4)
     plan = Plan.build(Mask.batch(masks), Layout.batch([layout] * 2))
     plan.verify()
@@ -99,10 +118,15 @@ def on_rank_of_rows(group, case, plan, layout):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-@pytest.mark.parametrize(("route", "schedule"), [*((route, "ring") for route in ROUTES), ("direct", "auto"), ("ring", "gather")])
+@pytest.mark.parametrize(
+    ("route", "schedule"),
+    [*((route, "ring") for route in ROUTES), ("direct", "auto"), ("ring", "gather")],
+)
 @pytest.mark.parametrize("mask", ["causal", "causal window", "documents"])
 def test_counted_bytes_are_the_plans(pool, mask, route, schedule):
-    """The transport of a real run counts, rank by rank, the bytes that the report of the proof gives."""
+    """The transport of a real run counts, rank by rank, the bytes that the report of the proof
+    gives.
+    """
     n, cp, g, d = 4096, 4, 2, 8
     rng = np.random.default_rng(0)
     mask = {
@@ -125,23 +149,34 @@ def test_one_source_a_hop_is_any_schedule_to_rounding(pool, mask):
     """The schedule changes the order of sums, and nothing else."""
     mask, case = MASKS[mask], Case.draw(N, h=4, g=2, d=16, dtype=torch.float64)
     layout = Layout.zigzag(N, 4)
-    plans = [Plan.build(mask, layout, schedule=schedule) for schedule in ("ring", "auto", "gather", (0, 1, 1, 2))]
+    plans = [
+        Plan.build(mask, layout, schedule=schedule)
+        for schedule in ("ring", "auto", "gather", (0, 1, 1, 2))
+    ]
     first, *others = (whole(layout, pool.run(on_rank, 4, case, plan)) for plan in plans)
     for other in others:
         assert all(error(x, y) < 1e-14 for x, y in zip(other, first, strict=True))
 
 
 SEVERAL_INTERVALS = {
-    "pieces": Mask.from_pieces(N, [(0, 90, 3, 60), (20, 157, 70, 157, -64, 3), (100, 120, 0, 8), (60, 61, 60, 66)]),
+    "pieces": Mask.from_pieces(
+        N, [(0, 90, 3, 60), (20, 157, 70, 157, -64, 3), (100, 120, 0, 8), (60, 61, 60, 66)]
+    ),
     "shared prefix": Mask.shared_prefix([(40, [20, 1, 30]), (10, [25, 0, 9])], n=N),
-    "shared prefix and window": Mask.shared_prefix([(40, [20, 1, 30]), (10, [25, 0, 9])], n=N, window=(17, 0)),
+    "shared prefix and window": Mask.shared_prefix(
+        [(40, [20, 1, 30]), (10, [25, 0, 9])], n=N, window=(17, 0)
+    ),
     "images": Mask.images(N, [(5, 30), (80, 120)], cu_seqlens=[0, 70, 150]),
     "global": Mask.with_global(N, [(0, 3), (77, 90)], (16, 0)),
     "global both ways": Mask.with_global(N, [(70, 75)], (9, 20), causal=False),
     "block causal": Mask.block_causal(N, 25),
     "block diffusion": Mask.block_diffusion(N - 1, 13),
     "tree": Mask.tree([-1, 0, 0, 1, 1, 3, -1], [30, 20, 12, 31, 5, 20, 25], n=N),
-    "union": Mask.union(Mask.causal(N, (20, 0)), Mask.from_pieces(N, [(60, 90, 10, 80)]), Mask.documents([0, 50], n=N)),
+    "union": Mask.union(
+        Mask.causal(N, (20, 0)),
+        Mask.from_pieces(N, [(60, 90, 10, 80)]),
+        Mask.documents([0, 50], n=N),
+    ),
 }
 
 
@@ -161,7 +196,9 @@ def test_several_intervals_of_keys_equal_brute_force(pool, name):
         plan.verify(rank_plans=True)
         parts = pool.run(on_rank_with_sink, cp, case, plan, sink)
         got = [layout.unshard([part[i] for part in parts], 1) for i in range(4)]
-        errors = [error(x, y) for x, y in zip([*got, sum(part[4] for part in parts)], truth, strict=True)]
+        errors = [
+            error(x, y) for x, y in zip([*got, sum(part[4] for part in parts)], truth, strict=True)
+        ]
         assert max(errors) < 3e-6, (cp, layout.name, errors)
 
 
@@ -173,11 +210,15 @@ def on_rank_with_sink(group, case, plan, sink):
 
 
 def truth_with_sink(case, allowed, sink):
-    """Out and gradients in float64; a sink is a further key with that score and the value 0. Blind queries have out 0."""
+    """Out and gradients in float64; a sink is a further key with that score and the value 0. Blind
+    queries have out 0.
+    """
     q, k, v, offset = (x.double().requires_grad_() for x in (*case[:3], sink))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~torch.from_numpy(allowed), -np.inf)
-    p = torch.cat([scores, offset[:, None, None].expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+    p = torch.cat([scores, offset[:, None, None].expand(*scores.shape[:3], 1)], -1).softmax(-1)[
+        ..., :-1
+    ]
     out = torch.einsum("bhqk,bkhe->bqhe", p, v.repeat_interleave(2, 2))
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, offset), case.dout.double())]
 
@@ -197,4 +238,6 @@ def test_kernels_agree_on_several_intervals(name, kernel):
         return Grads(out.detach(), *torch.autograd.grad(out, (q, k, v), dout)), None
 
     got = whole(plan.layout, LocalRing(3).run(on_thread))
-    assert all(error(x, y) < 1e-12 for x, y in zip(got, brute_force(case, mask.dense()), strict=True))
+    assert all(
+        error(x, y) < 1e-12 for x, y in zip(got, brute_force(case, mask.dense()), strict=True)
+    )

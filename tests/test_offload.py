@@ -1,4 +1,6 @@
-"""Saved tensors wait in host memory: the same bits, exact bytes, fetched one layer ahead, and nothing is left behind."""
+"""Saved tensors wait in host memory: the same bits, exact bytes, fetched one layer ahead, and
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ MASK = Mask.causal(N, window=(20, 0))
 
 
 def layers(group, case, plan, offload, **options):
-    """Some layers of attention, whose out is the query of the next; the sink is a weight. Gradients, and bytes at the end."""
+    """Some layers of attention, whose out is the query of the next; the sink is a weight.
+    Gradients, and bytes at the end.
+    """
     shards = [plan.layout.shard(x, group.rank, 1) for x in case[:3]]
     q, k, v = (x.detach().requires_grad_() for x in shards)
     sink = torch.zeros(H, requires_grad=True)
@@ -25,7 +29,9 @@ def layers(group, case, plan, offload, **options):
     for number in range(LAYERS):
         context = contextlib.nullcontext() if offload is None else offload.layer(keep=[sink])
         with context:
-            out = ring_attention(hidden, k * (number + 1), v + number, group, plan=plan, sink=sink, **options)
+            out = ring_attention(
+                hidden, k * (number + 1), v + number, group, plan=plan, sink=sink, **options
+            )
         hidden = torch.cat([out, out], -1)
     held = None if offload is None else (offload.host_bytes(), offload.device_bytes())
     return [*torch.autograd.grad(hidden.square().sum(), (q, k, v, sink)), held]
@@ -35,7 +41,9 @@ def of_layer(tokens, itemsize):
     return tokens * (H * D + G * D + G * E + H * E) * itemsize + tokens * H * 4
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (2, torch.float32)])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (2, torch.float32)]
+)
 def test_bits_and_bytes(heads, dtype):
     case = Case.draw(N, h=H, g=G, d=D, e=E, dtype=dtype)
     plan = Plan.build(MASK, Layout.zigzag(N, 2), ulysses=heads)
@@ -44,14 +52,18 @@ def test_bits_and_bytes(heads, dtype):
     found = LocalRing(2).run(lambda group: layers(group, case, plan, stores[group.rank]))
     layer = of_layer(N // 2, dtype.itemsize)
     for rank in range(2):
-        assert all(torch.equal(x, y) for x, y in zip(found[rank][:4], expected[rank][:4], strict=True))
+        assert all(
+            torch.equal(x, y) for x, y in zip(found[rank][:4], expected[rank][:4], strict=True)
+        )
         assert found[rank][4] == (LAYERS * layer, 0)  # after forward
         assert (stores[rank].host_bytes(), stores[rank].device_bytes()) == (0, 0)  # after backward
         assert stores[rank].peak == 2 * layer
 
 
 def chain(offload, began=lambda number: None):
-    """Products whose saved factors wait in host memory, a layer each; `began` is told when the backward of one begins."""
+    """Products whose saved factors wait in host memory, a layer each; `began` is told when the
+    backward of one begins.
+    """
     factors = [torch.full((8,), float(i + 2), requires_grad=True) for i in range(LAYERS)]
     product = torch.full((8,), 100.0, requires_grad=True)
     for number, factor in enumerate(factors):
@@ -90,7 +102,10 @@ def test_what_shares_a_tensor_shares_its_copy():
         y = out.view(2, 2, 6).flatten(0, 1) @ weight  # saves out and the weight
     assert offload.host_bytes() == held
     expected = torch.autograd.grad((x.exp() @ weight).sum(), (x, weight))
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y.sum(), (x, weight)), expected, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(torch.autograd.grad(y.sum(), (x, weight)), expected, strict=True)
+    )
 
 
 def test_a_tensor_at_the_address_of_another_is_not_taken_for_it():
@@ -99,7 +114,9 @@ def test_a_tensor_at_the_address_of_another_is_not_taken_for_it():
         first = (x + 1).square().sum()  # saves x + 1, which is then freed
         second = (x + 2).square().sum()
         third = (x.detach()[None].expand(3, 4) * x).sum()  # saves a tensor with overlaps
-    assert torch.equal(torch.autograd.grad(first + second + third, x)[0], 2 * (x + 1) + 2 * (x + 2) + 3 * x)
+    assert torch.equal(
+        torch.autograd.grad(first + second + third, x)[0], 2 * (x + 1) + 2 * (x + 2) + 3 * x
+    )
 
 
 def test_nothing_is_left_of_a_pass_without_backward():
@@ -129,7 +146,9 @@ def test_tensors_that_are_put_come_back_in_any_order():
 
 
 def in_place(shared, changed):
-    """Gradient of a product that saves a tensor under `sharing`, which is changed in place before or after it is saved."""
+    """Gradient of a product that saves a tensor under `sharing`, which is changed in place before
+    or after it is saved.
+    """
     offload = Offload(least=1)
     x = torch.arange(1.0, 9.0, requires_grad=True)
     weight = torch.full((8,), 3.0, requires_grad=True)
@@ -148,7 +167,9 @@ def in_place(shared, changed):
 
 @pytest.mark.parametrize("changed", ["never", "before", "after"])
 def test_sharing_never_gives_elements_of_another_version(changed):
-    """The layer's copy is of the tensor as the layer saved it: a changed one is saved anew, and the gradient is right."""
+    """The layer's copy is of the tensor as the layer saved it: a changed one is saved anew, and the
+    gradient is right.
+    """
     before = torch.arange(1.0, 9.0)
     expected = 2 * before + (changed == "before")
     assert torch.equal(in_place(True, changed), expected)

@@ -1,4 +1,6 @@
-"""A kernel and a route from outside of cp_ring are selectable by name once registered; config.py names none of them."""
+"""A kernel and a route from outside of cp_ring are selectable by name once registered; config.py
+names none of them.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_selected_by_setting_and_by_call(registries):
 
     def case(group):
         q, k, v = (x.chunk(2, 1)[group.rank] for x in Case.draw(16)[:3])
-        return ring_attention(q, k, v, group, causal=True, kernel=made.kernel, route=made.route, layout=made.layout)
+        return ring_attention(
+            q, k, v, group, causal=True, kernel=made.kernel, route=made.route, layout=made.layout
+        )
 
     assert torch.cat(LocalRing(2).run(case), 1).isfinite().all()
     assert Probe.calls == 3  # two causal tiles, one full one
@@ -71,10 +75,14 @@ def test_selected_by_setting_and_by_call(registries):
 def test_plugins_are_loaded_when_a_name_is_unknown(registries, monkeypatch):
     entry = importlib.metadata.EntryPoint("probe", "tests_probe_plugin", config.PLUGINS)
     wanted = {"group": config.PLUGINS}
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **query: [entry] if query == wanted else [])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda **query: [entry] if query == wanted else []
+    )
 
     config.load_plugins.cache_clear()
-    with pytest.raises(ConfigError, match=r"plugin probe .tests_probe_plugin. cannot be imported: No module named"):
+    with pytest.raises(
+        ConfigError, match=r"plugin probe .tests_probe_plugin. cannot be imported: No module named"
+    ):
         ContextParallelConfig.make(kernel="probe")
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda entry: register())
     assert ContextParallelConfig.make(kernel="probe").kernel == "probe"
@@ -85,11 +93,21 @@ def test_plugins_are_loaded_when_a_name_is_unknown(registries, monkeypatch):
     [
         (
             {"kernel": "magic"},
-            "--cp-ring-kernel 'magic': input should be 'auto', 'transformer_engine', 'cudnn', 'flash',",
+            "--cp-ring-kernel 'magic': input should be 'auto', 'transformer_engine', 'cudnn', "
+            "'flash',",
         ),
-        ({"layout": "diagonal"}, "--cp-ring-layout 'diagonal': input should be 'zigzag', 'contiguous' or 'balanced'"),
-        ({"route": "pigeon"}, "--cp-ring-route 'pigeon': input should be 'auto', 'direct', 'ring' or 'relay'"),
-        ({"wire_dtype": "int8"}, "--cp-ring-wire-dtype 'int8': input should be 'input', 'float32' or 'bfloat16'"),
+        (
+            {"layout": "diagonal"},
+            "--cp-ring-layout 'diagonal': input should be 'zigzag', 'contiguous' or 'balanced'",
+        ),
+        (
+            {"route": "pigeon"},
+            "--cp-ring-route 'pigeon': input should be 'auto', 'direct', 'ring' or 'relay'",
+        ),
+        (
+            {"wire_dtype": "int8"},
+            "--cp-ring-wire-dtype 'int8': input should be 'input', 'float32' or 'bfloat16'",
+        ),
     ],
 )
 def test_bad_names_are_one_line_that_names_the_flag(values, says):

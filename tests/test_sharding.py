@@ -14,12 +14,18 @@ N = 48
 
 def layouts(cp: int) -> dict[str, Layout | None]:
     uneven = Mask.documents([0, 5, 31, N + 1])
-    return {"zigzag": None, "contiguous": Layout.contiguous(N, cp), "uneven": Layout.balanced(uneven, cp)}
+    return {
+        "zigzag": None,
+        "contiguous": Layout.contiguous(N, cp),
+        "uneven": Layout.balanced(uneven, cp),
+    }
 
 
 def whole(layout: Layout | None, *shape: int) -> torch.Tensor:
     n = N if layout is None else layout.n
-    return torch.randn(2, n, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.randn(
+        2, n, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 def test_shard_takes_tensors_tuples_dicts_and_plans():
@@ -42,11 +48,17 @@ def test_shard_takes_tensors_tuples_dicts_and_plans():
 
 
 def _model(group, x, weight, layout):
-    """A loss of the whole output on every rank, and this rank's gradients of x and of a weight that all ranks share."""
+    """A loss of the whole output on every rank, and this rank's gradients of x and of a weight that
+    all ranks share.
+    """
     part = cp_ring.shard(x, layout, group).detach().requires_grad_()
     weight = weight.clone().requires_grad_()
     everything = cp_ring.unshard(torch.tanh(part * weight), layout, group)
-    loss = (everything * torch.linspace(1, 2, everything.shape[1], dtype=x.dtype)[:, None]).square().mean()
+    loss = (
+        (everything * torch.linspace(1, 2, everything.shape[1], dtype=x.dtype)[:, None])
+        .square()
+        .mean()
+    )
     loss.backward()
     return everything.detach(), part.grad, weight.grad
 
@@ -91,7 +103,9 @@ def test_roll_equals_torch(pool, cp, name):
         ):
             parts = pool.run(_roll, cp, x, shift, layout, options)
             assert torch.equal(made.unshard([part[0] for part in parts], 1), wanted)
-            back = torch.roll(wanted.masked_fill(~same[:, None], 0.0) if gradient is None else wanted, -shift, 1)
+            back = torch.roll(
+                wanted.masked_fill(~same[:, None], 0.0) if gradient is None else wanted, -shift, 1
+            )
             assert torch.equal(made.unshard([part[1] for part in parts], 1), back)
 
 
@@ -99,7 +113,9 @@ def test_labels_of_the_next_token():
     tokens = torch.arange(16)[None]
 
     def case(group):
-        return cp_ring.roll(cp_ring.shard(tokens, None, group), -1, None, group, cu_seqlens=[0, 16], fill=-100)
+        return cp_ring.roll(
+            cp_ring.shard(tokens, None, group), -1, None, group, cu_seqlens=[0, 16], fill=-100
+        )
 
     parts = LocalRing(4).run(case)
     assert parts[0].dtype == torch.int64
@@ -108,13 +124,21 @@ def test_labels_of_the_next_token():
 
 def test_errors_are_one_line():
     x = whole(None)
-    with pytest.raises(ConfigError, match="layout is for 2 ranks, but the group has 1: pass their process group as group="):
+    with pytest.raises(
+        ConfigError,
+        match="layout is for 2 ranks, but the group has 1: pass their process group as group=",
+    ):
         cp_ring.shard(x, Layout.zigzag(N, 2))
     with pytest.raises(ConfigError, match="layout is a Mask, not a Layout, a Plan or None"):
         cp_ring.shard(x, Mask.causal(N))
-    with pytest.raises(PlanError, match="rank 0 holds 40 tokens of the layout, but dimension 1 of the tensor has 48"):
+    with pytest.raises(
+        PlanError,
+        match="rank 0 holds 40 tokens of the layout, but dimension 1 of the tensor has 48",
+    ):
         cp_ring.unshard(x, Layout.zigzag(40, 1))
-    with pytest.raises(PlanError, match="cu_seqlens must end at the 48 tokens of the whole sequence"):
+    with pytest.raises(
+        PlanError, match="cu_seqlens must end at the 48 tokens of the whole sequence"
+    ):
         cp_ring.roll(x, -1, cu_seqlens=[0, 40])
 
 
@@ -132,7 +156,12 @@ def test_converted_parts_are_those_of_the_other_layout(pool, cp, n):
     known["balanced"] = Layout.balanced(Mask.documents([0, 5, 31, n]), cp)
     known["odd"] = Layout(n, cp, torch.tensor([0, 3, n]).numpy(), torch.tensor([cp - 1, 0]).numpy())
     x = torch.randn(2, n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for before, after in (("zigzag", "contiguous"), ("contiguous", "zigzag"), ("balanced", "contiguous"), ("odd", "balanced")):
+    for before, after in (
+        ("zigzag", "contiguous"),
+        ("contiguous", "zigzag"),
+        ("balanced", "contiguous"),
+        ("odd", "balanced"),
+    ):
         parts = pool.run(_convert, cp, x, known[before], known[after])
         assert torch.equal(known[after].unshard([part[0] for part in parts], 1), x)
         assert torch.equal(known[before].unshard([part[1] for part in parts], 1), x)
@@ -144,10 +173,13 @@ def test_tokens_that_lie_right_do_not_travel():
     x = whole(None)
     with record() as ledger:
         LocalRing(2).run(lambda group: _convert(group, x[..., None], None, Layout.contiguous(N, 2)))
-    assert ledger.bytes_received == 2 * (N // 2) * 2 * 8  # half of the tokens, 2 batch rows, float64, there and back
+    # half of the tokens, 2 batch rows, float64, there and back
+    assert ledger.bytes_received == 2 * (N // 2) * 2 * 8
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.float64]
+)
 def test_roll_keeps_the_dtype(dtype):
     x = (torch.arange(8) % 3).to(dtype)[None]
     rolled = cp_ring.roll(x, -1, cu_seqlens=torch.tensor([0, 3, 8]))
@@ -158,7 +190,8 @@ def test_roll_keeps_the_dtype(dtype):
 
 def test_a_fill_that_the_dtype_does_not_have():
     for x, fill in ((torch.ones(1, 4, dtype=torch.bool), -100), (torch.ones(1, 4, dtype=torch.uint8), -100),
-                    (torch.ones(1, 4, dtype=torch.int64), 0.5), (torch.ones(1, 4, dtype=torch.int64), "a")):  # fmt: skip
+                    (torch.ones(1, 4, dtype=torch.int64), 0.5), (torch.ones(1, 4, dtype=torch.int64),
+                        "a")):  # fmt: skip
         with pytest.raises(ConfigError, match=r"a tensor of torch\.\w+ cannot hold it"):
             cp_ring.roll(x, -1, cu_seqlens=[0, 4], fill=fill)
 
@@ -197,10 +230,19 @@ class Distributed(torch.Tensor):
 def test_tensors_of_many_ranks_are_rejected_in_one_line():
     x = torch.zeros(1, 8, 2, 4)
     whole = x.as_subclass(Distributed)
-    for call in (cp_ring.shard, cp_ring.unshard, cp_ring.convert_layout, lambda x: cp_ring.roll(x, 1)):
-        with pytest.raises(ConfigError, match="the tensor is a Distributed: pass the part of this rank"):
+    for call in (
+        cp_ring.shard,
+        cp_ring.unshard,
+        cp_ring.convert_layout,
+        lambda x: cp_ring.roll(x, 1),
+    ):
+        with pytest.raises(
+            ConfigError, match="the tensor is a Distributed: pass the part of this rank"
+        ):
             call(whole)
     for name in "qkv":
         tensors = {"q": x, "k": x, "v": x} | {name: whole}
-        with pytest.raises(ConfigError, match=f"{name} is a Distributed: pass the part of this rank"):
+        with pytest.raises(
+            ConfigError, match=f"{name} is a Distributed: pass the part of this rank"
+        ):
             cp_ring.ring_attention(**tensors)

@@ -1,4 +1,6 @@
-"""Signals that ask a job to stop: remembered before torch is loaded, obeyed by Megatron's own --exit-signal-handler."""
+"""Signals that ask a job to stop: remembered before torch is loaded, obeyed by Megatron's own
+--exit-signal-handler.
+"""
 
 import os
 import signal
@@ -30,7 +32,9 @@ entry.main()
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_rank_listens_before_it_loads_torch(name, asked):
     flags = ["--exit-signal-handler"] if asked else []
-    done = subprocess.run([sys.executable, "-c", EARLY.format(flags=flags, signal=name)], timeout=LIMIT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY.format(flags=flags, signal=name)], timeout=LIMIT_S
+    )
     assert done.returncode == (0 if asked else -getattr(signal, name))
 
 
@@ -71,8 +75,12 @@ print("still here", flush=True)
 os.kill(os.getpid(), signal.{second})
 print("still here", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, capture_output=True, text=True)
-    assert done.stdout == "still here\n" and done.returncode == -getattr(signal, second), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=LIMIT_S, capture_output=True, text=True
+    )
+    assert done.stdout == "still here\n" and done.returncode == -getattr(signal, second), (
+        done.stderr
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""One word, one thing: a row is a batch row, what is not supported is rejected, and a class name names one class."""
+"""One word, one thing: a row is a batch row, what is not supported is rejected, and a class name
+names one class.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ FILES = {
 # Where `row` or `rows` means a batch row without the word batch: a pattern of such lines of a file.
 _BATCH = r"in rows|in zip\(rows|not rows|\(rows\)|one row|every row|row after row"
 BATCH_ROWS = {
-    "cp_ring/plan/layout.py": rf"rows: how many batch|\brows: int = 1|rows: Sequence\[Layout\]|self\.rows|{_BATCH}",
+    "cp_ring/plan/layout.py":
+    rf"rows: how many batch|\brows: int = 1|rows: Sequence\[Layout\]|self\.rows|{_BATCH}",
     "cp_ring/plan/mask.py": rf"rows: Sequence\[Mask\]|{_BATCH}",
     "cp_ring/api.py": r"layout\.rows",
     "cp_ring/plan/identity.py": r"layout\.rows",
@@ -39,9 +42,15 @@ BATCH_ROWS = {
 
 
 def bare_rows(text: str, allowed: str = "(?!)") -> list[str]:
-    """The lines in which `row` or `rows` does not follow the word batch; `batch` may end the line before."""
+    """The lines in which `row` or `rows` does not follow the word batch; `batch` may end the line
+    before.
+    """
     text = re.sub(r'[Bb]atch\s*"?\s*[f#]?\s*"?\s*(?=rows?\b)', "batch ", text)
-    return [line for line in text.splitlines() if re.search(r"(?<!batch )\brows?\b", line) and not re.search(allowed, line)]
+    return [
+        line
+        for line in text.splitlines()
+        if re.search(r"(?<!batch )\brows?\b", line) and not re.search(allowed, line)
+    ]
 
 
 def test_a_row_is_a_batch_row():
@@ -50,7 +59,10 @@ def test_a_row_is_a_batch_row():
 
 
 def test_calls_are_supported_or_rejected():
-    found = {file: re.findall(r"(?i).*(?:refus|(?<![a-z])serve[sd]?(?![a-z])).*", text) for file, text in FILES.items()}
+    found = {
+        file: re.findall(r"(?i).*(?:refus|(?<![a-z])serve[sd]?(?![a-z])).*", text)
+        for file, text in FILES.items()
+    }
     assert {file: lines for file, lines in found.items() if lines} == {}
 
 

@@ -1,17 +1,22 @@
-"""Ranks that make different calls stop with one line, instead of filling each other's buffers with the wrong tokens.
+"""Ranks that make different calls stop with one line, instead of filling each other's buffers with
+the wrong tokens.
 
-The first time that a rank makes a call with a new plan, dtype or shape, it compares digests with the other ranks of its group
-before any message leaves: `Agreement.check`. The ranks meet in the process group's store, not in a collective, so nothing waits
-for the device, no message can be mistaken for another, and the wait has an end. A call that is known costs one look-up. Where
-the call is new to one rank and known to another, the second goes on to wait for messages; a thread of it tells the first.
+The first time that a rank makes a call with a new plan, dtype or shape, it compares digests with
+the other ranks of its group before any message leaves: `Agreement.check`. The ranks meet in the
+process group's store, not in a collective, so nothing waits for the device, no message can be
+mistaken for another, and the wait has an end. A call that is known costs one look-up. Where the
+call is new to one rank and known to another, the second goes on to wait for messages; a thread of
+it tells the first.
 
-Every new call is compared by default. Packed documents bring a new plan with every microbatch, so a Megatron job compares the
-first `FIRST` new calls of a group one by one, then one in `--cp-ring-compare-every`. The digest covers all calls since the last
-comparison, so a difference between two comparisons is found late, but it is found.
+Every new call is compared by default. Packed documents bring a new plan with every microbatch, so a
+Megatron job compares the first `FIRST` new calls of a group one by one, then one in
+`--cp-ring-compare-every`. The digest covers all calls since the last comparison, so a difference
+between two comparisons is found late, but it is found.
 
-Known calls in another order are no new calls. Each rank keeps digests of its last calls, and its thread compares them with those
-of its neighbors every few seconds, by the store. Until then gloo delivers none of these messages: `Agreement.tag` is theirs, a
-digest of all calls so far. NCCL has no tags.
+Known calls in another order are no new calls. Each rank keeps digests of its last calls, and its
+thread compares them with those of its neighbors every few seconds, by the store. Until then gloo
+delivers none of these messages: `Agreement.tag` is theirs, a digest of all calls so far. NCCL has
+no tags.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ EXIT_CODE = 3  # of a rank that waits for messages of another call, as of one th
 
 
 class Fact(NamedTuple):
-    """Something that all ranks must agree on. `content` is compared, `words` are for the error message."""
+    """Something that all ranks must agree on. `content` is compared, `words` are for the error
+    message.
+    """
 
     name: str
     content: str
@@ -56,7 +63,9 @@ class Fact(NamedTuple):
 
 
 class Agreement:
-    """What one rank and the other ranks of its group have agreed on. `store` is shared by these ranks alone."""
+    """What one rank and the other ranks of its group have agreed on. `store` is shared by these
+    ranks alone.
+    """
 
     end: Callable[[int], object] = staticmethod(os._exit)
 
@@ -66,7 +75,8 @@ class Agreement:
         self._history = hashlib.blake2b(digest_size=16)
         self._lock = Lock()  # of what the thread of `_look_out` reads
         self._calls = self._new = self._number = 0
-        # Digests of the history after each of the last calls, and the number of calls, since it began the last time.
+        # Digests of the history after each of the last calls, and the number of calls, since it
+        # began the last time.
         self._past: deque[bytes] = deque(maxlen=_PAST)
         self._since = self._resets = 0
         self._published = (-1, -1)
@@ -76,13 +86,15 @@ class Agreement:
         threads.start("cp_ring agreement", _look_out, weakref.ref(self))
 
     def check(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int = EVERY) -> None:
-        """Compares a call that is new with those of the other ranks; each rank makes its calls in the same order.
+        """Compares a call that is new with those of the other ranks; each rank makes its calls in
+        the same order.
 
-        Equal facts have equal keys. One in `every` new calls is compared after the first `FIRST`; 0 compares none. Under
-        `debug.debugging` each call is compared.
+        Equal facts have equal keys. One in `every` new calls is compared after the first `FIRST`; 0
+        compares none. Under `debug.debugging` each call is compared.
 
         Raises:
-            PlanError: on all ranks, where two of them differ; the line names the facts and the values.
+            PlanError: on all ranks, where two of them differ; the line names the facts and the
+            values.
         """
         digest = self._known.get(key)
         if digest is None:
@@ -122,7 +134,9 @@ class Agreement:
         raise PlanError(line)
 
     def _meet(self, facts: Sequence[Fact]) -> None:
-        """Waits for all ranks. The first one leaves its call in the store, and each of the others compares its own with it."""
+        """Waits for all ranks. The first one leaves its call in the store, and each of the others
+        compares its own with it.
+        """
         base = f"{_KEY}{self._number}"
         mine = json.dumps([self._rank, self._calls, self._history.hexdigest(), facts])
         first = json.loads(self._store.compare_set(base, "", mine))
@@ -132,7 +146,8 @@ class Agreement:
             self._store.set(base + "/end", _ALIKE)
         self._wait(base, facts)
         line = self._store.get(base + "/end").decode()
-        if self._rank == 0 and self._number:  # all ranks are here, so none reads the last comparison any more
+        # all ranks are here, so none reads the last comparison any more
+        if self._rank == 0 and self._number:
             for name in ("", "/end", "/alike"):
                 self._store.delete_key(f"{_KEY}{self._number - 1}{name}")
         with self._lock:
@@ -142,9 +157,16 @@ class Agreement:
             self._begin_anew(line)
 
     def _tell_of_known_call(self) -> str:
-        """Tells a rank that waits for a comparison that this rank knew its own call, and returns the line, else ""."""
+        """Tells a rank that waits for a comparison that this rank knew its own call, and returns
+        the line, else "".
+        """
         with self._lock:
-            base, calls, meeting, current = f"{_KEY}{self._number}", self._calls, self._meeting, self._current
+            base, calls, meeting, current = (
+                f"{_KEY}{self._number}",
+                self._calls,
+                self._meeting,
+                self._current,
+            )
         if meeting or not self._store.check([base]):
             return ""
         first = json.loads(self._store.get(base))
@@ -155,23 +177,33 @@ class Agreement:
         return line
 
     def _compare_past(self) -> str:
-        """Compares the last calls with those of the ranks beside this one; a line if they differ, which `check` raises next."""
+        """Compares the last calls with those of the ranks beside this one; a line if they differ,
+        which `check` raises next.
+        """
         with self._lock:
             place, past, meeting = (self._resets, self._since), list(self._past), self._meeting
         if meeting:
             return ""  # the main thread waits, and holds the store
         if place != self._published:
-            self._store.set(f"{_KEY}past/{self._rank}", json.dumps([*place, past[-1].hex() if past else ""]))
+            self._store.set(
+                f"{_KEY}past/{self._rank}", json.dumps([*place, past[-1].hex() if past else ""])
+            )
             self._published = place
         for other in {(self._rank - 1) % self._size, (self._rank + 1) % self._size} - {self._rank}:
             if not self._store.check([f"{_KEY}past/{other}"]):
                 continue
             resets, since, digest = json.loads(self._store.get(f"{_KEY}past/{other}"))
             back = place[1] - since
-            if resets == place[0] and since and 0 <= back < len(past) and past[-1 - back].hex() != digest:
+            if (
+                resets == place[0]
+                and since
+                and 0 <= back < len(past)
+                and past[-1 - back].hex() != digest
+            ):
                 self._line = (
-                    f"ranks of the group make different calls: the first {since} of rank {min(self._rank, other)} are not those "
-                    f"of rank {max(self._rank, other)} in the same order"
+                    f"ranks of the group make different calls: the first {since} of rank "
+                    f"{min(self._rank, other)} are not those of rank {max(self._rank, other)} in "
+                    "the same order"
                 )
         return self._line
 
@@ -181,12 +213,16 @@ class Agreement:
         except RuntimeError as error:
             mine = ", ".join(f"{fact.name} {fact.words}" for fact in facts)
             raise PlanError(
-                f"rank {self._rank} of {self._size} made a call that is new to it ({mine}), and another rank of the group made "
-                f"none within {self._store.timeout.total_seconds():g} s: all ranks must make the same calls ({error})"
+                f"rank {self._rank} of {self._size} made a call that is new to it ({mine}), and "
+                "another rank of the group made none within "
+                f"{self._store.timeout.total_seconds():g} s: all ranks must make the same calls "
+                f"({error})"
             ) from None
 
 
-_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = RUNTIME.keep(weakref.WeakKeyDictionary())
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = RUNTIME.keep(
+    weakref.WeakKeyDictionary()
+)
 
 
 def agreement_of(group: dist.ProcessGroup) -> Agreement:
@@ -204,9 +240,13 @@ def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[F
         rank, facts, other, others = other, others, rank, facts
     mine, theirs = ({fact.name: fact for fact in call} for call in (facts, others))
     nothing = Fact("", "", "nothing")
-    pairs = [(name, mine.get(name, nothing), theirs.get(name, nothing)) for name in dict.fromkeys([*mine, *theirs])]
+    pairs = [
+        (name, mine.get(name, nothing), theirs.get(name, nothing))
+        for name in dict.fromkeys([*mine, *theirs])
+    ]
     told = [
-        f"{name} is {a.words} on rank {rank} and {b.words}{' with other contents' * (a.words == b.words)} on rank {other}"
+        f"{name} is {a.words} on rank {rank} and "
+        f"{b.words}{' with other contents' * (a.words == b.words)} on rank {other}"
         for name, a, b in pairs
         if a.content != b.content
     ]
@@ -215,14 +255,22 @@ def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[F
 
 def _differences(first: list[Any], mine: list[Any]) -> str:
     (rank, *_, facts), (other, *_, others) = first, mine
-    line = differences(rank, [Fact(*fact) for fact in facts], other, [Fact(*fact) for fact in others])
-    return line or f"ranks of the group make different calls: an earlier call of rank {other} was not that of rank {rank}"
+    line = differences(
+        rank, [Fact(*fact) for fact in facts], other, [Fact(*fact) for fact in others]
+    )
+    return (
+        line
+        or f"ranks of the group make different calls: an earlier call of rank {other} was not "
+        f"that of rank {rank}"
+    )
 
 
 def _look_out(agreement: weakref.ref[Agreement]) -> None:
-    """The thread of a rank that waits for messages of a call which it knows, while another rank's call is new to that rank.
+    """The thread of a rank that waits for messages of a call which it knows, while another rank's
+    call is new to that rank.
 
-    It prints in what the calls differ, and tells the other rank, which ends. It asks the store only while no call is made.
+    It prints in what the calls differ, and tells the other rank, which ends. It asks the store only
+    while no call is made.
     """
     calls, told = -1, ""
     while threads.sleep(_TICK_S):

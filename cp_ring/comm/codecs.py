@@ -1,11 +1,13 @@
-"""Codecs: the form in which keys and values travel. The owner encodes once a call, the reader decodes once a hop.
+"""Codecs: the form in which keys and values travel. The owner encodes once a call, the reader
+decodes once a hop.
 
-A codec is a class, made for the keys and values of one call. Its `keys` are what the hop loop computes with, its `gradients` are
-where the loop's partial gradients go. Slots, streams and transports move the tensors that `encode` returns, whatever their
-shapes and dtypes. Widths in bytes, for plans, are in `cp_ring.plan.sizes`; the conformance test compares the two.
+A codec is a class, made for the keys and values of one call. Its `keys` are what the hop loop
+computes with, its `gradients` are where the loop's partial gradients go. Slots, streams and
+transports move the tensors that `encode` returns, whatever their shapes and dtypes. Widths in
+bytes, for plans, are in `cp_ring.plan.sizes`; the conformance test compares the two.
 
-Hop 0 computes with this rank's own keys as they are. Every other rank computes with the decoded keys, in forward and in
-backward alike, so that the softmax weights of both agree.
+Hop 0 computes with this rank's own keys as they are. Every other rank computes with the decoded
+keys, in forward and in backward alike, so that the softmax weights of both agree.
 
 Tensors have tokens first: k [s, b, g, d], v [s, b, g, e].
 """
@@ -30,9 +32,11 @@ Keys = Iterable[tuple[Hop, Tensor, Tensor]]
 
 
 class KeyUpdates(Protocol):
-    """The updates of the sums of dk and dv, by the index of the hop; see `cp_ring.kernels.calls.Work`.
+    """The updates of the sums of dk and dv, by the index of the hop; see
+    `cp_ring.kernels.calls.Work`.
 
-    `keys` have the kernel calls of a hop and the gradients that arrive, `own_keys` the kernel calls alone.
+    `keys` have the kernel calls of a hop and the gradients that arrive, `own_keys` the kernel calls
+    alone.
     """
 
     @property
@@ -43,7 +47,9 @@ class KeyUpdates(Protocol):
 
 
 class Gradients(Protocol):
-    """Takes the partial gradients of each hop's keys and values, and sends them to the owners of the keys."""
+    """Takes the partial gradients of each hop's keys and values, and sends them to the owners of
+    the keys.
+    """
 
     def start(self, hop: Hop) -> None: ...
 
@@ -57,10 +63,12 @@ class Gradients(Protocol):
 
 
 class Codec(Protocol):
-    """The keys and values of one call, and how they travel. A class of codecs takes k and v, and its other inputs after them.
+    """The keys and values of one call, and how they travel. A class of codecs takes k and v, and
+    its other inputs after them.
 
     needs_latents: the other inputs are `LatentKeys`, which have no heads to exchange.
-    carries_positions: keys arrive as they are, with the positions of tokens that dropout and ALiBi write into them.
+    carries_positions: keys arrive as they are, with the positions of tokens that dropout and ALiBi
+    write into them.
     """
 
     name: str
@@ -74,13 +82,22 @@ class Codec(Protocol):
         ...
 
     def keys(
-        self, rank_plan: RankPlan, hops: Sequence[Hop], transport: Transport | None, num_slots: int, backward: bool = False
+        self,
+        rank_plan: RankPlan,
+        hops: Sequence[Hop],
+        transport: Transport | None,
+        num_slots: int,
+        backward: bool = False,
     ) -> Keys:
         """The keys and values of each of `hops`."""
         ...
 
     def gradients(
-        self, rank_plan: RankPlan, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
+        self,
+        rank_plan: RankPlan,
+        updates: KeyUpdates,
+        transport: Transport | None,
+        wire_dtype: torch.dtype,
     ) -> Gradients:
         """The gradients of one backward pass."""
         ...
@@ -101,20 +118,31 @@ class Plain:
         return self._k, self._v
 
     def keys(
-        self, rank_plan: RankPlan, hops: Sequence[Hop], transport: Transport | None, num_slots: int, backward: bool = False
+        self,
+        rank_plan: RankPlan,
+        hops: Sequence[Hop],
+        transport: Transport | None,
+        num_slots: int,
+        backward: bool = False,
     ) -> Keys:
         """Follows `Codec.keys`."""
         return KeyStream(rank_plan, hops, transport, self.encode(), num_slots, backward)
 
     def gradients(
-        self, rank_plan: RankPlan, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
+        self,
+        rank_plan: RankPlan,
+        updates: KeyUpdates,
+        transport: Transport | None,
+        wire_dtype: torch.dtype,
     ) -> Gradients:
         """Follows `Codec.gradients`."""
         return GradStream(rank_plan, updates.keys, transport, self._k, self._v, wire_dtype)
 
 
 class Decoding(Plain, ABC):
-    """Base of codecs that decode what a hop receives into a buffer of their own, as large as a slot of plain keys."""
+    """Base of codecs that decode what a hop receives into a buffer of their own, as large as a slot
+    of plain keys.
+    """
 
     carries_positions = False
 
@@ -123,7 +151,12 @@ class Decoding(Plain, ABC):
         """Writes the keys and values of all tokens of `coded` to k [n, b, g, d] and v [n, b, g, e]."""
 
     def keys(
-        self, rank_plan: RankPlan, hops: Sequence[Hop], transport: Transport | None, num_slots: int, backward: bool = False
+        self,
+        rank_plan: RankPlan,
+        hops: Sequence[Hop],
+        transport: Transport | None,
+        num_slots: int,
+        backward: bool = False,
     ) -> Iterator[tuple[Hop, Tensor, Tensor]]:
         """Follows `Codec.keys`."""
         stream = KeyStream(rank_plan, hops, transport, self.encode(), num_slots, backward)
@@ -143,11 +176,13 @@ class Decoding(Plain, ABC):
 
 
 class Quantized(Decoding):
-    """Base of codecs with one byte an element, and a float32 scale for the key and one for the value of each token and head.
+    """Base of codecs with one byte an element, and a float32 scale for the key and one for the
+    value of each token and head.
 
-    A scale is the largest magnitude divided by the largest code, so no code is out of range. A key or a value that has a NaN or
-    an infinity arrives as NaN in all its elements, and no other token changes. Magnitudes above those of float32 are infinite.
-    Gradients are those of the decoded keys and values, given to the original ones.
+    A scale is the largest magnitude divided by the largest code, so no code is out of range. A key
+    or a value that has a NaN or an infinity arrives as NaN in all its elements, and no other token
+    changes. Magnitudes above those of float32 are infinite. Gradients are those of the decoded keys
+    and values, given to the original ones.
     """
 
     largest: float
@@ -164,7 +199,9 @@ class Quantized(Decoding):
     def encode(self) -> Buffer:
         """Codes [s, b, g, d + e] and scales [s, b, g, 2], float32."""
         parts = [self._quantize(x) for x in (self._k, self._v)]
-        return torch.cat([codes for codes, _ in parts], -1), torch.stack([scale for _, scale in parts], -1)
+        return torch.cat([codes for codes, _ in parts], -1), torch.stack(
+            [scale for _, scale in parts], -1
+        )
 
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
         """Follows `Decoding.decode`."""
@@ -178,13 +215,17 @@ class Quantized(Decoding):
         magnitude = wide.abs().amax(-1)
         limits = torch.finfo(torch.float32)
         # The product of the largest code and scale must not round to infinity.
-        scale = (magnitude / self.largest).clamp(limits.tiny, limits.max / self.largest * (1 - 2**-20))
+        scale = (magnitude / self.largest).clamp(
+            limits.tiny, limits.max / self.largest * (1 - 2**-20)
+        )
         scale += 0 * magnitude  # NaN where the magnitude is infinite or NaN
         return self.codes(wide / scale[..., None]), scale
 
 
 class Int8(Quantized):
-    """Symmetric 8-bit integers: an element is off by at most half a scale, 1/254 of the largest of its token and head."""
+    """Symmetric 8-bit integers: an element is off by at most half a scale, 1/254 of the largest of
+    its token and head.
+    """
 
     name, largest = "int8", 127.0
 
@@ -198,9 +239,11 @@ class Int8(Quantized):
 
 
 class Fp8(Quantized):
-    """8-bit floating point numbers with 3 bits of mantissa (e4m3): an element is off by at most 1/16 of its own magnitude.
+    """8-bit floating point numbers with 3 bits of mantissa (e4m3): an element is off by at most
+    1/16 of its own magnitude.
 
-    Elements below 2^-6 / 448 of the largest of their token and head are off by at most 2^-10 scales.
+    Elements below 2^-6 / 448 of the largest of their token and head are off by at most 2^-10
+    scales.
     """
 
     name, largest = "fp8", 448.0

@@ -1,7 +1,10 @@
-"""Exchanges tokens for heads among the ranks of a member of the ring (an all-to-all), and heads for tokens on the way back.
+"""Exchanges tokens for heads among the ranks of a member of the ring (an all-to-all), and heads for
+tokens on the way back.
 
-Shapes: s tokens of this rank, S tokens of the member, u ranks of the member, b batch, h query heads of the layer, g key/value
-heads, d and e head sizes of keys and values, i query heads of this rank, j key/value heads of this rank.
+Shapes: s tokens of this rank, S tokens of the member, u ranks of the member, b batch, h query heads
+of the layer, g key/value
+heads, d and e head sizes of keys and values, i query heads of this rank, j key/value heads of this
+rank.
 
 Attention over heads is built around attention over the ring, which does not know of it:
 
@@ -10,13 +13,15 @@ Attention over heads is built around attention over the ring, which does not kno
       -> attention over the ring of the members: out [S, b, i, e]
       -> out [s, b, h, e]
 
-The heads of a rank are cut into groups (`HeadSplit`). The messages of a group are posted before the group before it is computed,
-and its outputs travel while the next one is computed; in backward likewise. Autograd runs nodes in the opposite order of their
-making, on every rank, so the order in which forward makes the nodes gives backward the same overlap: see `over_heads`.
+The heads of a rank are cut into groups (`HeadSplit`). The messages of a group are posted before the
+group before it is computed, and its outputs travel while the next one is computed; in backward
+likewise. Autograd runs nodes in the opposite order of their making, on every rank, so the order in
+which forward makes the nodes gives backward the same overlap: see `over_heads`.
 
-What is kept for backward: q, k, v and out with this rank's heads of the member's tokens, which are as large as those of all heads
-of this rank's tokens, so nothing travels twice. Where ranks share key/value heads, keys of the member's tokens would be larger
-than this rank's own: then the own ones are kept, and travel again in backward.
+What is kept for backward: q, k, v and out with this rank's heads of the member's tokens, which are
+as large as those of all heads of this rank's tokens, so nothing travels twice. Where ranks share
+key/value heads, keys of the member's tokens would be larger than this rank's own: then the own ones
+are kept, and travel again in backward.
 """
 
 from __future__ import annotations
@@ -38,14 +43,20 @@ from cp_ring.plan.tables import Exchange, Transfer
 from cp_ring.runtime import RUNTIME
 
 MAX_RANGES = 4
-"""A shard that is at most so many ranges of the member's is received where it belongs; another is received as one, and copied."""
+"""A shard that is at most so many ranges of the member's is received where it belongs; another is
+received as one, and copied.
+"""
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
-"""Attention over the ring of one group of heads: from (q, k, v, sink, group) to out [S, b, heads, e] and lse [b, heads, S]."""
+"""Attention over the ring of one group of heads: from (q, k, v, sink, group) to out [S, b, heads,
+e] and lse [b, heads, S].
+"""
 
 
 class SubTransport:
-    """Some ranks of a transport as a transport of their own: rank i of it is `ranks[i]` of the whole."""
+    """Some ranks of a transport as a transport of their own: rank i of it is `ranks[i]` of the
+    whole.
+    """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]):
         self._whole, self._ranks = whole, tuple(ranks)
@@ -54,16 +65,21 @@ class SubTransport:
     def post(self, batch: MessageBatch) -> Pending:
         """Follows `Transport.post`."""
         sends, receives = (
-            [(replace(transfer, peer=self._ranks[transfer.peer]), buffers) for transfer, buffers in transfers]
+            [
+                (replace(transfer, peer=self._ranks[transfer.peer]), buffers)
+                for transfer, buffers in transfers
+            ]
             for transfers in (batch.sends, batch.receives)
         )
         return self._whole.post(MessageBatch(sends, receives, batch.kind, batch.hop))
 
 
 def sub_transports(whole: Transport, heads: int) -> tuple[Transport, Transport | None]:
-    """The neighbors of a rank, with which it exchanges heads, and the ranks of its ring, None if it has no other member.
+    """The neighbors of a rank, with which it exchanges heads, and the ranks of its ring, None if it
+    has no other member.
 
-    They share the connections of the whole. Two ranks are never both neighbors and in one ring, so no message is mistaken.
+    They share the connections of the whole. Two ranks are never both neighbors and in one ring, so
+    no message is mistaken.
     """
     first, place = whole.rank - whole.rank % heads, whole.rank % heads
     ring = SubTransport(whole, range(place, whole.size, heads)) if heads < whole.size else None
@@ -71,7 +87,9 @@ def sub_transports(whole: Transport, heads: int) -> tuple[Transport, Transport |
 
 
 class HeadExchange:
-    """The exchange of one call: a member's `transport`, the plan's `exchange` and the split of the heads."""
+    """The exchange of one call: a member's `transport`, the plan's `exchange` and the split of the
+    heads.
+    """
 
     def __init__(self, transport: Transport, exchange: Exchange, split: HeadSplit):
         self.transport, self.split, self.place = transport, split, exchange.place
@@ -83,12 +101,16 @@ class HeadExchange:
         self._ranges = (
             exchange.ranges
             if self._direct
-            else tuple(((end - tokens, end),) for end, tokens in zip(ends, self._tokens, strict=True))
+            else tuple(
+                ((end - tokens, end),) for end, tokens in zip(ends, self._tokens, strict=True)
+            )
         )
         self._exchange = exchange
 
     def gather_tokens(self, parts: Sequence[Sequence[Tensor]]) -> Flight:
-        """Sends `parts[x][p]` [s, b, heads of p, size] of each tensor x to rank p; arrives as [S, b, own heads, size]."""
+        """Sends `parts[x][p]` [s, b, heads of p, size] of each tensor x to rank p; arrives as [S,
+        b, own heads, size].
+        """
         mine = [each[self.place] for each in parts]
         arriving = [x.new_empty((sum(self._tokens), *x.shape[1:])) for x in mine]
         own = self._own(self.place)
@@ -103,11 +125,15 @@ class HeadExchange:
     def gather_heads(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[int]]) -> Flight:
         """Sends the tokens of rank p of each tensor x [S, b, own heads, size] to p.
 
-        What arrives are lists over the ranks p of tensors [s, b, heads[x][p], size]; one list for each tensor.
+        What arrives are lists over the ranks p of tensors [s, b, heads[x][p], size]; one list for
+        each tensor.
         """
         leaving = [self._end_to_end(x.contiguous()) for x in tensors]
         arriving = [
-            [x.new_empty((self._tokens[self.place], x.shape[1], count, x.shape[3])) for count in counts]
+            [
+                x.new_empty((self._tokens[self.place], x.shape[1], count, x.shape[3]))
+                for count in counts
+            ]
             for x, counts in zip(leaving, heads, strict=True)
         ]
         own = self._own(self.place)
@@ -171,7 +197,9 @@ class _Trip:
 
 
 class _Depart(torch.autograd.Function):
-    """Forward posts a trip's messages; backward ends the trip of the gradients. Its result only links it to `_Arrive`."""
+    """Forward posts a trip's messages; backward ends the trip of the gradients. Its result only
+    links it to `_Arrive`.
+    """
 
     @staticmethod
     def forward(ctx, trip: _Trip, *tensors: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -201,7 +229,9 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Repeat(torch.autograd.Function):
-    """The heads `heads` of x [S, b, j, d], some of them more than once; their gradients are added in float32."""
+    """The heads `heads` of x [S, b, j, d], some of them more than once; their gradients are added
+    in float32.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, heads: tuple[int, ...]) -> Tensor:  # type: ignore[no-untyped-def]
@@ -211,7 +241,9 @@ class _Repeat(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
-        total = gradient.new_zeros((*gradient.shape[:2], ctx.count, gradient.shape[3]), dtype=_sum_dtype(gradient))
+        total = gradient.new_zeros(
+            (*gradient.shape[:2], ctx.count, gradient.shape[3]), dtype=_sum_dtype(gradient)
+        )
         for place, head in enumerate(ctx.heads):
             total[:, :, head] += gradient[:, :, place]
         return total.to(gradient.dtype), None
@@ -230,28 +262,41 @@ def over_heads(
     Returns:
         out [s, b, h, e], and lse [b, heads, S] of each group of this rank's heads.
 
-    Nodes are made in this order for two groups, so that backward, which runs the other way, overlaps as forward does:
+    Nodes are made in this order for two groups, so that backward, which runs the other way,
+    overlaps as forward does:
 
-        keys 0 depart, keys 1 depart, keys 0 arrive, compute 0, out 0 departs, keys 1 arrive, compute 1, out 1 departs,
-        out 0 arrives, out 1 arrives
+        keys 0 depart, keys 1 depart, keys 0 arrive, compute 0, out 0 departs, keys 1 arrive,
+        compute 1, out 1 departs, out 0 arrives, out 1 arrives
     """
     split, place = exchange.split, exchange.place
     queries = _cut(q, split.groups, split.size)
     keys, values = (_cut(x, split.groups, split.size) if split.even else [x] for x in (k, v))
     outs: list[tuple[_Trip, Tensor]] = []
     lses: list[Tensor] = []
-    inputs = [_keys_trip(exchange, group, queries[group], keys[group], values[group]) for group in range(split.groups)]
-    links = [_Depart.apply(trip, queries[group], keys[group], values[group]) for group, trip in enumerate(inputs[:1])]
+    inputs = [
+        _keys_trip(exchange, group, queries[group], keys[group], values[group])
+        for group in range(split.groups)
+    ]
+    links = [
+        _Depart.apply(trip, queries[group], keys[group], values[group])
+        for group, trip in enumerate(inputs[:1])
+    ]
     for group, trip in enumerate(inputs):
         if group + 1 < split.groups:
-            links.append(_Depart.apply(inputs[group + 1], queries[group + 1], keys[group + 1], values[group + 1]))
+            links.append(
+                _Depart.apply(
+                    inputs[group + 1], queries[group + 1], keys[group + 1], values[group + 1]
+                )
+            )
         own_q, own_k, own_v = _Arrive.apply(trip, links[group])
         first, last = split.queries[group][place]
         repeated = split.repeated[group][place]
         if repeated != tuple(range(own_k.shape[2])):
             own_k, own_v = (_Repeat.apply(x, repeated) for x in (own_k, own_v))
         with nullcontext() if split.even else _OwnKeysKept(exchange, k, v, own_k, own_v):
-            out, lse = attention(own_q, own_k, own_v, None if sink is None else sink[first:last], group)
+            out, lse = attention(
+                own_q, own_k, own_v, None if sink is None else sink[first:last], group
+            )
         lses.append(lse)
         outs.append(((back := _outs_trip(exchange, out)), _Depart.apply(back, out)))
     arrived = [_Arrive.apply(trip, link)[0] for trip, link in outs]
@@ -259,7 +304,9 @@ def over_heads(
 
 
 def lse_of_shard(exchange: HeadExchange, lses: Sequence[Tensor]) -> Tensor:
-    """The lse [b, h, s] of this rank's own tokens, from those of the member's tokens, [b, heads, S] of each group."""
+    """The lse [b, h, s] of this rank's own tokens, from those of the member's tokens, [b, heads, S]
+    of each group.
+    """
     tokens_first = [lse.permute(2, 0, 1)[..., None] for lse in lses]
     counts = [[lse.shape[1]] * exchange.split.size for lse in lses]
     arrived = exchange.gather_heads(tokens_first, counts).land()
@@ -278,7 +325,9 @@ def _by_rank(x: Tensor) -> Sequence[Tensor]:
 
 
 def _keys_trip(exchange: HeadExchange, group: int, q: Tensor, k: Tensor, v: Tensor) -> _Trip:
-    """The trip of a group's q, k and v. Where ranks share key/value heads, k and v are [s, b, g, size], all heads."""
+    """The trip of a group's q, k and v. Where ranks share key/value heads, k and v are [s, b, g,
+    size], all heads.
+    """
     split, shapes = exchange.split, [x.shape for x in (q, k, v)]
 
     def of_ranks(x: Tensor) -> Sequence[Tensor]:
@@ -313,8 +362,12 @@ def _outs_trip(exchange: HeadExchange, out: Tensor) -> _Trip:
     )
 
 
-def _add_up(parts: Sequence[Tensor], shape: Sequence[int], heads: Sequence[tuple[int, int]]) -> Tensor:
-    """The sum, in float32, of the gradients of key/value heads `heads[p]` from each rank p, as `shape` [s, b, g, d]."""
+def _add_up(
+    parts: Sequence[Tensor], shape: Sequence[int], heads: Sequence[tuple[int, int]]
+) -> Tensor:
+    """The sum, in float32, of the gradients of key/value heads `heads[p]` from each rank p, as
+    `shape` [s, b, g, d].
+    """
     total = parts[0].new_zeros(tuple(shape), dtype=_sum_dtype(parts[0]))
     for part, (first, last) in zip(parts, heads, strict=True):
         total[:, :, first:last] += part
@@ -330,7 +383,8 @@ def _repeated(x: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 class _OwnKeysKept(torch.autograd.graph.saved_tensors_hooks):
-    """Within it, autograd keeps this rank's own k and v instead of the larger keys and values of the member's tokens.
+    """Within it, autograd keeps this rank's own k and v instead of the larger keys and values of
+    the member's tokens.
 
     Backward exchanges them again when it first asks for either.
     """
@@ -338,7 +392,10 @@ class _OwnKeysKept(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, exchange: HeadExchange, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor):
         place, split = exchange.place, exchange.split
         # Contiguous, because a view would keep the tensor that it is a part of.
-        kept, pointers = [x.detach().contiguous() for x in (k, v)], (_storage(own_k), _storage(own_v))
+        kept, pointers = (
+            [x.detach().contiguous() for x in (k, v)],
+            (_storage(own_k), _storage(own_v)),
+        )
         again: dict[int, Tensor] = {}
 
         def pack(x: Tensor) -> Any:
@@ -348,10 +405,17 @@ class _OwnKeysKept(torch.autograd.graph.saved_tensors_hooks):
             if isinstance(x, Tensor):
                 return x
             if x not in again:
-                parts = [[each[:, :, first:last].contiguous() for first, last in split.keys[0]] for each in kept]
+                parts = [
+                    [each[:, :, first:last].contiguous() for first, last in split.keys[0]]
+                    for each in kept
+                ]
                 repeated = split.repeated[0][place]
                 for which, each in enumerate(exchange.gather_tokens(parts).land()):
-                    again[which] = each if repeated == tuple(range(each.shape[2])) else _repeated(each, repeated)
+                    again[which] = (
+                        each
+                        if repeated == tuple(range(each.shape[2]))
+                        else _repeated(each, repeated)
+                    )
             return again.pop(x)
 
         super().__init__(pack, unpack)

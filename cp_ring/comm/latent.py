@@ -1,16 +1,19 @@
-"""Multi-latent attention: the latent and the rotated shared key travel, and the reader multiplies by the up-projection.
+"""Multi-latent attention: the latent and the rotated shared key travel, and the reader multiplies
+by the up-projection.
 
-Keys and values of all heads come from few numbers of a token: its latent, c numbers, and the rotated part of its key, r numbers,
-which all heads share (DeepSeek-V2, https://arxiv.org/abs/2405.04434). With W the up-projection of head i,
+Keys and values of all heads come from few numbers of a token: its latent, c numbers, and the
+rotated part of its key, r numbers, which all heads share (DeepSeek-V2,
+https://arxiv.org/abs/2405.04434). With W the up-projection of head i,
 
     key of head i   = W_key[i] @ latent, then the shared rotated part        n + r numbers
     value of head i = W_value[i] @ latent                                    e numbers
 
 So c + r numbers of a token travel instead of g * (n + r + e): 576 instead of 40,960 in DeepSeek-V3.
 
-A rank's own keys and values were projected before the call: hop 0 uses them, and autograd takes their gradients home. What other
-ranks owe to the latent, to the rotated part and to the weight is computed where it arises. The first two travel to the owner of
-the keys, as gradients of keys do. The last stays: it is this rank's share of the gradient of a parameter that all ranks have.
+A rank's own keys and values were projected before the call: hop 0 uses them, and autograd takes
+their gradients home. What other ranks owe to the latent, to the rotated part and to the weight is
+computed where it arises. The first two travel to the owner of the keys, as gradients of keys do.
+The last stays: it is this rank's share of the gradient of a parameter that all ranks have.
 
 Tensors have tokens first: latent [s, b, c], k [s, b, g, n + r], v [s, b, g, e].
 """
@@ -36,7 +39,8 @@ from cp_ring.plan.tables import Hop, RankPlan, Transfer
 
 
 class Latents(NamedTuple):
-    """What a call has beside its keys: the latents [b, s, c], or [s, b, c] as its format is, and the weights of the reader.
+    """What a call has beside its keys: the latents [b, s, c], or [s, b, c] as its format is, and
+    the weights of the reader.
 
     key_up: [g, n, c]; value_up: [g, e, c].
     """
@@ -56,12 +60,17 @@ class LatentKeys:
     """Keys and values of multi-latent attention, in place of k in `ring_attention`.
 
     Attributes:
-        latent: [b, s, c], the normalized latents of this rank's tokens; [s, b, c] with `qkv_format="sbhd"`.
-        rope: [b, s, r] or [s, b, r], the rotated part of the keys, which all heads share. r may be 0.
-        weight: [heads * (key_dim + e), c], the up-projection, as Megatron's `linear_kv_up_proj` and DeepSeek's `kv_b_proj` have
-            it: for each head the part of its key, then that of its value. e is the head size of values.
+        latent: [b, s, c], the normalized latents of this rank's tokens; [s, b, c] with
+        `qkv_format="sbhd"`.
+        rope: [b, s, r] or [s, b, r], the rotated part of the keys, which all heads share. r may be
+        0.
+        weight: [heads * (key_dim + e), c], the up-projection, as Megatron's `linear_kv_up_proj` and
+        DeepSeek's `kv_b_proj` have
+            it: for each head the part of its key, then that of its value. e is the head size of
+            values.
         heads: key/value heads.
-        key_dim: the size of a head's own part of the key. Its size with the rotated part, key_dim + r, is that of queries.
+        key_dim: the size of a head's own part of the key. Its size with the rotated part, key_dim +
+        r, is that of queries.
 
     Raises `PlanError` for sizes that do not fit together.
     """
@@ -73,14 +82,34 @@ class LatentKeys:
     key_dim: int
 
     def __post_init__(self) -> None:
-        shapes = f"latent {tuple(self.latent.shape)}, rope {tuple(self.rope.shape)}, weight {tuple(self.weight.shape)}"
-        if self.latent.dim() != 3 or self.rope.dim() != 3 or self.latent.shape[:2] != self.rope.shape[:2]:
-            raise PlanError(f"latent and rope must be [batch, tokens, size], or tokens first, of the same tokens; here {shapes}")
+        shapes = (
+            f"latent {tuple(self.latent.shape)}, rope {tuple(self.rope.shape)}, weight "
+            f"{tuple(self.weight.shape)}"
+        )
+        if (
+            self.latent.dim() != 3
+            or self.rope.dim() != 3
+            or self.latent.shape[:2] != self.rope.shape[:2]
+        ):
+            raise PlanError(
+                "latent and rope must be [batch, tokens, size], or tokens first, of the same "
+                f"tokens; here {shapes}"
+            )
         width = self.weight.shape[0] if self.weight.dim() == 2 else 0
-        if self.heads < 1 or width % max(self.heads, 1) or self.weight.shape[-1] != self.latent.shape[2]:
-            raise PlanError(f"weight must be [heads * (key_dim + value size), {self.latent.shape[2]}]; here {shapes}")
+        if (
+            self.heads < 1
+            or width % max(self.heads, 1)
+            or self.weight.shape[-1] != self.latent.shape[2]
+        ):
+            raise PlanError(
+                f"weight must be [heads * (key_dim + value size), {self.latent.shape[2]}]; here "
+                f"{shapes}"
+            )
         if not 1 <= self.key_dim < width // self.heads:
-            raise PlanError(f"key_dim={self.key_dim} leaves no value of the {width // self.heads} numbers of a head in weight")
+            raise PlanError(
+                f"key_dim={self.key_dim} leaves no value of the {width // self.heads} numbers of a "
+                "head in weight"
+            )
         if len({x.dtype for x in in_one_dtype(self.latent, self.rope, self.weight)}) > 1:
             found = f"{self.latent.dtype}, {self.rope.dtype}, {self.weight.dtype}"
             raise PlanError(f"latent, rope and weight must share one dtype; here {found}")
@@ -101,7 +130,8 @@ class LatentKeys:
 
 
 class LatentCodec(Decoding):
-    """Latents and rotated parts travel as one tensor [s, b, c + r]. The rotated part is read off the key of the first head.
+    """Latents and rotated parts travel as one tensor [s, b, c + r]. The rotated part is read off
+    the key of the first head.
 
     v may be wider than the reader's values: the rest is zero, as Megatron pads it.
     """
@@ -132,22 +162,32 @@ class LatentCodec(Decoding):
             v[..., self.value_dim :] = 0
 
     def received(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        """Follows `Decoding.received`; keeps the latents until the gradients of the hop's keys are known."""
+        """Follows `Decoding.received`; keeps the latents until the gradients of the hop's keys are
+        known.
+        """
         (self.arrived,) = coded
         self.decode(coded, k, v)
 
     def gradients(
-        self, rank_plan: RankPlan, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
+        self,
+        rank_plan: RankPlan,
+        updates: KeyUpdates,
+        transport: Transport | None,
+        wire_dtype: torch.dtype,
     ) -> LatentGradients:
         """Follows `Codec.gradients`: those of k, v, latent, key_up and value_up."""
-        return LatentGradients(self, self._k, self._v, rank_plan, updates.own_keys, transport, wire_dtype)
+        return LatentGradients(
+            self, self._k, self._v, rank_plan, updates.own_keys, transport, wire_dtype
+        )
 
 
 class LatentGradients:
-    """Gradients of what other ranks read of latents and rotated parts, [s, b, c + r], summed in float32 by the owner.
+    """Gradients of what other ranks read of latents and rotated parts, [s, b, c + r], summed in
+    float32 by the owner.
 
-    The gradients of a hop's keys and values are summed first, in their dtype. After the hop, one matrix product makes those of
-    the latents, and another one adds to those of the weights, float32. Messages are those of `GradStream`.
+    The gradients of a hop's keys and values are summed first, in their dtype. After the hop, one
+    matrix product makes those of the latents, and another one adds to those of the weights,
+    float32. Messages are those of `GradStream`.
     """
 
     def __init__(
@@ -160,8 +200,12 @@ class LatentGradients:
         size = codec.latent.shape[-1]
         self._width = size + k.shape[-1] - codec.key_dim
         self._owed = k.new_zeros((len(k), k.shape[1], self._width), dtype=self._sum_dtype)
-        self._weights = [torch.zeros_like(x, dtype=self._sum_dtype) for x in (codec.key_up, codec.value_up)]
-        self._in = k.new_empty((rank_plan.max_grad_receives, k.shape[1], self._width), dtype=wire_dtype)
+        self._weights = [
+            torch.zeros_like(x, dtype=self._sum_dtype) for x in (codec.key_up, codec.value_up)
+        ]
+        self._in = k.new_empty(
+            (rank_plan.max_grad_receives, k.shape[1], self._width), dtype=wire_dtype
+        )
         self._passed: Tensor | None = None
         self._pending: Pending = Done()
         self._arriving: list[tuple[Transfer, Transfer]] = []
@@ -170,7 +214,11 @@ class LatentGradients:
         """Follows `Gradients.start`."""
         shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
         self._passed = None
-        self._now = Sum(self._updates[hop.index], shapes, self._like[0], self._like[0].dtype) if hop.index else self._home
+        self._now = (
+            Sum(self._updates[hop.index], shapes, self._like[0], self._like[0].dtype)
+            if hop.index
+            else self._home
+        )
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
         """Follows `Gradients.add`."""
@@ -215,29 +263,44 @@ class LatentGradients:
         return self._passed
 
     def _of_latents(self, hop: Hop) -> Tensor:
-        """What this rank's queries owe to the keys of a hop, [num_grads, b, c + r], and what it passes on for other ranks."""
+        """What this rank's queries owe to the keys of a hop, [num_grads, b, c + r], and what it
+        passes on for other ranks.
+        """
         total = self._passed
         if len(hop.tiles):
             dk, dv = self._now.finish()
             codec, latent = self._codec, self._latents(hop).flatten(0, 1)
             shared = dk[..., codec.key_dim :].sum(2, dtype=self._sum_dtype)
-            own = [x.flatten(2).flatten(0, 1) for x in (dk[..., : codec.key_dim], dv[..., : codec.value_dim])]
-            products = [x @ weight for x, weight in zip(own, (codec.key_up, codec.value_up), strict=True)]
+            own = [
+                x.flatten(2).flatten(0, 1)
+                for x in (dk[..., : codec.key_dim], dv[..., : codec.value_dim])
+            ]
+            products = [
+                x @ weight for x, weight in zip(own, (codec.key_up, codec.value_up), strict=True)
+            ]
             of_latent = products[0].to(self._sum_dtype) + products[1]
             for x, of_weight in zip(own, self._weights, strict=True):
                 of_weight += x.T @ latent
             mine = torch.cat([of_latent.view(*dk.shape[:2], -1), shared], -1)
             total = mine if total is None else total.add_(mine)
-        return self._to_pass_on(hop).to(self._wire_dtype) if total is None else total.to(self._wire_dtype)
+        return (
+            self._to_pass_on(hop).to(self._wire_dtype)
+            if total is None
+            else total.to(self._wire_dtype)
+        )
 
     def _latents(self, hop: Hop) -> Tensor:
         """The latents of the tokens of the hop's gradient buffer, [num_grads, b, c]."""
-        assert self._codec.arrived is not None, "a hop has gradients of keys that it has not received"
+        assert self._codec.arrived is not None, (
+            "a hop has gradients of keys that it has not received"
+        )
         latent = self._codec.arrived[..., : self._codec.latent.shape[-1]]
         if hop.num_grads == hop.num_keys and not hop.grad_shift.any():
             return latent
         placed = latent.new_zeros((hop.num_grads, *latent.shape[1:]))
-        for start, end, shift in zip(hop.tiles.k0.tolist(), hop.tiles.k1.tolist(), hop.grad_shift.tolist(), strict=True):
+        for start, end, shift in zip(
+            hop.tiles.k0.tolist(), hop.tiles.k1.tolist(), hop.grad_shift.tolist(), strict=True
+        ):
             placed[start + shift : end + shift] = latent[start:end]
         return placed
 

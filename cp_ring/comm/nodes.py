@@ -9,7 +9,8 @@ from itertools import groupby
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Ranks of the whole job on each node, as torchrun or Slurm told this process; None if neither did.
+    """Ranks of the whole job on each node, as torchrun or Slurm told this process; None if neither
+    did.
 
     Slurm's nodes may have different numbers of tasks, as in `4(x2),3`: then None too.
     """
@@ -20,9 +21,11 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def node_size(ranks: Sequence[int], per_node: int | None) -> int:
-    """Neighboring ranks of a group on one node: 1 if that is not known, or not the same for all its nodes.
+    """Neighboring ranks of a group on one node: 1 if that is not known, or not the same for all its
+    nodes.
 
-    ranks: the ranks of the group in the whole job, where each `per_node` consecutive ranks share a node.
+    ranks: the ranks of the group in the whole job, where each `per_node` consecutive ranks share a
+    node.
     """
     if not per_node or not ranks:
         return 1

@@ -10,14 +10,16 @@ from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
 
 Buffer = tuple[Tensor, ...]
-"""Tensors of the same tokens, which are their first dimension: keys and values, or what a codec makes of them."""
+"""Tensors of the same tokens, which are their first dimension: keys and values, or what a codec
+makes of them.
+"""
 
 
 class Slots:
     """At most `count` buffers, each of a hop at a time, allocated on first use and reused.
 
-    A buffer holds a tensor [num_tokens, *x.shape[1:]] in the dtype of x for each x of `like`. `take` asserts that no more than
-    `count` are in use: the plan was proven to need no more.
+    A buffer holds a tensor [num_tokens, *x.shape[1:]] in the dtype of x for each x of `like`.
+    `take` asserts that no more than `count` are in use: the plan was proven to need no more.
     """
 
     def __init__(self, count: int, num_tokens: int, like: Sequence[Tensor]):
@@ -31,7 +33,9 @@ class Slots:
         return self._count - len(self._taken)
 
     def take(self, hop: int, num_tokens: int) -> Buffer:
-        """The first `num_tokens` tokens of a free buffer, which is the hop's from now on; their contents are undefined."""
+        """The first `num_tokens` tokens of a free buffer, which is the hop's from now on; their
+        contents are undefined.
+        """
         assert self.free, f"more than {self._count} slots needed"
         buffer = self._taken[hop] = self._free.pop() if self._free else self._allocated()
         for counters in recording():

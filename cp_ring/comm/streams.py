@@ -1,4 +1,6 @@
-"""The messages of a hop: keys and values arrive before the hop is computed, their gradients leave after it."""
+"""The messages of a hop: keys and values arrive before the hop is computed, their gradients leave
+after it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ from cp_ring.plan.tables import Hop, RankPlan, Transfer
 class KeyStream:
     """Iterates over the `hops` of a rank plan, those of forward or of backward.
 
-    It yields (hop, *tensors), the tensors of the hop's key buffer, [num_keys, ...] for each tensor of `own`, which are those
-    of this rank's tokens: keys and values, or what a codec (`cp_ring.comm.codecs`) makes of them.
-    What later hops read is received while a hop is computed, as far ahead as there are free buffers.
-    Where a hop receives nothing, the yielded tensors are `own`.
+    It yields (hop, *tensors), the tensors of the hop's key buffer, [num_keys, ...] for each tensor
+    of `own`, which are those of this rank's tokens: keys and values, or what a codec
+    (`cp_ring.comm.codecs`) makes of them. What later hops read is received while a hop is computed,
+    as far ahead as there are free buffers. Where a hop receives nothing, the yielded tensors are
+    `own`.
     """
 
     def __init__(
@@ -59,8 +62,8 @@ class KeyStream:
     def _post_ahead(self, now: Hop) -> None:
         while len(self._pending) < len(self._hops):
             hop = self._hops[len(self._pending)]
-            # In backward, all ranks post their batches in one order: the keys of hop t after the gradients of hop t - 2,
-            # of which hop 0 has none.
+            # In backward, all ranks post their batches in one order: the keys of hop t after the
+            # gradients of hop t - 2, of which hop 0 has none.
             early = self._backward and hop.index > max(now.index, 1) + 1
             absent = any(send.buffer > now.index for send in hop.sends)
             if early or absent or (hop.receives and not self._slots.free):
@@ -79,22 +82,31 @@ class KeyStream:
 
 
 class GradStream:
-    """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums of the receiver.
+    """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums
+    of the receiver.
 
-    A hop's messages travel while the next hop is computed, and are complete before the messages of the next hop leave. So at
-    most three sets of gradients exist at a time, for any number of ranks: those of a hop, those that leave, and those that
-    arrive. `updates` are the updates of each hop's sums, by the index of the hop.
+    A hop's messages travel while the next hop is computed, and are complete before the messages of
+    the next hop leave. So at most three sets of gradients exist at a time, for any number of ranks:
+    those of a hop, those that leave, and those that arrive. `updates` are the updates of each hop's
+    sums, by the index of the hop.
     """
 
     def __init__(
         self, rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]], transport: Transport | None, k: Tensor, v: Tensor,
         wire_dtype: torch.dtype,
     ):  # fmt: skip
-        self._updates, self._transport, self._like, self._wire_dtype = updates, transport, (k, v), wire_dtype
+        self._updates, self._transport, self._like, self._wire_dtype = (
+            updates,
+            transport,
+            (k, v),
+            wire_dtype,
+        )
         self._home = self._now = Sum(updates[0], (k.shape, v.shape), k, k.dtype)
         self._in = self._buffer(rank_plan.max_grad_receives, wire_dtype)
         # Only hops of many kernel calls need sums in a wider dtype than the one that travels.
-        several = any(segments.stays for index, of_hop in updates.items() if index for segments in of_hop)
+        several = any(
+            segments.stays for index, of_hop in updates.items() if index for segments in of_hop
+        )
         self._running = self._buffer(rank_plan.max_grads, sum_dtype(wire_dtype)) if several else ()
         self._pending: Pending = Done()
         self._posted = 0
@@ -104,7 +116,9 @@ class GradStream:
         """Gradients that are added from now on are those of the keys of `hop`."""
         shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
         self._now = (
-            Sum(self._updates[hop.index], shapes, self._in[0], self._wire_dtype, self._running) if hop.index else self._home
+            Sum(self._updates[hop.index], shapes, self._in[0], self._wire_dtype, self._running)
+            if hop.index
+            else self._home
         )
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
@@ -123,15 +137,22 @@ class GradStream:
             start += transfer.tokens
         receives = [(packed, self._in) for _, packed in self._arriving]
         debug.fill(*self._in)
-        self._pending, self._posted = self._transport.post(MessageBatch(sends, receives, "gradients", hop.index)), hop.index
+        self._pending, self._posted = (
+            self._transport.post(MessageBatch(sends, receives, "gradients", hop.index)),
+            hop.index,
+        )
 
     def finish(self) -> Sequence[Tensor]:
-        """The gradients of this rank's own keys and values, summed over all ranks: [s, b, g, d] and [s, b, g, e]."""
+        """The gradients of this rank's own keys and values, summed over all ranks: [s, b, g, d] and
+        [s, b, g, e].
+        """
         self._collect()
         return self._home.finish()
 
     def _collect(self) -> None:
-        """Adds what has arrived, as `gradient_updates` of the plan expects it: a part for each transfer, in their order."""
+        """Adds what has arrived, as `gradient_updates` of the plan expects it: a part for each
+        transfer, in their order.
+        """
         with waiting("gradients", self._posted):
             self._pending.wait()
         for transfer, _ in self._arriving:

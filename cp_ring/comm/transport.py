@@ -1,4 +1,6 @@
-"""Sends and receives token ranges: with NCCL on GPUs, with gloo on CPUs, and with gloo through host memory for CUDA tensors."""
+"""Sends and receives token ranges: with NCCL on GPUs, with gloo on CPUs, and with gloo through host
+memory for CUDA tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ from cp_ring.plan.tables import RankPlan, Transfer
 from cp_ring.runtime import RUNTIME
 
 Buffers = Sequence[Tensor]
-"""Tensors of the same tokens, which are their first dimension: keys and values, or the gradients of both."""
+"""Tensors of the same tokens, which are their first dimension: keys and values, or the gradients of
+both.
+"""
 
 
 @dataclass
 class MessageBatch:
-    """The messages of a hop that are posted together: each transfer with the buffers whose tokens it moves.
+    """The messages of a hop that are posted together: each transfer with the buffers whose tokens
+    it moves.
 
-    `ranks[peer]` is the rank of a transfer's peer in the whole job. If `ranks` is empty, it is the peer itself.
+    `ranks[peer]` is the rank of a transfer's peer in the whole job. If `ranks` is empty, it is the
+    peer itself.
     """
 
     sends: Sequence[tuple[Transfer, Buffers]]
@@ -48,7 +54,9 @@ class MessageBatch:
 
 
 class Pending(Protocol):
-    """A batch that was posted. After `wait`, its buffers may be read and reused (CUDA: by the current stream)."""
+    """A batch that was posted. After `wait`, its buffers may be read and reused (CUDA: by the
+    current stream).
+    """
 
     def wait(self) -> None: ...
 
@@ -61,10 +69,12 @@ class Done:
 
 
 class Transport(Protocol):
-    """Sends and receives the messages of one rank of a context-parallel group; `rank` is its number, `size` the number of ranks.
+    """Sends and receives the messages of one rank of a context-parallel group; `rank` is its
+    number, `size` the number of ranks.
 
-    Every two ranks post the batches between them in the same order. If a transport has a method `agree(key, facts, every)`, each
-    attention call starts with it; it raises `PlanError` where the ranks make different calls, as `Agreement.check` does.
+    Every two ranks post the batches between them in the same order. If a transport has a method
+    `agree(key, facts, every)`, each attention call starts with it; it raises `PlanError` where the
+    ranks make different calls, as `Agreement.check` does.
     """
 
     rank: int
@@ -105,8 +115,14 @@ class GroupTransport:
             return Done()
         group = self.group
         tag = self._agreement.tag if self._tags else 0
-        ops = [dist.P2POp(dist.irecv, part, None, group, tag, peer) for peer, part in messages(batch.receives)]
-        ops += [dist.P2POp(dist.isend, part, None, group, tag, peer) for peer, part in messages(batch.sends)]
+        ops = [
+            dist.P2POp(dist.irecv, part, None, group, tag, peer)
+            for peer, part in messages(batch.receives)
+        ]
+        ops += [
+            dist.P2POp(dist.isend, part, None, group, tag, peer)
+            for peer, part in messages(batch.sends)
+        ]
         batch.ranks = self.ranks
         count(batch)
         with record_function(f"cp_ring: send {batch.kind}"):
@@ -117,27 +133,40 @@ class StagedTransport(GroupTransport):
     """For CUDA tensors on a gloo group: messages pass through pinned host memory, which is slow."""
 
     def post(self, batch: MessageBatch) -> Pending:
-        """Follows `Transport.post`, but first waits until the device has computed the tensors that are sent."""
+        """Follows `Transport.post`, but first waits until the device has computed the tensors that
+        are sent.
+        """
         if not batch:
             return Done()
         sends = [(t.packed(), [_to_host(x, t) for x in buffers]) for t, buffers in batch.sends]
-        receives = [(t.packed(), [_on_host(x, t) for x in buffers]) for t, buffers in batch.receives]
+        receives = [
+            (t.packed(), [_on_host(x, t) for x in buffers]) for t, buffers in batch.receives
+        ]
         for device in {x.device for _, buffers in batch.sends for x in buffers}:
             torch.cuda.current_stream(device).synchronize()
-        return _Staged(super().post(MessageBatch(sends, receives, batch.kind, batch.hop)), receives, batch.receives)
+        return _Staged(
+            super().post(MessageBatch(sends, receives, batch.kind, batch.hop)),
+            receives,
+            batch.receives,
+        )
 
 
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = RUNTIME.keep(weakref.WeakKeyDictionary())
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = RUNTIME.keep(
+    weakref.WeakKeyDictionary()
+)
 
 
 def transport_for(group: Group, device: torch.device) -> Transport | None:
-    """The transport of `group` for tensors on `device`; a transport is returned as it is, and None for a single rank.
+    """The transport of `group` for tensors on `device`; a transport is returned as it is, and None
+    for a single rank.
 
-    All ranks of the group make the first call for a type of device together: it runs an all-reduce. Torch requires that all
-    ranks take part in the first operation of a group, and a message between two ranks does not involve the others.
+    All ranks of the group make the first call for a type of device together: it runs an all-reduce.
+    Torch requires that all ranks take part in the first operation of a group, and a message between
+    two ranks does not involve the others.
 
     Raises:
-        ConfigError: `group` is not a group, does not contain this rank, or has a backend that cannot move tensors of `device`.
+        ConfigError: `group` is not a group, does not contain this rank, or has a backend that
+        cannot move tensors of `device`.
     """
     if isinstance(group, DeviceMesh):
         group = _group_of_mesh(group)
@@ -148,10 +177,16 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
     made = _transports.setdefault(group, {})
     if device.type not in made:
         if dist.get_rank(group) < 0:
-            raise ConfigError(f"group does not contain this process, which is rank {dist.get_rank()} of {dist.get_world_size()}")
+            raise ConfigError(
+                f"group does not contain this process, which is rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}"
+            )
         backend = dist.get_backend(group)
         if device.type == "cpu" and backend == "nccl":
-            raise ConfigError("the context-parallel group uses NCCL, but the tensors are on the CPU; use the gloo backend")
+            raise ConfigError(
+                "the context-parallel group uses NCCL, but the tensors are on the CPU; use the "
+                "gloo backend"
+            )
         staged = device.type == "cuda" and backend == "gloo"
         dist.all_reduce(torch.zeros(1, device="cpu" if staged else device), group=group)
         made[device.type] = (StagedTransport if staged else GroupTransport)(group)
@@ -162,24 +197,41 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ()
         example = "mesh['cp']" if "cp" in names or not names else f"mesh[{names[-1]!r}]"
-        raise ConfigError(f"group is a DeviceMesh with {mesh.ndim} dimensions {names}: pass one of them, as {example}")
+        raise ConfigError(
+            f"group is a DeviceMesh with {mesh.ndim} dimensions {names}: pass one of them, as "
+            f"{example}"
+        )
     if mesh.get_coordinate() is None:
-        raise ConfigError(f"group does not contain this process, which is rank {dist.get_rank()} of {dist.get_world_size()}")
+        raise ConfigError(
+            f"group does not contain this process, which is rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}"
+        )
     return mesh.get_group()
 
 
 def _not_a_group(group: object) -> str:
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        return f"group does not contain this process, which is rank {dist.get_rank()} of {dist.get_world_size()}"
+        return (
+            f"group does not contain this process, which is rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}"
+        )
     hints = ((Plan | RankPlan, "plan="), (Mask, "mask="), (Layout, "layout="))
     hint = next((f"; pass it as {name}" for kind, name in hints if isinstance(group, kind)), "")
-    return f"group is a {type(group).__name__}, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or None{hint}"
+    return (
+        f"group is a {type(group).__name__}, not a ProcessGroup, a one-dimensional DeviceMesh, a "
+        f"transport or None{hint}"
+    )
 
 
 def check_local(name: str, x: object) -> None:
-    """Raises `ConfigError` for a DTensor: its local part may be split in another way than the layout says."""
+    """Raises `ConfigError` for a DTensor: its local part may be split in another way than the
+    layout says.
+    """
     if hasattr(x, "to_local"):
-        raise ConfigError(f"{name} is a {type(x).__name__}: pass the part of this rank that the layout says, as a plain tensor")
+        raise ConfigError(
+            f"{name} is a {type(x).__name__}: pass the part of this rank that the layout says, as "
+            "a plain tensor"
+        )
 
 
 def rank_in_job(transport: Transport | None) -> int:
@@ -191,7 +243,9 @@ def rank_in_job(transport: Transport | None) -> int:
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Drops the transports of a group that is about to be destroyed, and what its ranks have agreed on."""
+    """Drops the transports of a group that is about to be destroyed, and what its ranks have agreed
+    on.
+    """
     _transports.pop(group, None)
 
 
@@ -217,7 +271,12 @@ class _Works:
 
 
 class _Staged:
-    def __init__(self, pending: Pending, staged: Sequence[tuple[Transfer, Buffers]], wanted: Sequence[tuple[Transfer, Buffers]]):
+    def __init__(
+        self,
+        pending: Pending,
+        staged: Sequence[tuple[Transfer, Buffers]],
+        wanted: Sequence[tuple[Transfer, Buffers]],
+    ):
         self._pending, self._staged, self._wanted = pending, staged, wanted
 
     def wait(self) -> None:
@@ -230,7 +289,9 @@ class _Staged:
 
 def _on_host(x: Tensor, transfer: Transfer) -> Tensor:
     """Pinned memory for the tokens of x that the transfer moves, one range after the other."""
-    return torch.empty((transfer.tokens, *x.shape[1:]), dtype=x.dtype, device="cpu", pin_memory=True)
+    return torch.empty(
+        (transfer.tokens, *x.shape[1:]), dtype=x.dtype, device="cpu", pin_memory=True
+    )
 
 
 def _to_host(x: Tensor, transfer: Transfer) -> Tensor:
@@ -245,7 +306,12 @@ def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, T
 
     Both sides use this order: by transfer, then by range, then keys before values.
     """
-    return [(t.peer, x[start:end]) for t, buffers in transfers for start, end in t.ranges for x in buffers]
+    return [
+        (t.peer, x[start:end])
+        for t, buffers in transfers
+        for start, end in t.ranges
+        for x in buffers
+    ]
 
 
 def _size(transfer: Transfer, buffers: Buffers) -> int:
@@ -256,7 +322,10 @@ def count(batch: MessageBatch) -> None:
     """Adds a batch to the counters that are recording, and to the times of a sampled step."""
     if timing.ACTIVE is not None:
         ranks = batch.ranks or range(1 << 30)
-        leave, come = ([(ranks[t.peer], _size(t, buffers)) for t, buffers in each] for each in (batch.sends, batch.receives))
+        leave, come = (
+            [(ranks[t.peer], _size(t, buffers)) for t, buffers in each]
+            for each in (batch.sends, batch.receives)
+        )
         posted(batch.kind, batch.hop, leave, come)
     for counters in recording():
         for peer, part in messages(batch.sends):

@@ -8,12 +8,27 @@ import logging
 import torch
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels.base import AttentionKernel, Capabilities, LimitedVarlen, determinism, deterministic
+from cp_ring.kernels.base import (
+    AttentionKernel,
+    Capabilities,
+    LimitedVarlen,
+    determinism,
+    deterministic,
+)
 from cp_ring.kernels.dropout import dropout_dtype
 from cp_ring.ops.merge import merge_
 from cp_ring.runtime import RUNTIME
 
-__all__ = ["REGISTRY", "AttentionKernel", "Capabilities", "choose", "determinism", "deterministic", "merge_", "supports_dropout"]
+__all__ = [
+    "REGISTRY",
+    "AttentionKernel",
+    "Capabilities",
+    "choose",
+    "determinism",
+    "deterministic",
+    "merge_",
+    "supports_dropout",
+]
 
 REGISTRY = {
     "transformer_engine": "cp_ring.kernels.transformer_engine",
@@ -23,12 +38,15 @@ REGISTRY = {
     "cpu": "cp_ring.kernels.cpu",
     "reference": "cp_ring.kernels.reference",
 }
-"""Name to module, fastest first. A module holds its kernel as `KERNEL` and is imported when the kernel is first needed.
+"""Name to module, fastest first. A module holds its kernel as `KERNEL` and is imported when the
+kernel is first needed.
 
-One assignment adds a kernel of another package: `cp_ring.kernels.REGISTRY["mine"] = "my_package.my_kernel"`. From then on
-`ring_attention(..., kernel="mine")` and `ContextParallelConfig(kernel="mine")` accept the name; `kernel="auto"` tries it last.
-`cp_ring.run` checks the flag `--cp-ring-kernel mine` before it runs a script. A package for such scripts therefore makes the
-assignment in a module of its own, and names that module as an entry point of the group `cp_ring.plugins`:
+One assignment adds a kernel of another package:
+`cp_ring.kernels.REGISTRY["mine"] = "my_package.my_kernel"`. From then on
+`ring_attention(..., kernel="mine")` and `ContextParallelConfig(kernel="mine")` accept the name;
+`kernel="auto"` tries it last. `cp_ring.run` checks the flag `--cp-ring-kernel mine` before it runs
+a script. A package for such scripts therefore makes the assignment in a module of its own, and
+names that module as an entry point of the group `cp_ring.plugins`:
 
     [project.entry-points."cp_ring.plugins"]
     mine = "my_package.register"
@@ -40,13 +58,16 @@ _log = logging.getLogger(__name__)
 def choose(
     name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool = False, dropout: bool = False
 ) -> AttentionKernel:  # fmt: skip
-    """The named kernel, or for "auto" the first in the registry that supports these tensors. The choice is logged once.
+    """The named kernel, or for "auto" the first in the registry that supports these tensors. The
+    choice is logged once.
 
-    `d` is the head size of queries and keys, `e` that of values. `packed` says that the plan has many tiles of many sizes
-    (packed documents). Then kernels that take many tiles in one call come first, because the others pay for each tile.
-    `dropout` asks for one that supports attention dropout and ALiBi.
+    `d` is the head size of queries and keys, `e` that of values. `packed` says that the plan has
+    many tiles of many sizes (packed documents). Then kernels that take many tiles in one call come
+    first, because the others pay for each tile. `dropout` asks for one that supports attention
+    dropout and ALiBi.
 
-    Raises `KernelError` if the name is unknown or the kernel rejects these tensors. A named kernel is never replaced by another.
+    Raises `KernelError` if the name is unknown or the kernel rejects these tensors. A named kernel
+    is never replaced by another.
     """
     if name != "auto" and name not in REGISTRY:
         raise KernelError(f"kernel={name!r}: unknown; known are auto, {', '.join(REGISTRY)}")
@@ -64,8 +85,12 @@ def _chosen(
     name: str, candidates: tuple[tuple[str, str], ...], device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
     exact: bool, dropout: bool,
 ) -> AttentionKernel:  # fmt: skip
-    """`choose` with all that it depends on as arguments, cached for the next call of attention. `exact` asks for determinism."""
-    kernels: list[AttentionKernel] = [importlib.import_module(home).KERNEL for _, home in candidates]
+    """`choose` with all that it depends on as arguments, cached for the next call of attention.
+    `exact` asks for determinism.
+    """
+    kernels: list[AttentionKernel] = [
+        importlib.import_module(home).KERNEL for _, home in candidates
+    ]
     if packed:
         kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.capabilities.slow)
     reasons = []
@@ -76,11 +101,22 @@ def _chosen(
         if reason is None and exact and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
         if reason is None and dropout and dropout_dtype(kernel) is None:
-            reason = "draws attention dropout by another rule than that of positions, or not at all, and has no ALiBi of tiles"
+            reason = (
+                "draws attention dropout by another rule than that of positions, or not at all, "
+                "and has no ALiBi of tiles"
+            )
         if reason is None and dropout and name == "auto" and kernel.capabilities.slow:
             reason = "computes dropout and ALiBi in float64, which is so slow that it must be named"
         if reason is None:
-            _log.info("attention kernel: %s (%s; %s on %s, head sizes %d and %d)", kernel.name, name, dtype, device.type, d, e)
+            _log.info(
+                "attention kernel: %s (%s; %s on %s, head sizes %d and %d)",
+                kernel.name,
+                name,
+                dtype,
+                device.type,
+                d,
+                e,
+            )
             return kernel
         reasons.append(f"{kernel.name} {reason}")
     raise KernelError(f"kernel={name!r}: {'; '.join(reasons)}")

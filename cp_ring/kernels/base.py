@@ -1,18 +1,24 @@
-"""The interface of a kernel: one tile in, (out, lse) out; and the tile's gradients from the merged out and lse.
+"""The interface of a kernel: one tile in, (out, lse) out; and the tile's gradients from the merged
+out and lse.
 
 To add a kernel:
-1. Write a module with an object `KERNEL` that follows `AttentionKernel`, and `VarlenKernel` if its `capabilities.varlen` is
-   true. `capabilities` says what the kernel can do beyond full and causal tiles; the plan's tiles are lowered to that.
-2. Add its name and module to `cp_ring.kernels.REGISTRY` (whose docstring tells how a package of its own does it). The flag
-   `--cp-ring-kernel`, the YAML key, `ring_attention(kernel=...)` and the help text take the names from there.
-3. Test it: `cp_ring.testing.conformance.check(kernel, device, dtype)` checks every property that the ring relies on.
+1. Write a module with an object `KERNEL` that follows `AttentionKernel`, and `VarlenKernel` if its
+   `capabilities.varlen` is true. `capabilities` says what the kernel can do beyond full and causal
+   tiles; the plan's tiles are lowered to that.
+2. Add its name and module to `cp_ring.kernels.REGISTRY` (whose docstring tells how a package of its
+   own does it). The flag `--cp-ring-kernel`, the YAML key, `ring_attention(kernel=...)` and the
+   help text take the names from there.
+3. Test it: `cp_ring.testing.conformance.check(kernel, device, dtype)` checks every property that
+   the ring relies on.
 
-Shapes: b batch, q queries of the tile, k keys of the tile, h query heads, g key/value heads (g divides h), d head size of
+Shapes: b batch, q queries of the tile, k keys of the tile, h query heads, g key/value heads (g
+divides h), d head size of
 queries and keys, e head size of values, t and u packed queries and keys of many tiles.
 
-`ring_attention(deterministic=True)` and torch's switch, `torch.use_deterministic_algorithms(True)`, ask for determinism
-(`warn_only` does not, as in torch). Then kernels whose `capabilities.deterministic` is true give the same bits in every run,
-and other kernels are rejected.
+`ring_attention(deterministic=True)` and torch's switch, `torch.use_deterministic_algorithms(True)`,
+ask for determinism (`warn_only` does not, as in torch). Then kernels whose
+`capabilities.deterministic` is true give the same bits in every run, and other kernels are
+rejected.
 """
 
 from __future__ import annotations
@@ -45,7 +51,9 @@ _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
 
 
 class determinism:
-    """A context that sets, and returns, what `deterministic()` returns in the block. None follows torch's switch."""
+    """A context that sets, and returns, what `deterministic()` returns in the block. None follows
+    torch's switch.
+    """
 
     def __init__(self, asked: bool | None):
         self._value = asked
@@ -63,7 +71,10 @@ def deterministic() -> bool:
     asked = _asked.get()
     if asked is not None:
         return asked
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
 
 
 @RUNTIME.cache(maxsize=64)
@@ -75,8 +86,9 @@ def no_random_state(shape: tuple[int, ...], device: torch.device) -> Tensor:
 class AttentionKernel(Protocol):
     """Attention of one tile. Tensors may be strided views; the last dimension is contiguous.
 
-    `lo` and `hi` bound key - query, both counted within the tile. -OPEN and OPEN leave a side unbounded; lo = -OPEN with
-    hi = 0 is causal, aligned top left. A kernel gets only tiles that its `capabilities` allow.
+    `lo` and `hi` bound key - query, both counted within the tile. -OPEN and OPEN leave a side
+    unbounded; lo = -OPEN with hi = 0 is causal, aligned top left. A kernel gets only tiles that its
+    `capabilities` allow.
     """
 
     name: str
@@ -86,31 +98,50 @@ class AttentionKernel(Protocol):
         """Why the kernel does not support such tensors, in one line; None if it does."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
-        """q [b, q, h, d], k [b, k, g, d], v [b, k, g, e] to out [b, q, h, e] and lse [b, h, q] (natural log, float32 or 64).
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """q [b, q, h, d], k [b, k, g, d], v [b, k, g, e] to out [b, q, h, e] and lse [b, h, q]
+        (natural log, float32 or 64).
 
         A query that sees no key has out 0 and lse -inf.
         """
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        lo: int,
+        hi: int,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's share of dq, dk, dv, from the merged out [b, q, h, e] and lse [b, h, q] of all tiles of its queries."""
+        """The tile's share of dq, dk, dv, from the merged out [b, q, h, e] and lse [b, h, q] of all
+        tiles of its queries.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Many tiles in one call: tile i has queries cu_q[i] to cu_q[i + 1] and keys cu_k[i] to cu_k[i + 1]; no tile is empty.
+    """Many tiles in one call: tile i has queries cu_q[i] to cu_q[i + 1] and keys cu_k[i] to cu_k[i
+    + 1]; no tile is empty.
 
-    With `capabilities.block`, the last tiles may be empty, and tensors may have tokens after those of the last tile. Their
-    results are not read. max_q and max_k may then exceed the largest tile.
+    With `capabilities.block`, the last tiles may be empty, and tensors may have tokens after those
+    of the last tile. Their results are not read. max_q and max_k may then exceed the largest tile.
 
-    cu_q, cu_k: int32 [tiles + 1] on the tensors' device. max_q, max_k: queries and keys of the largest tile.
-    left, right: the window, aligned bottom right, the same for all tiles: in a tile of q queries and k keys, query i sees key j
-    where -left <= (j - k) - (i - q) <= right; -1 leaves a side unbounded. Without `capabilities.bands` it is (-1, -1), or
-    (-1, 0) on tiles that are all square. Each query sees at least one key.
+    cu_q, cu_k: int32 [tiles + 1] on the tensors' device. max_q, max_k: queries and keys of the
+    largest tile.
+    left, right: the window, aligned bottom right, the same for all tiles: in a tile of q queries
+    and k keys, query i sees key j
+    where -left <= (j - k) - (i - q) <= right; -1 leaves a side unbounded. Without
+    `capabilities.bands` it is (-1, -1), or (-1, 0) on tiles that are all square. Each query sees at
+    least one key.
     """
 
     cu_q: Tensor
@@ -122,7 +153,9 @@ class Packing:
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
-        """The tile of each packed query, and the query's position within the tile, int64 [t]; made once. Waits for the device."""
+        """The tile of each packed query, and the query's position within the tile, int64 [t]; made
+        once. Waits for the device.
+        """
         position = torch.arange(int(self.cu_q[-1]), device=self.cu_q.device)
         tile = torch.searchsorted(self.cu_q[1:].long(), position, right=True)
         return tile, position - self.cu_q[tile]
@@ -133,7 +166,9 @@ class LimitedVarlen(Protocol):
     """Extra method of kernels with `capabilities.varlen` that do not support it everywhere."""
 
     def varlen_rejection(self, dtype: torch.dtype, d: int, e: int) -> str | None:
-        """Why the kernel does not support packed tiles of tensors that it supports else, in one line; None if it does."""
+        """Why the kernel does not support packed tiles of tensors that it supports else, in one
+        line; None if it does.
+        """
         ...
 
 
@@ -141,12 +176,24 @@ class LimitedVarlen(Protocol):
 class VarlenKernel(Protocol):
     """Extra methods required when `capabilities.varlen` is true."""
 
-    def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
+    def forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """q [t, h, d], k [u, g, d], v [u, g, e] to out [t, h, e] and lse [h, t] (natural log)."""
         ...
 
     def backward_varlen(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        packing: Packing,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tiles' shares of dq, dk, dv, from the merged out [t, h, e] and lse [h, t] of their queries."""
+        """The tiles' shares of dq, dk, dv, from the merged out [t, h, e] and lse [h, t] of their
+        queries.
+        """
         ...

@@ -1,9 +1,12 @@
-"""The work of a rank: the kernel calls of each hop, and the updates of the totals that their results are added to.
+"""The work of a rank: the kernel calls of each hop, and the updates of the totals that their
+results are added to.
 
-Tiles are lowered to what a kernel can do, and small tiles are packed into one call. `_make_calls` alone decides whether tiles go
-to a kernel one by one or packed. All of it is done once for a plan, a kernel and a device.
+Tiles are lowered to what a kernel can do, and small tiles are packed into one call. `_make_calls`
+alone decides whether tiles go to a kernel one by one or packed. All of it is done once for a plan,
+a kernel and a device.
 
-Tensors have tokens first: q [s, b, h, d] is a rank's shard, k [u, b, g, d] and v [u, b, g, e] are a hop's key buffer.
+Tensors have tokens first: q [s, b, h, d] is a rank's shard, k [u, b, g, d] and v [u, b, g, e] are a
+hop's key buffer.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from cp_ring.runtime import RUNTIME
 
 
 class Statistics:
-    """The lse [b, h, s] of all queries in backward. Consecutive calls with the same queries share one contiguous copy."""
+    """The lse [b, h, s] of all queries in backward. Consecutive calls with the same queries share
+    one contiguous copy.
+    """
 
     def __init__(self, lse: Tensor):
         self.whole = lse
@@ -50,8 +55,8 @@ class Statistics:
 class KernelCall(Protocol):
     """One kernel call of a hop: a single tile, or many packed tiles.
 
-    Results have the call's own order of tokens. `queries` tells to which tokens of out and dq they belong, and `keys` to which
-    tokens of the hop's gradient buffer.
+    Results have the call's own order of tokens. `queries` tells to which tokens of out and dq they
+    belong, and `keys` to which tokens of the hop's gradient buffer.
     """
 
     @property
@@ -64,14 +69,28 @@ class KernelCall(Protocol):
         """Copies the index tensors of the call to `device` once, before the first hop."""
         ...
 
-    def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Out [t, b, h, e] and lse [b, h, t] of the call's queries, from q of the shard and k, v of the key buffer."""
+    def attend(
+        self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Out [t, b, h, e] and lse [b, h, t] of the call's queries, from q of the shard and k, v of
+        the key buffer.
+        """
         ...
 
     def gradients(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
+        self,
+        kernel: AttentionKernel,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Statistics,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The call's share of dq [t, b, h, d], dk [u, b, g, d] and dv [u, b, g, e], from the merged out and lse."""
+        """The call's share of dq [t, b, h, d], dk [u, b, g, d] and dv [u, b, g, e], from the merged
+        out and lse.
+        """
         ...
 
 
@@ -81,7 +100,8 @@ class Work:
 
     calls: the kernel calls of each hop.
     queries: the updates of out in forward, of dq in backward.
-    keys: the updates of dk and dv of each hop, by its index, in backward; 0 has those of the rank's own keys.
+    keys: the updates of dk and dv of each hop, by its index, in backward; 0 has those of the rank's
+    own keys.
     """
 
     hops: Sequence[Hop]
@@ -92,17 +112,27 @@ class Work:
 
     @cached_property
     def own_keys(self) -> Mapping[int, Sequence[Segments]]:
-        """As `keys`, for sums of the kernel calls alone: what arrives from other ranks is added elsewhere."""
+        """As `keys`, for sums of the kernel calls alone: what arrives from other ranks is added
+        elsewhere.
+        """
         alone = [replace(hop, grad_receives=()) for hop in self.hops]
-        updates = gradient_updates(alone, [[call.keys for call in self.calls[hop]] for hop in self.hops], self.num_tokens)
+        updates = gradient_updates(
+            alone, [[call.keys for call in self.calls[hop]] for hop in self.hops], self.num_tokens
+        )
         return {index: _segments(of_hop) for index, of_hop in updates.items()}
 
 
-_made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = RUNTIME.keep(weakref.WeakKeyDictionary())
+_made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = RUNTIME.keep(
+    weakref.WeakKeyDictionary()
+)
 
 
-def work_of(rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool = False) -> Work:
-    """A rank's work for a kernel of these capabilities. It is made once, and lives as long as the plan."""
+def work_of(
+    rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool = False
+) -> Work:
+    """A rank's work for a kernel of these capabilities. It is made once, and lives as long as the
+    plan.
+    """
     made = _made.setdefault(rank_plan, {})
     key = capabilities, device, backward
     if key not in made:
@@ -110,24 +140,33 @@ def work_of(rank_plan: RankPlan, capabilities: Capabilities, device: torch.devic
     return made[key]
 
 
-def _make_work(rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool) -> Work:
+def _make_work(
+    rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool
+) -> Work:
     if capturing(device):  # tables would have to be copied from the host
         raise PlanError(
-            "this call of ring attention is new, and a CUDA graph cannot begin with it: make it once, with its backward, before "
-            "the capture"
+            "this call of ring attention is new, and a CUDA graph cannot begin with it: make it "
+            "once, with its backward, before the capture"
         )
     hops = tuple(rank_plan.backward if backward else rank_plan.hops)
     calls = {hop: kernel_calls(hop, capabilities, rank_plan) for hop in hops}
-    queries = query_updates(([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens)
+    queries = query_updates(
+        ([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens
+    )
     keys: dict[int, tuple[Update, ...]] = {}
     if backward:
-        keys = gradient_updates(hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens)
+        keys = gradient_updates(
+            hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens
+        )
     of_keys = {index: _segments(updates) for index, updates in keys.items()}
     work = Work(hops, calls, _segments(queries), of_keys, rank_plan.num_tokens)
     for call in (call for hop in hops for call in calls[hop]):
         call.prepare(device)
     if device.type == "cuda":
-        for segments in (*work.queries, *(segments for updates in work.keys.values() for segments in updates)):
+        for segments in (
+            *work.queries,
+            *(segments for updates in work.keys.values() for segments in updates),
+        ):
             segments.blocks(device)
     return work
 
@@ -136,29 +175,51 @@ def _segments(updates: Sequence[Update]) -> tuple[Segments, ...]:
     return tuple(Segments(update.segments, update.whole) for update in updates)
 
 
-def kernel_calls(hop: Hop, capabilities: Capabilities, rank_plan: RankPlan | None = None) -> tuple[KernelCall, ...]:
-    """A hop's kernel calls. `rank_plan`, the plan of the hop, is needed for kernels with `capabilities.block`."""
+def kernel_calls(
+    hop: Hop, capabilities: Capabilities, rank_plan: RankPlan | None = None
+) -> tuple[KernelCall, ...]:
+    """A hop's kernel calls. `rank_plan`, the plan of the hop, is needed for kernels with
+    `capabilities.block`.
+    """
     lowered = lower(hop.tiles, capabilities)
-    shard, packed = (rank_plan.num_tokens, rank_plan.packed) if rank_plan and capabilities.block else (0, False)
-    filled = lowered.tiles.uneven(capabilities.block) | packed if shard else np.zeros(len(lowered.tiles), bool)
+    shard, packed = (
+        (rank_plan.num_tokens, rank_plan.packed) if rank_plan and capabilities.block else (0, False)
+    )
+    filled = (
+        lowered.tiles.uneven(capabilities.block) | packed
+        if shard
+        else np.zeros(len(lowered.tiles), bool)
+    )
     return tuple(_make_calls(lowered, hop.grad_shift, capabilities.varlen, filled.tolist(), shard))
 
 
-def _make_calls(lowered: Lowered, grad_shift: Ints, varlen: bool, filled: list[bool], shard: int) -> Iterator[KernelCall]:
-    """A group of one tile is a single call, a group of several tiles a packed call. So is a tile that is to be `filled`.
+def _make_calls(
+    lowered: Lowered, grad_shift: Ints, varlen: bool, filled: list[bool], shard: int
+) -> Iterator[KernelCall]:
+    """A group of one tile is a single call, a group of several tiles a packed call. So is a tile
+    that is to be `filled`.
 
-    Only kernels with `capabilities.varlen` get packed calls. With `shard`, the number of the rank's tokens, they have few sizes.
+    Only kernels with `capabilities.varlen` get packed calls. With `shard`, the number of the rank's
+    tokens, they have few sizes.
     """
-    tiles, reverse, shift = list(lowered.tiles), lowered.reverse.tolist(), grad_shift[lowered.parent].tolist()
+    tiles, reverse, shift = (
+        list(lowered.tiles),
+        lowered.reverse.tolist(),
+        grad_shift[lowered.parent].tolist(),
+    )
     for group in call_groups(lowered, varlen):
         if len(group) == 1 and not filled[group[0]]:
             yield _single(tiles[group[0]], shift[group[0]], reverse[group[0]])
         else:
-            yield _packed([tiles[i] for i in group], [shift[i] for i in group], reverse[group[0]], shard)
+            yield _packed(
+                [tiles[i] for i in group], [shift[i] for i in group], reverse[group[0]], shard
+            )
 
 
 def _window(tile: Tile) -> tuple[int, int]:
-    """The tile's band as a window aligned bottom right, as flash-attn defines it; -1 for an open side."""
+    """The tile's band as a window aligned bottom right, as flash-attn defines it; -1 for an open
+    side.
+    """
     corner = tile.k1 - tile.q1
     return -1 if tile.lo == -OPEN else corner - tile.lo, -1 if tile.hi == OPEN else tile.hi - corner
 
@@ -168,7 +229,8 @@ def _single(tile: Tile, shift: int, reverse: bool) -> _Single:
     lo = tile.lo if tile.lo == -OPEN else tile.lo - slide
     hi = tile.hi if tile.hi == OPEN else tile.hi - slide
     if reverse:
-        # In reverse order, key - query changes its sign. Only squares are reversed, so both corners give the same offset.
+        # In reverse order, key - query changes its sign. Only squares are reversed, so both corners
+        # give the same offset.
         lo, hi = -hi, -lo
     queries = Partial.of([(tile.q0, tile.q1)], reverse=reverse)
     keys = Partial.of([(tile.k0 + shift, tile.k1 + shift)], reverse=reverse)
@@ -179,7 +241,8 @@ def _single(tile: Tile, shift: int, reverse: bool) -> _Single:
 class _Single:
     """One tile: its queries in the shard, its keys in the key buffer, and its band.
 
-    `reverse` runs the tile with the order of queries and keys reversed, which turns an upper triangle into a causal one.
+    `reverse` runs the tile with the order of queries and keys reversed, which turns an upper
+    triangle into a causal one.
     """
 
     q: slice
@@ -194,18 +257,30 @@ class _Single:
     def prepare(self, device: torch.device) -> None:
         return
 
-    def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = self._view(q, self.q), self._view(k, self.k), self._view(v, self.k)
         out, lse = kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
         return out.transpose(0, 1), lse
 
     def gradients(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
+        self,
+        kernel: AttentionKernel,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Statistics,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, out = self._view(dout, self.q), self._view(q, self.q), self._view(out, self.q)
         k, v, lse_tile = self._view(k, self.k), self._view(v, self.k), lse.of(self.q)
         lse_tile = lse_tile.flip(2) if self.reverse else lse_tile
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse_tile, lo=self.lo, hi=self.hi, scale=scale)
+        dq, dk, dv = kernel.backward(
+            dout, q, k, v, out, lse_tile, lo=self.lo, hi=self.hi, scale=scale
+        )
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
     def _view(self, x: Tensor, tokens: slice) -> Tensor:
@@ -220,7 +295,9 @@ def _packed(tiles: list[Tile], shift: list[int], reverse: bool, shard: int) -> _
     left, right = (-1, 0) if reverse else _window(tiles[0])
     queries, keys = Partial.of(q, reverse=reverse), Partial.of(grads, reverse=reverse)
     of_q, of_k = sizes.sizes_of(_count(q), _count(k), shard) if shard else (0, 0)
-    return _Packed(_Side.of(q, reverse, of_q), _Side.of(k, reverse, of_k), left, right, queries, keys)
+    return _Packed(
+        _Side.of(q, reverse, of_q), _Side.of(k, reverse, of_k), left, right, queries, keys
+    )
 
 
 def _count(spans: list[tuple[int, int]]) -> int:
@@ -231,8 +308,10 @@ def _count(spans: list[tuple[int, int]]) -> int:
 class _Side:
     """The queries of a packed call, or its keys.
 
-    tokens: those of the buffer, in the order of the call. ends: where each tile ends, int32 [tiles + 1]. longest: tokens of the
-    longest tile, or more. count: tokens of all tiles, after which the call may have tokens of no tile.
+    tokens: those of the buffer, in the order of the call. ends: where each tile ends, int32 [tiles
+    + 1]. longest: tokens of the
+    longest tile, or more. count: tokens of all tiles, after which the call may have tokens of no
+    tile.
     """
 
     tokens: _Tokens
@@ -242,7 +321,9 @@ class _Side:
 
     @classmethod
     def of(cls, spans: list[tuple[int, int]], reverse: bool, size: int) -> _Side:
-        """The tokens of `spans`. With a size, they are filled up to its class (`cp_ring.kernels.sizes`)."""
+        """The tokens of `spans`. With a size, they are filled up to its class
+        (`cp_ring.kernels.sizes`).
+        """
         lengths = [end - start for start, end in spans]
         ends = np.cumsum([0, *lengths], dtype=np.int32)
         if not size:
@@ -253,7 +334,9 @@ class _Side:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """Tokens of a buffer in the order of a packed call: a slice if the buffer has this order, else an index."""
+    """Tokens of a buffer in the order of a packed call: a slice if the buffer has this order, else
+    an index.
+    """
 
     span: slice
     index: Ints | None
@@ -285,7 +368,9 @@ class _Tokens:
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """Many tiles with one window in one call. Batch rows become heads: [t, b, h, d] is one stream of b * h heads."""
+    """Many tiles with one window in one call. Batch rows become heads: [t, b, h, d] is one stream
+    of b * h heads.
+    """
 
     q: _Side
     k: _Side
@@ -300,25 +385,45 @@ class _Packed:
             side.tokens.prepare(device)
         if device not in self._packings:
             cu_q, cu_k = (_copied(side.ends, device) for side in (self.q, self.k))
-            self._packings[device] = Packing(cu_q, cu_k, self.q.longest, self.k.longest, self.left, self.right)
+            self._packings[device] = Packing(
+                cu_q, cu_k, self.q.longest, self.k.longest, self.left, self.right
+            )
 
-    def attend(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         heads, count = q.shape[1:3], self.q.count
-        q, k, v = (side.tokens.take(x).flatten(1, 2) for side, x in ((self.q, q), (self.k, k), (self.k, v)))
-        out, lse = cast(VarlenKernel, kernel).forward_varlen(q, k, v, self._packing(q.device), scale)
+        q, k, v = (
+            side.tokens.take(x).flatten(1, 2) for side, x in ((self.q, q), (self.k, k), (self.k, v))
+        )
+        out, lse = cast(VarlenKernel, kernel).forward_varlen(
+            q, k, v, self._packing(q.device), scale
+        )
         return out[:count].unflatten(1, heads), lse[:, :count].unflatten(0, heads)
 
     def gradients(
-        self, kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Statistics, scale: float
+        self,
+        kernel: AttentionKernel,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Statistics,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         b, mine = q.shape[1], self.q.tokens
         dout, q, out = (mine.take(x).flatten(1, 2) for x in (dout, q, out))
         k, v = (self.k.tokens.take(x).flatten(1, 2) for x in (k, v))
         lse_part = lse.of(mine.span) if mine.index is None else mine.take(lse.whole, 2)
         packing = self._packing(q.device)
-        grads = cast(VarlenKernel, kernel).backward_varlen(dout, q, k, v, out, lse_part.flatten(0, 1), packing, scale)
+        grads = cast(VarlenKernel, kernel).backward_varlen(
+            dout, q, k, v, out, lse_part.flatten(0, 1), packing, scale
+        )
         counts = self.q.count, self.k.count, self.k.count
-        dq, dk, dv = (x[:count].unflatten(1, (b, -1)) for x, count in zip(grads, counts, strict=True))
+        dq, dk, dv = (
+            x[:count].unflatten(1, (b, -1)) for x, count in zip(grads, counts, strict=True)
+        )
         return dq, dk, dv
 
     def _packing(self, device: torch.device) -> Packing:
@@ -329,4 +434,8 @@ class _Packed:
 def _copied(values: np.ndarray, device: torch.device) -> Tensor:
     """The values on `device`. On CUDA the copy does not block the host."""
     host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return (
+        host.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else host.to(device)
+    )

@@ -1,8 +1,10 @@
-"""PyTorch's flash attention for the CPU: tiled, without a score matrix in memory; float32, float64, bfloat16 and float16.
+"""PyTorch's flash attention for the CPU: tiled, without a score matrix in memory; float32, float64,
+bfloat16 and float16.
 
-Its mask is full or causal (aligned top left). Queries, keys and values have one head size. The adapter converts 16-bit types to
-float32 first: the operator would round its sums to 16 bits after every block. Its float16 is many times slower, and its
-bfloat16 is faster in backward alone, by a third.
+Its mask is full or causal (aligned top left). Queries, keys and values have one head size. The
+adapter converts 16-bit types to float32 first: the operator would round its sums to 16 bits after
+every block. Its float16 is many times slower, and its bfloat16 is faster in backward alone, by a
+third.
 """
 
 from __future__ import annotations
@@ -30,14 +32,26 @@ class CpuKernel:
             return f"runs on the CPU, the tensors are on {device}"
         return None if dtype in _DTYPES else f"does not know {dtype}"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
         e, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
         q, k, v = (_prepared(x, width).transpose(1, 2) for x in (q, k, v))
         out, lse = _attention(q, k, v, 0.0, hi == 0, scale=scale)
         return out.transpose(1, 2)[..., :e], lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        lo: int,
+        hi: int,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, e, width = q.shape[-1], v.shape[-1], max(q.shape[-1], v.shape[-1])
         dout, q, k, v, out = (_prepared(x, width).transpose(1, 2) for x in (dout, q, k, v, out))
@@ -47,7 +61,9 @@ class CpuKernel:
 
 
 def _prepared(x: Tensor, width: int) -> Tensor:
-    """x in float32 or 64, with zeros added up to head size `width`. They change neither scores nor the kept outputs."""
+    """x in float32 or 64, with zeros added up to head size `width`. They change neither scores nor
+    the kept outputs.
+    """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 

@@ -1,4 +1,6 @@
-"""cuDNN's attention through PyTorch's own operator: float16 and bfloat16, full or causal, key and value head sizes may differ."""
+"""cuDNN's attention through PyTorch's own operator: float16 and bfloat16, full or causal, key and
+value head sizes may differ.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ _attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backwar
 class CudnnKernel:
     """Follows `AttentionKernel`; out and gradients have the input's dtype, lse has float32.
 
-    Its backward is not deterministic. Other kernels compute what cuDNN cannot: the reference kernel computes tiles of one query
-    or one key, and PyTorch's flash attention the gradients that may be NaN (see `dense_backward_may_be_nan`).
+    Its backward is not deterministic. Other kernels compute what cuDNN cannot: the reference kernel
+    computes tiles of one query or one key, and PyTorch's flash attention the gradients that may be
+    NaN (see `dense_backward_may_be_nan`).
     """
 
     name = "cudnn"
     capabilities = KERNELS["cudnn"]
-    # The operator's lse has 4 dimensions [b, h, s, 1] in some versions of torch, 3 in others. `forward` finds out.
+    # The operator's lse has 4 dimensions [b, h, s, 1] in some versions of torch, 3 in others.
+    # `forward` finds out.
     _lse_dims = 4
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
@@ -40,9 +44,14 @@ class CudnnKernel:
         limit = 256 if generation == 9 and d == e else 128
         if max(d, e) <= limit or ((d, e) == (192, 128) and generation >= 9):
             return None
-        return f"knows head sizes up to {limit}{', and 192 with 128' if generation >= 9 else ''} here, not {d} and {e}"
+        return (
+            f"knows head sizes up to {limit}{', and 192 with 128' if generation >= 9 else ''} "
+            f"here, not {d} and {e}"
+        )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
         if min(q.shape[1], k.shape[1]) < 2:
             return REFERENCE.forward(q, k, v, lo=lo, hi=hi, scale=scale)
         e = v.shape[-1]
@@ -52,14 +61,25 @@ class CudnnKernel:
         return out.transpose(1, 2)[..., :e], lse.view(lse.shape[:3])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        lo: int,
+        hi: int,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if min(q.shape[1], k.shape[1]) < 2:
             return REFERENCE.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
         d, e, queries, keys = q.shape[-1], v.shape[-1], q.shape[1], k.shape[1]
         if dense_backward_may_be_nan(keys, hi == 0, q.device):
             return FLASH.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
-        # cuDNN does not know strides of 0. The gradient of a sum has them: it is one number, expanded.
+        # cuDNN does not know strides of 0. The gradient of a sum has them: it is one number,
+        # expanded.
         dout = dout if all(dout.stride()) else dout.contiguous()
         dout, q, k, v, out = (_heads_first(x) for x in (dout, q, k, v, out))
         lse = lse.float().contiguous()

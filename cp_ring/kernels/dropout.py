@@ -1,13 +1,16 @@
-"""What depends on positions: attention dropout and ALiBi, the same on any number of ranks, layout, route, schedule and heads.
+"""What depends on positions: attention dropout and ALiBi, the same on any number of ranks, layout,
+route, schedule and heads.
 
-Whether a weight is kept is a function of a key, the head, the batch row, and the positions of query and key in the batch row: a
-counter-based generator (Philox 4x32-10; Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405) computes it wherever the
-pair is computed, in forward and again in backward. Positions travel with the tokens, as whole numbers in columns behind the head
+Whether a weight is kept is a function of a key, the head, the batch row, and the positions of query
+and key in the batch row: a counter-based generator (Philox 4x32-10; Salmon et al., 2011,
+https://doi.org/10.1145/2063384.2063405) computes it wherever the pair is computed, in forward and
+again in backward. Positions travel with the tokens, as whole numbers in columns behind the head
 size of queries and keys. So plans, messages and the exchange of heads need not know of them.
 
-ALiBi (Press et al., https://arxiv.org/abs/2108.12409) subtracts slope * |query - key| from a score, with a slope for each query
-head. The positions are those of dropout, so it goes the same way. No library kernel can stand in: flash-attn measures distances
-from the bottom-right corner of what it is called with, which of a tile below the diagonal is a distance of the other sign.
+ALiBi (Press et al., https://arxiv.org/abs/2108.12409) subtracts slope * |query - key| from a score,
+with a slope for each query head. The positions are those of dropout, so it goes the same way. No
+library kernel can stand in: flash-attn measures distances from the bottom-right corner of what it
+is called with, which of a tile below the diagonal is a distance of the other sign.
 
 Shapes: s tokens of this rank, b batch rows, h query heads, g key/value heads, d head size.
 """
@@ -23,7 +26,9 @@ from torch import Tensor
 
 from cp_ring.kernels.base import AttentionKernel, Capabilities
 
-COLUMNS = 8  # position: 4 bytes; of queries also the head and the batch row: 2 bytes each. bfloat16 has every byte exactly.
+# position: 4 bytes; of queries also the head and the batch row: 2 bytes each. bfloat16 has every
+# byte exactly.
+COLUMNS = 8
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _BLOCK = 1 << 21  # scores that are held at a time
@@ -47,31 +52,44 @@ class Dropout:
     slopes: tuple[float, ...] = ()
 
     def mark(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [s, b, h, d] and k [s, b, g, d] with `COLUMNS` more columns, which say where a token is."""
+        """q [s, b, h, d] and k [s, b, g, d] with `COLUMNS` more columns, which say where a token
+        is.
+        """
         position = self.position.to(q.device)
         position = position if position.dim() == 2 else position[:, None].expand(-1, q.shape[1])
         where = _bytes(position, 4)[:, :, None]  # [s, b, 1, 4]
-        heads = _bytes(torch.arange(self.first_head, self.first_head + q.shape[2], device=q.device), 2)
+        heads = _bytes(
+            torch.arange(self.first_head, self.first_head + q.shape[2], device=q.device), 2
+        )
         batch_row = _bytes(torch.arange(q.shape[1], device=q.device), 2)[:, None]
         of_q = [where, heads, batch_row]  # each to [s, b, h, bytes]
         marked = torch.cat([q, *(x.expand(*q.shape[:3], -1).to(q.dtype) for x in of_q)], -1)
-        return marked, torch.cat([k, where.expand(*k.shape[:3], -1).to(k.dtype), k.new_zeros(*k.shape[:3], COLUMNS - 4)], -1)
+        return marked, torch.cat(
+            [k, where.expand(*k.shape[:3], -1).to(k.dtype), k.new_zeros(*k.shape[:3], COLUMNS - 4)],
+            -1,
+        )
 
     def kernel(self, kernel: AttentionKernel) -> AttentionKernel:
-        """The kernel that reads what `mark` wrote, in the place of `kernel`, which must have a `dropout_dtype`."""
+        """The kernel that reads what `mark` wrote, in the place of `kernel`, which must have a
+        `dropout_dtype`.
+        """
         dtype = dropout_dtype(kernel)
         assert dtype is not None, f"{kernel.name} has no dropout"
         return DropoutKernel(kernel.name, self.p, self.key, dtype, self.slopes, self.first_head)
 
 
 def dropout_dtype(kernel: AttentionKernel) -> torch.dtype | None:
-    """The attribute `dropout_dtype` of kernels that support dropout: the narrowest dtype of their sums; None without it."""
+    """The attribute `dropout_dtype` of kernels that support dropout: the narrowest dtype of their
+    sums; None without it.
+    """
     return getattr(kernel, "dropout_dtype", None)
 
 
 @dataclass
 class DropoutKernel:
-    """Follows `AttentionKernel` for marked queries and keys, in plain torch: `dtype`, or that of the tensors if it is wider."""
+    """Follows `AttentionKernel` for marked queries and keys, in plain torch: `dtype`, or that of
+    the tensors if it is wider.
+    """
 
     name: str
     p: float
@@ -85,7 +103,9 @@ class DropoutKernel:
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """As `AttentionKernel.forward`; lse is that without dropout."""
         parts = []
         v_heads = self._heads(v, q.shape[2])
@@ -97,7 +117,17 @@ class DropoutKernel:
         return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        lo: int,
+        hi: int,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `AttentionKernel.backward`; the columns of `Dropout.mark` get zero gradients."""
         heads, groups = q.shape[2], k.shape[2]
@@ -107,7 +137,10 @@ class DropoutKernel:
             q_heads = self._heads(q[:, queries, :, :-COLUMNS], heads)
             dout_heads, out_heads = (self._heads(x[:, queries], heads) for x in (dout, out))
             scores = self._scores(q[:, queries], k, lo, hi, scale, queries.start)
-            p, kept = _probabilities(scores, lse[:, :, queries].to(scores.dtype)), self._kept(q[:, queries], k)
+            p, kept = (
+                _probabilities(scores, lse[:, :, queries].to(scores.dtype)),
+                self._kept(q[:, queries], k),
+            )
             dp = dout_heads @ v_heads.mT * kept
             ds = p * (dp - (dout_heads * out_heads).sum(-1, keepdim=True)) * scale
             dqs.append(ds @ k_heads)
@@ -122,21 +155,32 @@ class DropoutKernel:
         return (slice(start, min(start + size, q.shape[1])) for start in range(0, q.shape[1], size))
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
-        """[b, s, g, d] to [b, heads, s, d] in the dtype of the sums, each key/value head repeated for its query heads."""
+        """[b, s, g, d] to [b, heads, s, d] in the dtype of the sums, each key/value head repeated
+        for its query heads.
+        """
         x = x.to(torch.promote_types(x.dtype, self.dtype)).transpose(1, 2)
         return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
     def _scores(self, q: Tensor, k: Tensor, lo: int, hi: int, scale: float, first: int) -> Tensor:
-        """[b, h, q, k], -inf where the band from `lo` to `hi` hides a key; `first` is the number of the first query."""
+        """[b, h, q, k], -inf where the band from `lo` to `hi` hides a key; `first` is the number of
+        the first query.
+        """
         heads = q.shape[2]
-        scores = self._heads(q[..., :-COLUMNS], heads) @ self._heads(k[..., :-COLUMNS], heads).mT * scale
-        offset = torch.arange(k.shape[1], device=q.device) - torch.arange(first, first + q.shape[1], device=q.device)[:, None]
+        scores = (
+            self._heads(q[..., :-COLUMNS], heads) @ self._heads(k[..., :-COLUMNS], heads).mT * scale
+        )
+        offset = (
+            torch.arange(k.shape[1], device=q.device)
+            - torch.arange(first, first + q.shape[1], device=q.device)[:, None]
+        )
         if self.slopes:
             scores = scores - self._bias(q, k).to(scores.dtype)
         return scores.masked_fill((offset < lo) | (offset > hi), -math.inf)
 
     def _bias(self, q: Tensor, k: Tensor) -> Tensor:
-        """ALiBi's slope * distance, float64 [b, h, q, k]. A slope belongs to a head, wherever heads were exchanged to."""
+        """ALiBi's slope * distance, float64 [b, h, q, k]. A slope belongs to a head, wherever heads
+        were exchanged to.
+        """
         heads = _number(q[0, 0, :, -COLUMNS + 4 : -COLUMNS + 6]) - self.first_head
         slopes = torch.tensor(self.slopes, dtype=torch.float64, device=q.device)[heads]
         distance = (_positions(q)[:, :, None] - _positions(k)[:, None]).abs()
@@ -148,11 +192,15 @@ class DropoutKernel:
             return 1.0
         marks = q[..., -COLUMNS:]
         heads = _number(marks[0, 0, :, 4:6]).tolist()
-        kept = keep(self.key, self.p, heads, _number(marks[:, :, 0, 6:8]), _positions(q), _positions(k))
+        kept = keep(
+            self.key, self.p, heads, _number(marks[:, :, 0, 6:8]), _positions(q), _positions(k)
+        )
         return kept.to(torch.promote_types(q.dtype, self.dtype)) / (1 - self.p)
 
 
-def keep(key: int, p: float, heads: list[int], batch_row: Tensor, query: Tensor, keys: Tensor) -> Tensor:
+def keep(
+    key: int, p: float, heads: list[int], batch_row: Tensor, query: Tensor, keys: Tensor
+) -> Tensor:
     """Which weights are kept, bool [b, len(heads), q, k].
 
     batch_row, query: the batch row of each query and its position there, int64 [b, q].
@@ -163,25 +211,42 @@ def keep(key: int, p: float, heads: list[int], batch_row: Tensor, query: Tensor,
     blocks: dict[int, tuple[Tensor, ...]] = {}
     limit = round(p * 2**32)
     for number in sorted({head // 4 for head in heads}):
-        counter = (keys[:, None], query[:, :, None], batch_row[:, :, None], torch.full_like(batch_row[:, :1, None], number))
+        counter = (
+            keys[:, None],
+            query[:, :, None],
+            batch_row[:, :, None],
+            torch.full_like(batch_row[:, :1, None], number),
+        )
         blocks[number] = philox(counter, key)
     return torch.stack([blocks[head // 4][head % 4] >= limit for head in heads], 1)
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32: four 32-bit words of a counter of four, under a key of 64 bits; each an int64 tensor, broadcast together."""
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int, rounds: int = 10
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32: four 32-bit words of a counter of four, under a key of 64 bits; each an int64
+    tensor, broadcast together.
+    """
     a, b, c, d = counter
     low, high = key & _WORD, key >> 32 & _WORD
     for _ in range(rounds):
-        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # the 64 bits of a product are right, whatever their sign
-        a, b, c, d = (second >> 32 & _WORD) ^ b ^ low, second & _WORD, (first >> 32 & _WORD) ^ d ^ high, first & _WORD
+        # the 64 bits of a product are right, whatever their sign
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = (
+            (second >> 32 & _WORD) ^ b ^ low,
+            second & _WORD,
+            (first >> 32 & _WORD) ^ d ^ high,
+            first & _WORD,
+        )
         low, high = low + _WEYL[0] & _WORD, high + _WEYL[1] & _WORD
     a, b, c, d = torch.broadcast_tensors(a, b, c, d)
     return a, b, c, d
 
 
 def mixed(*numbers: int) -> int:
-    """64 bits of several numbers of up to 64 bits, such as seed, layer and step: a key for `Dropout`."""
+    """64 bits of several numbers of up to 64 bits, such as seed, layer and step: a key for
+    `Dropout`.
+    """
     key = 0
     for number in numbers:
         words = (number & _WORD, number >> 32 & _WORD, 0, 0)
@@ -197,7 +262,9 @@ def _bytes(numbers: Tensor, count: int) -> Tensor:
 
 def _number(parts: Tensor) -> Tensor:
     """The inverse of `_bytes`, of any dtype that has bytes exactly; int64."""
-    return (parts.to(torch.int64) << torch.arange(0, 8 * parts.shape[-1], 8, device=parts.device)).sum(-1)
+    return (
+        parts.to(torch.int64) << torch.arange(0, 8 * parts.shape[-1], 8, device=parts.device)
+    ).sum(-1)
 
 
 def _positions(marked: Tensor) -> Tensor:

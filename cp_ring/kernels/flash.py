@@ -1,7 +1,8 @@
-"""flash-attn where it is installed: version 4 (flash_attn.cute), 3 (flash_attn_interface) or 2 (flash_attn), fastest first.
+"""flash-attn where it is installed: version 4 (flash_attn.cute), 3 (flash_attn_interface) or 2
+(flash_attn), fastest first.
 
-Their inner functions have other parameters in every version, so values are bound by name to the parameters of the installed
-version.
+Their inner functions have other parameters in every version, so values are bound by name to the
+parameters of the installed version.
 """
 
 from __future__ import annotations
@@ -22,24 +23,47 @@ from cp_ring.kernels.window import WindowKernel
 from cp_ring.runtime import RUNTIME
 
 _HOMES = (
-    ("4", "flash_attn.cute.interface", ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd", "_flash_attn_bwd")),
-    ("3", "flash_attn_interface", ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_backward")),
+    (
+        "4",
+        "flash_attn.cute.interface",
+        ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd", "_flash_attn_bwd"),
+    ),
+    (
+        "3",
+        "flash_attn_interface",
+        (
+            "_flash_attn_forward",
+            "_flash_attn_backward",
+            "_flash_attn_forward",
+            "_flash_attn_backward",
+        ),
+    ),
     (
         "2",
         "flash_attn.flash_attn_interface",
-        ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+        (
+            "_flash_attn_forward",
+            "_flash_attn_backward",
+            "_flash_attn_varlen_forward",
+            "_flash_attn_varlen_backward",
+        ),
     ),
 )
 _GENERATIONS_OF_4 = range(9, 13)  # compute capabilities, major
 _NOT_EXACT_IN_4 = 12
 _FORWARD = ("q", "k", "v", "return_lse")
 _BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "lse", "deterministic", "dq", "dk", "dv")
-# Values for parameters without a default: attention without dropout, caches, rotation and quantization.
+# Values for parameters without a default: attention without dropout, caches, rotation and
+# quantization.
 _ABSENT: dict[str, Any] = {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False} | dict.fromkeys(
     (
-        "alibi_slopes", "k_new", "v_new", "qv", "out", "out_", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new",
-        "seqused_q", "seqused_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k", "page_table", "kv_batch_idx",
-        "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale",
+        "alibi_slopes", "k_new", "v_new", "qv", "out", "out_", "cu_seqlens_q", "cu_seqlens_k",
+        "cu_seqlens_k_new",
+        "seqused_q", "seqused_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k",
+        "page_table",
+        "kv_batch_idx",
+        "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale",
+        "v_descale",
     )
 )  # fmt: skip
 
@@ -56,15 +80,18 @@ class Functions:
 
 
 def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The part of `values` that `function` has parameters for. Open sides of a window are written as its version wants them.
+    """The part of `values` that `function` has parameters for. Open sides of a window are written
+    as its version wants them.
 
-    Raises `KernelError` if it needs a value that is unknown here, or has no parameter for one that attention depends on.
+    Raises `KernelError` if it needs a value that is unknown here, or has no parameter for one that
+    attention depends on.
     """
     bound = bind("flash", function, values, _ABSENT)
     for wanted in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}):
         if not wanted & bound.keys():
             raise KernelError(
-                f"kernel='flash': {name_of(function)} of the installed version has no {' or '.join(sorted(wanted))}"
+                f"kernel='flash': {name_of(function)} of the installed version has no "
+                f"{' or '.join(sorted(wanted))}"
             )
     # Version 4 writes None for an open side, the others -1.
     for side in ("window_size_left", "window_size_right"):
@@ -75,7 +102,9 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
 
 @RUNTIME.cache(maxsize=8)
 def _mismatch(functions: Functions) -> str | None:
-    """Why the parameters of the installed functions do not fit the adapter's calls; None if they do."""
+    """Why the parameters of the installed functions do not fit the adapter's calls; None if they
+    do.
+    """
     packing = Packing(torch.empty(0), torch.empty(0), 0, 0)
     try:
         for function, packed in ((functions.forward, None), (functions.varlen_forward, packing)):
@@ -89,17 +118,25 @@ def _mismatch(functions: Functions) -> str | None:
 
 @RUNTIME.cache()
 def _installed() -> Functions | str:
-    """The fastest version that is installed and runs on this GPU, or why there is none, in one line."""
+    """The fastest version that is installed and runs on this GPU, or why there is none, in one
+    line.
+    """
     reasons = []
     for version, home, names in _HOMES:
         try:
             module = importlib.import_module(home)
             functions = Functions(version, *(getattr(module, name) for name in names))
         except ModuleNotFoundError as error:
-            if not error.name or not f"{home}.".startswith(f"{error.name}."):  # something else than this package
-                reasons.append(f"cannot load flash-attn {version}: it needs {error.name}, which is not installed")
+            # something else than this package
+            if not error.name or not f"{home}.".startswith(f"{error.name}."):
+                reasons.append(
+                    f"cannot load flash-attn {version}: it needs {error.name}, which is not "
+                    "installed"
+                )
         except Exception as error:  # an incomplete installation can raise any exception
-            reasons.append(f"cannot load flash-attn {version}: {' '.join(str(error).split())[:200]}")
+            reasons.append(
+                f"cannot load flash-attn {version}: {' '.join(str(error).split())[:200]}"
+            )
         else:
             if version != "4" or _generation() in _GENERATIONS_OF_4:
                 return functions
@@ -112,7 +149,9 @@ def _generation() -> int:
 
 
 class FlashKernel(WindowKernel):
-    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has float32."""
+    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse
+    has float32.
+    """
 
     name = "flash"
     devices: tuple[str, ...] = ("cuda",)
@@ -133,7 +172,9 @@ class FlashKernel(WindowKernel):
         if deterministic() and any("deterministic" not in parameters_of(x) for x in backwards):
             return f"{self.functions.version} as installed has no deterministic backward"
         if deterministic() and self.functions.version == "4" and _generation() == _NOT_EXACT_IN_4:
-            return f"4 has no deterministic backward for GPUs of compute capability {_NOT_EXACT_IN_4}"
+            return (
+                f"4 has no deterministic backward for GPUs of compute capability {_NOT_EXACT_IN_4}"
+            )
         mismatch = _mismatch(self.functions)
         if mismatch:
             return mismatch
@@ -144,10 +185,21 @@ class FlashKernel(WindowKernel):
 
     def sizes(self, d: int, e: int) -> tuple[int, int]:
         assert isinstance(self.functions, Functions)
-        return (d, e) if self.functions.version == "4" and (d, e) == (192, 128) else super().sizes(d, e)
+        return (
+            (d, e)
+            if self.functions.version == "4" and (d, e) == (192, 128)
+            else super().sizes(d, e)
+        )
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        left: int,
+        right: int,
+        packing: Packing | None,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(self.functions, Functions)
         function = self.functions.varlen_forward if packing else self.functions.forward
@@ -163,7 +215,9 @@ class FlashKernel(WindowKernel):
         assert isinstance(self.functions, Functions)
         function = self.functions.varlen_backward if packing else self.functions.backward
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        values = dict(zip(_BACKWARD, (dout, q, k, v, out, lse, lse, deterministic(), dq, dk, dv), strict=True))
+        values = dict(
+            zip(_BACKWARD, (dout, q, k, v, out, lse, lse, deterministic(), dq, dk, dv), strict=True)
+        )
         function(**arguments(function, values | _options(left, right, packing, scale)))
         return dq, dk, dv
 

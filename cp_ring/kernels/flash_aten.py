@@ -1,4 +1,6 @@
-"""The flash attention that comes with PyTorch for CUDA: float16 and bfloat16, windows, packed tiles, head sizes up to 256."""
+"""The flash attention that comes with PyTorch for CUDA: float16 and bfloat16, windows, packed
+tiles, head sizes up to 256.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _MAX_HEAD_SIZE = 256
 
 
 class FlashAtenKernel(WindowKernel):
-    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has float32."""
+    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse
+    has float32.
+    """
 
     name = "flash_aten"
 
@@ -28,13 +32,26 @@ class FlashAtenKernel(WindowKernel):
             return f"runs on CUDA, the tensors are on {device}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
-        return None if max(d, e) <= _MAX_HEAD_SIZE else f"knows head sizes up to {_MAX_HEAD_SIZE}, not {max(d, e)}"
+        return (
+            None
+            if max(d, e) <= _MAX_HEAD_SIZE
+            else f"knows head sizes up to {_MAX_HEAD_SIZE}, not {max(d, e)}"
+        )
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        left: int,
+        right: int,
+        packing: Packing | None,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         window = {"window_size_left": left, "window_size_right": right}
-        out, lse, *_ = _attention(q, k, v, *_lengths(q, k, packing), 0.0, False, False, scale=scale, **window)
+        out, lse, *_ = _attention(
+            q, k, v, *_lengths(q, k, packing), 0.0, False, False, scale=scale, **window
+        )
         return out, lse
 
     def gradients(
@@ -45,7 +62,9 @@ class FlashAtenKernel(WindowKernel):
         state = (no_random_state(shape, q.device).view(torch.uint64) for shape in ((2,), ()))
         lengths = _lengths(q, k, packing)
         with _exact() if deterministic() else nullcontext():
-            dq, dk, dv = _attention_backward(dout, q, k, v, out, lse, *lengths, 0.0, False, *state, scale=scale, **window)
+            dq, dk, dv = _attention_backward(
+                dout, q, k, v, out, lse, *lengths, 0.0, False, *state, scale=scale, **window
+            )
         return dq, dk, dv
 
 
@@ -54,13 +73,17 @@ _switch = threading.Lock()
 
 @contextmanager
 def _exact() -> Iterator[None]:
-    """Turns torch's deterministic switch on in the block, which is the only one that the operator reads.
+    """Turns torch's deterministic switch on in the block, which is the only one that the operator
+    reads.
 
-    With it torch would fill each tensor that the operator allocates, 8 kernels a call, although all of them are written. The
-    switches are global, so one thread at a time enters.
+    With it torch would fill each tensor that the operator allocates, 8 kernels a call, although all
+    of them are written. The switches are global, so one thread at a time enters.
     """
     with _switch:
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         switches: Any = torch.utils.deterministic  # a module that is an object
         filled = switches.fill_uninitialized_memory
         torch.use_deterministic_algorithms(True)
@@ -72,7 +95,9 @@ def _exact() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _lengths(q: Tensor, k: Tensor, packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _lengths(
+    q: Tensor, k: Tensor, packing: Packing | None
+) -> tuple[Tensor | None, Tensor | None, int, int]:
     """cum_seq_q, cum_seq_k, max_q, max_k."""
     if packing is None:
         return None, None, q.shape[1], k.shape[1]

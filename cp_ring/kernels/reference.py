@@ -1,4 +1,5 @@
-"""The oracle: attention of any tile in float64 by plain matrix products, on any device and for any head sizes.
+"""The oracle: attention of any tile in float64 by plain matrix products, on any device and for any
+head sizes.
 
 Takes O(queries * keys) memory.
 """
@@ -26,14 +27,26 @@ class ReferenceKernel:
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         return None if dtype.is_floating_point else f"reads floating point, not {dtype}"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
         scores, v_heads = _scores(q, k, lo, hi, scale), _heads(v, q.shape[2])
         lse = scores.logsumexp(-1)
         out = _probabilities(scores, lse) @ v_heads
         return out.transpose(1, 2), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        lo: int,
+        hi: int,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = q.shape[2]
         q_heads, k_heads, v_heads = (_heads(x, heads) for x in (q, k, v))
@@ -44,7 +57,9 @@ class ReferenceKernel:
         dq, dk, dv = ds @ k_heads, ds.mT @ q_heads, p.mT @ dout_heads
         return dq.transpose(1, 2), _sum_groups(dk, k.shape[2]), _sum_groups(dv, v.shape[2])
 
-    def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
+    def forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
+    ) -> tuple[Tensor, Tensor]:
         parts = [
             self.forward(q[None, queries], k[None, keys], v[None, keys], lo=lo, hi=hi, scale=scale)
             for queries, keys, lo, hi in _tiles(packing)
@@ -52,13 +67,23 @@ class ReferenceKernel:
         return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
 
     def backward_varlen(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        packing: Packing,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = []
         for queries, keys, lo, hi in _tiles(packing):
             do, qs, o = (x[None, queries] for x in (dout, q, out))
             ks, vs = k[None, keys], v[None, keys]
-            parts.append(self.backward(do, qs, ks, vs, o, lse[None, :, queries], lo=lo, hi=hi, scale=scale))
+            parts.append(
+                self.backward(do, qs, ks, vs, o, lse[None, :, queries], lo=lo, hi=hi, scale=scale)
+            )
         dq, dk, dv = (torch.cat(grads, 1)[0] for grads in zip(*parts, strict=True))
         return dq, dk, dv
 
@@ -69,7 +94,12 @@ def _tiles(packing: Packing) -> Iterator[tuple[slice, slice, int, int]]:
     for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         corner = (k1 - k0) - (q1 - q0)
         lo = -OPEN if packing.left < 0 else corner - packing.left
-        yield slice(q0, q1), slice(k0, k1), lo, OPEN if packing.right < 0 else corner + packing.right
+        yield (
+            slice(q0, q1),
+            slice(k0, k1),
+            lo,
+            OPEN if packing.right < 0 else corner + packing.right,
+        )
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -16,19 +16,23 @@ _NOTHING: Mapping[str, Any] = {}
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """The parameters of `function`, read once.
 
-    A `torch.library.custom_op` is an object that takes `(*args, **kwargs)`. Its parameters are those of the Python function
-    that it was made from.
+    A `torch.library.custom_op` is an object that takes `(*args, **kwargs)`. Its parameters are
+    those of the Python function that it was made from.
     """
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
 def bind(
-    kernel: str, function: Callable[..., Any], values: Mapping[str, Any], defaults: Mapping[str, Any] = _NOTHING
+    kernel: str,
+    function: Callable[..., Any],
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any] = _NOTHING,
 ) -> dict[str, Any]:
     """The keyword arguments of `values` that `function` has parameters for.
 
-    A parameter without a default that is missing in `values` is taken from `defaults`. Raises `KernelError` if it is missing
-    there too: the installed version needs something that the adapter of `kernel` does not know.
+    A parameter without a default that is missing in `values` is taken from `defaults`. Raises
+    `KernelError` if it is missing there too: the installed version needs something that the adapter
+    of `kernel` does not know.
     """
     given, absent = _names(kernel, function, tuple(values), tuple(defaults))
     return {name: values[name] for name in given} | {name: defaults[name] for name in absent}
@@ -38,14 +42,19 @@ def bind(
 def _names(
     kernel: str, function: Callable[..., Any], known: tuple[str, ...], defaults: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names to take from the values and from the defaults; worked out once for each function and set of names."""
+    """The names to take from the values and from the defaults; worked out once for each function
+    and set of names.
+    """
     parameters = parameters_of(function)
     given = tuple(name for name in parameters if name in known)
-    absent = tuple(name for name, p in parameters.items() if p.default is p.empty and name not in given)
+    absent = tuple(
+        name for name, p in parameters.items() if p.default is p.empty and name not in given
+    )
     unknown = [name for name in absent if name not in defaults]
     if unknown:
         raise KernelError(
-            f"kernel={kernel!r}: {name_of(function)} of the installed version wants {', '.join(unknown)}, unknown here"
+            f"kernel={kernel!r}: {name_of(function)} of the installed version wants "
+            f"{', '.join(unknown)}, unknown here"
         )
     return given, absent
 

@@ -1,9 +1,10 @@
 """Few sizes of packed calls, for libraries that build a graph for each size.
 
-TransformerEngine builds a cuDNN graph, in a tenth of a second or more, for each number of tiles and for each class of numbers of
-queries and of keys. A class ends at a power of two, and above `_LARGEST` at a multiple of it. Each microbatch of packed documents
-has other numbers. So calls get more tokens, which belong to no tile, and more tiles, which are empty. A size is a number of
-tokens at which a class ends.
+TransformerEngine builds a cuDNN graph, in a tenth of a second or more, for each number of tiles and
+for each class of numbers of queries and of keys. A class ends at a power of two, and above
+`_LARGEST` at a multiple of it. Each microbatch of packed documents has other numbers. So calls get
+more tokens, which belong to no tile, and more tiles, which are empty. A size is a number of tokens
+at which a class ends.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ _FEWEST_TILES, _FACTOR = 16, 4
 def sizes_of(queries: int, keys: int, shard: int) -> tuple[int, int]:
     """The sizes of a call with so many queries and keys, on a rank with `shard` tokens.
 
-    A size is the least power of two that `shard` does not exceed, or a quarter of it. More keys, which are rare, have the size of
-    their class, and then the queries have the larger one of their two sizes.
+    A size is the least power of two that `shard` does not exceed, or a quarter of it. More keys,
+    which are rare, have the size of their class, and then the queries have the larger one of their
+    two sizes.
     """
     whole = max(1 << (shard - 1).bit_length(), _SMALLEST)
     quarter = max(whole // _FACTOR, _SMALLEST)

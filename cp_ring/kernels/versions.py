@@ -23,8 +23,9 @@ def cudnn_name(version: int) -> str:
 def dense_backward_may_be_nan(keys: int, causal: bool, device: torch.device) -> bool:
     """Whether dq of cuDNN's dense backward may be NaN.
 
-    cuDNN's kernel on Hopper works on blocks of 128 keys. If `keys` is 64 modulo 128, it scores the 64 missing keys of the last
-    block with 0, and exp(0 - lse) overflows for queries with an lse below -88.7. The causal mask hides these keys. Source:
+    cuDNN's kernel on Hopper works on blocks of 128 keys. If `keys` is 64 modulo 128, it scores the
+    64 missing keys of the last block with 0, and exp(0 - lse) overflows for queries with an lse
+    below -88.7. The causal mask hides these keys. Source:
     https://github.com/pytorch/pytorch/issues/196678.
     """
     return keys % 128 == 64 and not causal and on_hopper(device)

@@ -1,4 +1,6 @@
-"""What the flash-attn kernels share: bands as windows aligned bottom right, padded head sizes, queries that see no key."""
+"""What the flash-attn kernels share: bands as windows aligned bottom right, padded head sizes,
+queries that see no key.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from cp_ring.plan.lower import KERNELS
 
 
 class LivePart(NamedTuple):
-    """The part of a tile in which every query sees a key, and its band as a window; -1 leaves a side unbounded."""
+    """The part of a tile in which every query sees a key, and its band as a window; -1 leaves a
+    side unbounded.
+    """
 
     q: slice
     k: slice
@@ -37,22 +41,32 @@ def live_part(queries: int, keys: int, lo: int, hi: int) -> LivePart | None:
 
 
 class WindowKernel(ABC):
-    """Follows `AttentionKernel` and `VarlenKernel`, for libraries whose windows are aligned bottom right.
+    """Follows `AttentionKernel` and `VarlenKernel`, for libraries whose windows are aligned bottom
+    right.
 
-    A subclass calls its library in `attend` and `gradients`. They get tensors [b, s, h, d], or [t, h, d] with a packing, whose
-    head sizes are those that `sizes` returns.
+    A subclass calls its library in `attend` and `gradients`. They get tensors [b, s, h, d], or [t,
+    h, d] with a packing, whose head sizes are those that `sizes` returns.
     """
 
     capabilities = KERNELS["flash"]
 
     def sizes(self, d: int, e: int) -> tuple[int, int]:
-        """The head sizes of the library's calls, padded with zeros: here one size for both, a multiple of 8."""
+        """The head sizes of the library's calls, padded with zeros: here one size for both, a
+        multiple of 8.
+        """
         width = -(-max(d, e) // 8) * 8
         return width, width
 
     @abstractmethod
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        left: int,
+        right: int,
+        packing: Packing | None,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Out, and lse [b, h, s] or [h, t]."""
 
@@ -63,46 +77,90 @@ class WindowKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """dq, dk, dv from the merged out and lse."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
         b, queries, h, _ = q.shape
         live = live_part(queries, k.shape[1], lo, hi)
         if live and live.q == slice(0, queries):
-            return self._attend_padded(q, k[:, live.k], v[:, live.k], live.left, live.right, None, scale)
-        out, lse = q.new_zeros((b, queries, h, v.shape[-1])), q.new_full((b, h, queries), -math.inf, dtype=torch.float32)
+            return self._attend_padded(
+                q, k[:, live.k], v[:, live.k], live.left, live.right, None, scale
+            )
+        out, lse = (
+            q.new_zeros((b, queries, h, v.shape[-1])),
+            q.new_full((b, h, queries), -math.inf, dtype=torch.float32),
+        )
         if live:
-            part = self._attend_padded(q[:, live.q], k[:, live.k], v[:, live.k], live.left, live.right, None, scale)
+            part = self._attend_padded(
+                q[:, live.q], k[:, live.k], v[:, live.k], live.left, live.right, None, scale
+            )
             out[:, live.q], lse[:, :, live.q] = part
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, lo: int, hi: int, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        lo: int,
+        hi: int,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         live = live_part(q.shape[1], k.shape[1], lo, hi)
         if live and live.q == slice(0, q.shape[1]) and live.k == slice(0, k.shape[1]):
-            return self._gradients_padded(dout, q, k, v, out, lse, live.left, live.right, None, scale)
+            return self._gradients_padded(
+                dout, q, k, v, out, lse, live.left, live.right, None, scale
+            )
         grads = tuple(x.new_zeros(x.shape) for x in (q, k, v))
         if live:
             do, qs, o = (x[:, live.q] for x in (dout, q, out))
             ks, vs = k[:, live.k], v[:, live.k]
-            part = self._gradients_padded(do, qs, ks, vs, o, lse[..., live.q], live.left, live.right, None, scale)
+            part = self._gradients_padded(
+                do, qs, ks, vs, o, lse[..., live.q], live.left, live.right, None, scale
+            )
             for grad, tokens, x in zip(grads, (live.q, live.k, live.k), part, strict=True):
                 grad[:, tokens] = x
         return grads[0], grads[1], grads[2]
 
-    def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
+    def forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
+    ) -> tuple[Tensor, Tensor]:
         return self._attend_padded(q, k, v, packing.left, packing.right, packing, scale)
 
     def backward_varlen(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        packing: Packing,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._gradients_padded(dout, q, k, v, out, lse, packing.left, packing.right, packing, scale)
+        return self._gradients_padded(
+            dout, q, k, v, out, lse, packing.left, packing.right, packing, scale
+        )
 
     def _attend_padded(
-        self, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, packing: Packing | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        left: int,
+        right: int,
+        packing: Packing | None,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         e = v.shape[-1]
         width, value_width = self.sizes(q.shape[-1], e)
-        out, lse = self.attend(pad(q, width), pad(k, width), pad(v, value_width), left, right, packing, scale)
+        out, lse = self.attend(
+            pad(q, width), pad(k, width), pad(v, value_width), left, right, packing, scale
+        )
         return out[..., :e], lse
 
     def _gradients_padded(
@@ -113,7 +171,9 @@ class WindowKernel(ABC):
         width, value_width = self.sizes(d, e)
         q, k = (pad(x, width) for x in (q, k))
         dout, v, out = (pad(x, value_width) for x in (dout, v, out))
-        dq, dk, dv = self.gradients(dout, q, k, v, out, lse.contiguous(), left, right, packing, scale)
+        dq, dk, dv = self.gradients(
+            dout, q, k, v, out, lse.contiguous(), left, right, packing, scale
+        )
         return dq[..., :d], dk[..., :d], dv[..., :e]
 
 

@@ -1,7 +1,8 @@
 """cp_ring inside Megatron-core: everything that knows Megatron lives here.
 
-Importing this package imports neither Megatron nor a patch; `cp_ring.patches.install` applies the patches that the flags ask for,
-and `cp_ring.megatron.enable` those that a program without a command line asks for.
+Importing this package imports neither Megatron nor a patch; `cp_ring.patches.install` applies the
+patches that the flags ask for, and `cp_ring.megatron.enable` those that a program without a command
+line asks for.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-enable: Any  # the functions for programs that build their models themselves; imported on first use, as in `cp_ring`
+# the functions for programs that build their models themselves; imported on first use, as in
+# `cp_ring`
+enable: Any
 certify: Any
 split_batch: Any
 save_checkpoint: Any

@@ -1,6 +1,8 @@
-"""What Megatron itself says of a job that has not started: whether it accepts the arguments, and what its weights take.
+"""What Megatron itself says of a job that has not started: whether it accepts the arguments, and
+what its weights take.
 
-Megatron's validation is written for a rank with CUDA and TransformerEngine. Here it is asked on any machine, in this process.
+Megatron's validation is written for a rank with CUDA and TransformerEngine. Here it is asked on any
+machine, in this process.
 """
 
 from __future__ import annotations
@@ -31,28 +33,38 @@ _FUSED = {
         "fused_sort_chunks_by_index_with_probs",
         "fused_unpermute",
     ),
-    "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"),
+    "megatron.core.models.common.embeddings.rope_utils": (
+        "fused_apply_rotary_pos_emb",
+        "fused_apply_rotary_pos_emb_thd",
+    ),
 }
 """Functions of TransformerEngine that Megatron's validation looks for."""
 
 
 def rejection(args: argparse.Namespace, ranks: int) -> str:
-    """Why Megatron's own validation rejects these parsed arguments for so many ranks, in one line; "" where it accepts them.
+    """Why Megatron's own validation rejects these parsed arguments for so many ranks, in one line;
+    "" where it accepts them.
 
-    It is asked as on an H100 with TransformerEngine, whether there is one here or not. `args` stay as they are.
+    It is asked as on an H100 with TransformerEngine, whether there is one here or not. `args` stay
+    as they are.
     """
     from megatron.training import arguments
 
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
     config = ContextParallelConfig.from_args(asked)
-    with _as_on_a_gpu(_connections(asked)), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with (
+        _as_on_a_gpu(_connections(asked)),
+        contextlib.redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         try:
             with logits_without_te(asked):
                 arguments.validate_args(asked)
             arguments.core_transformer_config_from_args(asked)
-        except (Exception, SystemExit) as error:  # assertions, and whatever else a check of Megatron's raises
+        # assertions, and whatever else a check of Megatron's raises
+        except (Exception, SystemExit) as error:
             return " ".join(str(error).split()) or type(error).__name__
         try:
             check_latent(asked, config.heads if isinstance(config.heads, int) else 1, config)
@@ -62,25 +74,39 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
 
 def _connections(args: argparse.Namespace) -> str:
-    """CUDA connections of a rank: before Blackwell Megatron demands one, and several with sharded parameters."""
+    """CUDA connections of a rank: before Blackwell Megatron demands one, and several with sharded
+    parameters.
+    """
     sharded = getattr(args, "use_torch_fsdp2", False) or getattr(args, "use_megatron_fsdp", False)
     return "8" if sharded else "1"
 
 
 @contextlib.contextmanager
 def _as_on_a_gpu(connections: str) -> Iterator[None]:
-    """Megatron's validation finds what a rank with an H100 and TransformerEngine has, where it is not there already."""
+    """Megatron's validation finds what a rank with an H100 and TransformerEngine has, where it is
+    not there already.
+    """
     import importlib
 
     import torch
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": connections}))
+        stack.enter_context(
+            mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": connections})
+        )
         if not torch.cuda.is_available():
-            properties = argparse.Namespace(major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132, total_memory=80 << 30)
-            answers: dict[str, Any] = {"get_device_capability": _HOPPER, "get_device_properties": properties, "device_count": 8}
+            properties = argparse.Namespace(
+                major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132, total_memory=80 << 30
+            )
+            answers: dict[str, Any] = {
+                "get_device_capability": _HOPPER,
+                "get_device_properties": properties,
+                "device_count": 8,
+            }
             for name, answer in answers.items():
-                stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer))
+                stack.enter_context(
+                    mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+                )
         for name, functions in _FUSED.items():
             module = importlib.import_module(name)
             for function in functions:
@@ -89,15 +115,23 @@ def _as_on_a_gpu(connections: str) -> Iterator[None]:
         yield
 
 
-def model_sizes(args: argparse.Namespace, windows: tuple[tuple[tuple[int, int], int], ...], vocabulary: int) -> ModelSizes:
+def model_sizes(
+    args: argparse.Namespace, windows: tuple[tuple[tuple[int, int], int], ...], vocabulary: int
+) -> ModelSizes:
     """The model of parsed arguments, which Megatron has not completed yet.
 
     Raises `ConfigError` for a model of which times are not known.
     """
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path"):
+    for name in (
+        "hybrid_layer_pattern",
+        "hybrid_override_pattern",
+        "heterogeneous_layers_config_path",
+    ):
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"cp-ring tune knows models of attention layers alone: leave out {flag}")
+            raise ConfigError(
+                f"cp-ring tune knows models of attention layers alone: leave out {flag}"
+            )
     try:
         whole = AttentionSizes.from_megatron(args)
         return ModelSizes(
@@ -126,7 +160,11 @@ def _experts(args: argparse.Namespace) -> Experts | None:
     if not args.num_experts:
         return None
     frequency = args.moe_layer_freq
-    with_experts = sum(frequency) if isinstance(frequency, list) else len(range(0, args.num_layers, frequency or 1))
+    with_experts = (
+        sum(frequency)
+        if isinstance(frequency, list)
+        else len(range(0, args.num_layers, frequency or 1))
+    )
     return Experts(
         number=args.num_experts,
         layers=with_experts,
@@ -138,10 +176,13 @@ def _experts(args: argparse.Namespace) -> Experts | None:
 
 
 def weight_bytes(args: argparse.Namespace, sizes: ParallelSizes, vocabulary: int) -> float:
-    """Bytes of weights, gradients and the optimizer's states of the fullest rank, by Megatron's own report.
+    """Bytes of weights, gradients and the optimizer's states of the fullest rank, by Megatron's own
+    report.
 
-    args: parsed, not completed by Megatron. The report divides the optimizer's states by the data parallel size alone; with
-    context parallelism Megatron shares them among the context-parallel ranks too, so it is told their product.
+    args: parsed, not completed by Megatron. The report divides the optimizer's states by the data
+    parallel size alone; with
+    context parallelism Megatron shares them among the context-parallel ranks too, so it is told
+    their product.
     """
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 

@@ -1,4 +1,5 @@
-"""One microbatch ahead: while a microbatch is computed, the layout and the plan of the next one are made on a worker thread.
+"""One microbatch ahead: while a microbatch is computed, the layout and the plan of the next one are
+made on a worker thread.
 
 The time that a step waits for them all the same is counted, and is in the step's line.
 """
@@ -14,7 +15,9 @@ from typing import Any
 from cp_ring.runtime import RUNTIME
 
 KEPT = 8
-"""How many results of `begin` are kept: more than a microbatch and the next one of every virtual pipeline stage."""
+"""How many results of `begin` are kept: more than a microbatch and the next one of every virtual
+pipeline stage.
+"""
 
 
 class _Ahead:
@@ -94,8 +97,9 @@ class Following:
 def following(data_iterator: Any) -> Any:
     """The microbatch after the one that was just read; None at the end, and where it is not known.
 
-    Megatron's iterator of a training loop keeps the microbatches of a step, to read them again where it repeats the step. What
-    is read ahead is read below it, so that it keeps those that it has given out.
+    Megatron's iterator of a training loop keeps the microbatches of a step, to read them again
+    where it repeats the step. What is read ahead is read below it, so that it keeps those that it
+    has given out.
     """
     if not hasattr(data_iterator, "iterable") or getattr(data_iterator, "replaying", False):
         return None

@@ -1,4 +1,6 @@
-"""Builds Megatron's command lines from settings and checks them, with Megatron's own parser instead of a copied list of flags."""
+"""Builds Megatron's command lines from settings and checks them, with Megatron's own parser instead
+of a copied list of flags.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,24 @@ def list_own_flags() -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the installed Megatron with cp_ring's flags. Importing Megatron takes several seconds.
+    """The parser of the installed Megatron with cp_ring's flags. Importing Megatron takes several
+    seconds.
 
     Raises `ConfigError` if Megatron cannot be imported.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about optional packages that are not installed; the ranks show them
+            # about optional packages that are not installed; the ranks show them
+            warnings.simplefilter("ignore")
             from megatron.training.arguments import add_megatron_arguments
     except ImportError as error:
-        raise ConfigError(f"megatron.training cannot be imported ({error}); install megatron-core[training] >= 0.17") from error
-    parser = _Parser(prog="python -m cp_ring.pretrain_gpt", usage="%(prog)s [flags]", allow_abbrev=False)
+        raise ConfigError(
+            f"megatron.training cannot be imported ({error}); install megatron-core[training] >= "
+            "0.17"
+        ) from error
+    parser = _Parser(
+        prog="python -m cp_ring.pretrain_gpt", usage="%(prog)s [flags]", allow_abbrev=False
+    )
     add_megatron_arguments(parser)
     if "--cp-ring" not in parser._option_string_actions:  # the patch `arguments` adds them too
         add_own_arguments(parser)
@@ -49,27 +58,36 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds cp_ring's flags to a parser that has Megatron's, as the first group of its help, and repairs that help.
+    """Adds cp_ring's flags to a parser that has Megatron's, as the first group of its help, and
+    repairs that help.
 
     The help does not list them again after `list_own_flags`.
     """
     ContextParallelConfig.add_arguments(parser, hidden=_listed)
     parser._action_groups.insert(0, parser._action_groups.pop())
     for action in parser._actions:
-        if action.help:  # some of Megatron's have a bare %, which argparse reads as the start of a format
+        # some of Megatron's have a bare %, which argparse reads as the start of a format
+        if action.help:
             action.help = re.sub(r"%(?!\(\w+\)[a-z])", "%%", action.help.replace("%%", "%"))
     return parser
 
 
-def to_flags(parser: argparse.ArgumentParser, settings: Mapping[str, Any], section: str) -> list[str]:
+def to_flags(
+    parser: argparse.ArgumentParser, settings: Mapping[str, Any], section: str
+) -> list[str]:
     """The command line for `settings`, whose keys are Megatron's flags in snake_case.
 
-    A list becomes several values, true a flag without a value, and None nothing. False becomes nothing or, if Megatron has a
-    negative flag (`--no-rope-fusion` for apply_rope_fusion), that flag.
-    Raises `ConfigError` that names the key, with similar names, if Megatron has no such argument.
+    A list becomes several values, true a flag without a value, and None nothing. False becomes
+    nothing or, if Megatron has a negative flag (`--no-rope-fusion` for apply_rope_fusion), that
+    flag. Raises `ConfigError` that names the key, with similar names, if Megatron has no such
+    argument.
     """
     by_flag = parser._option_string_actions
-    by_name = {action.dest: action for action in parser._actions if isinstance(action, argparse._StoreFalseAction)}
+    by_name = {
+        action.dest: action
+        for action in parser._actions
+        if isinstance(action, argparse._StoreFalseAction)
+    }
     line: list[str] = []
     for key, value in settings.items():
         flag = "--" + key.replace("_", "-")
@@ -82,7 +100,9 @@ def to_flags(parser: argparse.ArgumentParser, settings: Mapping[str, Any], secti
                 raise ConfigError(f"{section}.{key}: {value!r} is not true or false")
             line += [by_name[key].option_strings[0]] if value is False else []
         else:
-            names = [flag[2:].replace("-", "_") for flag in by_flag if flag.startswith("--")] + list(by_name)
+            names = [
+                flag[2:].replace("-", "_") for flag in by_flag if flag.startswith("--")
+            ] + list(by_name)
             near = difflib.get_close_matches(key, names, n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ConfigError(f"{section}.{key}: Megatron has no argument {flag}{hint}")
@@ -106,7 +126,11 @@ def _one_flag(flag: str, action: argparse.Action, value: Any, key: str) -> list[
     if len(values) != 1 and action.nargs is None:
         raise ConfigError(f"{key}: {flag} takes one value, not {len(values)}")
     # A value that starts with a dash would be read as a flag of its own.
-    return [f"{flag}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [flag, *values]
+    return (
+        [f"{flag}={values[0]}"]
+        if len(values) == 1 and values[0].startswith("-")
+        else [flag, *values]
+    )
 
 
 def check(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:

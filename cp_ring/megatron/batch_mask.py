@@ -1,4 +1,6 @@
-"""The attention mask tensor that a data loader may put into its batches: accepted where it says what the layer declares."""
+"""The attention mask tensor that a data loader may put into its batches: accepted where it says
+what the layer declares.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,19 @@ from cp_ring.runtime import RUNTIME
 
 _QUERIES_AT_ONCE = 1024  # bounds the memory of a comparison
 _accepted: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())
-"""Of each mask tensor that was found causal: its version, and the layout and the rank for which it is the causal one.
+"""Of each mask tensor that was found causal: its version, and the layout and the rank for which it
+is the causal one.
 
 All layers of a microbatch get the same tensor."""
 
 
 def accept_causal(mask: torch.Tensor, layout: Layout, rank: int) -> None:
-    """Checks that `mask` is the causal one of the tokens that `rank` holds under `layout`; ring attention then ignores it.
+    """Checks that `mask` is the causal one of the tokens that `rank` holds under `layout`; ring
+    attention then ignores it.
 
     Args:
-        mask: bool [1 or batch, 1 or heads, n / cp queries, n keys], true where the query does not see the key, as Megatron's
-            data sets make it.
+        mask: bool [1 or batch, 1 or heads, n / cp queries, n keys], true where the query does not
+            see the key, as Megatron's data sets make it.
 
     Raises:
         ConfigError: if it is anything else.
@@ -51,11 +55,16 @@ def accept_causal(mask: torch.Tensor, layout: Layout, rank: int) -> None:
 def _was_accepted(mask: torch.Tensor, version: int, layout: Layout, rank: int) -> bool:
     before, its_layout, its_rank = _accepted.get(mask, (-1, layout, -1))
     same = before == version and its_rank == rank and its_layout.n == layout.n
-    return same and np.array_equal(its_layout.edges, layout.edges) and np.array_equal(its_layout.owner, layout.owner)
+    return (
+        same
+        and np.array_equal(its_layout.edges, layout.edges)
+        and np.array_equal(its_layout.owner, layout.owner)
+    )
 
 
 def _rejected(mask: torch.Tensor) -> ConfigError:
     return ConfigError(
-        f"the batch holds an attention mask that is not the declared one ({mask.dtype} {list(mask.shape)}): ring attention takes "
-        "the causal mask of this rank's tokens, or none (--no-create-attention-mask-in-dataloader)"
+        f"the batch holds an attention mask that is not the declared one ({mask.dtype} "
+        f"{list(mask.shape)}): ring attention takes the causal mask of this rank's tokens, or none "
+        "(--no-create-attention-mask-in-dataloader)"
     )

@@ -1,4 +1,6 @@
-"""Splits a microbatch over the context-parallel ranks, its mask too: for programs that build their own batches."""
+"""Splits a microbatch over the context-parallel ranks, its mask too: for programs that build their
+own batches.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +26,46 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
     """This rank's part of a microbatch, and the mask of the microbatch as `packed_seq_params`.
 
     Args:
-        batch: tensors [b, n] of whole batch rows by name, and under `cp_ring_mask` a `Mask` of n tokens, what `Mask.to_dict`
-            returns, or a list of b of these; without it the mask is causal, or that of the documents with
-            --cp-ring-document-mask, which begin where `position_ids` are 0. What is not a tensor [b, n] is left as it is. With
-            `cu_seqlens`, and `cu_seqlens_padded` where documents are padded, offsets int32 [1, documents + 1] or [documents + 1],
-            the one batch row holds packed documents.
+        batch: tensors [b, n] of whole batch rows by name, and under `cp_ring_mask` a `Mask` of n
+            tokens, what `Mask.to_dict` returns, or a list of b of these; without it the mask is
+            causal, or that of the documents with --cp-ring-document-mask, which begin where
+            `position_ids` are 0. What is not a tensor [b, n] is left as it is. With `cu_seqlens`,
+            and `cu_seqlens_padded` where documents are padded, offsets int32 [1, documents + 1] or
+            [documents + 1], the one batch row holds packed documents.
         cp_group: the context-parallel process group, by default Megatron's.
 
     Returns:
-        The tensors [b, n / cp], and `packed_seq_params`: hand it to the model, which gives it to every layer; it is None for
-        causal batch rows without documents, and has the format thd for packed ones, each of which is split by zigzag as
-        TransformerEngine does. `position_ids` are those of the mask where it has positions of its own, so that a response
-        continues from its prompt.
+        The tensors [b, n / cp], and `packed_seq_params`: hand it to the model, which gives it to
+        every layer; it is None for causal batch rows without documents, and has the format thd for
+        packed ones, each of which is split by zigzag as TransformerEngine does. `position_ids` are
+        those of the mask where it has positions of its own, so that a response continues from its
+        prompt.
 
     Raises:
-        ConfigError: for a mask of another length, or of a kind that --cp-ring-mask-kinds does not name; for packed documents that
-            cannot be split.
+        ConfigError: for a mask of another length, or of a kind that --cp-ring-mask-kinds does not
+            name; for packed documents that cannot be split.
     """
     group = compat.group_of(None, "cp") if cp_group is None else cp_group
     if batch.get(OFFSETS) is not None:
         return _split_packed(batch, group.rank(), group.size())
-    whole = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() == 2}
+    whole = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor) and value.dim() == 2
+    }
     sizes = {tuple(value.shape) for value in whole.values()}
     if len(sizes) != 1:
         raise ConfigError(
-            f"the tensors of a batch must be [b, n] of one size, not {', '.join(map(str, sorted(sizes))) or 'none'}"
+            "the tensors of a batch must be [b, n] of one size, not "
+            f"{', '.join(map(str, sorted(sizes))) or 'none'}"
         )
     ((count, n),) = sizes
     rest = {name: value for name, value in batch.items() if name not in whole and name != KEY}
     if KEY not in batch and not current().kinds and not current().document_mask:
         _check_length(n, group.size())
-        return rest | on_this_cp_rank(whole, group.rank(), group.size()) | {"packed_seq_params": None}
+        return (
+            rest | on_this_cp_rank(whole, group.rank(), group.size()) | {"packed_seq_params": None}
+        )
     if current().document_mask:
         carried: MicrobatchMask = _documents(whole, n, group.size())
     else:
@@ -73,18 +84,32 @@ def _split_packed(batch: Mapping[str, Any], rank: int, cp: int) -> dict[str, Any
         qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
-    whole = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and name not in _OF_PACKED}
+    whole = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor) and name not in _OF_PACKED
+    }
     sizes = {tuple(value.shape) for value in whole.values()}
     if len(sizes) != 1 or next(iter(sizes))[0] != 1:
         raise ConfigError(
-            f"{OFFSETS}: packed documents need tensors [1, n] of one size, not {', '.join(map(str, sorted(sizes)))}"
+            f"{OFFSETS}: packed documents need tensors [1, n] of one size, not "
+            f"{', '.join(map(str, sorted(sizes)))}"
         )
     n = next(iter(sizes))[1]
     if n % cp:
-        raise ConfigError(f"{OFFSETS}: {n} packed tokens cannot be split over {cp} context-parallel ranks: pad them")
+        raise ConfigError(
+            f"{OFFSETS}: {n} packed tokens cannot be split over {cp} context-parallel ranks: pad "
+            "them"
+        )
     documents = documents_of(packed, n // cp, cp, packed_in_whole_rows())
-    rest = {name: value for name, value in batch.items() if name not in whole and name not in _OF_PACKED}
-    return rest | {name: documents.shard(value, rank) for name, value in whole.items()} | {"packed_seq_params": packed}
+    rest = {
+        name: value for name, value in batch.items() if name not in whole and name not in _OF_PACKED
+    }
+    return (
+        rest
+        | {name: documents.shard(value, rank) for name, value in whole.items()}
+        | {"packed_seq_params": packed}
+    )
 
 
 def _offsets(given: torch.Tensor, name: str) -> torch.Tensor:
@@ -98,38 +123,52 @@ def _offsets(given: torch.Tensor, name: str) -> torch.Tensor:
 def _documents(whole: dict[str, torch.Tensor], n: int, cp: int) -> Documents:
     """The documents of batch rows of `n` tokens, which begin where position ids do."""
     if "position_ids" not in whole:
-        raise ConfigError("--cp-ring-document-mask: the batch has no position_ids, which begin at 0 in each document")
+        raise ConfigError(
+            "--cp-ring-document-mask: the batch has no position_ids, which begin at 0 in each "
+            "document"
+        )
     _check_length(n, cp)
     ids = whole["position_ids"]
     return Documents.in_rows(boundaries(ids.cpu()), len(ids), current().layout, cp)
 
 
 def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
-    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds with the current layout."""
+    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds
+    with the current layout.
+    """
     if cp == 1:
         return batch
-    return {name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1) for name, tensor in batch.items()}
+    return {
+        name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1)
+        for name, tensor in batch.items()
+    }
 
 
 def declare(given: Any, batch: int, n: int, cp: int) -> DeclaredMask:
     """The mask of a microbatch from its entry `cp_ring_mask`, split by the layout in force."""
     _check_length(n, cp)
     if given is not None and not current().kinds:
-        raise ConfigError(f"the batch carries {KEY}, of which the job knows nothing: give --cp-ring-mask-kinds")
+        raise ConfigError(
+            f"the batch carries {KEY}, of which the job knows nothing: give --cp-ring-mask-kinds"
+        )
     return DeclaredMask.of_rows(read(given, batch, n, current().kinds), current().layout, cp)
 
 
 def _check_length(n: int, cp: int) -> None:
     if n % (2 * cp if current().layout == "zigzag" else cp) and cp > 1:
         raise ConfigError(
-            f"batch rows of {n} tokens cannot be split over {cp} context-parallel ranks, {current().layout}: pad them, and give "
-            "the constructor of the mask n="
+            f"batch rows of {n} tokens cannot be split over {cp} context-parallel ranks, "
+            f"{current().layout}: pad them, and give the constructor of the mask n="
         )
 
 
-def with_positions(whole: dict[str, torch.Tensor], declared: DeclaredMask) -> dict[str, torch.Tensor]:
+def with_positions(
+    whole: dict[str, torch.Tensor], declared: DeclaredMask
+) -> dict[str, torch.Tensor]:
     """The tensors [b, n], with the position ids of the mask where it has positions of its own."""
     if "position_ids" not in whole or not declared.own_positions:
         return whole
     ids = whole["position_ids"]
-    return whole | {"position_ids": torch.from_numpy(declared.whole.positions).view(ids.shape).to(ids)}
+    return whole | {
+        "position_ids": torch.from_numpy(declared.whole.positions).view(ids.shape).to(ids)
+    }

@@ -1,4 +1,5 @@
-"""Megatron's `--cp-comm-type`, by layer, as ring attention runs it: heads that are exchanged, and the schedule of the ring.
+"""Megatron's `--cp-comm-type`, by layer, as ring attention runs it: heads that are exchanged, and
+the schedule of the ring.
 
 | type | here |
 |---|---|
@@ -37,22 +38,41 @@ def spec_of_layer(
 
     `sizes` are the hierarchical context-parallel sizes.
 
-    `group` are the ranks of the context-parallel group in the whole job, from which the node size follows if no flag gives it.
-    Raises `ConfigError` with a line that names the flag.
+    `group` are the ranks of the context-parallel group in the whole job, from which the node size
+    follows if no flag gives it. Raises `ConfigError` with a line that names the flag.
     """
     if "auto" in (settings.route, settings.heads):
-        raise ConfigError("--cp-ring-route auto and --cp-ring-heads auto need the flags of a job: give a route and a number")
-    named = {"cp_comm_type": kind, "context_parallel_size": cp, "hierarchical_context_parallel_sizes": sizes}
+        raise ConfigError(
+            "--cp-ring-route auto and --cp-ring-heads auto need the flags of a job: give a route "
+            "and a number"
+        )
+    named = {
+        "cp_comm_type": kind,
+        "context_parallel_size": cp,
+        "hierarchical_context_parallel_sizes": sizes,
+    }
     job = Job(argparse.Namespace(**named), settings)
     check_rules(job, rules.SPLIT)
     (kind,), spec = job.comm_types, PlanSpec(settings.layout, settings.route)
     if cp == 1:
         return spec
-    spec = replace(spec, node_size=settings.node_size or node_size(group or (), ranks_per_node() if group else None))
+    spec = replace(
+        spec,
+        node_size=settings.node_size or node_size(group or (), ranks_per_node() if group else None),
+    )
     if kind == "all_gather":
         return replace(spec, schedule="gather")
-    heads = {"p2p": int(settings.heads), "a2a": cp}[kind] if kind != "a2a+p2p" else int((sizes or ())[0])
-    return replace(spec, schedule=settings.schedule if heads < cp else "auto", ulysses=heads, slot_shards=settings.slot_shards)
+    heads = (
+        {"p2p": int(settings.heads), "a2a": cp}[kind]
+        if kind != "a2a+p2p"
+        else int((sizes or ())[0])
+    )
+    return replace(
+        spec,
+        schedule=settings.schedule if heads < cp else "auto",
+        ulysses=heads,
+        slot_shards=settings.slot_shards,
+    )
 
 
 def types_by_layer(args: argparse.Namespace) -> list[str]:
@@ -69,14 +89,21 @@ def type_of(args: argparse.Namespace, layer: int) -> str:
 def specs(
     args: argparse.Namespace, config: ContextParallelConfig, group: Sequence[int] | None = None
 ) -> list[tuple[str, PlanSpec]]:
-    """The distinct types of the layers, and how attention of each is split; `group` as in `spec_of_layer`."""
+    """The distinct types of the layers, and how attention of each is split; `group` as in
+    `spec_of_layer`.
+    """
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     kinds = dict.fromkeys(types_by_layer(args))
-    return [(kind, spec_of_layer(kind, config, args.context_parallel_size, sizes, group)) for kind in kinds]
+    return [
+        (kind, spec_of_layer(kind, config, args.context_parallel_size, sizes, group))
+        for kind in kinds
+    ]
 
 
 def check(job: Job) -> None:
-    """Checks the flags about the shape of context parallelism against each other and the sizes of the model."""
+    """Checks the flags about the shape of context parallelism against each other and the sizes of
+    the model.
+    """
     check_rules(job, rules.SPLITS)
     # What passes with the simplest shape passes with any that is chosen later.
     simple = {"route": DEFAULT} if job.own.route == "auto" else {}
@@ -85,8 +112,16 @@ def check(job: Job) -> None:
         check_members(kind, spec, config, job.cp, job.num_attention_heads, job.tp)
 
 
-def check_members(kind: str | None, spec: PlanSpec, settings: ContextParallelConfig, cp: int, heads: int | None, tp: int) -> None:
-    """Raises `ConfigError` unless ranks can exchange the query heads of a tensor-parallel rank, and each member has a hop.
+def check_members(
+    kind: str | None,
+    spec: PlanSpec,
+    settings: ContextParallelConfig,
+    cp: int,
+    heads: int | None,
+    tp: int,
+) -> None:
+    """Raises `ConfigError` unless ranks can exchange the query heads of a tensor-parallel rank, and
+    each member has a hop.
 
     `heads` are None if unknown.
     """
@@ -94,7 +129,9 @@ def check_members(kind: str | None, spec: PlanSpec, settings: ContextParallelCon
     ring = kind in (None, "p2p")
     known = {
         "heads_of_rank": heads and heads // tp,
-        "exchange": f"--cp-ring-heads {spec.ulysses}" if ring else f"--cp-comm-type {kind} among {spec.ulysses} ranks",
+        "exchange": f"--cp-ring-heads {spec.ulysses}"
+        if ring
+        else f"--cp-comm-type {kind} among {spec.ulysses} ranks",
         "members": cp // spec.ulysses,
         "hops": None if isinstance(hops, str) or spec.schedule != settings.schedule else len(hops),
     }

@@ -1,7 +1,8 @@
 """What differs between the versions of Megatron that cp_ring supports.
 
-First the versions themselves, read without importing Megatron; then functions that hide the differences. These import Megatron
-inside the function: this module is loaded before the patches are applied, and some patches must come before Megatron.
+First the versions themselves, read without importing Megatron; then functions that hide the
+differences. These import Megatron inside the function: this module is loaded before the patches are
+applied, and some patches must come before Megatron.
 """
 
 from __future__ import annotations
@@ -34,24 +35,33 @@ def check_version(core_alone: bool = False) -> str:
     version = megatron_version()
     install = f"pip install 'megatron-core[training]{SUPPORTED}'"
     if version is None:
-        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, which is not installed: {install}")
-    if not _within(version, SUPPORTED):
-        raise ConfigError(f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: {install}")
-    if not core_alone and not has_training_loop():  # a namespace package: its parts can be in two places
         raise ConfigError(
-            f"megatron-core {version} is installed without its megatron.training: use 0.17 or later, or put a checkout of "
-            "Megatron-LM of this version first on PYTHONPATH"
+            f"--cp-ring needs megatron-core{SUPPORTED}, which is not installed: {install}"
+        )
+    if not _within(version, SUPPORTED):
+        raise ConfigError(
+            f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: {install}"
+        )
+    # a namespace package: its parts can be in two places
+    if not core_alone and not has_training_loop():
+        raise ConfigError(
+            f"megatron-core {version} is installed without its megatron.training: use 0.17 or "
+            "later, or put a checkout of Megatron-LM of this version first on PYTHONPATH"
         )
     return version
 
 
 def has_training_loop() -> bool:
-    """Whether there is a megatron.training beside megatron.core; that of another installation does not count."""
+    """Whether there is a megatron.training beside megatron.core; that of another installation does
+    not count.
+    """
     return _home("megatron.training") == _home("megatron.core")
 
 
 def megatron_version() -> str | None:
-    """The version of the megatron.core that would be imported (a checkout on PYTHONPATH included), read without importing it."""
+    """The version of the megatron.core that would be imported (a checkout on PYTHONPATH included),
+    read without importing it.
+    """
     spec = importlib.util.find_spec("megatron")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "core" / "package_info.py"
@@ -74,18 +84,22 @@ def _home(package: str) -> Path | None:
 
 
 def apex() -> str:
-    """Which package called apex is installed, without importing it: `nvidia`, `other` (as on PyPI), or "" for none."""
+    """Which package called apex is installed, without importing it: `nvidia`, `other` (as on PyPI),
+    or "" for none.
+    """
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return ""
     folders = [Path(folder) for folder in spec.submodule_search_locations or []]
-    return "nvidia" if any((folder / "multi_tensor_apply").is_dir() for folder in folders) else "other"
+    return (
+        "nvidia" if any((folder / "multi_tensor_apply").is_dir() for folder in folders) else "other"
+    )
 
 
 @contextlib.contextmanager
 def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
-    """Within the block `args` ask for no attention logits: Megatron checks for TransformerEngine, which ring attention does not
-    need for them."""
+    """Within the block `args` ask for no attention logits: Megatron checks for TransformerEngine,
+    which ring attention does not need for them."""
     wanted = {name: getattr(args, name, False) for name in ("qk_clip", "log_max_attention_logit")}
     vars(args).update(dict.fromkeys(wanted, False))
     try:
@@ -95,15 +109,27 @@ def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
 
 
 def missing_features(version: str | None = None) -> list[tuple[str, str]]:
-    """Features that `version` of Megatron (by default the installed one) lacks or gets wrong, each with advice."""
+    """Features that `version` of Megatron (by default the installed one) lacks or gets wrong, each
+    with advice.
+    """
     version = version or megatron_version()
     later = (
-        (">=0.17", "multi-latent attention and experts without TransformerEngine", "needs megatron-core 0.17"),
+        (
+            ">=0.17",
+            "multi-latent attention and experts without TransformerEngine",
+            "needs megatron-core 0.17",
+        ),
         (">=0.18", "gated delta net layers under context parallelism", "needs megatron-core 0.18"),
         (">=0.19", "--cp-ring-loss-chunk", "needs megatron-core 0.19"),
-        (">=0.19", "--moe-z-loss-coeff at its full weight under context parallelism", "needs megatron-core 0.19"),
+        (
+            ">=0.19",
+            "--moe-z-loss-coeff at its full weight under context parallelism",
+            "needs megatron-core 0.19",
+        ),
     )
-    return [(what, advice) for needed, what, advice in later if version and not _within(version, needed)]
+    return [
+        (what, advice) for needed, what, advice in later if version and not _within(version, needed)
+    ]
 
 
 def _within(version: str, versions: str) -> bool:
@@ -112,11 +138,17 @@ def _within(version: str, versions: str) -> bool:
 
 def known_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """The `values` that this version's `function` has parameters for."""
-    return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in inspect.signature(function).parameters
+    }
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether the forward of a model, in any wrappers, takes `name`: a hybrid model of 0.16 has no `loss_mask`."""
+    """Whether the forward of a model, in any wrappers, takes `name`: a hybrid model of 0.16 has no
+    `loss_mask`.
+    """
     while hasattr(model, "module"):
         model = model.module
     known = inspect.signature(getattr(model, "forward", model)).parameters
@@ -140,7 +172,9 @@ def tokenizer(args: argparse.Namespace) -> Any:
     return build_tokenizer(args)
 
 
-def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any], build: Callable[..., Any]) -> None:
+def pretrain(
+    datasets: Callable[..., Any], forward_step: Callable[..., Any], build: Callable[..., Any]
+) -> None:
     """Calls Megatron's training loop for the GPT model that the command line describes.
 
     datasets: returns the training, validation and test data sets.
@@ -151,8 +185,16 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any], bui
     from megatron.core.enums import ModelType
 
     known = inspect.signature(training.pretrain).parameters
-    wanted: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder, "forward_step_func": forward_step}
-    if known.get("model_provider", inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, default=None)).default is not None:
+    wanted: dict[str, Any] = {
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    if (
+        known.get(
+            "model_provider", inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, default=None)
+        ).default
+        is not None
+    ):
         wanted["model_provider"] = build
     if "cfg_container" not in known:
         training.pretrain(datasets, **wanted)  # until 0.17 it parses the command line itself
@@ -161,9 +203,12 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any], bui
 
     args = arguments.parse_and_validate_args()
     hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
-    config_from_args = "hybrid_config_from_args" if hybrid else "gpt_config_from_args"  # 0.18 has only the former
+    # 0.18 has only the former
+    config_from_args = "hybrid_config_from_args" if hybrid else "gpt_config_from_args"
     model = [] if "model_provider" in wanted else [getattr(argument_utils, config_from_args)(args)]
-    training.pretrain(argument_utils.pretrain_cfg_container_from_args(args, *model), datasets, **wanted)
+    training.pretrain(
+        argument_utils.pretrain_cfg_container_from_args(args, *model), datasets, **wanted
+    )
 
 
 def training_step() -> int:
@@ -173,23 +218,38 @@ def training_step() -> int:
 
 
 def has_window(config: Any, layer_number: int) -> bool:
-    """Whether layer `layer_number` (from 1) has the window `config.window_size`, by Megatron's own rule."""
+    """Whether layer `layer_number` (from 1) has the window `config.window_size`, by Megatron's own
+    rule.
+    """
     from megatron.core.transformer.utils import is_layer_window_attention
 
-    return bool(is_layer_window_attention(config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number))
+    return bool(
+        is_layer_window_attention(
+            config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number
+        )
+    )
 
 
 def mark_tensor_parallel(parameter: Any, dim: int) -> None:
-    """Tells Megatron that tensor-parallel ranks hold different parts of `parameter`, split along `dim`."""
+    """Tells Megatron that tensor-parallel ranks hold different parts of `parameter`, split along
+    `dim`.
+    """
     from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
 
 def sharded_tensors(
-    state: dict[str, Any], prefix: str, split: dict[str, int], offsets: tuple[Any, ...], tp_group: Any, metadata: Any
+    state: dict[str, Any],
+    prefix: str,
+    split: dict[str, int],
+    offsets: tuple[Any, ...],
+    tp_group: Any,
+    metadata: Any,
 ) -> dict[str, Any]:
-    """The sharded state of `state`, whose tensors are split over `tp_group` along the dimensions in `split`."""
+    """The sharded state of `state`, whose tensors are split over `tp_group` along the dimensions in
+    `split`.
+    """
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
 
     group = (metadata or {}).get("dp_cp_group")
@@ -199,11 +259,14 @@ def sharded_tensors(
 
 
 def start() -> argparse.Namespace:
-    """Parses the command line and sets up Megatron's parallel groups, as its training loop does before it builds a model."""
+    """Parses the command line and sets up Megatron's parallel groups, as its training loop does
+    before it builds a model.
+    """
     import megatron.training as training
     from megatron.training import arguments
 
-    if "cfg_container" in inspect.signature(training.pretrain).parameters:  # until 0.17 it parses the command line itself
+    # until 0.17 it parses the command line itself
+    if "cfg_container" in inspect.signature(training.pretrain).parameters:
         arguments.parse_and_validate_args()
     training.initialize.initialize_megatron()
     args: argparse.Namespace = training.get_args()
@@ -211,20 +274,32 @@ def start() -> argparse.Namespace:
 
 
 def hierarchical_groups(cp_group: Any, heads: int) -> tuple[Any, Any] | None:
-    """Megatron's own groups of the `heads` neighbors of this rank and of its ring, where it made such; else None."""
+    """Megatron's own groups of the `heads` neighbors of this rank and of its ring, where it made
+    such; else None.
+    """
     from megatron.core import parallel_state
     from torch.distributed import get_process_group_ranks as ranks_of
 
     made = getattr(parallel_state, "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", None)
-    if not made or len(made) != 2 or heads == 1 or made[0].size() != heads or made[1].size() * heads != cp_group.size():
+    if (
+        not made
+        or len(made) != 2
+        or heads == 1
+        or made[0].size() != heads
+        or made[1].size() * heads != cp_group.size()
+    ):
         return None
     whole, first = ranks_of(cp_group), cp_group.rank() - cp_group.rank() % heads
     neighbors, ring = whole[first : first + heads], whole[cp_group.rank() % heads :: heads]
-    return (made[0], made[1]) if [ranks_of(made[0]), ranks_of(made[1])] == [neighbors, ring] else None
+    return (
+        (made[0], made[1]) if [ranks_of(made[0]), ranks_of(made[1])] == [neighbors, ring] else None
+    )
 
 
 def group_of(collection: Any, name: str) -> Any:
-    """The process group `name` (tp, cp, ...) of a Megatron pg_collection, or Megatron's global one if `collection` is None."""
+    """The process group `name` (tp, cp, ...) of a Megatron pg_collection, or Megatron's global one
+    if `collection` is None.
+    """
     if collection is None:
         from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -1,6 +1,7 @@
 """Ring attention with the interface of Megatron's core attention.
 
-Shapes: s tokens of this rank, b microbatch, h query and g key/value heads of this tensor-parallel rank, d and dv head sizes.
+Shapes: s tokens of this rank, b microbatch, h query and g key/value heads of this tensor-parallel
+rank, d and dv head sizes.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class RingDotProductAttention(MegatronModule):
-    """Core attention over the context-parallel group: each rank holds s of the n = s * cp tokens, split by the layout in force.
+    """Core attention over the context-parallel group: each rank holds s of the n = s * cp tokens,
+    split by the layout in force.
 
-    The arguments are those that Megatron gives to core attention. `config.apply_query_key_layer_scaling` has no effect: stock
-    attention divides and multiplies the scores by the layer number to fit fp16, while ring attention keeps them in float32.
+    The arguments are those that Megatron gives to core attention.
+    `config.apply_query_key_layer_scaling` has no effect: stock attention divides and multiplies the
+    scores by the layer number to fit fp16, while ring attention keeps them in float32.
 
-    A layer whose `config.context_parallel_size` is 1, such as that of a vision encoder, attends to this rank's own tokens alone,
-    however many ranks the group has.
+    A layer whose `config.context_parallel_size` is 1, such as that of a vision encoder, attends to
+    this rank's own tokens alone, however many ranks the group has.
 
-    A layer's window (`config.window_size`, `config.window_attn_skip_freq`) narrows its mask. `config.softmax_type` adds a term to
-    the softmax denominator of each head: exp(0) for `off-by-one`, exp of the parameter `softmax_offset` [h] for `learnable`.
+    A layer's window (`config.window_size`, `config.window_attn_skip_freq`) narrows its mask.
+    `config.softmax_type` adds a term to the softmax denominator of each head: exp(0) for
+    `off-by-one`, exp of the parameter `softmax_offset` [h] for `learnable`.
 
     Raises `ConfigError` for arguments and settings that ring attention does not support.
     """
@@ -76,8 +80,13 @@ class RingDotProductAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.cp_group = _group_of_layer(config, compat.group_of(pg_collection, "cp"))
         self.tp_group = compat.group_of(pg_collection, "tp")
-        self.softmax_scale = 1.0 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
-        self.current_max_attn_logits: torch.Tensor | None = None  # [h]; Megatron's clip_qk reads it after a step, and resets it
+        self.softmax_scale = (
+            1.0 / math.sqrt(k_channels or config.kv_channels)
+            if softmax_scale is None
+            else softmax_scale
+        )
+        # [h]; Megatron's clip_qk reads it after a step, and resets it
+        self.current_max_attn_logits: torch.Tensor | None = None
         self.settings = current()
         watchdog.start(self.settings.hop_timeout)
         if graphs.hold_attention(config):
@@ -92,11 +101,16 @@ class RingDotProductAttention(MegatronModule):
         cp, tp = self.cp_group.size(), self.tp_group.size()
         check_members(cp_comm_type, self.spec, self.settings, cp, config.num_attention_heads, tp)
         # Without Megatron's command line, nothing has chosen for auto.
-        self.wire = "plain" if self.settings.wire == "auto" or self.cp_group.size() == 1 else self.settings.wire
+        self.wire = (
+            "plain"
+            if self.settings.wire == "auto" or self.cp_group.size() == 1
+            else self.settings.wire
+        )
         self.options = AttentionOptions(
             softmax_scale=self.softmax_scale, kernel=self.settings.kernel, num_slots=self.settings.num_slots, wire=self.wire,
             wire_dtype=self.settings.wire_dtype, qkv_format="sbhd", compare_every=self.settings.compare_every,
-            max_logit=bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)),
+            max_logit=bool(getattr(config, "qk_clip", False) or getattr(config,
+            "log_max_attention_logit", False)),
             sub_groups=compat.hierarchical_groups(self.cp_group, self.spec.ulysses),
         )  # fmt: skip
         self.tap = self._make_tap()
@@ -104,7 +118,9 @@ class RingDotProductAttention(MegatronModule):
         self._make_softmax_offset()
         self.register_load_state_dict_pre_hook(_without_extra_state)
         if any(value is not None for value in unknown.values()):
-            raise ConfigError(f"ring attention does not know these core attention arguments: {', '.join(unknown)}")
+            raise ConfigError(
+                f"ring attention does not know these core attention arguments: {', '.join(unknown)}"
+            )
 
     @_disable_dynamo  # see `ring_attention`
     def forward(
@@ -124,20 +140,29 @@ class RingDotProductAttention(MegatronModule):
             query: [s, b, h, d], or [s, h, d] of packed documents (thd).
             key: [s, b, g, d] or [s, g, d].
             value: [s, b, g, dv] or [s, g, dv].
-            attention_mask: None, or the causal mask of this rank's tokens where that is the declared one (see `batch_mask`).
-            attn_mask_type: `causal` or `no_mask`, as Megatron's enum or its name; by default that of the layer.
+            attention_mask: None, or the causal mask of this rank's tokens where that is the
+            declared one (see `batch_mask`).
+            attn_mask_type: `causal` or `no_mask`, as Megatron's enum or its name; by default that
+            of the layer.
             packed_seq_params: the documents of the batch; None for sequences without documents.
 
         Returns:
-            [s, b, h * dv], or [s, h * dv] of packed documents, in the dtype of `query`; zero where a token is padding.
+            [s, b, h * dv], or [s, h * dv] of packed documents, in the dtype of `query`; zero where
+            a token is padding.
 
         Raises:
-            ConfigError: for another mask, a bias, or packed sequences that ring attention does not support.
+            ConfigError: for another mask, a bias, or packed sequences that ring attention does not
+            support.
         """
         mask = _check_mask(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         _check_inputs(attention_bias, unknown)
-        latents = None if self.tap is None else self.tap.take(self.config.qk_head_dim, self.config.v_head_dim)
-        packed = query.dim() == 3  # thd: the documents lie end to end, and Megatron has no batch dimension
+        latents = (
+            None
+            if self.tap is None
+            else self.tap.take(self.config.qk_head_dim, self.config.v_head_dim)
+        )
+        # thd: the documents lie end to end, and Megatron has no batch dimension
+        packed = query.dim() == 3
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
@@ -146,29 +171,42 @@ class RingDotProductAttention(MegatronModule):
         step = compat.training_step()
         timing.at_step(step)
         plan = self._plan(query, mask, packed_seq_params)
-        dropout = self._dropout(query, packed_seq_params) if self.dropout and self.training else None
+        dropout = (
+            self._dropout(query, packed_seq_params) if self.dropout and self.training else None
+        )
         kept = recompute.take(self)
         if kept is None:  # else the watchdog knows the call as the one whose output was kept
             watchdog.enter(self.name, step)
         inputs = Inputs(query, key, value, self.softmax_offset, latents, dropout).alike()
-        with _flag_in_errors(self.options.kernel), saving([self.softmax_offset, *(latents or ())], self.config):
-            output = attention_of(plan, self.cp_group if plan.cp > 1 else None, self.options, inputs)(inputs, kept)
+        with (
+            _flag_in_errors(self.options.kernel),
+            saving([self.softmax_offset, *(latents or ())], self.config),
+        ):
+            output = attention_of(
+                plan, self.cp_group if plan.cp > 1 else None, self.options, inputs
+            )(inputs, kept)
         recompute.keep(self, output, offload() if self.settings.offload else None)
         if output.max_logit is not None:  # Megatron's clipping and log read it
             before = self.current_max_attn_logits
-            self.current_max_attn_logits = output.max_logit if before is None else torch.maximum(before, output.max_logit)
+            self.current_max_attn_logits = (
+                output.max_logit if before is None else torch.maximum(before, output.max_logit)
+            )
         out = output.out.flatten(2)
         return out.squeeze(1) if packed else out
 
     def _make_tap(self) -> LatentTap | None:
-        """What finds the latents of this layer, where they travel; see `cp_ring.megatron.latent.link`."""
+        """What finds the latents of this layer, where they travel; see
+        `cp_ring.megatron.latent.link`.
+        """
         if not WIRES[self.wire].latent:
             return None
         check_latent(self.config, self.spec.ulysses, self.settings)
         return LatentTap(self.tp_group)
 
     def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:
-        """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any, the documents of the batch."""
+        """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any,
+        the documents of the batch.
+        """
         rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
         if packed_seq_params is None:
             return make_plan(mask, tokens * cp, cp, self.window, self.spec)
@@ -177,25 +215,41 @@ class RingDotProductAttention(MegatronModule):
             return wait_for(documents.prepare(rank, self.window, mask == "causal", self.spec))
 
     def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout:
-        """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in their batch rows."""
-        rank, cp, (tokens, batch, heads) = self.cp_group.rank(), self.cp_group.size(), query.shape[:3]
+        """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in
+        their batch rows.
+        """
+        rank, cp, (tokens, batch, heads) = (
+            self.cp_group.rank(),
+            self.cp_group.size(),
+            query.shape[:3],
+        )
         if packed_seq_params is None:
             layout = make_layout(self.settings.layout, tokens * cp, cp)
             places = torch.from_numpy(layout.positions(rank)) if cp > 1 else torch.arange(tokens)
         else:
-            places = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows()).places(rank)
-        return dropout_of(self.dropout, self.dropout_number, places, self.tp_group.rank() * heads, self.calls)
+            places = documents_of(
+                packed_seq_params, tokens * batch, cp, packed_in_whole_rows()
+            ).places(rank)
+        return dropout_of(
+            self.dropout, self.dropout_number, places, self.tp_group.rank() * heads, self.calls
+        )
 
-    def _check_batch_mask(self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any) -> None:
-        """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank; else raises `ConfigError`."""
+    def _check_batch_mask(
+        self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any
+    ) -> None:
+        """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank;
+        else raises `ConfigError`.
+        """
         if packed_seq_params is not None or mask != "causal":
             declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
             raise ConfigError(
-                f"the batch holds an attention mask beside {declared}, which ring attention computes itself: give "
-                "--no-create-attention-mask-in-dataloader"
+                f"the batch holds an attention mask beside {declared}, which ring attention "
+                "computes itself: give --no-create-attention-mask-in-dataloader"
             )
         cp = self.cp_group.size()
-        accept_causal(attention_mask, make_layout(self.settings.layout, tokens * cp, cp), self.cp_group.rank())
+        accept_causal(
+            attention_mask, make_layout(self.settings.layout, tokens * cp, cp), self.cp_group.rank()
+        )
 
     def _make_softmax_offset(self) -> None:
         """Sets `softmax_offset` [h]: None, a constant, or a parameter."""
@@ -209,7 +263,8 @@ class RingDotProductAttention(MegatronModule):
             # It is neither a parameter nor part of checkpoints.
             self.register_buffer("softmax_offset", torch.zeros(heads, **options), persistent=False)
             return
-        # Drawn for the heads of all tensor-parallel ranks, so that a head starts with the same value at any tensor-parallel size.
+        # Drawn for the heads of all tensor-parallel ranks, so that a head starts with the same
+        # value at any tensor-parallel size.
         offset = torch.empty(config.num_attention_heads, **options)
         if config.perform_initialization:
             config.init_method(offset)
@@ -219,16 +274,22 @@ class RingDotProductAttention(MegatronModule):
         compat.mark_tensor_parallel(self.softmax_offset, dim=0)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The state of the stock core attention that it replaces: `softmax_offset`, if learned, split over tensor-parallel ranks.
+        """The state of the stock core attention that it replaces: `softmax_offset`, if learned,
+        split over tensor-parallel ranks.
 
         With TransformerEngine there is then also an extra state, which is empty without fp8.
         """
         state = self.state_dict(prefix="", keep_vars=True)
         if state and getattr(self.config, "transformer_impl", "") == "transformer_engine":
             state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
-        return compat.sharded_tensors(state, prefix, {"softmax_offset": 0}, sharded_offsets, self.tp_group, metadata)
+        return compat.sharded_tensors(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets, self.tp_group, metadata
+        )
 
 
 class _OneRank:
@@ -247,15 +308,26 @@ def _group_of_layer(config: Any, group: Any) -> Any:
 
 
 def _number_predictions(parent: Any, _: str, child: Any) -> None:
-    """Tells the attention layers inside a layer of multi-token prediction from the decoder's, whose numbers they have too.
+    """Tells the attention layers inside a layer of multi-token prediction from the decoder's, whose
+    numbers they have too.
 
-    Core attention is built without a word about it, so it learns it where its layer becomes a part of the prediction.
+    Core attention is built without a word about it, so it learns it where its layer becomes a part
+    of the prediction.
     """
     if isinstance(parent, MultiTokenPredictionLayer) and child is not None:
-        layers = [module for module in child.modules() if isinstance(module, RingDotProductAttention)]
-        calls = parent.config.mtp_num_layers if getattr(parent.config, "mtp_use_repeated_layer", False) else 1
+        layers = [
+            module for module in child.modules() if isinstance(module, RingDotProductAttention)
+        ]
+        calls = (
+            parent.config.mtp_num_layers
+            if getattr(parent.config, "mtp_use_repeated_layer", False)
+            else 1
+        )
         for index, layer in enumerate(layers):
-            layer.dropout_number, layer.calls = number_of_prediction(parent.layer_number, index), calls
+            layer.dropout_number, layer.calls = (
+                number_of_prediction(parent.layer_number, index),
+                calls,
+            )
             layer.name = f"MTP {parent.layer_number}" + (f".{index + 1}" if len(layers) > 1 else "")
 
 
@@ -280,20 +352,26 @@ def _flag_in_errors(kernel: str) -> Iterator[None]:
     try:
         yield
     except KernelError as error:
-        raise KernelError(str(error).replace(f"kernel={kernel!r}", f"--cp-ring-kernel {kernel}")) from None
+        raise KernelError(
+            str(error).replace(f"kernel={kernel!r}", f"--cp-ring-kernel {kernel}")
+        ) from None
 
 
 def _check_mask(mask_type: Any) -> str:
     name = str(getattr(mask_type, "name", mask_type))
     if name not in ("causal", "no_mask"):
-        raise ConfigError(f"--cp-ring supports the attention mask types causal and no_mask, not {name}")
+        raise ConfigError(
+            f"--cp-ring supports the attention mask types causal and no_mask, not {name}"
+        )
     return name
 
 
 def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
-    """The numbers of keys before and after its own position that a query of this layer sees; -1 is all.
+    """The numbers of keys before and after its own position that a query of this layer sees; -1 is
+    all.
 
-    Raises `ConfigError` if the window contradicts the mask, or the configuration does not say whether this layer has it.
+    Raises `ConfigError` if the window contradicts the mask, or the configuration does not say
+    whether this layer has it.
     """
     window = getattr(config, "window_size", None)
     frequency = getattr(config, "window_attn_skip_freq", None)
@@ -301,7 +379,10 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
         return -1, -1
     check_window(window, causal=mask == "causal")
     if isinstance(frequency, list) and layer_number > len(frequency):
-        raise ConfigError(f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer {layer_number}")
+        raise ConfigError(
+            f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer "
+            f"{layer_number}"
+        )
     if not compat.has_window(config, layer_number):
         return -1, -1
     return int(window[0]), int(window[1])
@@ -309,9 +390,18 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
 
 def _check_layer(config: Any, layer_number: int, attention_type: str) -> None:
     if attention_type != "self":
-        raise ConfigError(f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention")
+        raise ConfigError(
+            f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention"
+        )
     softmax_type = getattr(config, "softmax_type", "vanilla")
     if softmax_type not in _SOFTMAX_TYPES:
-        raise ConfigError(f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}")
-    if getattr(config, "fp8_dot_product_attention", False) or getattr(config, "fp8_multi_head_attention", False):
-        raise ConfigError("--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: switch them off")
+        raise ConfigError(
+            f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}"
+        )
+    if getattr(config, "fp8_dot_product_attention", False) or getattr(
+        config, "fp8_multi_head_attention", False
+    ):
+        raise ConfigError(
+            "--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: "
+            "switch them off"
+        )

@@ -1,7 +1,9 @@
-"""Packed documents: the boundaries of the documents of one microbatch, and the mask, layout and plans that they determine.
+"""Packed documents: the boundaries of the documents of one microbatch, and the mask, layout and
+plans that they determine.
 
-A `Documents` belongs to one microbatch. It reaches each layer as an argument, inside `packed_seq_params`. So every layer gets the
-documents of its own microbatch: at each pipeline stage, in any order of microbatches, and when activations are recomputed.
+A `Documents` belongs to one microbatch. It reaches each layer as an argument, inside
+`packed_seq_params`. So every layer gets the documents of its own microbatch: at each pipeline
+stage, in any order of microbatches, and when activations are recomputed.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from cp_ring.runtime import RUNTIME
 
 @dataclass(frozen=True, eq=False)
 class Documents(MicrobatchMask):
-    """The documents of a microbatch, as ranges of a stream that holds its batch rows one after the other.
+    """The documents of a microbatch, as ranges of a stream that holds its batch rows one after the
+    other.
 
     Attributes:
         start: first token of each document, int64 [documents], ascending.
-        end: token after the last of each document, int64 [documents]. Tokens outside all documents are padding.
-        layout: the layout of the stream; each rank holds the same number of tokens of each batch row.
+        end: token after the last of each document, int64 [documents]. Tokens outside all documents
+        are padding.
+        layout: the layout of the stream; each rank holds the same number of tokens of each batch
+        row.
         batch: number of batch rows, which have the same length.
     """
 
@@ -46,7 +51,8 @@ class Documents(MicrobatchMask):
 
     @classmethod
     def in_rows(cls, cu_seqlens: Ints, batch: int, layout: str, cp: int) -> Documents:
-        """Documents without padding, each inside one batch row. The layout named `layout` splits each batch row separately.
+        """Documents without padding, each inside one batch row. The layout named `layout` splits
+        each batch row separately.
 
         cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
@@ -56,24 +62,39 @@ class Documents(MicrobatchMask):
         elif layout == "balanced":
             offsets = [_offsets_in_row(cu_seqlens, start, n) for start in range(0, n * batch, n)]
             windows = layer_windows()
-            masks = [[(Mask.documents(each, window=window), count) for window, count in windows] for each in offsets]
+            masks = [
+                [(Mask.documents(each, window=window), count) for window, count in windows]
+                for each in offsets
+            ]
             layouts = [Layout.balanced(layers, cp) for layers in masks]
         else:
             layouts = [make_layout(layout, n, cp)] * batch
-        return cls(cu_seqlens[:-1], cu_seqlens[1:], layouts[0] if batch == 1 else Layout.batch(layouts), batch)
+        return cls(
+            cu_seqlens[:-1],
+            cu_seqlens[1:],
+            layouts[0] if batch == 1 else Layout.batch(layouts),
+            batch,
+        )
 
     @classmethod
     def in_thd(cls, packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
-        """The documents of Megatron's `PackedSeqParams` with qkv_format thd. Each of `cp` ranks holds `tokens` tokens.
+        """The documents of Megatron's `PackedSeqParams` with qkv_format thd. Each of `cp` ranks
+        holds `tokens` tokens.
 
-        Each document is split over the ranks separately (per-document zigzag). With `whole_row`, all documents together are split
-        as one sequence, by zigzag or the balanced layout. Raises `ConfigError` if the parameters contradict each other or the
-        tensors, and for cross attention.
+        Each document is split over the ranks separately (per-document zigzag). With `whole_row`,
+        all documents together are split as one sequence, by zigzag or the balanced layout. Raises
+        `ConfigError` if the parameters contradict each other or the tensors, and for cross
+        attention.
         """
         if packed.qkv_format != "thd":
-            raise ConfigError(f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring supports thd")
+            raise ConfigError(
+                f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring supports thd"
+            )
         if getattr(packed, "local_cp_size", None) not in (None, cp):
-            raise ConfigError(f"packed_seq_params.local_cp_size {packed.local_cp_size}: --cp-ring supports one size, {cp}")
+            raise ConfigError(
+                f"packed_seq_params.local_cp_size {packed.local_cp_size}: --cp-ring supports one "
+                f"size, {cp}"
+            )
         real = _common_offsets(packed, "cu_seqlens_q", "cu_seqlens_kv")
         padded = _common_offsets(packed, "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         real = padded if real is None else real
@@ -83,25 +104,34 @@ class Documents(MicrobatchMask):
         length, room = np.diff(real), np.diff(padded)
         if len(length) != len(room) or (length > room).any():
             raise ConfigError(
-                f"packed_seq_params: documents of {_shorten(length)} tokens do not fit into padded ones of {_shorten(room)}"
+                f"packed_seq_params: documents of {_shorten(length)} tokens do not fit into padded "
+                f"ones of {_shorten(room)}"
             )
         if padded[-1] != tokens * cp:
             raise ConfigError(
-                f"packed_seq_params: cu_seqlens end at {padded[-1]}, but the {cp} ranks of --context-parallel-size hold "
-                f"{tokens} tokens each, {tokens * cp} together"
+                f"packed_seq_params: cu_seqlens end at {padded[-1]}, but the {cp} ranks of "
+                f"--context-parallel-size hold {tokens} tokens each, {tokens * cp} together"
             )
         _check_longest(packed, room)
-        return _of_offsets(real.tobytes(), padded.tobytes(), cp, whole_row, current().layout, layer_windows())
+        return _of_offsets(
+            real.tobytes(), padded.tobytes(), cp, whole_row, current().layout, layer_windows()
+        )
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """Tokens see only their own document, within `window` as in `Mask.documents`; padding sees nothing."""
+        """Tokens see only their own document, within `window` as in `Mask.documents`; padding sees
+        nothing.
+        """
         edges = np.append(np.stack([self.start, self.end], axis=1).reshape(-1), self.layout.n)
         # The gaps are documents too, which the next line removes.
         between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)
-        return Mask(self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents")
+        return Mask(
+            self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents"
+        )
 
     def last(self) -> torch.Tensor:
-        """True for the last token of each document and for padding, which have no next token: bool [tokens of the stream]."""
+        """True for the last token of each document and for padding, which have no next token: bool
+        [tokens of the stream].
+        """
         has_next = np.zeros(self.layout.n + 1, np.int64)
         np.add.at(has_next, self.start, 1)
         np.add.at(has_next, self.end - 1, -1)
@@ -114,7 +144,9 @@ class Documents(MicrobatchMask):
 
 @dataclass
 class DocumentParams(PackedSeqParams):
-    """Documents or mask of a microbatch in sbhd, as the argument that Megatron passes to every layer and to recomputation."""
+    """Documents or mask of a microbatch in sbhd, as the argument that Megatron passes to every
+    layer and to recomputation.
+    """
 
     documents: MicrobatchMask | None = None
 
@@ -127,67 +159,92 @@ class DocumentParams(PackedSeqParams):
 def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> MicrobatchMask:
     """The documents, or the declared mask, that `packed` (packed_seq_params) describes now.
 
-    Equal offsets give the same `Documents`, so that all layers of a microbatch share its plans. A `packed` that is reused with
-    other offsets, filled in place or replaced, gives other documents.
-    tokens: the number of tokens that this rank holds. Raises `ConfigError` where it contradicts `packed`.
+    Equal offsets give the same `Documents`, so that all layers of a microbatch share its plans. A
+    `packed` that is reused with other offsets, filled in place or replaced, gives other documents.
+    tokens: the number of tokens that this rank holds. Raises `ConfigError` where it contradicts
+    `packed`.
     """
     if not isinstance(packed, DocumentParams):
         return Documents.in_thd(packed, tokens, cp, whole_row)
     documents = packed.documents
     if documents is None:
-        raise ConfigError("--cp-ring-document-mask: this pipeline stage has no document boundaries for its microbatch")
+        raise ConfigError(
+            "--cp-ring-document-mask: this pipeline stage has no document boundaries for its "
+            "microbatch"
+        )
     if documents.layout.n != tokens * cp or documents.layout.cp != cp:
         raise ConfigError(
-            f"{documents.origin}: the boundaries are for {documents.layout.n} tokens over {documents.layout.cp} ranks, "
-            f"the tensors hold {tokens} on each of {cp}"
+            f"{documents.origin}: the boundaries are for {documents.layout.n} tokens over "
+            f"{documents.layout.cp} ranks, the tensors hold {tokens} on each of {cp}"
         )
     return documents
 
 
 def boundaries(position_ids: torch.Tensor) -> Ints:
-    """The offsets of the documents in the stream of all batch rows: cu_seqlens int64 [documents + 1].
+    """The offsets of the documents in the stream of all batch rows: cu_seqlens int64 [documents +
+    1].
 
-    position_ids: [batch, n], on the CPU. They start again at 0 in each document: at the start of each batch row, and after every
-        end-of-document token, which belongs to the document that it ends.
+    position_ids: [batch, n], on the CPU. They start again at 0 in each document: at the start of
+        each batch row, and after every end-of-document token, which belongs to the document that it
+        ends.
     """
     first = position_ids == 0
     if not bool(first[:, 0].all()):
         raise ConfigError(
-            "--cp-ring-document-mask: the position ids of a batch row do not begin at 0; they must come from a GPT data set"
+            "--cp-ring-document-mask: the position ids of a batch row do not begin at 0; they "
+            "must come from a GPT data set"
         )
-    return np.append(np.flatnonzero(first.reshape(-1).numpy()), position_ids.numel()).astype(np.int64)
+    return np.append(np.flatnonzero(first.reshape(-1).numpy()), position_ids.numel()).astype(
+        np.int64
+    )
 
 
 def _offsets_in_row(cu_seqlens: Ints, start: int, n: int) -> Ints:
-    """The offsets of the documents of the batch row `[start, start + n)` of the stream, counted from `start`."""
+    """The offsets of the documents of the batch row `[start, start + n)` of the stream, counted
+    from `start`.
+    """
     inside: Ints = cu_seqlens[(cu_seqlens >= start) & (cu_seqlens <= start + n)] - start
     return inside
 
 
 def _common_offsets(packed: Any, *names: str) -> Ints | None:
-    """The offsets, on the CPU, which must be the same for queries and keys; None if `packed` has neither."""
+    """The offsets, on the CPU, which must be the same for queries and keys; None if `packed` has
+    neither.
+    """
     queries, keys = (getattr(packed, name, None) for name in names)
     if queries is None and keys is None:
         return None
     if queries is None or keys is None:
         raise ConfigError(
-            f"packed_seq_params has only {names[0] if keys is None else names[1]}: it needs both {names[0]} and {names[1]}"
+            f"packed_seq_params has only {names[0] if keys is None else names[1]}: it needs both "
+            f"{names[0]} and {names[1]}"
         )
     offsets = _on_cpu(queries)
     if keys is not queries and not np.array_equal(offsets, _on_cpu(keys)):
-        raise ConfigError(f"packed_seq_params: {names[0]} and {names[1]} differ; --cp-ring supports self attention only")
+        raise ConfigError(
+            f"packed_seq_params: {names[0]} and {names[1]} differ; --cp-ring supports self "
+            "attention only"
+        )
     if len(offsets) < 2:
         raise ConfigError(f"packed_seq_params: {names[0]} {_shorten(offsets)} must hold a document")
     return ranges.offsets(offsets, f"packed_seq_params: {names[0]}")
 
 
 @RUNTIME.cache(maxsize=64)
-def _of_offsets(real: bytes, padded: bytes, cp: int, whole_row: bool, name: str, windows: LayerWindows) -> Documents:
-    """The documents of checked int64 offsets. Microbatches in flight are far fewer than what is kept."""
+def _of_offsets(
+    real: bytes, padded: bytes, cp: int, whole_row: bool, name: str, windows: LayerWindows
+) -> Documents:
+    """The documents of checked int64 offsets. Microbatches in flight are far fewer than what is
+    kept.
+    """
     starts, offsets = (np.frombuffer(x, np.int64) for x in (padded, real))
     length = np.diff(offsets)
     together = whole_row or cp == 1
-    layout = _whole_row_layout(padded, cp, name, windows) if together else Layout.per_document_zigzag(starts, cp)
+    layout = (
+        _whole_row_layout(padded, cp, name, windows)
+        if together
+        else Layout.per_document_zigzag(starts, cp)
+    )
     keep = length > 0
     return Documents(starts[:-1][keep], (starts[:-1] + length)[keep], layout)
 
@@ -197,7 +254,9 @@ def packed_layout(offsets: Ints, cp: int) -> Layout:
 
     offsets: int64 [documents + 1].
     """
-    return _whole_row_layout(np.ascontiguousarray(offsets, np.int64).tobytes(), cp, current().layout, layer_windows())
+    return _whole_row_layout(
+        np.ascontiguousarray(offsets, np.int64).tobytes(), cp, current().layout, layer_windows()
+    )
 
 
 @RUNTIME.cache(maxsize=64)
@@ -206,19 +265,24 @@ def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows)
     if cp == 1:
         return Layout.contiguous(int(edges[-1]), 1)
     if name == "balanced":
-        return Layout.balanced([(Mask.documents(edges, window=window), count) for window, count in windows], cp)
+        return Layout.balanced(
+            [(Mask.documents(edges, window=window), count) for window, count in windows], cp
+        )
     return Layout.zigzag(int(edges[-1]), cp)
 
 
 _read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())
-"""The version of each tensor on a device that was read, and its values: a read makes the host wait for the device."""
+"""The version of each tensor on a device that was read, and its values: a read makes the host wait
+for the device.
+"""
 
 
 def _on_cpu(offsets: torch.Tensor) -> Ints:
     """The values of a tensor, int64 on the host.
 
-    A tensor on the CPU is read each time. One on a device is read again when its version counter has changed: it counts
-    in-place operations of torch, also through views, but not writes through `Tensor.data` or a raw pointer.
+    A tensor on the CPU is read each time. One on a device is read again when its version counter
+    has changed: it counts in-place operations of torch, also through views, but not writes through
+    `Tensor.data` or a raw pointer.
     """
     if offsets.device.type == "cpu" or offsets.is_inference():
         return _values(offsets)
@@ -239,7 +303,10 @@ def _check_longest(packed: Any, room: Ints) -> None:
             continue
         longest = int(_on_cpu(given)[0]) if isinstance(given, torch.Tensor) else int(given)
         if longest < int(room.max()):
-            raise ConfigError(f"packed_seq_params.{name} is {longest}, but a document takes {int(room.max())} tokens")
+            raise ConfigError(
+                f"packed_seq_params.{name} is {longest}, but a document takes {int(room.max())} "
+                "tokens"
+            )
 
 
 def _shorten(values: Ints) -> str:

@@ -1,4 +1,5 @@
-"""GPT pretraining on Megatron's training loop: microbatches split over the context-parallel group, the loss, the data sets.
+"""GPT pretraining on Megatron's training loop: microbatches split over the context-parallel group,
+the loss, the data sets.
 
 Shapes: b batch rows of a microbatch, n tokens of a batch row, cp the context-parallel size.
 """
@@ -45,31 +46,45 @@ _NONE = np.zeros(1, np.int64)
 
 
 def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Microbatch:
-    """The next microbatch, tensors [b, n] on this rank's device. Tensor-parallel rank 0 reads it and sends it to the others.
+    """The next microbatch, tensors [b, n] on this rank's device. Tensor-parallel rank 0 reads it
+    and sends it to the others.
 
-    With --cp-ring-document-mask it also holds `cu_seqlens`, int64 [documents + 1] on the CPU: the offsets of the documents in the
-    stream of all its batch rows; and `next_cu_seqlens`, those of the next microbatch, [0] if they are not known. With
-    --cp-ring-mask-kinds it holds `cp_ring_mask`, the `Mask` of each batch row.
+    With --cp-ring-document-mask it also holds `cu_seqlens`, int64 [documents + 1] on the CPU: the
+    offsets of the documents in the stream of all its batch rows; and `next_cu_seqlens`, those of
+    the next microbatch, [0] if they are not known. With --cp-ring-mask-kinds it holds
+    `cp_ring_mask`, the `Mask` of each batch row.
     """
     return _read_and_broadcast(data_iterator, _INTEGERS, _FLOATS)
 
 
-def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...] = ()) -> Microbatch:
+def _read_and_broadcast(
+    data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...] = ()
+) -> Microbatch:
     data: dict[str, torch.Tensor] = {}
     extra = _needed_by_every_stage()
     if data_iterator is None and extra and parallel_state.get_tensor_model_parallel_rank() == 0:
-        flags = {"cu_seqlens": ("--cp-ring-document-mask", "document boundaries"), KEY: ("--cp-ring-mask-kinds", "masks")}
-        raise ConfigError(f"{flags[extra][0]}: this pipeline stage has no data set, from which {flags[extra][1]} come")
+        flags = {
+            "cu_seqlens": ("--cp-ring-document-mask", "document boundaries"),
+            KEY: ("--cp-ring-mask-kinds", "masks"),
+        }
+        raise ConfigError(
+            f"{flags[extra][0]}: this pipeline stage has no data set, from which {flags[extra][1]} "
+            "come"
+        )
     here: Any = None
     after: torch.Tensor | None = None
     alone = parallel_state.get_tensor_model_parallel_world_size() == 1
     if data_iterator is not None:
         given = next(data_iterator)
-        data = {name: given[name].to(torch.int64) for name in integers} | {name: given[name].to(torch.float32) for name in floats}
+        data = {name: given[name].to(torch.int64) for name in integers} | {
+            name: given[name].to(torch.float32) for name in floats
+        }
         if extra == "cu_seqlens":
             here = data[extra] = torch.from_numpy(boundaries(given["position_ids"]))
             coming = following(data_iterator)
-            after = data[_NEXT] = torch.from_numpy(_NONE if coming is None else boundaries(coming["position_ids"]))
+            after = data[_NEXT] = torch.from_numpy(
+                _NONE if coming is None else boundaries(coming["position_ids"])
+            )
         elif extra:
             batch, n = given["tokens"].shape
             here = read(given.get(KEY), batch, n, current().kinds)
@@ -78,7 +93,9 @@ def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: t
             batch, n = given["tokens"].shape
             declare(given[KEY], batch, n, 1)  # which says what is missing
     if alone:
-        moved: Microbatch = {name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)}
+        moved: Microbatch = {
+            name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)
+        }
     else:
         more = {"": [], "cu_seqlens": ["cu_seqlens", _NEXT], KEY: [KEY]}[extra]
         moved = tensor_parallel.broadcast_data([*integers, *more], data, torch.int64)
@@ -91,24 +108,34 @@ def _read_and_broadcast(data_iterator: Any, integers: tuple[str, ...], floats: t
 
 
 def _needed_by_every_stage() -> str:
-    """The entry of a microbatch that every pipeline stage needs: `cu_seqlens`, `cp_ring_mask`, or "" for none."""
+    """The entry of a microbatch that every pipeline stage needs: `cu_seqlens`, `cp_ring_mask`, or
+    "" for none.
+    """
     return "cu_seqlens" if current().document_mask else KEY if current().kinds else ""
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
-    """The microbatch of this rank: tokens, labels, position_ids int64 and loss_mask float32, each [b, n / cp].
+    """The microbatch of this rank: tokens, labels, position_ids int64 and loss_mask float32, each
+    [b, n / cp].
 
     `weight`, float64 [], is the sum of the loss mask of the whole microbatch.
 
-    A middle pipeline stage needs none of these tensors and gets None for each. No attention mask is ever built. With
-    --cp-ring-document-mask and --cp-ring-mask-kinds every stage reads the microbatch itself, and gets its documents, or the mask
-    that it carries as `cp_ring_mask`, as `packed_seq_params`.
+    A middle pipeline stage needs none of these tensors and gets None for each. No attention mask is
+    ever built. With --cp-ring-document-mask and --cp-ring-mask-kinds every stage reads the
+    microbatch itself, and gets its documents, or the mask that it carries as `cp_ring_mask`, as
+    `packed_seq_params`.
     """
-    rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    rank, cp = (
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+    )
     nothing = dict.fromkeys((*_INTEGERS, *_FLOATS, _WEIGHT, "packed_seq_params"))
     ends = _first_or_last_stage(vp_stage)
     if not ends and get_args().position_embedding_type == "mrope":
-        raise ConfigError("--position-embedding-type mrope: a middle pipeline stage has no position ids; give at most 2 stages")
+        raise ConfigError(
+            "--position-embedding-type mrope: a middle pipeline stage has no position ids; give "
+            "at most 2 stages"
+        )
     extra = _needed_by_every_stage()
     if not extra:
         if not ends:
@@ -127,7 +154,9 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
         declared = declare(given, len(given), given[0].n, cp)
         batch, carried = with_positions(batch, declared), declared
         _plan_maker(rank)(carried)
-    parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()} | _mrope_positions(batch)
+    parts = {
+        name: carried.shard(tensor, rank) for name, tensor in batch.items()
+    } | _mrope_positions(batch)
     return nothing | parts | {"packed_seq_params": DocumentParams.carry(carried)} | weight
 
 
@@ -139,7 +168,8 @@ def _weight(batch: Microbatch) -> Microbatch:
 def _mrope_positions(batch: Microbatch) -> Microbatch:
     """The position ids for `--position-embedding-type mrope`: int64 [3, b, n] of whole batch rows.
 
-    The model splits them by itself. The position of a text token is the same in time, height and width.
+    The model splits them by itself. The position of a text token is the same in time, height and
+    width.
     """
     if get_args().position_embedding_type != "mrope" or "position_ids" not in batch:
         return {}
@@ -147,8 +177,14 @@ def _mrope_positions(batch: Microbatch) -> Microbatch:
 
 
 def _begin_documents(cu_seqlens: Ints, rank: int, cp: int) -> Future[Documents]:
-    """Starts to make the documents of a microbatch, their layout and their plan on another thread, once for equal offsets."""
-    layout, batch, prepare = current().layout, int(cu_seqlens[-1]) // get_args().seq_length, _plan_maker(rank)
+    """Starts to make the documents of a microbatch, their layout and their plan on another thread,
+    once for equal offsets.
+    """
+    layout, batch, prepare = (
+        current().layout,
+        int(cu_seqlens[-1]) // get_args().seq_length,
+        _plan_maker(rank),
+    )
 
     def make() -> Documents:
         documents = Documents.in_rows(cu_seqlens, batch, layout, cp)
@@ -159,7 +195,9 @@ def _begin_documents(cu_seqlens: Ints, rank: int, cp: int) -> Future[Documents]:
 
 
 def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
-    """A function that starts to make the plans of a mask, for the windows of all layers, on another thread."""
+    """A function that starts to make the plans of a mask, for the windows of all layers, on another
+    thread.
+    """
     group = get_process_group_ranks(parallel_state.get_context_parallel_group())
     spec, windows = specs(get_args(), current(), group)[0][1], layer_windows()
 
@@ -173,15 +211,18 @@ def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
 def loss_function(
     loss_mask: torch.Tensor, losses: torch.Tensor, weight: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of this rank's losses of tokens that count, the number of these tokens, and both as a report for the log.
+    """The sum of this rank's losses of tokens that count, the number of these tokens, and both as a
+    report for the log.
 
-    Megatron divides by the number of tokens of all ranks (--calculate-per-token-loss). This is exact with context parallelism.
-    It wants whole numbers, see `_count`; the report has the exact sum of the loss mask.
+    Megatron divides by the number of tokens of all ranks (--calculate-per-token-loss). This is
+    exact with context parallelism. It wants whole numbers, see `_count`; the report has the exact
+    sum of the loss mask.
 
     Args:
         loss_mask: how much each token counts, [b, n / cp].
         losses: the loss of each token, [b, n / cp].
-        weight: the sum of the loss mask on all context-parallel ranks, float64 []; by default that of this rank alone.
+        weight: the sum of the loss mask on all context-parallel ranks, float64 []; by default that
+        of this rank alone.
     """
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)
@@ -202,34 +243,46 @@ def loss_function(
 
 
 def _count(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's share of the tokens that a microbatch counts, int32 []: those of all ranks add up to its weight, rounded.
+    """This rank's share of the tokens that a microbatch counts, int32 []: those of all ranks add up
+    to its weight, rounded.
 
-    Loss masks may hold fractions, but Megatron adds up whole numbers. If each rank rounded its own, the sum would depend on the
-    context-parallel size.
+    Loss masks may hold fractions, but Megatron adds up whole numbers. If each rank rounded its own,
+    the sum would depend on the context-parallel size.
     """
-    rank, cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    rank, cp = (
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+    )
     total = weight.round().to(torch.int64)
     return (total * (rank + 1) // cp - total * rank // cp).to(torch.int)
 
 
-def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Callable[..., Any]]:
-    """Runs one microbatch through the model. Returns the output and its loss function, as Megatron's schedules expect.
+def forward_step(
+    data_iterator: Any, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """Runs one microbatch through the model. Returns the output and its loss function, as
+    Megatron's schedules expect.
 
-    With `return_schedule_plan` the schedule runs the layers itself (--overlap-moe-expert-parallel-comm), by the plan in place of
-    the output.
+    With `return_schedule_plan` the schedule runs the layers itself
+    (--overlap-moe-expert-parallel-comm), by the plan in place of the output.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    more = {name: batch[name] for name in ("loss_mask", "packed_seq_params") if compat.takes(model, name)}
+    more = {
+        name: batch[name]
+        for name in ("loss_mask", "packed_seq_params")
+        if compat.takes(model, name)
+    }
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
     return output, functools.partial(loss_function, batch["loss_mask"], weight=batch.get(_WEIGHT))
 
 
 def _first_or_last_stage(vp_stage: int | None) -> bool:
-    whole = vp_stage is None  # there are no virtual stages, so Megatron must not look up the rank of one
+    # there are no virtual stages, so Megatron must not look up the rank of one
+    whole = vp_stage is None
     return bool(
         parallel_state.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage)
@@ -280,7 +333,9 @@ def _kind_of_dataset(args: argparse.Namespace) -> type:
 
 
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
-    """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data; conversations with --sft."""
+    """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data;
+    conversations with --sft.
+    """
     args = get_args()
     check_rules(Job(args), READING)
     kind = _kind_of_dataset(args)
@@ -290,7 +345,9 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
         return parallel_state.get_tensor_model_parallel_rank() == 0 and bool(wanted)
 
     print_rank_0("> building the data sets")
-    return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, dataset_config(args)).build()
+    return BlendedMegatronDatasetBuilder(
+        kind, num_samples, built_here, dataset_config(args)
+    ).build()
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Builds the GPT or hybrid model of the flags, for Megatron before 0.19, whose training loop leaves that to the script."""
+"""Builds the GPT or hybrid model of the flags, for Megatron before 0.19, whose training loop leaves
+that to the script.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def build(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """The part of the model that one pipeline stage holds; the signature is what Megatron's `get_model` calls.
+    """The part of the model that one pipeline stage holds; the signature is what Megatron's
+    `get_model` calls.
 
     Raises `ConfigError` for a hybrid model without a specification of its layers.
     """
@@ -41,7 +44,12 @@ def build(
 
 
 def _of_every_model(
-    args: argparse.Namespace, config: Any, pre_process: bool, post_process: bool, vp_stage: int | None, pg_collection: Any
+    args: argparse.Namespace,
+    config: Any,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    pg_collection: Any,
 ) -> dict[str, Any]:
     """Arguments, by name, that GPT and hybrid models take."""
     return {
@@ -64,14 +72,18 @@ def _build_hybrid(args: argparse.Namespace, config: Any, *stage: Any) -> Any:
     """A model of layers by the letters of a pattern: `HybridModel`, or `MambaModel` before 0.18."""
     if args.spec is None:
         raise ConfigError(
-            "--hybrid-layer-pattern, --hybrid-override-pattern: Megatron before 0.19 needs --spec with their layers"
+            "--hybrid-layer-pattern, --hybrid-override-pattern: Megatron before 0.19 needs --spec "
+            "with their layers"
         )
     spec = import_module(args.spec)
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
     except ImportError:
         from megatron.core.models.mamba.mamba_model import MambaModel as Model
-    wanted = _of_every_model(args, config, *stage) | {"hybrid_stack_spec": spec, "mamba_stack_spec": spec}
+    wanted = _of_every_model(args, config, *stage) | {
+        "hybrid_stack_spec": spec,
+        "mamba_stack_spec": spec,
+    }
     wanted |= {name: getattr(args, name) for name in PATTERNS if getattr(args, name, None)}
     if wanted.get("hybrid_layer_pattern"):
         wanted.pop("hybrid_override_pattern", None)  # the older name of the same
@@ -83,18 +95,30 @@ def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
         spec = import_module(args.spec)
         return spec(config) if inspect.isfunction(spec) else spec
     if hasattr(config, "per_block_parameters"):
-        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+            get_gpt_heterogeneous_layer_spec,
+        )
 
-        return get_gpt_heterogeneous_layer_spec(config, args.transformer_impl == "transformer_engine", vp_stage=vp_stage)
-    options = {"normalization": args.normalization, "qk_l2_norm": getattr(args, "qk_l2_norm", False), "vp_stage": vp_stage}
+        return get_gpt_heterogeneous_layer_spec(
+            config, args.transformer_impl == "transformer_engine", vp_stage=vp_stage
+        )
+    options = {
+        "normalization": args.normalization,
+        "qk_l2_norm": getattr(args, "qk_l2_norm", False),
+        "vp_stage": vp_stage,
+    }
     block = gpt_layer_specs.get_gpt_decoder_block_spec
     return block(
-        config, use_transformer_engine=args.transformer_impl == "transformer_engine", **compat.known_arguments(block, options)
+        config,
+        use_transformer_engine=args.transformer_impl == "transformer_engine",
+        **compat.known_arguments(block, options),
     )
 
 
 def _mtp_spec(args: argparse.Namespace, config: Any, layers: Any, vp_stage: int | None) -> Any:
-    """The layers that predict more tokens, each like the last one of `layers`; None without --mtp-num-layers."""
+    """The layers that predict more tokens, each like the last one of `layers`; None without
+    --mtp-num-layers.
+    """
     if args.mtp_num_layers is None:
         return None
     block = gpt_layer_specs.get_gpt_mtp_block_spec
@@ -102,4 +126,9 @@ def _mtp_spec(args: argparse.Namespace, config: Any, layers: Any, vp_stage: int 
         layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config, args.transformer_impl == "transformer_engine", args.normalization
         )[-1]
-    return block(config, layers, use_transformer_engine=args.transformer_impl == "transformer_engine", vp_stage=vp_stage)
+    return block(
+        config,
+        layers,
+        use_transformer_engine=args.transformer_impl == "transformer_engine",
+        vp_stage=vp_stage,
+    )

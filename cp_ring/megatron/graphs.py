@@ -1,7 +1,8 @@
 """CUDA graphs of Megatron: which of them hold attention, and which settings these support.
 
-A graph repeats what the device did while it was captured, with new values in the same memory. So the plan must be the same in
-every step, and nothing in attention may wait for the host, copy from it, or count in Python. Messages over NCCL can be captured.
+A graph repeats what the device did while it was captured, with new values in the same memory. So
+the plan must be the same in every step, and nothing in attention may wait for the host, copy from
+it, or count in Python. Messages over NCCL can be captured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ FULL = "full_iteration"
 
 
 def implementation(args: Any) -> str:
-    """What makes CUDA graphs under these flags, or with this configuration: `none`, `local`, `transformer_engine`, ..."""
+    """What makes CUDA graphs under these flags, or with this configuration: `none`, `local`,
+    `transformer_engine`, ...
+    """
     if getattr(args, "enable_cuda_graph", False):
         return "local"
     if getattr(args, "external_cuda_graph", False):
@@ -25,21 +28,32 @@ def implementation(args: Any) -> str:
 
 
 def hold_attention(args: Any) -> bool:
-    """Whether a CUDA graph holds attention: the graphs of whole layers, of a whole step, and of `attn`.
+    """Whether a CUDA graph holds attention: the graphs of whole layers, of a whole step, and of
+    `attn`.
 
-    Layers of a hybrid model are attention or something else, so a graph of something else is one without attention.
+    Layers of a hybrid model are attention or something else, so a graph of something else is one
+    without attention.
     """
     kind, modules = implementation(args), _modules(args)
     if kind == "none":
         return False
-    hybrid = any(getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
+    hybrid = any(
+        getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")
+    )
     alone = _SEPARATE | (_SHARED if kind == "transformer_engine" or hybrid else set())
     return not modules or not modules <= alone
 
 
 def given(args: Any) -> str:
     """The flags that ask for graphs, as they were given."""
-    old = next((name for name in ("enable_cuda_graph", "external_cuda_graph") if getattr(args, name, False)), "")
+    old = next(
+        (
+            name
+            for name in ("enable_cuda_graph", "external_cuda_graph")
+            if getattr(args, name, False)
+        ),
+        "",
+    )
     shown = _flag(old) if old else f"--cuda-graph-impl {getattr(args, 'cuda_graph_impl', 'none')}"
     names = " ".join(sorted(_modules(args)))
     flag = "--cuda-graph-modules" if hasattr(args, "cuda_graph_modules") else "--cuda-graph-scope"
@@ -47,11 +61,19 @@ def given(args: Any) -> str:
 
 
 def _modules(args: Any) -> set[str]:
-    """The modules in graphs by name, "" for all of a layer; Megatron up to 0.17 calls them the scope."""
+    """The modules in graphs by name, "" for all of a layer; Megatron up to 0.17 calls them the
+    scope.
+    """
     found: set[str] = set()
     for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated"):
         values = getattr(args, name, None) or ()
-        values = values.split(",") if isinstance(values, str) else values if isinstance(values, list | tuple) else (values,)
+        values = (
+            values.split(",")
+            if isinstance(values, str)
+            else values
+            if isinstance(values, list | tuple)
+            else (values,)
+        )
         found |= {str(getattr(value, "name", value)) for value in values}
     return found - {"full"}
 

@@ -10,20 +10,27 @@ from cp_ring.errors import ConfigError
 
 
 def hybrid_groups(lengths: np.ndarray, ranks: int, tokens_per_rank: int) -> list[list[list[int]]]:
-    """For each group of microbatches and each of `ranks`, the documents that it works on, by `BalancedCPScheduler`.
+    """For each group of microbatches and each of `ranks`, the documents that it works on, by
+    `BalancedCPScheduler`.
 
-    lengths: tokens of the documents, padding included, int64 [documents]. tokens_per_rank: `--max-seqlen-per-dp-cp-rank`.
+    lengths: tokens of the documents, padding included, int64 [documents]. tokens_per_rank:
+    `--max-seqlen-per-dp-cp-rank`.
     Raises `ConfigError` where Megatron is not installed, or its scheduler fails for these lengths.
     """
     try:
         from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
     except ImportError as error:
-        raise ConfigError(f"the scheduler of hybrid context parallelism is in megatron-core 0.16 and later: {error}") from None
+        raise ConfigError(
+            "the scheduler of hybrid context parallelism is in megatron-core 0.16 and later: "
+            f"{error}"
+        ) from None
     scheduler = BalancedCPScheduler(tokens_per_rank, SimpleNamespace(size=lambda: ranks))
     samples = [(index, int(length)) for index, length in enumerate(lengths)]
     try:
         _, ids = scheduler.get_groups_and_subsamples(samples, None)
     except (AssertionError, IndexError, ValueError, ZeroDivisionError, RecursionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"Megatron's hybrid scheduler fails for these lengths: {reason}") from None
+        raise ConfigError(
+            f"Megatron's hybrid scheduler fails for these lengths: {reason}"
+        ) from None
     return [[list(mine) for mine in group] for group in ids]

@@ -6,12 +6,20 @@ import argparse
 import importlib.util
 import sys
 
-_PACKAGES = {"transformer_engine": "TransformerEngine", "apex": "Apex", "torch": "torch", "megatron": "Megatron"}
+_PACKAGES = {
+    "transformer_engine": "TransformerEngine",
+    "apex": "Apex",
+    "torch": "torch",
+    "megatron": "Megatron",
+}
 
 
 def line(args: argparse.Namespace) -> str:
     """The implementations that a job with these completed `args` uses, as one readable line."""
-    return f"norm {norm(args)}, optimizer {optimizer(args)}, gradient accumulation {gradient_accumulation(args)}"
+    return (
+        f"norm {norm(args)}, optimizer {optimizer(args)}, gradient accumulation "
+        f"{gradient_accumulation(args)}"
+    )
 
 
 def norm(args: argparse.Namespace) -> str:
@@ -24,8 +32,11 @@ def norm(args: argparse.Namespace) -> str:
 
 
 def optimizer(args: argparse.Namespace) -> str:
-    """The optimizer, as `Apex FusedAdam`: Megatron uses TransformerEngine's, else Apex's, else torch's."""
-    import megatron.core.optimizer as module  # not at the top: Megatron would be loaded before the patches
+    """The optimizer, as `Apex FusedAdam`: Megatron uses TransformerEngine's, else Apex's, else
+    torch's.
+    """
+    # not at the top: Megatron would be loaded before the patches
+    import megatron.core.optimizer as module
 
     on_cpu = "CPU" if getattr(args, "optimizer_cpu_offload", False) else ""
     kind = getattr(module, on_cpu + {"adam": "Adam", "sgd": "SGD"}.get(args.optimizer, ""), None)
@@ -46,9 +57,14 @@ def has_apex_norm(normalization: str) -> bool:
     """Whether local layers get Apex's norm; another package called apex does not count."""
     from megatron.core.fusions import fused_layer_norm
 
-    return normalization == "LayerNorm" and (fused_layer_norm.HAVE_FUSED_LAYER_NORM or fused_layer_norm.HAVE_PERSIST_LAYER_NORM)
+    return normalization == "LayerNorm" and (
+        fused_layer_norm.HAVE_FUSED_LAYER_NORM or fused_layer_norm.HAVE_PERSIST_LAYER_NORM
+    )
 
 
 def has_transformer_engine() -> bool:
     """Whether a package called transformer_engine is installed, without importing it."""
-    return "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine") is not None
+    return (
+        "transformer_engine" in sys.modules
+        or importlib.util.find_spec("transformer_engine") is not None
+    )

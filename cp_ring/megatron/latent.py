@@ -1,9 +1,11 @@
 """Finds the latents of Megatron's multi-latent attention, which travel with --cp-ring-wire latent.
 
-Megatron projects the latent to keys and values in `linear_kv_up_proj`, before it calls core attention. A forward hook on that
-module sees its input and holds its weight. Core attention then uses Megatron's own keys and values for hop 0, and sends latents.
+Megatron projects the latent to keys and values in `linear_kv_up_proj`, before it calls core
+attention. A forward hook on that module sees its input and holds its weight. Core attention then
+uses Megatron's own keys and values for hop 0, and sends latents.
 
-Shapes: s tokens of this rank, b microbatch, c `kv_lora_rank`, g heads of this rank, n `qk_head_dim`, e `v_head_dim`.
+Shapes: s tokens of this rank, b microbatch, c `kv_lora_rank`, g heads of this rank, n
+`qk_head_dim`, e `v_head_dim`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _WITH_NORM = "TELayerNormColumnParallelLinear"
 
 
 class LatentTap:
-    """What `linear_kv_up_proj` of one layer got in the forward pass that runs now; core attention takes it once."""
+    """What `linear_kv_up_proj` of one layer got in the forward pass that runs now; core attention
+    takes it once.
+    """
 
     def __init__(self, tp_group: Any) -> None:
         self._tp_group = tp_group
@@ -32,18 +36,21 @@ class LatentTap:
     def see(self, module: Any, inputs: tuple[Any, ...], _: Any) -> None:
         """The forward hook."""
         latent = inputs[0]
-        # The input of a projection that is computed again, alone, is a leaf; attention is not called again.
+        # The input of a projection that is computed again, alone, is a leaf; attention is not
+        # called again.
         if not (torch.is_grad_enabled() and latent.is_leaf and latent.requires_grad):
             self._seen = latent, module
 
     def take(self, key_dim: int, value_dim: int) -> Latents:
-        """The latents [s, b, c], or [s, c] of packed documents, and weights [g, n, c] and [g, e, c]; differentiable.
+        """The latents [s, b, c], or [s, c] of packed documents, and weights [g, n, c] and [g, e,
+        c]; differentiable.
 
         Raises `ConfigError` if the layer's keys come from elsewhere.
         """
         if self._seen is None:
             raise ConfigError(
-                "--cp-ring-wire latent: keys of this layer do not come from linear_kv_up_proj: give --cp-ring-wire plain"
+                "--cp-ring-wire latent: keys of this layer do not come from linear_kv_up_proj: "
+                "give --cp-ring-wire plain"
             )
         (latent, module), self._seen = self._seen, None
         if type(module).__name__ == _WITH_NORM:
@@ -52,28 +59,38 @@ class LatentTap:
         if getattr(module.config, "gradient_accumulation_fusion", False):
             weight = _IntoMainGrad.apply(weight)
         by_head = weight.unflatten(0, (-1, key_dim + value_dim))
-        return Latents(self._of_all_tokens(latent, module.config), by_head[:, :key_dim], by_head[:, key_dim:])
+        return Latents(
+            self._of_all_tokens(latent, module.config), by_head[:, :key_dim], by_head[:, key_dim:]
+        )
 
     def _of_all_tokens(self, latent: Tensor, config: Any) -> Tensor:
-        """The latents that the tensor-parallel ranks share. In backward, what these ranks owe to them is summed, once."""
+        """The latents that the tensor-parallel ranks share. In backward, what these ranks owe to
+        them is summed, once.
+        """
         from megatron.core.tensor_parallel import mappings
 
         if self._tp_group.size() == 1:
             return latent
         if config.sequence_parallel:
-            gathered: Tensor = mappings.gather_from_sequence_parallel_region(latent, group=self._tp_group)
+            gathered: Tensor = mappings.gather_from_sequence_parallel_region(
+                latent, group=self._tp_group
+            )
             return gathered
         shared: Tensor = mappings.copy_to_tensor_model_parallel_region(latent, group=self._tp_group)
         return shared
 
 
 def link(attention: Any) -> None:
-    """Lets the core attention of a layer of multi-latent attention see its latents, from the layer's first call on.
+    """Lets the core attention of a layer of multi-latent attention see its latents, from the
+    layer's first call on.
 
-    It does nothing where keys and values travel in another form. `linear_kv_up_proj` and the core attention that stays are made
-    later, by constructors of subclasses, so the hook is added by the first call.
+    It does nothing where keys and values travel in another form. `linear_kv_up_proj` and the core
+    attention that stays are made later, by constructors of subclasses, so the hook is added by the
+    first call.
     """
-    if getattr(attention.core_attention, "tap", None) is None or getattr(attention, "_cp_ring_linked", False):
+    if getattr(attention.core_attention, "tap", None) is None or getattr(
+        attention, "_cp_ring_linked", False
+    ):
         return
     attention._cp_ring_linked = True
     hooks: list[Any] = []
@@ -87,7 +104,9 @@ def link(attention: Any) -> None:
 
 
 def linked(attention_class: Any) -> Any:
-    """A subclass of an attention layer's class whose instances are linked; see `link`. The same one for the same class."""
+    """A subclass of an attention layer's class whose instances are linked; see `link`. The same one
+    for the same class.
+    """
     made = _linked.get(attention_class)
     if made is None:
 
@@ -95,8 +114,14 @@ def linked(attention_class: Any) -> Any:
             attention_class.__init__(self, *args, **kwargs)
             link(self)
 
-        members = {"__init__": construct, "__module__": attention_class.__module__, "__doc__": attention_class.__doc__}
-        made = _linked[attention_class] = type(attention_class.__name__, (attention_class,), members)
+        members = {
+            "__init__": construct,
+            "__module__": attention_class.__module__,
+            "__doc__": attention_class.__doc__,
+        }
+        made = _linked[attention_class] = type(
+            attention_class.__name__, (attention_class,), members
+        )
     return made
 
 
@@ -104,12 +129,20 @@ _linked: weakref.WeakKeyDictionary[type, Any] = RUNTIME.keep(weakref.WeakKeyDict
 
 
 def _check(module: Any) -> None:
-    """Raises `ConfigError` unless the module is one whose product is that of its weight and its input."""
+    """Raises `ConfigError` unless the module is one whose product is that of its weight and its
+    input.
+    """
     name = type(module).__name__
     if name not in (*_PLAIN, _WITH_NORM):
-        raise ConfigError(f"--cp-ring-wire latent does not support linear_kv_up_proj of {name}: give --cp-ring-wire plain")
+        raise ConfigError(
+            f"--cp-ring-wire latent does not support linear_kv_up_proj of {name}: give "
+            "--cp-ring-wire plain"
+        )
     if getattr(module, "bias", None) is not None and module.bias.numel():
-        raise ConfigError("--cp-ring-wire latent does not support a bias of linear_kv_up_proj: give --cp-ring-wire plain")
+        raise ConfigError(
+            "--cp-ring-wire latent does not support a bias of linear_kv_up_proj: give "
+            "--cp-ring-wire plain"
+        )
 
 
 def _normalized(latent: Tensor, module: Any) -> Tensor:
@@ -123,7 +156,9 @@ def _normalized(latent: Tensor, module: Any) -> Tensor:
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """A weight whose gradient is added to `main_grad`, as fused linear layers do; Megatron ignores autograd's there."""
+    """A weight whose gradient is added to `main_grad`, as fused linear layers do; Megatron ignores
+    autograd's there.
+    """
 
     @staticmethod
     def forward(ctx, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

@@ -1,7 +1,9 @@
-"""Masks of microbatches: those that batches declare, and what they have in common with packed documents.
+"""Masks of microbatches: those that batches declare, and what they have in common with packed
+documents.
 
-A batch may carry `cp_ring_mask` beside its tokens: a `Mask` for all of its batch rows, or a list with one for each. A data
-loader's worker may send `mask.to_dict()` instead. The mask travels as documents do, see `documents`.
+A batch may carry `cp_ring_mask` beside its tokens: a `Mask` for all of its batch rows, or a list
+with one for each. A data loader's worker may send `mask.to_dict()` instead. The mask travels as
+documents do, see `documents`.
 """
 
 from __future__ import annotations
@@ -38,14 +40,16 @@ PROVE_EVERY = 256
 _made = itertools.count()
 _proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
-default_collate_fn_map[Mask] = lambda masks, **_: list(masks)  # torch's data loader makes a batch of samples with masks
+# torch's data loader makes a batch of samples with masks
+default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
 
 
 class MicrobatchMask(ABC):
-    """Who sees whom in a microbatch, whose batch rows are one stream, one after the other; and the plans for it.
+    """Who sees whom in a microbatch, whose batch rows are one stream, one after the other; and the
+    plans for it.
 
-    Subclasses have `layout`, the layout of the stream, in which each rank holds the same number of tokens of each batch row, and
-    `batch`, the number of batch rows, which have the same length.
+    Subclasses have `layout`, the layout of the stream, in which each rank holds the same number of
+    tokens of each batch row, and `batch`, the number of batch rows, which have the same length.
     """
 
     origin = "--cp-ring-document-mask"  # where it comes from, for messages
@@ -55,19 +59,26 @@ class MicrobatchMask(ABC):
 
     @abstractmethod
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """The mask of a layer with this window; a layer that is not `causal` also sees later tokens, where the mask allows it."""
+        """The mask of a layer with this window; a layer that is not `causal` also sees later
+        tokens, where the mask allows it.
+        """
 
     def positions(self, rank: int) -> torch.Tensor:
-        """The positions, for rotary embeddings, of the tokens that `rank` holds: int64 [n / cp, batch]."""
+        """The positions, for rotary embeddings, of the tokens that `rank` holds: int64 [n / cp,
+        batch].
+        """
         return self.places(rank)
 
     @abstractmethod
     def last(self) -> torch.Tensor:
-        """True for the last token of each sequence and for padding, which have no next token: bool [tokens of the stream]."""
+        """True for the last token of each sequence and for padding, which have no next token: bool
+        [tokens of the stream].
+        """
 
     @abstractmethod
     def starts(self) -> Ints:
-        """Where a state that runs along the stream begins anew: the first tokens of documents and of padding, int64.
+        """Where a state that runs along the stream begins anew: the first tokens of documents and
+        of padding, int64.
 
         Batch rows begin anew without being among them.
         """
@@ -77,24 +88,33 @@ class MicrobatchMask(ABC):
         return type(self).__name__
 
     def prepare(
-        self, rank: int, window: tuple[int, int] = (-1, -1), causal: bool = True, spec: PlanSpec = PlanSpec()
+        self,
+        rank: int,
+        window: tuple[int, int] = (-1, -1),
+        causal: bool = True,
+        spec: PlanSpec = PlanSpec(),
     ) -> Future[RankPlan]:
-        """Starts making the rank plan of `rank` on a worker thread, once for all layers with this window.
+        """Starts making the rank plan of `rank` on a worker thread, once for all layers with this
+        window.
 
-        Tokens are split as `self.layout` says, whatever the layout of `spec`. The plan of all ranks is made and proven for the
-        first mask of each kind, and then for one in `PROVE_EVERY` masks.
+        Tokens are split as `self.layout` says, whatever the layout of `spec`. The plan of all ranks
+        is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
         """
         key = rank, window, causal, spec
         if key not in self._plans:
             kind = self.layout.name, self.layout.cp, self.kind(), *key[1:]
             spec = replace(spec, layout=self.layout)
-            self._plans[key] = worker().submit(_make_plan, self.mask(window, causal), spec, self.layout.cp, rank, kind)
+            self._plans[key] = worker().submit(
+                _make_plan, self.mask(window, causal), spec, self.layout.cp, rank, kind
+            )
         return self._plans[key]
 
     def places(self, rank: int) -> torch.Tensor:
         """Where the tokens that `rank` holds are in their batch rows: int64 [n / cp, batch]."""
         stream = torch.from_numpy(self.layout.positions(rank)).view(self.batch, -1)
-        return (stream - torch.arange(self.batch)[:, None] * (self.layout.n // self.batch)).transpose(0, 1)
+        return (
+            stream - torch.arange(self.batch)[:, None] * (self.layout.n // self.batch)
+        ).transpose(0, 1)
 
     def shard(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         """The part [batch, n / cp] that `rank` holds of `x` [batch, n]."""
@@ -120,7 +140,9 @@ class DeclaredMask(MicrobatchMask):
 
     @classmethod
     def of_rows(cls, masks: Sequence[Mask], layout: str, cp: int) -> DeclaredMask:
-        """The masks of batch rows, which have the same length. The layout named `layout` splits each batch row separately."""
+        """The masks of batch rows, which have the same length. The layout named `layout` splits
+        each batch row separately.
+        """
         n = masks[0].n
         if cp == 1:
             layouts = [Layout.contiguous(n, 1)] * len(masks)
@@ -134,7 +156,9 @@ class DeclaredMask(MicrobatchMask):
         return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """The declared mask within a layer's window. A causal layer's window limits earlier keys only."""
+        """The declared mask within a layer's window. A causal layer's window limits earlier keys
+        only.
+        """
         return _seen_by(self.whole, window, causal)
 
     def positions(self, rank: int) -> torch.Tensor:
@@ -146,7 +170,9 @@ class DeclaredMask(MicrobatchMask):
         """Whether a batch row has other positions than the places of its tokens."""
         starts = np.arange(self.batch) * (self.layout.n // self.batch)
         segments = self.whole.segments
-        return segments is not None and not (np.array_equal(segments[0], starts) and not segments[1].any())
+        return segments is not None and not (
+            np.array_equal(segments[0], starts) and not segments[1].any()
+        )
 
     def last(self) -> torch.Tensor:
         return torch.from_numpy(self.whole.last)
@@ -160,15 +186,20 @@ class DeclaredMask(MicrobatchMask):
 
 
 def read(given: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
-    """The masks of `batch` batch rows of `n` tokens, from the entry `KEY` of a batch; None is causal.
+    """The masks of `batch` batch rows of `n` tokens, from the entry `KEY` of a batch; None is
+    causal.
 
-    Raises `ConfigError` for what is not a mask of `n` tokens, or not of the `kinds` that the job declares.
+    Raises `ConfigError` for what is not a mask of `n` tokens, or not of the `kinds` that the job
+    declares.
     """
     if given is None:
         return [Mask.causal(n)] * batch
     several = given if isinstance(given, list | tuple) else [given] * batch
     if len(several) != batch:
-        raise ConfigError(f"{KEY} holds {len(several)} masks for {batch} batch rows: give one for each, or one for all")
+        raise ConfigError(
+            f"{KEY} holds {len(several)} masks for {batch} batch rows: give one for each, or one "
+            "for all"
+        )
     masks = [_mask(each) for each in several]
     for mask in masks:
         if mask.n != n:
@@ -176,11 +207,14 @@ def read(given: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
         name = mask.name.replace("_", "-")
         if name not in kinds and "any" not in kinds:
             raise ConfigError(
-                f"{KEY} is a mask of the kind {name}, which the certificate has not probed: add {name} to "
-                f"--cp-ring-mask-kinds {','.join(kinds)}"
+                f"{KEY} is a mask of the kind {name}, which the certificate has not probed: add "
+                f"{name} to --cp-ring-mask-kinds {','.join(kinds)}"
             )
         if mask.segments is not None and int(mask.positions.max()) >= n:
-            raise ConfigError(f"{KEY} has positions up to {mask.positions.max()}, past the {n} tokens of a batch row")
+            raise ConfigError(
+                f"{KEY} has positions up to {mask.positions.max()}, past the {n} tokens of a batch "
+                "row"
+            )
     return masks
 
 
@@ -192,14 +226,20 @@ def encode(masks: Sequence[Mask]) -> torch.Tensor:
 
 def decode(numbers: torch.Tensor) -> list[Mask]:
     """The masks that `encode` has written."""
-    return [Mask.from_dict(values) for values in json.loads(bytes(numbers.cpu().to(torch.uint8).numpy()))]
+    return [
+        Mask.from_dict(values)
+        for values in json.loads(bytes(numbers.cpu().to(torch.uint8).numpy()))
+    ]
 
 
 def _mask(given: Any) -> Mask:
     if isinstance(given, Mask):
         return given
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{KEY} is a {type(given).__name__}, not a Mask, what Mask.to_dict returns, or a list of these")
+        raise ConfigError(
+            f"{KEY} is a {type(given).__name__}, not a Mask, what Mask.to_dict returns, or a list "
+            "of these"
+        )
     try:
         return Mask.from_dict(given)
     except PlanError as error:
@@ -212,8 +252,12 @@ def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
     return mask if left < 0 and right < 0 else mask & (left, right)
 
 
-def _make_plan(mask: Mask, spec: PlanSpec, cp: int, rank: int, kind: tuple[object, ...]) -> RankPlan:
-    """The plan of one rank; that of all ranks is made and proven now and then. Plans of one `kind` are alike."""
+def _make_plan(
+    mask: Mask, spec: PlanSpec, cp: int, rank: int, kind: tuple[object, ...]
+) -> RankPlan:
+    """The plan of one rank; that of all ranks is made and proven now and then. Plans of one `kind`
+    are alike.
+    """
     if kind not in _proven or next(_made) % PROVE_EVERY == 0:
         plan = spec.build(mask, cp)  # not kept: the next microbatch has another mask
         plan.verify()

@@ -1,8 +1,10 @@
-"""Puts the batch rows of each step in an order in which all microbatches take equally long: --cp-ring-balance-microbatches.
+"""Puts the batch rows of each step in an order in which all microbatches take equally long:
+--cp-ring-balance-microbatches.
 
-Megatron's samplers deal out the rows of a step in the order of the data set. The one here deals out the same rows, but a row may
-come in another microbatch of the step, and on another data-parallel rank. It wraps Megatron's sampler: every rank runs those of
-all ranks, which are lists of numbers, and finds the same order from the lengths of the documents in each row.
+Megatron's samplers deal out the rows of a step in the order of the data set. The one here deals out
+the same rows, but a row may come in another microbatch of the step, and on another data-parallel
+rank. It wraps Megatron's sampler: every rank runs those of all ranks, which are lists of numbers,
+and finds the same order from the lengths of the documents in each row.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ FLAG = "--cp-ring-balance-microbatches"
 
 
 class BalancedSampler:
-    """The microbatches, lists of numbers of rows, of the data-parallel rank of `sampler`: step by step in another order.
+    """The microbatches, lists of numbers of rows, of the data-parallel rank of `sampler`: step by
+    step in another order.
 
     Args:
         sampler: Megatron's, for one data-parallel rank. Steps begin with its first microbatch.
@@ -43,24 +46,41 @@ class BalancedSampler:
     def __iter__(self) -> Iterator[list[int]]:
         rank, ranks = self.sampler.data_parallel_rank, _ranks(self.sampler)
         streams = itertools.zip_longest(
-            *(self.sampler if each == rank else _of_rank(self.sampler, each) for each in range(ranks))
+            *(
+                self.sampler if each == rank else _of_rank(self.sampler, each)
+                for each in range(ranks)
+            )
         )
         # A sampler that begins anew after the last row may do so within a step.
-        while step := list(itertools.islice(streams, self.microbatches - self._given % self.microbatches)):
+        while step := list(
+            itertools.islice(streams, self.microbatches - self._given % self.microbatches)
+        ):
             self._given += len(step)
             whole = all(one is not None for one in itertools.chain(*step))
-            yield from self._ordered(step)[rank] if whole else [each[rank] for each in step if each[rank] is not None]
+            yield from (
+                self._ordered(step)[rank]
+                if whole
+                else [each[rank] for each in step if each[rank] is not None]
+            )
 
     def _ordered(self, step: list[tuple[list[int], ...]]) -> list[list[list[int]]]:
-        """The rows [ranks, microbatches, rows] of a step: as read [microbatches, ranks, rows], and then balanced."""
+        """The rows [ranks, microbatches, rows] of a step: as read [microbatches, ranks, rows], and
+        then balanced.
+        """
         numbers = np.array(step, np.int64).swapaxes(0, 1)
-        work = np.array([self.work(int(number)) for number in numbers.flat], np.float64).reshape(numbers.shape)
+        work = np.array([self.work(int(number)) for number in numbers.flat], np.float64).reshape(
+            numbers.shape
+        )
         order = balanced_order(work)
         if self._given <= self.microbatches:
-            (read, ranks_read), (made, ranks_made) = imbalance(work), imbalance(work.reshape(-1)[order])
+            (read, ranks_read), (made, ranks_made) = (
+                imbalance(work),
+                imbalance(work.reshape(-1)[order]),
+            )
             note(
-                f"{FLAG}: in the first step the longest microbatch has {made:.2f} times the mean work, as read {read:.2f}; "
-                f"the busiest data-parallel rank {ranks_made:.2f}, as read {ranks_read:.2f}"
+                f"{FLAG}: in the first step the longest microbatch has {made:.2f} times the mean "
+                f"work, as read {read:.2f}; the busiest data-parallel rank {ranks_made:.2f}, as "
+                f"read {ranks_read:.2f}"
             )
         ordered: list[list[list[int]]] = numbers.reshape(-1)[order].tolist()
         return ordered
@@ -76,19 +96,31 @@ def _of_rank(sampler: Any, rank: int) -> Any:
     return other
 
 
-def balanced_loader(build: Callable[..., Any], get_args: Callable[[], Any], dataset: Any, *rest: Any, **named: Any) -> Any:
-    """What Megatron's `build_pretraining_data_loader` returns; the loader of training data deals out rows in balanced order."""
+def balanced_loader(
+    build: Callable[..., Any], get_args: Callable[[], Any], dataset: Any, *rest: Any, **named: Any
+) -> Any:
+    """What Megatron's `build_pretraining_data_loader` returns; the loader of training data deals
+    out rows in balanced order.
+    """
     loader = build(dataset, *rest, **named)
     sampler = getattr(loader, "batch_sampler", None)
     if sampler is None or not _trains(dataset):
         return loader
     args, ranks = get_args(), _ranks(sampler)
     if args.micro_batch_size * ranks == 1:
-        note(f"{FLAG} changes nothing with --micro-batch-size 1 on one data-parallel rank: every batch row is a microbatch")
+        note(
+            f"{FLAG} changes nothing with --micro-batch-size 1 on one data-parallel rank: every "
+            "batch row is a microbatch"
+        )
         return loader
     microbatches = args.global_batch_size // (args.micro_batch_size * ranks)
-    # torch's DataLoader rejects another sampler once it is made, and reads this attribute when it is iterated.
-    object.__setattr__(loader, "batch_sampler", BalancedSampler(sampler, microbatches, lambda index: work_of(dataset, index)))
+    # torch's DataLoader rejects another sampler once it is made, and reads this attribute when it
+    # is iterated.
+    object.__setattr__(
+        loader,
+        "batch_sampler",
+        BalancedSampler(sampler, microbatches, lambda index: work_of(dataset, index)),
+    )
     return loader
 
 
@@ -101,15 +133,24 @@ def _trains(dataset: Any) -> bool:
 def work_of(dataset: Any, index: int) -> float:
     """Pairs of attention of all layers of row `index` together."""
     mask = mask_of(dataset, index)
-    return float(sum(count * (mask if window == (-1, -1) else mask & window).area() for window, count in layer_windows()))
+    return float(
+        sum(
+            count * (mask if window == (-1, -1) else mask & window).area()
+            for window, count in layer_windows()
+        )
+    )
 
 
 def mask_of(dataset: Any, index: int) -> Mask:
     """The mask of row `index`: that of its documents, or the one that it declares.
 
-    Rows of `PackedConversations` know their documents, also in a blend. Of other data sets the sample is read.
+    Rows of `PackedConversations` know their documents, also in a blend. Of other data sets the
+    sample is read.
     """
-    numbers = getattr(dataset, "dataset_index", None), getattr(dataset, "dataset_sample_index", None)
+    numbers = (
+        getattr(dataset, "dataset_index", None),
+        getattr(dataset, "dataset_sample_index", None),
+    )
     if numbers[0] is not None and numbers[1] is not None:
         return mask_of(dataset.datasets[int(numbers[0][index])], int(numbers[1][index]))
     if hasattr(dataset, "offsets"):

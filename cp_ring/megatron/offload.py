@@ -1,11 +1,13 @@
-"""What attention layers save for backward waits in host memory: by --cp-ring-offload (`cp_ring.offload`), or by Megatron.
+"""What attention layers save for backward waits in host memory: by --cp-ring-offload
+(`cp_ring.offload`), or by Megatron.
 
-A layer's out is also what its output projection saves. So with --cp-ring-offload the layer that holds both is linked: what
-`linear_proj` saves of out is the copy in host memory.
+A layer's out is also what its output projection saves. So with --cp-ring-offload the layer that
+holds both is linked: what `linear_proj` saves of out is the copy in host memory.
 
-Megatron's own ways are hooks for saved tensors around a layer or a part of it: fine-grained offloading, and that of
-TransformerEngine (--cpu-offloading-num-layers). Both leave tensors that are marked as not to be moved. TransformerEngine before
-2.10, or with NVTE_CPU_OFFLOAD_V1=1, moves only tensors that are marked, as its own attention marks them.
+Megatron's own ways are hooks for saved tensors around a layer or a part of it: fine-grained
+offloading, and that of TransformerEngine (--cpu-offloading-num-layers). Both leave tensors that are
+marked as not to be moved. TransformerEngine before 2.10, or with NVTE_CPU_OFFLOAD_V1=1, moves only
+tensors that are marked, as its own attention marks them.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ def offload() -> Offload:
 
 
 def saving(keep: Iterable[Tensor | None], config: Any = None) -> AbstractContextManager[Any]:
-    """The context of one call of attention: its saved tensors, except those of `keep`, wait in host memory.
+    """The context of one call of attention: its saved tensors, except those of `keep`, wait in host
+    memory.
 
     config: that of the layer, which holds the context of TransformerEngine's offloading.
-    It does nothing while activations are recomputed, because the backward of such a call follows at once.
+    It does nothing while activations are recomputed, because the backward of such a call follows at
+    once.
     """
     kept = [x for x in keep if x is not None]
     for x in kept:
@@ -48,7 +52,9 @@ def saving(keep: Iterable[Tensor | None], config: Any = None) -> AbstractContext
 
 
 def _marked(keep: Iterable[Tensor], context: Any) -> saved_tensors_hooks:
-    """The hooks of `context`, TransformerEngine's, which get tensors marked as to be moved, except those of `keep`."""
+    """The hooks of `context`, TransformerEngine's, which get tensors marked as to be moved, except
+    those of `keep`.
+    """
     stay = {x.data_ptr() for x in keep}
 
     def pack(tensor: Tensor) -> Any:
@@ -60,9 +66,11 @@ def _marked(keep: Iterable[Tensor], context: Any) -> saved_tensors_hooks:
 
 
 def link(attention: Any) -> None:
-    """Lets the output projection of an attention layer share the copies of its core attention, from the first call on.
+    """Lets the output projection of an attention layer share the copies of its core attention, from
+    the first call on.
 
-    `linear_proj` and the core attention that stays are made later, by constructors of subclasses, so the first call adds hooks.
+    `linear_proj` and the core attention that stays are made later, by constructors of subclasses,
+    so the first call adds hooks.
     """
     if not current().offload or getattr(attention, "_cp_ring_shares", False):
         return

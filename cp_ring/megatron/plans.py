@@ -19,7 +19,9 @@ _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
 
 def make_layout(name: str, n: int, cp: int) -> Layout:
-    """The layout called `name` of `n` tokens over `cp` ranks; `balanced` balances the sum of the windows of all layers."""
+    """The layout called `name` of `n` tokens over `cp` ranks; `balanced` balances the sum of the
+    windows of all layers.
+    """
     return _layout(LAYOUTS[name], n, cp, layer_windows() if name == "balanced" else ())
 
 
@@ -37,10 +39,15 @@ def _mask(kind: str, n: int, window: tuple[int, int]) -> Mask:
     return _MASKS[kind](n, window=window)
 
 
-def make_plan(mask: str, n: int, cp: int, window: tuple[int, int] = (-1, -1), spec: PlanSpec = PlanSpec()) -> Plan:
+def make_plan(
+    mask: str, n: int, cp: int, window: tuple[int, int] = (-1, -1), spec: PlanSpec = PlanSpec()
+) -> Plan:
     """The proven plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp` ranks.
 
     window: the numbers of keys before and after its own position that a query sees; -1 is all.
-    spec: its layout is a name. Raises `PlanError` if mask, layout, route and schedule do not make a correct plan.
+    spec: its layout is a name. Raises `PlanError` if mask, layout, route and schedule do not make a
+    correct plan.
     """
-    return plan(_mask(mask, n, window), cp, replace(spec, layout=make_layout(str(spec.layout), n, cp)))
+    return plan(
+        _mask(mask, n, window), cp, replace(spec, layout=make_layout(str(spec.layout), n, cp))
+    )

@@ -1,7 +1,7 @@
 """Programs that build their models themselves, on megatron.core without its command line.
 
-They have a `TransformerConfig` in place of Megatron's arguments. The checks and the probes read their values by the same names,
-so they get a namespace with the fields of that configuration.
+They have a `TransformerConfig` in place of Megatron's arguments. The checks and the probes read
+their values by the same names, so they get a namespace with the fields of that configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 @dataclass
 class Program:
-    """What `cp_ring.megatron.enable` was told about the program, and whether its certificate is made.
+    """What `cp_ring.megatron.enable` was told about the program, and whether its certificate is
+    made.
 
     seq_length: tokens of a batch row, 0 if unknown.
     micro_batch_size: batch rows of a microbatch.
@@ -58,9 +59,13 @@ def begin(program: Program | None) -> None:
 
 
 def arguments_of(config: Any) -> argparse.Namespace:
-    """The fields of a `TransformerConfig` under the names of Megatron's arguments, and what `enable` was told."""
+    """The fields of a `TransformerConfig` under the names of Megatron's arguments, and what
+    `enable` was told.
+    """
     program = _began.program or Program()
-    absent = dict.fromkeys(("window_size", "window_attn_skip_freq", "mtp_num_layers", "load", "save"))
+    absent = dict.fromkeys(
+        ("window_size", "window_attn_skip_freq", "mtp_num_layers", "load", "save")
+    )
     given = {
         "transformer_config": config,
         "build": program.build,
@@ -68,18 +73,23 @@ def arguments_of(config: Any) -> argparse.Namespace:
         "micro_batch_size": program.micro_batch_size,
         "sft": program.packed,
         "num_experts": config.num_moe_experts,
-        "group_query_attention": True,  # the configuration has completed its number of key/value heads
+        # the configuration has completed its number of key/value heads
+        "group_query_attention": True,
         "position_embedding_type": "rope",
         "reset_attention_mask": False,
-        "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        "world_size": torch.distributed.get_world_size()
+        if torch.distributed.is_initialized()
+        else 1,
     }
     return argparse.Namespace(**(absent | vars(config) | given))
 
 
 def accept_model(config: Any) -> argparse.Namespace:
-    """Checks the configuration of a model that is about to be built, and puts the settings that depend on it in force.
+    """Checks the configuration of a model that is about to be built, and puts the settings that
+    depend on it in force.
 
-    Raises `ConfigError` for what ring attention does not support. A flag `--x-y` in it is the field `x_y` of the configuration.
+    Raises `ConfigError` for what ring attention does not support. A flag `--x-y` in it is the field
+    `x_y` of the configuration.
     """
     args, used = arguments_of(config), settings.current()
     job = Job(args, used)
@@ -92,7 +102,9 @@ def accept_model(config: Any) -> argparse.Namespace:
 
 
 def certify_model(args: argparse.Namespace) -> None:
-    """Makes the certificate before the first model is built, if `certify` has not done so. All ranks call it together."""
+    """Makes the certificate before the first model is built, if `certify` has not done so. All
+    ranks call it together.
+    """
     program = _began.program
     if program is None or program.certified or settings.current().certify == "off":
         return
@@ -100,26 +112,32 @@ def certify_model(args: argparse.Namespace) -> None:
 
     if not parallel_state.model_parallel_is_initialized():
         program.certified = True
-        note("warning: no certificate: Megatron's parallel_state is not initialized; give --no-cp-ring-certify (certify='off')")
+        note(
+            "warning: no certificate: Megatron's parallel_state is not initialized; give "
+            "--no-cp-ring-certify (certify='off')"
+        )
         return
     _examine(args, None)
 
 
 def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep) -> Any:
-    """Probes attention, and the loss and gradients of a tiny model that the program itself builds; all ranks call it together.
+    """Probes attention, and the loss and gradients of a tiny model that the program itself builds;
+    all ranks call it together.
 
-    Call it after `cp_ring.megatron.enable` and after Megatron has made its parallel groups. Without this call the certificate is
-    made when the first model is built, and does not cover the loss.
+    Call it after `cp_ring.megatron.enable` and after Megatron has made its parallel groups. Without
+    this call the certificate is made when the first model is built, and does not cover the loss.
 
     Args:
         config: the `TransformerConfig` of the model.
-        build: makes a whole model of such a configuration. It is called with small copies of `config`, of context parallel size
-            1 too.
-        forward_step: `forward_step(data_iterator, model)` as Megatron's schedules take it, which returns the losses of tokens and
-            a loss function. An item of the iterator is a dictionary of tokens, labels, position_ids and loss_mask, each [b, n] of
-            whole batch rows, which it splits itself. After `enable(packed=True)` it is one batch row of packed documents, with
-            their offsets `cu_seqlens`, int32 [1, documents + 1], and `max_seqlen`, int32 [1], as the data sets of Megatron's
-            scripts give them; each document is a multiple of 2 * cp tokens long. `split_batch` takes both.
+        build: makes a whole model of such a configuration. It is called with small copies of
+            `config`, of context parallel size 1 too.
+        forward_step: `forward_step(data_iterator, model)` as Megatron's schedules take it, which
+            returns the losses of tokens and a loss function. An item of the iterator is a
+            dictionary of tokens, labels, position_ids and loss_mask, each [b, n] of whole batch
+            rows, which it splits itself. After `enable(packed=True)` it is one batch row of packed
+            documents, with their offsets `cu_seqlens`, int32 [1, documents + 1], and `max_seqlen`,
+            int32 [1], as the data sets of Megatron's scripts give them; each document is a multiple
+            of 2 * cp tokens long. `split_batch` takes both.
 
     Returns:
         The certificate (`cp_ring.megatron.certificate.Certificate`), or None with `certify="off"`.

@@ -1,11 +1,13 @@
 """Keeps the results of attention while activations are recomputed, so that the ring runs once.
 
-Megatron's full recomputation runs a block of layers twice: in forward without gradients, and in backward with gradients. The
-second run of attention would send all keys around the ring again. Instead each call of a block keeps the results of its attention
-layers, out and lse, and the second run takes them. The backward of attention is the usual one.
+Megatron's full recomputation runs a block of layers twice: in forward without gradients, and in
+backward with gradients. The second run of attention would send all keys around the ring again.
+Instead each call of a block keeps the results of its attention layers, out and lse, and the second
+run takes them. The backward of attention is the usual one.
 
-The results belong to one call of one block with one microbatch. They live in the autograd node of that call, and are freed with
-it. So there is no counter or table to keep in agreement with microbatches in flight, virtual stages, or a step that is run again.
+The results belong to one call of one block with one microbatch. They live in the autograd node of
+that call, and are freed with it. So there is no counter or table to keep in agreement with
+microbatches in flight, virtual stages, or a step that is run again.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ from cp_ring.attention import KeptOutput, Output
 from cp_ring.offload import Offload
 from cp_ring.runtime import RUNTIME
 
-_now: contextvars.ContextVar[KeptCall | None] = contextvars.ContextVar("cp_ring_kept_call", default=None)
+_now: contextvars.ContextVar[KeptCall | None] = contextvars.ContextVar(
+    "cp_ring_kept_call", default=None
+)
 _alive: weakref.WeakSet[KeptCall] = RUNTIME.keep(weakref.WeakSet())
 
 
 class KeptCall:
-    """A function that runs twice on the same inputs: the first run keeps the results of attention, the second takes them."""
+    """A function that runs twice on the same inputs: the first run keeps the results of attention,
+    the second takes them.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -60,13 +66,17 @@ class KeptCall:
 
 
 def take(layer: Any) -> KeptOutput | None:
-    """What the block that runs now has kept of the next call of the attention layer `layer`; None outside such blocks."""
+    """What the block that runs now has kept of the next call of the attention layer `layer`; None
+    outside such blocks.
+    """
     call = _now.get()
     return call.take(layer) if call else None
 
 
 def keep(layer: Any, output: Output, offload: Offload | None) -> None:
-    """Keeps the output of a call of `layer` where the block that runs now is recomputed later; with `offload` on the host."""
+    """Keeps the output of a call of `layer` where the block that runs now is recomputed later; with
+    `offload` on the host.
+    """
     call = _now.get()
     if call:
         call.keep(layer, output, offload)
@@ -78,10 +88,14 @@ def kept_bytes() -> int:
 
 
 def keeping(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a `checkpoint(function, ...)` so that the results of attention in `function` are kept, if gradients are enabled."""
+    """Wraps a `checkpoint(function, ...)` so that the results of attention in `function` are kept,
+    if gradients are enabled.
+    """
 
     @functools.wraps(checkpoint)
     def checkpoint_and_keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(KeptCall(function) if torch.is_grad_enabled() else function, *args, **kwargs)
+        return checkpoint(
+            KeptCall(function) if torch.is_grad_enabled() else function, *args, **kwargs
+        )
 
     return checkpoint_and_keep

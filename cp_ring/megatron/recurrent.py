@@ -1,7 +1,9 @@
-"""Tokens in the order of the sequence, and documents, for layers whose state runs along it: Mamba and gated delta net.
+"""Tokens in the order of the sequence, and documents, for layers whose state runs along it: Mamba
+and gated delta net.
 
-These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads. The tokens then lie rank after
-rank. They are put in order, and back, by the layout in force, and the state begins anew with each document.
+These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads. The
+tokens then lie rank after rank. They are put in order, and back, by the layout in force, and the
+state begins anew with each document.
 
 Shapes: n tokens of a batch row, b batch rows, cp the context-parallel size.
 """
@@ -33,10 +35,13 @@ class TokenOrder:
     """Where the tokens of batch rows [n, b] are, on one device.
 
     Attributes:
-        in_sequence: of each token in the order of the sequence, its place among those of rank after rank: int64 [n * b].
+        in_sequence: of each token in the order of the sequence, its place among those of rank after
+        rank: int64 [n * b].
         by_rank: the inverse of this permutation.
-        documents: the number of each token's document in its batch row: int32 [b, n]; None without documents.
-        cu_seqlens: where documents begin in the stream of all batch rows, and its end: int32 [documents + 1]; None without.
+        documents: the number of each token's document in its batch row: int32 [b, n]; None without
+        documents.
+        cu_seqlens: where documents begin in the stream of all batch rows, and its end: int32
+        [documents + 1]; None without.
     """
 
     in_sequence: torch.Tensor
@@ -52,11 +57,15 @@ class TokenOrder:
         return cls(*((order * places.shape[1] + column).reshape(-1) for order in (inverse, places)))
 
     def to(self, device: torch.device) -> TokenOrder:
-        documents, offsets = (None if x is None else x.to(device) for x in (self.documents, self.cu_seqlens))
+        documents, offsets = (
+            None if x is None else x.to(device) for x in (self.documents, self.cu_seqlens)
+        )
         return TokenOrder(self.in_sequence.to(device), self.by_rank.to(device), documents, offsets)
 
 
-_made: WeakKeyDictionary[MicrobatchMask, dict[torch.device, TokenOrder]] = RUNTIME.keep(WeakKeyDictionary())
+_made: WeakKeyDictionary[MicrobatchMask, dict[torch.device, TokenOrder]] = RUNTIME.keep(
+    WeakKeyDictionary()
+)
 _in_force: ContextVar[TokenOrder | None] = ContextVar("cp_ring_token_order", default=None)
 
 
@@ -73,20 +82,28 @@ def _of_documents(carried: MicrobatchMask) -> TokenOrder:
     starts = np.union1d(carried.starts(), np.arange(carried.batch) * (total // carried.batch))
     numbers = (np.searchsorted(starts, np.arange(total), "right") - 1).reshape(carried.batch, -1)
     numbers -= numbers[:, :1]
-    order = TokenOrder.of_places(torch.cat([carried.places(rank) for rank in range(carried.layout.cp)]))
-    documents, offsets = (torch.from_numpy(x.astype(np.int32)) for x in (numbers, np.append(starts, total)))
+    order = TokenOrder.of_places(
+        torch.cat([carried.places(rank) for rank in range(carried.layout.cp)])
+    )
+    documents, offsets = (
+        torch.from_numpy(x.astype(np.int32)) for x in (numbers, np.append(starts, total))
+    )
     return TokenOrder(order.in_sequence, order.by_rank, documents, offsets)
 
 
 @RUNTIME.cache(maxsize=16)
-def _of_layout(n: int, batch: int, cp: int, name: str, windows: LayerWindows, device: torch.device) -> TokenOrder:
+def _of_layout(
+    n: int, batch: int, cp: int, name: str, windows: LayerWindows, device: torch.device
+) -> TokenOrder:
     layout = make_layout(name, n, cp)
     places = torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(cp)]))
     return TokenOrder.of_places(places[:, None].expand(-1, batch)).to(device)
 
 
 def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
-    """The order of the tokens of `x` [n, b, ...], of the documents `packed`, of those in force, or of the layout."""
+    """The order of the tokens of `x` [n, b, ...], of the documents `packed`, of those in force, or
+    of the layout.
+    """
     n, batch = x.shape[:2]
     if packed is not None:
         return order_of(documents_of(packed, n // cp * batch, cp, packed_in_whole_rows()), x.device)
@@ -94,7 +111,9 @@ def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
 
 
 def in_sequence(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
-    """The tokens [n, b, d] of rank after rank, in the order of the sequence. As Megatron's `_undo_attention_load_balancing`."""
+    """The tokens [n, b, d] of rank after rank, in the order of the sequence. As Megatron's
+    `_undo_attention_load_balancing`.
+    """
     return _reordered(input_, _order(input_, cp_size, packed_seq_params).in_sequence)
 
 
@@ -108,7 +127,9 @@ def _reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def mamba_with_documents(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `MambaMixer._ssm_training`: its kernel then has the number of each token's document, in the order of the sequence."""
+    """Wraps `MambaMixer._ssm_training`: its kernel then has the number of each token's document, in
+    the order of the sequence.
+    """
 
     @functools.wraps(train)
     def call(self: Any, zxBCdt: torch.Tensor, packed_seq_params: Any = None) -> Any:
@@ -140,16 +161,24 @@ def _documents_in_force(packed: Any, device: torch.device) -> Iterator[None]:
 
 
 def gated_delta_net_with_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `GatedDeltaNet.forward`: the documents of a microbatch, in thd or sbhd, are in force while it runs."""
+    """Wraps `GatedDeltaNet.forward`: the documents of a microbatch, in thd or sbhd, are in force
+    while it runs.
+    """
 
     @functools.wraps(forward)
-    def call(self: Any, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **named: Any) -> Any:
+    def call(
+        self: Any,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **named: Any,
+    ) -> Any:
         if packed_seq_params is None:
             return forward(self, hidden_states, *args, **named)
         if self.config.deterministic_mode:
             raise ConfigError(
-                "--deterministic-mode: gated delta net layers then have no kernel that knows documents: leave it out, or the "
-                "documents"
+                "--deterministic-mode: gated delta net layers then have no kernel that knows "
+                "documents: leave it out, or the documents"
             )
         tokens = hidden_states.shape[0] * self.sp_size * hidden_states.shape[1]
         carried = documents_of(packed_seq_params, tokens, self.cp_size, packed_in_whole_rows())
@@ -161,7 +190,9 @@ def gated_delta_net_with_documents(forward: Callable[..., Any]) -> Callable[...,
 
 
 def norm_with_documents(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `GatedDeltaNet._gated_norm_and_a2a`, which selective recomputation calls again, outside of `forward`."""
+    """Wraps `GatedDeltaNet._gated_norm_and_a2a`, which selective recomputation calls again, outside
+    of `forward`.
+    """
 
     @functools.wraps(function)
     def call(self: Any, core_attn_out: torch.Tensor, *args: Any, **named: Any) -> Any:
@@ -175,8 +206,8 @@ def norm_with_documents(function: Callable[..., Any]) -> Callable[..., Any]:
 def fla_with_documents(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `causal_conv1d` or `chunk_gated_delta_rule` of the package fla.
 
-    They take documents as `cu_seqlens` of one batch row: the batch rows [b, n, ...] become one. Without documents in force
-    nothing changes.
+    They take documents as `cu_seqlens` of one batch row: the batch rows [b, n, ...] become one.
+    Without documents in force nothing changes.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,6 @@
-"""Ends a job that cannot run with one line, printed once whichever rank finds it first, and exit code 2."""
+"""Ends a job that cannot run with one line, printed once whichever rank finds it first, and exit
+code 2.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,18 @@ from cp_ring.runtime import RUNTIME
 _OURS = (ConfigError, KernelError, PlanError)
 _KEY = "cp_ring/rejected"
 _ERRORS = "TORCHELASTIC_ERROR_FILE"
-_SKEW_S = 30.0  # between the starts of the ranks of a job, where a script starts them without a launcher
+# between the starts of the ranks of a job, where a script starts them without a launcher
+_SKEW_S = 30.0
 _LIMIT = datetime.timedelta(minutes=1)  # for an answer of torch's launcher, which may be gone
 _noted: set[str] = RUNTIME.keep(set())
 
 
 def reject(message: str, code: int = 2) -> NoReturn:
-    """Exits with `code`. The first rank of the job that comes here prints `cp_ring: error: <message>`, the others wait for it.
+    """Exits with `code`. The first rank of the job that comes here prints
+    `cp_ring: error: <message>`, the others wait for it.
 
-    A launcher ends all ranks as soon as one has ended, so none ends before the line is printed. The line also goes to the file
-    of errors that torch's launcher shows when it ends.
+    A launcher ends all ranks as soon as one has ended, so none ends before the line is printed. The
+    line also goes to the file of errors that torch's launcher shows when it ends.
     """
     with signals.ignored(), _turn() as first:
         if first:
@@ -49,7 +53,9 @@ def note(message: str) -> None:
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Calls `reject` for errors of cp_ring, also for a `ConfigError` that torch's checkpoints have wrapped."""
+    """Calls `reject` for errors of cp_ring, also for a `ConfigError` that torch's checkpoints have
+    wrapped.
+    """
     try:
         yield
     except _OURS as error:
@@ -70,7 +76,9 @@ def error_within(error: Any) -> ConfigError | None:
 
 @contextlib.contextmanager
 def _turn() -> Iterator[bool]:
-    """True for the first rank of the job that comes here; False for the others, once the first has left the block."""
+    """True for the first rank of the job that comes here; False for the others, once the first has
+    left the block.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
     elif _running() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -80,13 +88,16 @@ def _turn() -> Iterator[bool]:
 
 
 def _turn_by_store() -> Iterator[bool]:
-    """`_turn` by the store of the process group or, before there is one, by that of torch's launcher."""
+    """`_turn` by the store of the process group or, before there is one, by that of torch's
+    launcher.
+    """
     key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
         store = _store()
         first = store.add(key, 1) == 1
     except RuntimeError:
-        yield not _running()  # without a launcher rank 0 holds the store of a group: it has ended, and has said why
+        # without a launcher rank 0 holds the store of a group: it has ended, and has said why
+        yield not _running()
         return
     with contextlib.suppress(RuntimeError):
         if not first:
@@ -102,24 +113,34 @@ def _store() -> Any:
 
     if _running():
         return _get_default_store()
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_LIMIT)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_LIMIT
+    )
 
 
 def _turn_by_file() -> Iterator[bool]:
-    """`_turn` by a lock on a file: the one that the batch script gives to all ranks, or one for the ranks of this host."""
+    """`_turn` by a lock on a file: the one that the batch script gives to all ranks, or one for the
+    ranks of this host.
+    """
     shared = os.environ.get(_ERRORS)
-    job = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")]
+    job = [
+        os.environ.get(name, "")
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
+    ]
     name = f"cp_ring-rejected-{os.getuid()}-{os.getpgrp()}-{'-'.join(job).replace('/', '-')}"
     with contextlib.ExitStack() as opened:
         try:
-            file = opened.enter_context(Path(shared or Path(tempfile.gettempdir(), name)).open("a+"))
+            file = opened.enter_context(
+                Path(shared or Path(tempfile.gettempdir(), name)).open("a+")
+            )
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             said = file.read()
         except OSError:
             yield True
             return
-        first = not said if shared else not said or float(said) < _begin() - _SKEW_S  # by an earlier job of the same name
+        # by an earlier job of the same name
+        first = not said if shared else not said or float(said) < _begin() - _SKEW_S
         yield first
         if first and not shared:
             file.truncate(0)
@@ -144,7 +165,9 @@ def _record(message: str) -> None:
 
 @contextlib.contextmanager
 def megatrons_rejections() -> Iterator[None]:
-    """Raises Megatron's own objection to the flags, an assertion or a `ValueError` with a message, as `ConfigError`."""
+    """Raises Megatron's own objection to the flags, an assertion or a `ValueError` with a message,
+    as `ConfigError`.
+    """
     try:
         yield
     except ConfigError:
@@ -152,9 +175,15 @@ def megatrons_rejections() -> Iterator[None]:
     except (AssertionError, ValueError) as error:
         if not str(error):
             raise
-        raise ConfigError(f"Megatron rejects these flags: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"Megatron rejects these flags: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _running() -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    )

@@ -1,4 +1,6 @@
-"""Rotary embeddings of the tokens that a rank holds, where these or their positions may differ from microbatch to microbatch."""
+"""Rotary embeddings of the tokens that a rank holds, where these or their positions may differ from
+microbatch to microbatch.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.settings import current, split_by_microbatch
 
 Selected = tuple[torch.Tensor, torch.Tensor]
-"""Positions, and places in their batch rows, of the tokens that a rank holds: int64 [n / cp, batch] each."""
+"""Positions, and places in their batch rows, of the tokens that a rank holds: int64 [n / cp, batch]
+each.
+"""
 
-_selected: contextvars.ContextVar[Selected | None] = contextvars.ContextVar("cp_ring_positions", default=None)
+_selected: contextvars.ContextVar[Selected | None] = contextvars.ContextVar(
+    "cp_ring_positions", default=None
+)
 
 
 @contextmanager
@@ -34,16 +40,22 @@ def positions_in_force(selected: Selected | None) -> Iterator[None]:
 
 
 def selecting(forward: Callable[..., Any], by_place: bool = False) -> Callable[..., Any]:
-    """Wraps the forward of a rotary embedding: of embeddings [n, 1 or batch, 1, d] it returns the tokens', [n / cp, batch, 1, d].
+    """Wraps the forward of a rotary embedding: of embeddings [n, 1 or batch, 1, d] it returns the
+    tokens', [n / cp, batch, 1, d].
 
-    `by_place`: the embeddings are those of the batch rows' tokens, in order, and not of the positions 0, 1, 2, ...
+    `by_place`: the embeddings are those of the batch rows' tokens, in order, and not of the
+    positions 0, 1, 2, ...
     """
 
     @functools.wraps(forward)
     def select(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = forward(self, *args, **kwargs)
         selected = _selected.get()
-        packed = inspect.signature(forward).bind(self, *args, **kwargs).arguments.get("packed_seq", False)
+        packed = (
+            inspect.signature(forward)
+            .bind(self, *args, **kwargs)
+            .arguments.get("packed_seq", False)
+        )
         if selected is None or packed:
             return result
         whole, *scale = result if isinstance(result, tuple) else (result,)
@@ -59,7 +71,9 @@ def selecting(forward: Callable[..., Any], by_place: bool = False) -> Callable[.
 
 
 def tokens_of(packed: Any, group: Any) -> Selected | None:
-    """The tokens of a microbatch on this rank of `group`; None where they are the same in every microbatch."""
+    """The tokens of a microbatch on this rank of `group`; None where they are the same in every
+    microbatch.
+    """
     from cp_ring.megatron.documents import DocumentParams
 
     if isinstance(packed, DocumentParams) and packed.documents is not None:
@@ -69,5 +83,12 @@ def tokens_of(packed: Any, group: Any) -> Selected | None:
     if not split_by_microbatch() or _selected.get() is not None:
         return None
     flag = "--cp-ring-mask-kinds" if current().kinds else "--cp-ring-layout balanced"
-    advice = "split it with cp_ring.megatron.batches.split_batch" if current().kinds else "give --cp-ring-document-mask"
-    raise ConfigError(f"{flag}: a microbatch came without its {'mask' if current().kinds else 'documents'}; {advice}")
+    advice = (
+        "split it with cp_ring.megatron.batches.split_batch"
+        if current().kinds
+        else "give --cp-ring-document-mask"
+    )
+    raise ConfigError(
+        f"{flag}: a microbatch came without its {'mask' if current().kinds else 'documents'}; "
+        f"{advice}"
+    )

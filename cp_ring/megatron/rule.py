@@ -1,4 +1,5 @@
-"""What a rule is: a reason for which cp_ring rejects a job, and what rules read of a job. The table is `cp_ring.megatron.rules`.
+"""What a rule is: a reason for which cp_ring rejects a job, and what rules read of a job. The table
+is `cp_ring.megatron.rules`.
 
 Nothing heavy is imported here: the flags are checked before torch and Megatron are loaded.
 """
@@ -19,9 +20,17 @@ from cp_ring.megatron import compat, graphs, implementations
 from cp_ring.megatron.layer_pattern import RECURRENT, pattern_of, shown_pattern
 
 _WORD = re.compile(r"([\w-]+)(?:([<>=%])(.+))?")
-_DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # of flags whose values have another name
-OF_THE_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
-_OTHER_NAMES = {"num_layers": ("encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"),
+# of flags whose values have another name
+_DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
+OF_THE_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+)
+_OTHER_NAMES = {"num_layers": ("encoder_num_layers", "hybrid_layer_pattern",
+    "hybrid_override_pattern"),
                 "seq_length": ("encoder_seq_length",)}  # fmt: skip
 
 
@@ -29,10 +38,12 @@ _OTHER_NAMES = {"num_layers": ("encoder_num_layers", "hybrid_layer_pattern", "hy
 class Rule:
     """A reason to reject a job, with the line that says so.
 
-    when: a function of the job, whose true value is what it has found, or words that must all hold: a flag that is given,
-        `--a<1`, `--a>1`, `--a=text`, `--a%b` (b does not divide a), one of several as `x|y`, or `!` and what must not hold.
-    text, way_out: the line, `text: way_out`. `{--flag}` is a flag with its value, `{name}` an attribute of the job, `{found}`
-        what `when` has found; of words, the flag of the first one, with its value where the word compares it.
+    when: a function of the job, whose true value is what it has found, or words that must all hold:
+        a flag that is given, `--a<1`, `--a>1`, `--a=text`, `--a%b` (b does not divide a), one of
+        several as `x|y`, or `!` and what must not hold.
+    text, way_out: the line, `text: way_out`. `{--flag}` is a flag with its value, `{name}` an
+        attribute of the job, `{found}` what `when` has found; of words, the flag of the first one,
+        with its value where the word compares it.
     why: for people who ask for more than the line says.
     example: flags that the rule rejects, and others after ` / `.
     """
@@ -46,7 +57,11 @@ class Rule:
     def line(self, job: Job) -> str:
         """The line with which the job is rejected, "" where it is not."""
         job.found = job.given(self.when) if isinstance(self.when, str) else self.when(job)
-        return f"{self.text}{': ' * bool(self.way_out)}{self.way_out}".format_map(job) if job.found else ""
+        return (
+            f"{self.text}{': ' * bool(self.way_out)}{self.way_out}".format_map(job)
+            if job.found
+            else ""
+        )
 
 
 def problem(job: Job, rules: Iterable[Rule]) -> str:
@@ -61,14 +76,22 @@ def check_rules(job: Job, rules: Iterable[Rule]) -> None:
 
 
 class Job:
-    """Megatron's arguments, or a configuration with the same names, and the settings of cp_ring: None for what they lack.
+    """Megatron's arguments, or a configuration with the same names, and the settings of cp_ring:
+    None for what they lack.
 
-    own: by default among the arguments. argv: the command line, where there is one. ulysses: ranks that exchange heads.
+    own: by default among the arguments. argv: the command line, where there is one. ulysses: ranks
+    that exchange heads.
     """
 
     found: Any = None
 
-    def __init__(self, args: Any, own: ContextParallelConfig | None = None, argv: Sequence[str] = (), ulysses: int = 1):
+    def __init__(
+        self,
+        args: Any,
+        own: ContextParallelConfig | None = None,
+        argv: Sequence[str] = (),
+        ulysses: int = 1,
+    ):
         self.args, self.own, self.argv = args, own or ContextParallelConfig.from_args(args), argv
         self.ulysses = ulysses
 
@@ -93,7 +116,10 @@ class Job:
     def given(self, words: str) -> str:
         """What of the first word holds if all words hold, else ""."""
         found = [self._held(word.removeprefix("!")) for word in words.split()]
-        held = all(bool(each) != word.startswith("!") for each, word in zip(found, words.split(), strict=True))
+        held = all(
+            bool(each) != word.startswith("!")
+            for each, word in zip(found, words.split(), strict=True)
+        )
         return (next(iter(found), "") or words or "any") if held else ""
 
     def _held(self, word: str) -> str:
@@ -108,7 +134,9 @@ class Job:
                 holds = bool(value and isinstance(divisor, int) and divisor and value % divisor)
             else:
                 known = isinstance(value, int | float)
-                holds = known and (value < float(other) if operator == "<" else value > float(other))
+                holds = known and (
+                    value < float(other) if operator == "<" else value > float(other)
+                )
             if holds:
                 return self[name] if operator else name
         return ""
@@ -129,7 +157,9 @@ class Job:
     @property
     def data_parallel(self) -> int:
         """Data-parallel ranks; 0 where the ranks are no whole number of models, as Megatron says."""
-        ranks, rest = divmod(self.world_size or 0, self.tp * (self.pipeline_model_parallel_size or 1) * self.cp)
+        ranks, rest = divmod(
+            self.world_size or 0, self.tp * (self.pipeline_model_parallel_size or 1) * self.cp
+        )
         return 0 if rest else ranks
 
     @property
@@ -145,14 +175,23 @@ class Job:
     @property
     def missing_sizes(self) -> str:
         """Sizes of the model that no flag gives."""
-        found = (name for name in OF_THE_MODEL if all(self.value(key) is None for key in (name, *_OTHER_NAMES.get(name, ()))))
+        found = (
+            name
+            for name in OF_THE_MODEL
+            if all(self.value(key) is None for key in (name, *_OTHER_NAMES.get(name, ())))
+        )
         return "" if self.sizes_from_a_file else ", ".join(found)
 
     @property
     def comm_types(self) -> list[str]:
-        """The `cp_comm_type` of each layer; one, if all have the same. Megatron's own help has allgather."""
+        """The `cp_comm_type` of each layer; one, if all have the same. Megatron's own help has
+        allgather.
+        """
         given = self.cp_comm_type or "p2p"
-        return [{"allgather": "all_gather"}.get(kind, kind) for kind in ([given] if isinstance(given, str) else given)]
+        return [
+            {"allgather": "all_gather"}.get(kind, kind)
+            for kind in ([given] if isinstance(given, str) else given)
+        ]
 
     @property
     def other_types(self) -> list[str]:
@@ -191,7 +230,9 @@ class Job:
 
     @property
     def masks_documents(self) -> bool:
-        """Whether the documents of each batch row are those that Megatron's data set finds by the end-of-document token."""
+        """Whether the documents of each batch row are those that Megatron's data set finds by the
+        end-of-document token.
+        """
         return self.own.document_mask and not (self.dataloader_inter_document_masking or self.sft)
 
     @property
@@ -227,15 +268,23 @@ class Job:
     @property
     def recomputes_attention(self) -> bool:
         """Whether core attention alone is recomputed."""
-        return self.recompute_granularity == "selective" and "core_attn" in (self.recompute_modules or ["core_attn"])
+        return self.recompute_granularity == "selective" and "core_attn" in (
+            self.recompute_modules or ["core_attn"]
+        )
 
     @property
     def moved_to_host(self) -> str:
         """Megatron's flag that moves tensors of attention to host memory, "" without one."""
-        moved = [module for module in self.offload_modules or () if module in ("core_attn", "attn_proj")]
+        moved = [
+            module for module in self.offload_modules or () if module in ("core_attn", "attn_proj")
+        ]
         if self.fine_grained_activation_offloading and moved:
             return f"--offload-modules {' '.join(moved)}"
-        return f"--cpu-offloading-num-layers {self.cpu_offloading_num_layers}" if self.cpu_offloading_num_layers else ""
+        return (
+            f"--cpu-offloading-num-layers {self.cpu_offloading_num_layers}"
+            if self.cpu_offloading_num_layers
+            else ""
+        )
 
     @property
     def version(self) -> str | None:

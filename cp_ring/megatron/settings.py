@@ -1,4 +1,5 @@
-"""The cp_ring settings in force in this process: read from the flags once, then read by every layer and batch.
+"""The cp_ring settings in force in this process: read from the flags once, then read by every layer
+and batch.
 
 Nothing heavy is imported here: entry modules read the flags before they load torch and Megatron.
 """
@@ -12,17 +13,22 @@ from dataclasses import dataclass, field
 from cp_ring.config import ContextParallelConfig
 from cp_ring.runtime import RUNTIME
 
-INTER_DOCUMENT = "--dataloader-inter-document-masking"  # flags of Megatron on which patches and entries depend
+# flags of Megatron on which patches and entries depend
+INTER_DOCUMENT = "--dataloader-inter-document-masking"
 SFT = "--sft"
 PER_TOKEN_LOSS = "--calculate-per-token-loss"
 
 LayerWindows = tuple[tuple[tuple[int, int], int], ...]
-"""Each window (left, right) of a model's attention layers, -1 for any number of keys, and how many layers have it."""
+"""Each window (left, right) of a model's attention layers, -1 for any number of keys, and how many
+layers have it.
+"""
 
 
 @dataclass
 class _InForce:
-    config: ContextParallelConfig = field(default_factory=lambda: ContextParallelConfig.make(enabled=True))
+    config: ContextParallelConfig = field(
+        default_factory=lambda: ContextParallelConfig.make(enabled=True)
+    )
     whole_rows: bool = False
     layers: LayerWindows = (((-1, -1), 1),)
 
@@ -36,9 +42,11 @@ def current() -> ContextParallelConfig:
 
 
 def packed_in_whole_rows() -> bool:
-    """Whether this job splits packed documents (thd) all together, as one sequence, instead of one by one.
+    """Whether this job splits packed documents (thd) all together, as one sequence, instead of one
+    by one.
 
-    Megatron's data loader does so under --dataloader-inter-document-masking. Its batches do not say which of the two it was.
+    Megatron's data loader does so under --dataloader-inter-document-masking. Its batches do not say
+    which of the two it was.
     """
     return _in_force.whole_rows
 
@@ -54,8 +62,14 @@ def split_by_microbatch() -> bool:
     return bool(config.mask_kinds) or (config.document_mask and config.layout == "balanced")
 
 
-def configure(config: ContextParallelConfig, whole_rows: bool | None = None, layers: LayerWindows | None = None) -> None:
-    """Puts `config` in force for layers and batches made from now on; `whole_rows` and `layers` too, unless they are None."""
+def configure(
+    config: ContextParallelConfig,
+    whole_rows: bool | None = None,
+    layers: LayerWindows | None = None,
+) -> None:
+    """Puts `config` in force for layers and batches made from now on; `whole_rows` and `layers`
+    too, unless they are None.
+    """
     _in_force.config = config
     if whole_rows is not None:
         _in_force.whole_rows = whole_rows
@@ -64,7 +78,9 @@ def configure(config: ContextParallelConfig, whole_rows: bool | None = None, lay
 
 
 def flags(argv: Sequence[str]) -> ContextParallelConfig:
-    """The cp_ring settings among the flags of a command line; ignores all other flags. Raises `ConfigError` for a bad value."""
+    """The cp_ring settings among the flags of a command line; ignores all other flags. Raises
+    `ConfigError` for a bad value.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ContextParallelConfig.add_arguments(parser)
     return ContextParallelConfig.from_args(parser.parse_known_args(list(argv))[0])

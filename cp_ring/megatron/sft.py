@@ -1,11 +1,14 @@
-"""Conversations for --sft, packed into rows without padding between them: the data set of `cp_ring.pretrain_gpt`.
+"""Conversations for --sft, packed into rows without padding between them: the data set of
+`cp_ring.pretrain_gpt`.
 
-The files and the tokens are those of Megatron's own SFT data set: .jsonl files with a list "messages" in each line, in which
-every system message begins another conversation, and `tokenize_conversation` of Megatron's tokenizer. The rows are not: Megatron
-makes a row of one line, and pads each conversation to a multiple of 2 * cp and the row to its end.
+The files and the tokens are those of Megatron's own SFT data set: .jsonl files with a list
+"messages" in each line, in which every system message begins another conversation, and
+`tokenize_conversation` of Megatron's tokenizer. The rows are not: Megatron makes a row of one line,
+and pads each conversation to a multiple of 2 * cp and the row to its end.
 
-A row depends on the file, the tokenizer, --split, --seq-length and --cp-ring-pack alone, and sample i is row i modulo the number
-of rows. So a job reads the same samples at any cp and dp, and a resumed one goes on where it was.
+A row depends on the file, the tokenizer, --split, --seq-length and --cp-ring-pack alone, and sample
+i is row i modulo the number of rows. So a job reads the same samples at any cp and dp, and a
+resumed one goes on where it was.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ Conversation = list[dict[str, Any]]
 
 
 class ConversationFile:
-    """The lines of a .jsonl file, read when they are asked for. Raises `ConfigError` that names the file and the line."""
+    """The lines of a .jsonl file, read when they are asked for. Raises `ConfigError` that names the
+    file and the line.
+    """
 
     def __init__(self, path: str):
         self.path = path
@@ -59,7 +64,11 @@ class ConversationFile:
         with open(self.path, "rb") as file:
             file.seek(self._starts[index])
             line = file.read(self._starts[index + 1] - self._starts[index])
-        return conversations_of(line, f"--data-path {self.path}: line {index + 1}") if line.strip() else []
+        return (
+            conversations_of(line, f"--data-path {self.path}: line {index + 1}")
+            if line.strip()
+            else []
+        )
 
 
 def conversations_of(line: bytes, where: str) -> list[Conversation]:
@@ -74,31 +83,44 @@ def conversations_of(line: bytes, where: str) -> list[Conversation]:
                 found.append([])
             found[-1].append(message)
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ConfigError(f'{where} is not a JSON object with "messages", a list of {{"role": ..., "content": ...}}') from None
+        raise ConfigError(
+            f'{where} is not a JSON object with "messages", a list of {{"role": ..., "content": '
+            f"...}}"
+        ) from None
     if not found:
         raise ConfigError(f"{where} has no message")
     return found
 
 
 class Tokens:
-    """The tokens and the targets of conversations, end to end: int32 [tokens] each, and int64 offsets [conversations + 1]."""
+    """The tokens and the targets of conversations, end to end: int32 [tokens] each, and int64
+    offsets [conversations + 1].
+    """
 
     def __init__(self, tokens: np.ndarray, targets: np.ndarray, offsets: Ints):
         self.tokens, self.targets, self.offsets = tokens, targets, offsets
 
     @classmethod
     def make(cls, lines: ConversationFile, indices: Ints, tokenizer: Any) -> Tokens:
-        """Raises `ConfigError` for a conversation that the tokenizer does not take, or that has no token."""
+        """Raises `ConfigError` for a conversation that the tokenizer does not take, or that has no
+        token.
+        """
         tokens: list[np.ndarray] = []
         targets: list[np.ndarray] = []
         for index in indices.tolist():
             for conversation in lines[index]:
                 where = f"--data-path {lines.path}: line {index + 1}"
                 try:
-                    ids, wanted = tokenizer.tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
+                    ids, wanted = tokenizer.tokenize_conversation(
+                        conversation, return_target=True, add_generation_prompt=False
+                    )
                 except (ValueError, AssertionError, TypeError) as error:
-                    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-                    raise ConfigError(f"{where}: the tokenizer does not take this conversation: {reason}") from None
+                    reason = (
+                        str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+                    )
+                    raise ConfigError(
+                        f"{where}: the tokenizer does not take this conversation: {reason}"
+                    ) from None
                 if not len(ids):
                     raise ConfigError(f"{where}: a conversation without tokens")
                 tokens.append(np.asarray(ids, np.int32))
@@ -109,7 +131,9 @@ class Tokens:
 
     @classmethod
     def kept(cls, path: Path, make: Callable[[], Tokens]) -> Tokens:
-        """Those in the file, mapped into memory; else those that `make` returns, which are kept there if the folder allows it."""
+        """Those in the file, mapped into memory; else those that `make` returns, which are kept
+        there if the folder allows it.
+        """
         arrays = ("tokens", "targets", "offsets")
         with contextlib.suppress(OSError, ValueError):
             return cls(*(np.load(path / f"{name}.npy", mmap_mode="r") for name in arrays))
@@ -120,26 +144,37 @@ class Tokens:
             for name in arrays:
                 np.save(work / f"{name}.npy", getattr(made, name))
             work.chmod(0o755)
-            os.rename(work, path)  # fails where another process was faster, whose tokens are the same
+            # fails where another process was faster, whose tokens are the same
+            os.rename(work, path)
         return made
 
 
 class PackedConversations(MegatronDataset):
     """Rows of conversations. Each sees only itself, and its positions begin at 0; see the module.
 
-    A sample has tokens, labels and position_ids int64 [n], and loss_mask float32 [n]. The label of a conversation's last token,
-    labels of tokens that do not count, and padding have loss mask 0. Padding at the end of a row is like a document of its own.
+    A sample has tokens, labels and position_ids int64 [n], and loss_mask float32 [n]. The label of
+    a conversation's last token, labels of tokens that do not count, and padding have loss mask 0.
+    Padding at the end of a row is like a document of its own.
     """
 
     def __init__(self, dataset: ConversationFile, dataset_path: str | None, indices: np.ndarray, num_samples: int | None,
                  index_split: Any, config: Any) -> None:  # fmt: skip
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        folder = Path(config.path_to_cache) if config.path_to_cache else Path(dataset.path).parent / "cache"
-        self._tokens = Tokens.kept(folder / self._identity(), lambda: Tokens.make(dataset, np.asarray(indices), config.tokenizer))
+        folder = (
+            Path(config.path_to_cache)
+            if config.path_to_cache
+            else Path(dataset.path).parent / "cache"
+        )
+        self._tokens = Tokens.kept(
+            folder / self._identity(),
+            lambda: Tokens.make(dataset, np.asarray(indices), config.tokenizer),
+        )
         split, settings = index_split.name, current()
         try:
             lengths = np.diff(self._tokens.offsets)
-            self.packing: PackedRows = pack(lengths, config.sequence_length, settings.pack, settings.cut_long)
+            self.packing: PackedRows = pack(
+                lengths, config.sequence_length, settings.pack, settings.cut_long
+            )
         except PlanError as error:
             hint = " (--seq-length, --cp-ring-cut-long)" if "longer" in str(error) else ""
             raise ConfigError(f"--data-path {dataset.path}, {split}: {error}{hint}") from None
@@ -147,7 +182,13 @@ class PackedConversations(MegatronDataset):
 
     def _identity(self) -> str:
         stat = os.stat(self.dataset.path)
-        about = (FORMAT, self.unique_description, os.path.abspath(self.dataset.path), stat.st_size, stat.st_mtime_ns)
+        about = (
+            FORMAT,
+            self.unique_description,
+            os.path.abspath(self.dataset.path),
+            stat.st_size,
+            stat.st_mtime_ns,
+        )
         indices = np.ascontiguousarray(self.indices).tobytes()
         return "cp_ring-sft-" + hashlib.sha256(repr(about).encode() + indices).hexdigest()[:24]
 
@@ -164,7 +205,9 @@ class PackedConversations(MegatronDataset):
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         n = self.config.sequence_length
-        row = {name: torch.zeros(n, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
+        row = {
+            name: torch.zeros(n, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")
+        }
         row["loss_mask"] = torch.zeros(n, dtype=torch.float32)
         at = 0
         for tokens, targets in self._pieces((index or 0) % self.packing.rows):
@@ -181,18 +224,25 @@ class PackedConversations(MegatronDataset):
         return row
 
     def offsets(self, row: int) -> Ints:
-        """Offsets of the conversations of a row, padding at its end included: int64 [conversations + 1 or 2]."""
+        """Offsets of the conversations of a row, padding at its end included: int64 [conversations
+        + 1 or 2].
+        """
         return self.packing.cu_seqlens(row % self.packing.rows)
 
     def _pieces(self, row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for document, start, length in self.packing.pieces(row):
             first = int(self._tokens.offsets[document]) + start
             here = slice(first, first + length)
-            yield self._tokens.tokens[here].astype(np.int64), self._tokens.targets[here].astype(np.int64)
+            yield (
+                self._tokens.tokens[here].astype(np.int64),
+                self._tokens.targets[here].astype(np.int64),
+            )
 
 
 class PackedWithOffsets(PackedConversations):
-    """For scripts: samples also have `cu_seqlens` int32 [n + 1], filled up by n, and `max_seqlen`, as Megatron's data set has."""
+    """For scripts: samples also have `cu_seqlens` int32 [n + 1], filled up by n, and `max_seqlen`,
+    as Megatron's data set has.
+    """
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         offsets, n = self.offsets(index or 0), self.config.sequence_length

@@ -1,4 +1,5 @@
-"""`--cp-ring-route auto` and `--cp-ring-heads auto`: the fastest shape that memory allows, from a job's flags.
+"""`--cp-ring-route auto` and `--cp-ring-heads auto`: the fastest shape that memory allows, from a
+job's flags.
 
 Nothing heavy is imported here: a job is also described before torch and Megatron are loaded.
 """
@@ -28,13 +29,16 @@ def settle(
     per_node: int | None = None,
     windows: LayerWindows = (((-1, -1), 1),),
 ) -> tuple[ContextParallelConfig, str]:
-    """The settings with a route and a number of heads in place of `auto`, and why, in one line; "" where none is `auto`.
+    """The settings with a route and a number of heads in place of `auto`, and why, in one line; ""
+    where none is `auto`.
 
-    given: Megatron's settings by name. ranks: those of the context-parallel group in the whole job. per_node: consecutive ranks
+    given: Megatron's settings by name. ranks: those of the context-parallel group in the whole job.
+    per_node: consecutive ranks
     of the job on each node, by default what the launcher says. windows: those of the layers.
 
-    The model knows neither documents nor masks that batches carry: it takes a causal mask. With more ranks than 64 it chooses
-    for 64, with as many tokens each. Raises `ConfigError` with the flag where no shape fits into memory.
+    The model knows neither documents nor masks that batches carry: it takes a causal mask. With
+    more ranks than 64 it chooses for 64, with as many tokens each. Raises `ConfigError` with the
+    flag where no shape fits into memory.
     """
     if AUTO not in (config.route, config.heads):
         return config, ""
@@ -42,9 +46,18 @@ def settle(
         return config.model_copy(update={"route": DEFAULT, "heads": 1}), ""
     node = config.node_size or node_size(ranks, per_node or ranks_per_node())
     kinds = given.get("cp_comm_type") or ["p2p"]
-    asked = config.model_copy(update={"route": DEFAULT, "node_size": node, **({"heads": 1} if config.heads == AUTO else {})})
+    asked = config.model_copy(
+        update={
+            "route": DEFAULT,
+            "node_size": node,
+            **({"heads": 1} if config.heads == AUTO else {}),
+        }
+    )
     levels = given.get("hierarchical_context_parallel_sizes")
-    specs = [spec_of_layer(kind, asked, cp, levels) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+    specs = [
+        spec_of_layer(kind, asked, cp, levels)
+        for kind in ([kinds] if isinstance(kinds, str) else kinds)
+    ]
     gather = any(spec.schedule == "gather" for spec in specs)
     heads: int | str = AUTO if config.heads == AUTO else specs[0].ulysses
     few, near = min(cp, max(CHOSEN_BY - CHOSEN_BY % node, node)), node
@@ -62,7 +75,13 @@ def settle(
         said = str(error)
         for name, flag in flags.items():
             said = said.replace(name, flag)
-        raise ConfigError(f"{config.flag('route')} {config.route}, {config.flag('heads')} {config.heads}: {said}") from None
-    found = {"route": choice.shape.route} | ({"heads": choice.shape.heads} if config.heads == AUTO else {})
+        raise ConfigError(
+            f"{config.flag('route')} {config.route}, {config.flag('heads')} {config.heads}: {said}"
+        ) from None
+    found = {"route": choice.shape.route} | (
+        {"heads": choice.shape.heads} if config.heads == AUTO else {}
+    )
     reason = choice.reason.replace("slot_shards", config.flag("slot_shards"))
-    return config.model_copy(update=found), f"chosen by predicted time, nodes of {node} context-parallel ranks: {reason}"
+    return config.model_copy(
+        update=found
+    ), f"chosen by predicted time, nodes of {node} context-parallel ranks: {reason}"

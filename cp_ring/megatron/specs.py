@@ -1,6 +1,7 @@
 """Layer specifications of Megatron with ring attention, for use without any patch.
 
-`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer. `with_ring_attention` changes any specification.
+`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer. `with_ring_attention`
+changes any specification.
 """
 
 from __future__ import annotations
@@ -30,24 +31,35 @@ _REPLACED = (DotProductAttention, TEDotProductAttention, RingDotProductAttention
 
 
 def ring_core_attention(core_attention: Any) -> Any:
-    """`RingDotProductAttention` in place of a stock core attention, given as a class, `ModuleSpec` or `functools.partial`.
+    """`RingDotProductAttention` in place of a stock core attention, given as a class, `ModuleSpec`
+    or `functools.partial`.
 
     Raises `ConfigError` for any other core attention, by name.
     """
     if isinstance(core_attention, ModuleSpec):
-        return dataclasses.replace(core_attention, module=ring_core_attention(core_attention.module))
+        return dataclasses.replace(
+            core_attention, module=ring_core_attention(core_attention.module)
+        )
     if isinstance(core_attention, functools.partial):
-        return functools.partial(ring_core_attention(core_attention.func), *core_attention.args, **core_attention.keywords)
+        return functools.partial(
+            ring_core_attention(core_attention.func),
+            *core_attention.args,
+            **core_attention.keywords,
+        )
     if core_attention in _REPLACED and core_attention is not None:
         return RingDotProductAttention
     if isinstance(core_attention, type) and issubclass(core_attention, _Rejected):
         raise ConfigError(core_attention.rejection)
     name = getattr(core_attention, "__name__", repr(core_attention))
-    raise ConfigError(f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}")
+    raise ConfigError(
+        f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}"
+    )
 
 
 def _ring_or_rejected(core_attention: Any) -> Any:
-    """Ring attention, or a class that raises the `ConfigError` about `core_attention` as soon as a layer is built with it."""
+    """Ring attention, or a class that raises the `ConfigError` about `core_attention` as soon as a
+    layer is built with it.
+    """
     try:
         return ring_core_attention(core_attention)
     except ConfigError as error:
@@ -62,16 +74,22 @@ class _Rejected:
 
 
 def ring_submodules(submodules: Any) -> Any:
-    """A copy of an attention layer's submodules with ring attention as core attention; the argument is left as it is."""
-    return dataclasses.replace(submodules, core_attention=ring_core_attention(submodules.core_attention))
+    """A copy of an attention layer's submodules with ring attention as core attention; the argument
+    is left as it is.
+    """
+    return dataclasses.replace(
+        submodules, core_attention=ring_core_attention(submodules.core_attention)
+    )
 
 
 def with_ring_attention(spec: Any) -> Any:
-    """A copy of a layer or block specification in which every attention layer's core attention is ring attention.
+    """A copy of a layer or block specification in which every attention layer's core attention is
+    ring attention.
 
-    It copies `ModuleSpec`s, dataclasses of submodules, and lists of them; everything else is shared with the argument. A core
-    attention that ring attention cannot replace raises `ConfigError` only when a layer with it is built, because specifications
-    of hybrid models have layers that a model may not use.
+    It copies `ModuleSpec`s, dataclasses of submodules, and lists of them; everything else is shared
+    with the argument. A core attention that ring attention cannot replace raises `ConfigError` only
+    when a layer with it is built, because specifications of hybrid models have layers that a model
+    may not use.
     """
     if isinstance(spec, list | tuple):
         return type(spec)(with_ring_attention(item) for item in spec)
@@ -82,7 +100,11 @@ def with_ring_attention(spec: Any) -> Any:
         value = getattr(spec, field.name)
         if field.name == "core_attention" and value is not None:
             changes[field.name] = _ring_or_rejected(value)
-        elif field.name == "module" and isinstance(value, type) and issubclass(value, MultiLatentAttention):
+        elif (
+            field.name == "module"
+            and isinstance(value, type)
+            and issubclass(value, MultiLatentAttention)
+        ):
             changes[field.name] = linked(value)
         elif field.name not in ("params", "module"):
             changes[field.name] = with_ring_attention(value)
@@ -92,7 +114,8 @@ def with_ring_attention(spec: Any) -> Any:
 class LayerOfFlags(ModuleSpec):
     """The transformer layer that the command line describes, with ring attention, for --spec.
 
-    Before 0.19 Megatron imports it before the flags are parsed. So its fields are made from the flags when they are first read.
+    Before 0.19 Megatron imports it before the flags are parsed. So its fields are made from the
+    flags when they are first read.
     """
 
     def __init__(self, provider: Callable[..., ModuleSpec]) -> None:
@@ -104,18 +127,33 @@ class LayerOfFlags(ModuleSpec):
     metainfo = property(lambda self: self._made().metainfo)
 
     def _made(self) -> ModuleSpec:
-        from megatron.training import get_args  # not at the top: users of megatron.core alone may lack megatron.training
+        # not at the top: users of megatron.core alone may lack megatron.training
+        from megatron.training import get_args
 
-        spec: ModuleSpec = with_ring_attention(self._provider(**_options(self._provider, get_args())))
+        spec: ModuleSpec = with_ring_attention(
+            self._provider(**_options(self._provider, get_args()))
+        )
         return spec
 
 
 def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
     frequency = getattr(args, "moe_layer_freq", 1)
     if args.num_experts and frequency != 1:
-        raise ConfigError(f"--spec cp_ring.megatron.specs makes all layers alike: --moe-layer-freq {frequency} needs --cp-ring")
-    known = ("num_experts", "moe_grouped_gemm", "qk_layernorm", "multi_latent_attention", "qk_l2_norm", "normalization")
-    return compat.known_arguments(provider, {name: getattr(args, name) for name in known if hasattr(args, name)})
+        raise ConfigError(
+            f"--spec cp_ring.megatron.specs makes all layers alike: --moe-layer-freq {frequency} "
+            "needs --cp-ring"
+        )
+    known = (
+        "num_experts",
+        "moe_grouped_gemm",
+        "qk_layernorm",
+        "multi_latent_attention",
+        "qk_l2_norm",
+        "normalization",
+    )
+    return compat.known_arguments(
+        provider, {name: getattr(args, name) for name in known if hasattr(args, name)}
+    )
 
 
 gpt_local = LayerOfFlags(gpt_layer_specs.get_gpt_layer_local_spec)

@@ -1,7 +1,9 @@
-"""Times of sampled steps in a Megatron job: gathered a step later, then logged, and slow ranks and links named.
+"""Times of sampled steps in a Megatron job: gathered a step later, then logged, and slow ranks and
+links named.
 
-The rank that writes Megatron's log, the last one, gets the findings. The ranks of a context-parallel group first give their times
-to the first of them, so that what the last rank gets stays small.
+The rank that writes Megatron's log, the last one, gets the findings. The ranks of a
+context-parallel group first give their times to the first of them, so that what the last rank gets
+stays small.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ class StepTiming:
     """Follows the steps of a training loop; `sampler` decides which are recorded.
 
     Args:
-        sampler: what decides; its recording of a step is read at the end of the next one, when a device has passed its marks.
+        sampler: what decides; its recording of a step is read at the end of the next one, when a
+        device has passed its marks.
         group: returns the context-parallel group of this rank.
-        folder: where the last rank writes the trace of the steps that are traced, and where preflight has written its speeds.
+        folder: where the last rank writes the trace of the steps that are traced, and where
+        preflight has written its speeds.
         say: gets the lines for people, on the last rank.
     """
 
@@ -44,7 +48,8 @@ class StepTiming:
         self._clock_error = 0.0
 
     def end_of_step(self, step: int, last: bool = False) -> list[Findings]:
-        """Ends a step. Returns, on the last rank, the findings of the step before it, if that was sampled; all ranks call this.
+        """Ends a step. Returns, on the last rank, the findings of the step before it, if that was
+        sampled; all ranks call this.
 
         `last`: training ends with this step, so that it does not wait for another one.
         """
@@ -60,13 +65,21 @@ class StepTiming:
             return []
         group, world, last = self.group(), dist.group.WORLD, dist.get_world_size() - 1
         offset = clocks.offset(world if recording.kernels else group)
-        mine = RankTimes(dist.get_rank(), socket.gethostname(), recording.resolve(), recording.plan_seconds, offset.seconds)
+        mine = RankTimes(
+            dist.get_rank(),
+            socket.gethostname(),
+            recording.resolve(),
+            recording.plan_seconds,
+            offset.seconds,
+        )
         if recording.kernels:
             self._trace(recording.step, _gathered((mine, offset.error), world, last))
         ranks = _gathered((mine, offset.error), group, 0)
         found = None
         if ranks:
-            found = group_findings(recording.step, [times for times, _ in ranks], max(error for _, error in ranks))
+            found = group_findings(
+                recording.step, [times for times, _ in ranks], max(error for _, error in ranks)
+            )
         groups = [each for each in _gathered(found, world, last) if each is not None and each.calls]
         if not groups:
             return []
@@ -86,7 +99,10 @@ class StepTiming:
         with progress.warning_once("the trace"):
             trace.write(path, self._traced, self._clock_error)
             if step == self.sampler.traced[-1]:
-                self.say(f"cp_ring: the trace is in {path}: cp-ring trace {path}, or open it at https://ui.perfetto.dev")
+                self.say(
+                    f"cp_ring: the trace is in {path}: cp-ring trace {path}, or open it at "
+                    "https://ui.perfetto.dev"
+                )
 
 
 def _gathered(mine: Any, group: Any, place: int) -> list[Any]:
@@ -98,7 +114,9 @@ def _gathered(mine: Any, group: Any, place: int) -> list[Any]:
 
 
 def step_timing(config: ContextParallelConfig) -> StepTiming | None:
-    """What follows the steps of a job with these settings; None if no step is to be measured. Attention calls tell the step."""
+    """What follows the steps of a job with these settings; None if no step is to be measured.
+    Attention calls tell the step.
+    """
     wanted = bool(config.timing or config.traced)
     timing.SAMPLER = timing.Sampler(config.timing, config.traced) if wanted else None
     if timing.SAMPLER is None:

@@ -17,7 +17,9 @@ class TokenFile:
 
     def __init__(self, prefix: Path, vocab_size: int):
         self._prefix = prefix
-        self._builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
+        self._builder = IndexedDatasetBuilder(
+            f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size)
+        )
 
     def add(self, document: Sequence[int]) -> None:
         """Appends one document, given as token ids."""

@@ -2,7 +2,8 @@
 
 A line has the step's losses, gradient norm, learning rate, tokens per second and memory.
 
-`StepLine` is installed by the patch `step_line`; the entry modules call `finish` where training has returned.
+`StepLine` is installed by the patch `step_line`; the entry modules call `finish` where training has
+returned.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ LONG_WAIT_S = 1e-3
 class TolerantWriter:
     """A TensorBoard writer that loses what cannot be written; the first time, a line says why.
 
-    Once a write has failed, TensorBoard's writer raises at every call, also after the disk has room again.
+    Once a write has failed, TensorBoard's writer raises at every call, also after the disk has room
+    again.
     """
 
     def __init__(self, writer: Any):
@@ -50,11 +52,14 @@ class TolerantWriter:
 
 
 class StepLine:
-    """Wraps Megatron's `training_log`: calls it, then writes the step to TensorBoard and to the run directory, if there is one.
+    """Wraps Megatron's `training_log`: calls it, then writes the step to TensorBoard and to the run
+    directory, if there is one.
 
-    Nothing is printed: Megatron has printed the step, and `cp-ring train` shows the lines of the run directory.
+    Nothing is printed: Megatron has printed the step, and `cp-ring train` shows the lines of the
+    run directory.
 
-    The clock is Megatron's own timer `interval-time`, which stops during checkpoints and evaluation.
+    The clock is Megatron's own timer `interval-time`, which stops during checkpoints and
+    evaluation.
 
     Args:
         training_log: Megatron's function.
@@ -93,34 +98,66 @@ class StepLine:
                 self._report_times(found, step)
         if not first and step % args.log_interval:
             return result
-        done = self.samples if self.samples is not None else args.consumed_train_samples - args.global_batch_size
+        done = (
+            self.samples
+            if self.samples is not None
+            else args.consumed_train_samples - args.global_batch_size
+        )
         seconds = self.get_timers()("interval-time").active_time()
-        rate = (args.consumed_train_samples - done) * args.seq_length / max(seconds - self.seconds, 1e-9)
+        rate = (
+            (args.consumed_train_samples - done)
+            * args.seq_length
+            / max(seconds - self.seconds, 1e-9)
+        )
         steps = max(1, (args.consumed_train_samples - done) // args.global_batch_size)
         memory, waited = worst_of_ranks(peak_memory(), take_waited() * 1e6 / steps)
         self.samples, self.seconds = args.consumed_train_samples, seconds
         extra = _logged(self.training_log, loss_dict, *rest, **named)
         self._report(
-            step, loss_dict, rate, memory, extra | ({progress.WAITED: waited / 1e6} if waited / 1e6 > LONG_WAIT_S else {})
+            step,
+            loss_dict,
+            rate,
+            memory,
+            extra | ({progress.WAITED: waited / 1e6} if waited / 1e6 > LONG_WAIT_S else {}),
         )
         return result
 
-    def _report(self, step: int, losses: dict[str, torch.Tensor], rate: float, memory: int, extra: dict[str, float]) -> None:
+    def _report(
+        self,
+        step: int,
+        losses: dict[str, torch.Tensor],
+        rate: float,
+        memory: int,
+        extra: dict[str, float],
+    ) -> None:
         writer = self.get_writer()
         if writer:
-            with progress.warning_once("TensorBoard's log"):  # also where the patch `tensorboard` is not in force
+            # also where the patch `tensorboard` is not in force
+            with progress.warning_once("TensorBoard's log"):
                 writer.add_scalar("tokens per second", rate, step)
                 writer.add_scalar("peak memory of a rank (bytes)", memory, step)
-        if dist.get_rank() == dist.get_world_size() - 1:  # the last pipeline stage is where the loss is
+        # the last pipeline stage is where the loss is
+        if dist.get_rank() == dist.get_world_size() - 1:
             folder = getattr(self.get_args(), "cp_ring_run_dir", "")
             if folder:
                 values = {name: float(value) for name, value in losses.items()} | extra
                 with progress.warning_once(progress.STEPS):
-                    progress.append(folder, step, {**values, "tokens per second": round(rate, 1), "memory": memory, **self.times})
+                    progress.append(
+                        folder,
+                        step,
+                        {
+                            **values,
+                            "tokens per second": round(rate, 1),
+                            "memory": memory,
+                            **self.times,
+                        },
+                    )
                     self.times = {}
 
     def _report_times(self, found: Findings, now: int) -> None:
-        """Writes the times of a sampled step: to TensorBoard at once, to the run directory with the next step that is logged."""
+        """Writes the times of a sampled step: to TensorBoard at once, to the run directory with the
+        next step that is logged.
+        """
         self.times = {"timing": found.record()}
         scalars = {f"cp_ring/{name}": value for name, value in found.scalars().items()}
         writer, wandb = self.get_writer(), self.get_wandb()
@@ -133,14 +170,21 @@ class StepLine:
 
 
 def _logged(training_log: Callable[..., Any], *args: Any, **named: Any) -> dict[str, float]:
-    """Gradient norm and learning rate from the arguments of Megatron's log function, as far as they are given there."""
+    """Gradient norm and learning rate from the arguments of Megatron's log function, as far as they
+    are given there.
+    """
     given = inspect.signature(training_log).bind(*args, **named).arguments
-    found = {progress.GRADIENT_NORM: given.get("grad_norm"), progress.LEARNING_RATE: given.get("learning_rate")}
+    found = {
+        progress.GRADIENT_NORM: given.get("grad_norm"),
+        progress.LEARNING_RATE: given.get("learning_rate"),
+    }
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def peak_memory() -> int:
-    """The memory of this rank, in bytes: what CUDA's allocator reserved or, without CUDA, what was resident."""
+    """The memory of this rank, in bytes: what CUDA's allocator reserved or, without CUDA, what was
+    resident.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -148,16 +192,21 @@ def peak_memory() -> int:
 
 def worst_of_ranks(*values: float) -> list[int]:
     """The largest of each value over all ranks, in whole numbers. A collective of all ranks."""
-    largest = torch.tensor([int(x) for x in values], dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
+    largest = torch.tensor(
+        [int(x) for x in values],
+        dtype=torch.int64,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return [int(x) for x in largest.tolist()]
 
 
 def finish(folder: str) -> None:
-    """Writes the file DONE into `folder` on rank 0, unless `folder` is "": the job has not to be started again.
+    """Writes the file DONE into `folder` on rank 0, unless `folder` is "": the job has not to be
+    started again.
 
-    Call it only where training has returned: where Megatron stops before the last step (by a signal, --exit-duration-in-mins,
-    ...), it ends the process instead.
+    Call it only where training has returned: where Megatron stops before the last step (by a
+    signal, --exit-duration-in-mins, ...), it ends the process instead.
     """
     if folder and int(os.environ.get("RANK", "0")) == 0:
         with progress.warning_once(progress.DONE):

@@ -1,6 +1,8 @@
-"""Checks Megatron's parsed flags before any process group exists, and puts in force what follows from them.
+"""Checks Megatron's parsed flags before any process group exists, and puts in force what follows
+from them.
 
-The ranks call `accept` and `accept_complete`. `job.command_line` calls the same checks before it starts any rank.
+The ranks call `accept` and `accept_complete`. `job.command_line` calls the same checks before it
+starts any rank.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _CPU_SETTINGS: dict[str, Any] = {
 
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
-    """Checks `args` after Megatron has parsed them, sets dependent arguments, and applies the settings of cp_ring.
+    """Checks `args` after Megatron has parsed them, sets dependent arguments, and applies the
+    settings of cp_ring.
 
     Ends the process with one line and exit code 2 if `args` are rejected.
     """
@@ -41,7 +44,8 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         if config.cpu:
             run_on_cpu(job)
         if config.enabled:
-            args.create_attention_mask_in_dataloader = False  # s x s booleans that ring attention does not need
+            # s x s booleans that ring attention does not need
+            args.create_attention_mask_in_dataloader = False
         check_job(job)
         check_rules(job, rules.TRAINING + rules.DATA + rules.LAYERS)
         inspection.choose(args)
@@ -51,32 +55,48 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def check_job(job: Job) -> None:
-    """Checks parsed flags, as the ranks and `cp-ring train` do, and sets arguments that depend on others."""
+    """Checks parsed flags, as the ranks and `cp-ring train` do, and sets arguments that depend on
+    others.
+    """
     check_rules(job, rules.RING + rules.SIZES + (() if job.sizes_from_a_file else rules.MODEL))
     if job.own.enabled:
         check_attention(job)
 
 
 def check_attention(job: Job) -> None:
-    """Checks what ring attention must support, of flags or of a program, and sets the arguments that documents need."""
+    """Checks what ring attention must support, of flags or of a program, and sets the arguments
+    that documents need.
+    """
     check_rules(job, rules.ATTENTION + rules.DOCUMENTS)
     job.own.check_schedule(job.cp)
     comm_types.check(job)
     for flags, feature, name in rules.untried(job):
-        note(f"warning: {flags}: no GPU run has shown {feature} with ring attention yet (--cp-ring-allow-untried {name})")
+        note(
+            f"warning: {flags}: no GPU run has shown {feature} with ring attention yet "
+            f"(--cp-ring-allow-untried {name})"
+        )
     backend = getattr(job.attention_backend, "name", "auto")
     if backend != "auto":
-        note(f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel chooses its kernel")
+        note(
+            f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel "
+            "chooses its kernel"
+        )
     if job.apply_rope_fusion and (reason := _why_unfused(job)):
         job.args.apply_rope_fusion = False
-        note(f"{reason}, which the fused rotary embedding does not support: it is switched off (--no-rope-fusion)")
+        note(
+            f"{reason}, which the fused rotary embedding does not support: it is switched off "
+            "(--no-rope-fusion)"
+        )
     if job.masks_documents:
-        # Megatron's data set then starts position ids at 0 after each end-of-document token, and masks that token's loss.
+        # Megatron's data set then starts position ids at 0 after each end-of-document token, and
+        # masks that token's loss.
         job.args.reset_position_ids = job.args.reset_attention_mask = job.args.eod_mask_loss = True
 
 
 def windows_of(args: argparse.Namespace) -> LayerWindows | None:
-    """The windows of the attention layers of the flags; None where these do not say how many layers there are."""
+    """The windows of the attention layers of the flags; None where these do not say how many layers
+    there are.
+    """
     if not pattern_of(args) and not args.num_layers:
         return None
     layers = attention_layers(args)
@@ -87,7 +107,9 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
         return (((-1, -1), len(layers)),)
     if every is None:
         return (((int(window[0]), int(window[1])), len(layers)),)
-    narrow = sum(bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers)
+    narrow = sum(
+        bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers
+    )
     found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
     return tuple((its, count) for its, count in found if count)
 
@@ -110,7 +132,9 @@ _settled: dict[tuple[str, ...], dict[str, str | int]] = RUNTIME.keep({})
 
 
 def _as_settled(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
-    """The settings with the choice that was made for this command line before: Megatron parses it more than once."""
+    """The settings with the choice that was made for this command line before: Megatron parses it
+    more than once.
+    """
     found = _settled.get(tuple(sys.argv), {})
     for name, value in found.items():
         setattr(args, f"cp_ring_{name}", value)
@@ -118,11 +142,15 @@ def _as_settled(args: argparse.Namespace, config: ContextParallelConfig) -> Cont
 
 
 def settle(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
-    """Puts in force what the flags leave to cp_ring: the shape and the codec. Says what was chosen, and why."""
+    """Puts in force what the flags leave to cp_ring: the shape and the codec. Says what was chosen,
+    and why.
+    """
     shape = settle_shape(args, config)
     wire = choose_wire(args, shape)
     choices_made = {"route": shape.route, "heads": shape.heads, "wire": wire}
-    _settled[tuple(sys.argv)] = {name: value for name, value in choices_made.items() if getattr(config, name) == "auto"}
+    _settled[tuple(sys.argv)] = {
+        name: value for name, value in choices_made.items() if getattr(config, name) == "auto"
+    }
     chosen = _as_settled(args, shape)
     configure(chosen)
     return chosen
@@ -142,7 +170,9 @@ def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> Con
 
 
 def run_on_cpu(job: Job) -> None:
-    """Sets the arguments that Megatron needs without CUDA. Raises `ConfigError` if the command line contradicts one."""
+    """Sets the arguments that Megatron needs without CUDA. Raises `ConfigError` if the command line
+    contradicts one.
+    """
     import torch  # not at the top: the early checks of most jobs need no torch
 
     if torch.cuda.is_available():
@@ -150,36 +180,44 @@ def run_on_cpu(job: Job) -> None:
         return
     check_rules(job, rules.WITHOUT_CUDA)
     vars(job.args).update(_CPU_SETTINGS)
-    note("no CUDA: training on the CPU over gloo, with Megatron's local layers and without fused kernels")
+    note(
+        "no CUDA: training on the CPU over gloo, with Megatron's local layers and without fused "
+        "kernels"
+    )
 
 
 def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Prints the memory of --cp-ring-recompute keep, or that recomputing only attention saves nothing. `args` are complete."""
+    """Prints the memory of --cp-ring-recompute keep, or that recomputing only attention saves
+    nothing. `args` are complete.
+    """
     if Job(args, config).recomputes_attention:
         note(
-            "--recompute-granularity selective of core_attn frees no memory with ring attention, which keeps only q, k, v, out "
-            "and lse: leave it out"
+            "--recompute-granularity selective of core_attn frees no memory with ring attention, "
+            "which keeps only q, k, v, out and lse: leave it out"
         )
     if args.recompute_granularity == "full" and config.recompute == "keep":
         sizes = AttentionSizes.from_megatron(args, args.tensor_model_parallel_size)
         of_token = sizes.out_width * sizes.element + sizes.batch * sizes.heads * 4
         kept = args.seq_length // args.context_parallel_size * of_token
         note(
-            f"recomputation keeps out and lse of attention, {kept / 2**20:.3g} MiB per layer and microbatch in flight, and the "
-            "ring runs once; --cp-ring-recompute replay keeps nothing and runs it twice"
+            f"recomputation keeps out and lse of attention, {kept / 2**20:.3g} MiB per layer and "
+            "microbatch in flight, and the ring runs once; --cp-ring-recompute replay keeps "
+            "nothing and runs it twice"
         )
 
 
 def note_gather(args: argparse.Namespace, config: ContextParallelConfig) -> None:
-    """Prints the memory of the keys that arrive in one receive buffer with --cp-comm-type all_gather. `args` are complete."""
+    """Prints the memory of the keys that arrive in one receive buffer with --cp-comm-type
+    all_gather. `args` are complete.
+    """
     cp = args.context_parallel_size
     if cp == 1 or "all_gather" not in comm_types.types_by_layer(args):
         return
     sizes = AttentionSizes.from_megatron(args, args.tensor_model_parallel_size)
     held = args.seq_length // cp * (cp - 1) * sizes.key_width * sizes.element
     note(
-        f"--cp-comm-type all_gather: a receive buffer holds the keys and values of {cp - 1} other ranks, {held / 2**20:.3g} MiB; "
-        "p2p needs less on many ranks"
+        f"--cp-comm-type all_gather: a receive buffer holds the keys and values of {cp - 1} other "
+        f"ranks, {held / 2**20:.3g} MiB; p2p needs less on many ranks"
     )
 
 
@@ -190,8 +228,16 @@ def _why_unfused(job: Job) -> str:
     if job.own.kinds or (job.own.layout == "balanced" and job.own.document_mask):
         asked = "--cp-ring-mask-kinds" if job.own.kinds else "--cp-ring-layout balanced"
         other = job.given("--multi-latent-attention") or job.given("--micro-batch-size>1")
-        return f"{asked} with {other} has different positions in each microbatch and batch row" if other else ""
+        return (
+            f"{asked} with {other} has different positions in each microbatch and batch row"
+            if other
+            else ""
+        )
     together = job.given("--dataloader-inter-document-masking") or (
         job.own.layout == "balanced" and job.sft and "--sft with --cp-ring-layout balanced"
     )
-    return f"{together} splits documents all together" if together and not job.own.document_mask and job.cp > 1 else ""
+    return (
+        f"{together} splits documents all together"
+        if together and not job.own.document_mask and job.cp > 1
+        else ""
+    )

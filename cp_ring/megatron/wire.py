@@ -1,4 +1,6 @@
-"""What travels in a Megatron job: the sizes of its keys on the wire, and the line that says so at the start."""
+"""What travels in a Megatron job: the sizes of its keys on the wire, and the line that says so at
+the start.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,27 @@ from cp_ring.plan.sizes import WIRES, AttentionSizes
 
 
 def latent_problem(options: Any, ulysses: int, settings: ContextParallelConfig) -> str:
-    """Why latents cannot travel with these flags or this configuration, in a line that names the option; "" where they can."""
+    """Why latents cannot travel with these flags or this configuration, in a line that names the
+    option; "" where they can.
+    """
     return problem(Job(options, settings, ulysses=ulysses), rules.LATENT)
 
 
 def check_latent(options: Any, ulysses: int, settings: ContextParallelConfig) -> None:
     """Raises `ConfigError` where latents are to travel and cannot."""
-    if settings.wire in WIRES and WIRES[settings.wire].latent and (line := latent_problem(options, ulysses, settings)):
+    if (
+        settings.wire in WIRES
+        and WIRES[settings.wire].latent
+        and (line := latent_problem(options, ulysses, settings))
+    ):
         raise ConfigError(line)
 
 
 def choose_wire(args: argparse.Namespace, config: ContextParallelConfig) -> str:
     """What travels in this job: `config.wire`, or what `auto` stands for. `args` are complete.
 
-    Prints the bytes of a token's keys and values, where they may travel in another form than their own.
-    Raises `ConfigError` if latents were asked for and cannot travel.
+    Prints the bytes of a token's keys and values, where they may travel in another form than their
+    own. Raises `ConfigError` if latents were asked for and cannot travel.
     """
     cp, latent = args.context_parallel_size, getattr(args, "multi_latent_attention", False)
     if cp == 1 or (config.wire == "auto" and not latent):
@@ -43,7 +51,9 @@ def choose_wire(args: argparse.Namespace, config: ContextParallelConfig) -> str:
     chosen = config.wire
     if chosen == "auto":
         chosen = "plain"
-        if not (args.attention_dropout or latent_problem(args, ulysses, config)) and _latent_pays(args, config):
+        if not (args.attention_dropout or latent_problem(args, ulysses, config)) and _latent_pays(
+            args, config
+        ):
             chosen = "latent"
     if latent or not WIRES[chosen].plain:
         _note(args, config.wire, chosen)
@@ -56,18 +66,27 @@ def _sizes(args: argparse.Namespace, wire: str) -> AttentionSizes:
 
 def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
     other = "latent" if WIRES[chosen].plain else "plain"
-    here, there = (_sizes(args, wire).wire_key_bytes // args.micro_batch_size for wire in (chosen, other))
+    here, there = (
+        _sizes(args, wire).wire_key_bytes // args.micro_batch_size for wire in (chosen, other)
+    )
     found = f" is {chosen}" if asked != chosen else ""
     widening = WIRES[chosen].widening
     widened = f"; the bounds of the certificate widen by {widening:g}" if widening else ""
-    note(f"--cp-ring-wire {asked}{found}: {here:,} bytes a token and layer travel, {other} has {there:,}{widened}")
+    note(
+        f"--cp-ring-wire {asked}{found}: {here:,} bytes a token and layer travel, {other} has "
+        f"{there:,}{widened}"
+    )
 
 
 def _latent_pays(args: argparse.Namespace, config: ContextParallelConfig) -> bool:
-    """Whether attention of one causal sequence takes less time with latents, in the model of `cp_ring.plan.simulate`."""
+    """Whether attention of one causal sequence takes less time with latents, in the model of
+    `cp_ring.plan.simulate`.
+    """
     cp = args.context_parallel_size
     node = config.node_size or max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
     plan = make_plan("causal", args.seq_length, cp)
     report = plan.verify()
-    latent, plain = (simulate(plan, report, _sizes(args, wire), RATES, node).both for wire in ("latent", "plain"))
+    latent, plain = (
+        simulate(plan, report, _sizes(args, wire), RATES, node).both for wire in ("latent", "plain")
+    )
     return latent < plain

@@ -1,4 +1,6 @@
-"""How far the clocks of the ranks are apart. Ranks of one running system share a clock; others compare theirs by messages."""
+"""How far the clocks of the ranks are apart. Ranks of one running system share a clock; others
+compare theirs by messages.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ ROUNDS = 8
 
 
 class ClockOffset(NamedTuple):
-    """The clock of a rank shows `seconds` where that of the group's first rank shows 0, give or take `error` seconds."""
+    """The clock of a rank shows `seconds` where that of the group's first rank shows 0, give or
+    take `error` seconds.
+    """
 
     seconds: float
     error: float
 
 
 def boot() -> str:
-    """An identifier of the running system, the same for all its processes; containers of a host share it."""
+    """An identifier of the running system, the same for all its processes; containers of a host
+    share it.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -31,10 +37,11 @@ def boot() -> str:
 
 
 def offset(group: Any) -> ClockOffset:
-    """The offset of this rank's clock from that of the first rank of `group`. All its ranks call this together.
+    """The offset of this rank's clock from that of the first rank of `group`. All its ranks call
+    this together.
 
-    Ranks whose system is that of the first rank have the same clock, and send nothing. The error of others is half the time of
-    the quickest message to the first rank and back.
+    Ranks whose system is that of the first rank have the same clock, and send nothing. The error of
+    others is half the time of the quickest message to the first rank and back.
     """
     boots: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(boots, boot(), group=group)

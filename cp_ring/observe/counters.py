@@ -12,7 +12,8 @@ from threading import Lock
 class Counters:
     """Totals of one rank since its recording began. Bytes are payload. Only hops with tiles count.
 
-    `bytes_by_kind` and `bytes_by_peer` are those sent: keys, gradients or heads, and to each rank of the group.
+    `bytes_by_kind` and `bytes_by_peer` are those sent: keys, gradients or heads, and to each rank
+    of the group.
     """
 
     messages_sent: int = 0
@@ -41,7 +42,9 @@ _lock = Lock()
 
 @contextmanager
 def record() -> Iterator[Counters]:
-    """Records this process until the block ends. Recordings may nest, and threads may record at the same time."""
+    """Records this process until the block ends. Recordings may nest, and threads may record at the
+    same time.
+    """
     global _recording
     counters = Counters()
     with _lock:

@@ -1,4 +1,6 @@
-"""A mode for finding faults: buffers hold NaN until a message arrives, and ranks compare each call before it runs."""
+"""A mode for finding faults: buffers hold NaN until a message arrives, and ranks compare each call
+before it runs.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ _depth = 0
 
 @contextmanager
 def debugging(active: bool = True) -> Iterator[None]:
-    """While the block runs, forward and backward of ring attention look for faults; all ranks must be in such a block.
+    """While the block runs, forward and backward of ring attention look for faults; all ranks must
+    be in such a block.
 
-    Receive buffers are filled with NaN before each message, so that a token that was not received makes out NaN instead of
-    slightly wrong. The ranks of a group compare every call, not only new ones. Both cost time. The block holds for the whole
-    process, because autograd runs backward in threads of its own.
+    Receive buffers are filled with NaN before each message, so that a token that was not received
+    makes out NaN instead of slightly wrong. The ranks of a group compare every call, not only new
+    ones. Both cost time. The block holds for the whole process, because autograd runs backward in
+    threads of its own.
     """
     global _depth
     _depth += active
@@ -38,7 +42,9 @@ def enabled() -> bool:
 
 
 def fill(*buffers: Tensor) -> None:
-    """Fills buffers that are about to receive with NaN, if debugging is on. Buffers of integers keep what they hold."""
+    """Fills buffers that are about to receive with NaN, if debugging is on. Buffers of integers
+    keep what they hold.
+    """
     if enabled():
         for buffer in buffers:
             if buffer.is_floating_point():

@@ -1,6 +1,8 @@
-"""The speeds of the links between the ranks, as preflight measured them: a file in the run directory.
+"""The speeds of the links between the ranks, as preflight measured them: a file in the run
+directory.
 
-The file also holds the rates of the slowest rank, under the names that `cp_ring.plan.rates.read` knows.
+The file also holds the rates of the slowest rank, under the names that `cp_ring.plan.rates.read`
+knows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ INSIDE, BETWEEN = "inside nodes", "between nodes"
 
 
 class LinkSpeed(NamedTuple):
-    """The speed of one link, measured by the receiving rank: the best rate in bytes per second, the latency in seconds.
+    """The speed of one link, measured by the receiving rank: the best rate in bytes per second, the
+    latency in seconds.
 
     `hop`: the hop of the ring whose messages take this link, 0 for another link.
     """
@@ -36,7 +39,9 @@ def class_of(hosts: Sequence[str] | dict[int, str], sender: int, receiver: int) 
 
 
 def by_class(hosts: Sequence[str], links: Sequence[LinkSpeed]) -> dict[str, dict[str, float]]:
-    """Of each class with links: how many, rates in GB/s (median, slowest, fastest), median latency in microseconds."""
+    """Of each class with links: how many, rates in GB/s (median, slowest, fastest), median latency
+    in microseconds.
+    """
     found = {}
     for name in (INSIDE, BETWEEN):
         mine = [link for link in links if class_of(hosts, link.sender, link.receiver) == name]
@@ -53,7 +58,8 @@ def by_class(hosts: Sequence[str], links: Sequence[LinkSpeed]) -> dict[str, dict
 
 
 def slowest(hosts: Sequence[str], links: Sequence[LinkSpeed]) -> tuple[float, float] | None:
-    """Bytes per second of the slowest link inside a node and of the slowest one between nodes; None without links.
+    """Bytes per second of the slowest link inside a node and of the slowest one between nodes; None
+    without links.
 
     Where there are links of one class only, its rate stands for both.
     """
@@ -64,7 +70,12 @@ def slowest(hosts: Sequence[str], links: Sequence[LinkSpeed]) -> tuple[float, fl
     return inside or between or 0.0, between or inside or 0.0
 
 
-def record(hosts: Sequence[str], links: Sequence[LinkSpeed], pairs: Sequence[LinkSpeed], rates: dict[str, Any]) -> dict[str, Any]:
+def record(
+    hosts: Sequence[str],
+    links: Sequence[LinkSpeed],
+    pairs: Sequence[LinkSpeed],
+    rates: dict[str, Any],
+) -> dict[str, Any]:
     """The content of the file.
 
     Args:
@@ -94,18 +105,25 @@ def record(hosts: Sequence[str], links: Sequence[LinkSpeed], pairs: Sequence[Lin
 
 
 def possible(folder: str) -> dict[str, float]:
-    """Bytes per second of each link class: the median on the ring, or of other links; {} where preflight has measured none."""
+    """Bytes per second of each link class: the median on the ring, or of other links; {} where
+    preflight has measured none.
+    """
     if not folder:
         return {}
     try:
         found = json.loads((Path(folder) / FILE).read_text())
-        return {name: 1e9 * float(of["gb_s"]) for name, of in {**found["pairs"], **found["ring"]}.items()}
+        return {
+            name: 1e9 * float(of["gb_s"])
+            for name, of in {**found["pairs"], **found["ring"]}.items()
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
 def _rounded(classes: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
-    return {name: {key: _digits(value) for key, value in of.items()} for name, of in classes.items()}
+    return {
+        name: {key: _digits(value) for key, value in of.items()} for name, of in classes.items()
+    }
 
 
 def _digits(value: Any) -> Any:

@@ -1,6 +1,8 @@
-"""The files of a run directory that people and scripts read: steps.jsonl, one line per logged step, and DONE at the end.
+"""The files of a run directory that people and scripts read: steps.jsonl, one line per logged step,
+and DONE at the end.
 
-`steps.jsonl` grows over all restarts: a step that was repeated has two lines, and the later line counts.
+`steps.jsonl` grows over all restarts: a step that was repeated has two lines, and the later line
+counts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from cp_ring.runtime import RUNTIME
 STEPS = "steps.jsonl"
 DONE = "DONE"
 WAITED = "waited for plans"
-"""Entry of a step: seconds that the slowest rank waited for the plans of its microbatches, where that is above 1 ms."""
+"""Entry of a step: seconds that the slowest rank waited for the plans of its microbatches, where
+that is above 1 ms.
+"""
 GRADIENT_NORM, LEARNING_RATE = "gradient norm", "learning rate"
 """Entries of a step, where Megatron's log has them."""
 
@@ -26,7 +30,9 @@ _warned: set[str] = RUNTIME.keep(set())
 
 
 def append(folder: str, step: int, values: Mapping[str, Any]) -> None:
-    """Adds a step. Only one rank calls this. A process that is killed after this returns does not lose the line."""
+    """Adds a step. Only one rank calls this. A process that is killed after this returns does not
+    lose the line.
+    """
     line = json.dumps({"step": step, **values, "time": round(time.time(), 3)})
     path = Path(folder) / STEPS
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,14 +42,20 @@ def append(folder: str, step: int, values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def warning_once(name: str) -> Iterator[None]:
-    """A log that cannot be written, as on a full disk, does not end the job: the first time, a line says why."""
+    """A log that cannot be written, as on a full disk, does not end the job: the first time, a line
+    says why.
+    """
     try:
         yield
     except OSError as error:
         if name not in _warned:
             _warned.add(name)
             with contextlib.suppress(OSError):  # standard error may be on the same disk
-                print(f"cp_ring: {name} cannot be written; the job goes on: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"cp_ring: {name} cannot be written; the job goes on: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _end_of_torn_line(path: Path) -> bytes:

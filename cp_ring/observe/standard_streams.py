@@ -1,4 +1,6 @@
-"""Standard output and error of a rank may be files on a full disk: what is printed there must not end the job."""
+"""Standard output and error of a rank may be files on a full disk: what is printed there must not
+end the job.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from cp_ring.observe.progress import warning_once
 
 
 class Tolerant:
-    """A stream that loses what cannot be written, instead of raising `OSError`; the first time, a line says so if it can.
+    """A stream that loses what cannot be written, instead of raising `OSError`; the first time, a
+    line says so if it can.
 
     Has every attribute of `stream`.
     """
@@ -38,8 +41,12 @@ class Tolerant:
 
 
 def tolerate() -> None:
-    """Makes the standard streams of this process `Tolerant`. Does nothing where they are already, or where there are none."""
+    """Makes the standard streams of this process `Tolerant`. Does nothing where they are already,
+    or where there are none.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Tolerant):
-            setattr(sys, name, Tolerant(stream, f"standard {'output' if name == 'stdout' else 'error'}"))
+            setattr(
+                sys, name, Tolerant(stream, f"standard {'output' if name == 'stdout' else 'error'}")
+            )

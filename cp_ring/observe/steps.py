@@ -1,4 +1,6 @@
-"""The steps that a job is asked to trace, as its flag names them. Nothing heavy is imported: the flags are read before torch."""
+"""The steps that a job is asked to trace, as its flag names them. Nothing heavy is imported: the
+flags are read before torch.
+"""
 
 from __future__ import annotations
 

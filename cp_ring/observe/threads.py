@@ -1,8 +1,9 @@
 """Threads that end before the interpreter does.
 
-Where Python finalizes while a daemon thread is in a call of C++, such as a question to a process group's store, the interpreter
-ends that thread inside the call, and C++ aborts the process (SIGABRT, "terminate called without an active exception"). A
-launcher takes that for a failure, although the job was done.
+Where Python finalizes while a daemon thread is in a call of C++, such as a question to a process
+group's store, the interpreter ends that thread inside the call, and C++ aborts the process
+(SIGABRT, "terminate called without an active exception"). A launcher takes that for a failure,
+although the job was done.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _threads: WeakSet[Thread] = WeakSet()
 
 
 def start(name: str, target: Callable[..., Any], *args: Any) -> Thread:
-    """Starts a daemon thread that the end of the process waits for. It must wait by `sleep`, and return where that is False."""
+    """Starts a daemon thread that the end of the process waits for. It must wait by `sleep`, and
+    return where that is False.
+    """
     thread = Thread(target=target, args=args, name=name, daemon=True)
     _threads.add(thread)
     thread.start()

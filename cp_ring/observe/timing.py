@@ -1,10 +1,13 @@
-"""Times of ring attention in sampled steps: what each hop computes, what it waits for, and when its messages leave and arrive.
+"""Times of ring attention in sampled steps: what each hop computes, what it waits for, and when its
+messages leave and arrive.
 
-In a sampled step a `Recording` is in `ACTIVE`, and the marks of `cp_ring.observe.spans` write into it. A mark is a reading of a
-monotonic clock on the CPU, and an event on CUDA, which is read a step later, when the device has long passed it. In all other
-steps `ACTIVE` is None, and the marks do nothing. What the times mean is found out by `cp_ring.observe.findings`.
+In a sampled step a `Recording` is in `ACTIVE`, and the marks of `cp_ring.observe.spans` write into
+it. A mark is a reading of a monotonic clock on the CPU, and an event on CUDA, which is read a step
+later, when the device has long passed it. In all other steps `ACTIVE` is None, and the marks do
+nothing. What the times mean is found out by `cp_ring.observe.findings`.
 
-Ranks are those of the whole job. Times are seconds of the clock of the rank's host (`time.perf_counter`).
+Ranks are those of the whole job. Times are seconds of the clock of the rank's host
+(`time.perf_counter`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from typing import Any
 import torch
 
 MAX_CALLS = 512
-"""Calls of a step that a rank records, forward and backward counted apart; the rest of the step is not looked at."""
+"""Calls of a step that a rank records, forward and backward counted apart; the rest of the step is
+not looked at.
+"""
 
 Mark = Any
 """A reading of the clock: seconds, or an event of CUDA until `Recording.resolve`."""
@@ -44,7 +49,9 @@ class TimedBlock:
 
 @dataclass(slots=True)
 class HopTime(TimedBlock):
-    """The computation of a hop: `pairs` of queries and keys, and the times of its kernel calls where a trace is recorded."""
+    """The computation of a hop: `pairs` of queries and keys, and the times of its kernel calls
+    where a trace is recorded.
+    """
 
     pairs: int = 0
     kernels: list[tuple[Mark, Mark]] = field(default_factory=list)
@@ -52,7 +59,9 @@ class HopTime(TimedBlock):
 
 @dataclass(slots=True)
 class WaitTime(TimedBlock):
-    """A wait for the messages of a kind that were posted at a hop, and after which time the messages of each rank were there."""
+    """A wait for the messages of a kind that were posted at a hop, and after which time the
+    messages of each rank were there.
+    """
 
     kind: str = ""
     arrivals: list[tuple[int, Mark]] = field(default_factory=list)
@@ -60,7 +69,9 @@ class WaitTime(TimedBlock):
 
 @dataclass(slots=True)
 class PostTime:
-    """Messages that were posted together: (rank, bytes) of those that leave and of those that are expected."""
+    """Messages that were posted together: (rank, bytes) of those that leave and of those that are
+    expected.
+    """
 
     kind: str
     hop: int
@@ -86,7 +97,9 @@ class _Block:
 
 @dataclass(slots=True)
 class CallTimes:
-    """Forward or backward of an attention call on a rank. `direction` `exchange` has the exchange of heads of the whole step."""
+    """Forward or backward of an attention call on a rank. `direction` `exchange` has the exchange
+    of heads of the whole step.
+    """
 
     rank: int
     step: int
@@ -127,7 +140,8 @@ class CallTimes:
 
 
 class Recording:
-    """What one process records in a step: the calls of its rank, or of all ranks where these are threads of it.
+    """What one process records in a step: the calls of its rank, or of all ranks where these are
+    threads of it.
 
     Args:
         step: the step; calls of other steps are not recorded. None records every call.
@@ -170,7 +184,13 @@ class Recording:
         call = self._call_or_exchange(kind)
         return nullcontext() if call is None else call.waiting(kind, hop)
 
-    def posted(self, kind: str, hop: int, sends: Iterable[tuple[int, int]], receives: Iterable[tuple[int, int]]) -> None:
+    def posted(
+        self,
+        kind: str,
+        hop: int,
+        sends: Iterable[tuple[int, int]],
+        receives: Iterable[tuple[int, int]],
+    ) -> None:
         call = self._call_or_exchange(kind)
         if call is not None:
             call.posts.append(PostTime(kind, hop, call.now(), _by_peer(sends), _by_peer(receives)))
@@ -191,7 +211,9 @@ class Recording:
         self.plan_seconds += clock() - begun
 
     def _call_or_exchange(self, kind: str) -> CallTimes | None:
-        """The call that runs in this thread. Heads are exchanged outside of calls: then what the rank keeps for the step."""
+        """The call that runs in this thread. Heads are exchanged outside of calls: then what the
+        rank keeps for the step.
+        """
         call = current()
         if call is not None or kind != "heads":
             return call
@@ -201,7 +223,9 @@ class Recording:
         return self._exchanges[rank]
 
     def resolve(self) -> list[CallTimes]:
-        """All calls, with seconds in place of marks. On CUDA it waits until the device has passed the last mark."""
+        """All calls, with seconds in place of marks. On CUDA it waits until the device has passed
+        the last mark.
+        """
         base: tuple[Any, float] | None = None
 
         def seconds(mark: Mark) -> float:
@@ -217,7 +241,9 @@ class Recording:
         for call in (*self.calls, *self._exchanges.values()):
             call.resolve(seconds)
         for exchange in self._exchanges.values():
-            marks = [mark for wait in exchange.waits for mark in (wait.begin, wait.end)] + [post.at for post in exchange.posts]
+            marks = [mark for wait in exchange.waits for mark in (wait.begin, wait.end)] + [
+                post.at for post in exchange.posts
+            ]
             exchange.begin, exchange.end = min(marks), max(marks)
             self.calls.append(exchange)
         self._exchanges = {}
@@ -268,7 +294,9 @@ def timed(rank: int, place: Any, direction: str, device: torch.device) -> Any:
 
 
 def note_rank(rank: int, device: torch.device) -> None:
-    """Tells the recording, if there is one, that this thread is of `rank`, before heads are exchanged for its first call."""
+    """Tells the recording, if there is one, that this thread is of `rank`, before heads are
+    exchanged for its first call.
+    """
     if ACTIVE is not None:
         ACTIVE.note(rank, device)
 
@@ -280,7 +308,9 @@ def waiting_for_plan() -> Any:
 
 @contextmanager
 def record(kernels: bool = False) -> Iterator[Recording]:
-    """Records all attention calls of this process until the block ends. Use `resolve` of what it returns afterwards."""
+    """Records all attention calls of this process until the block ends. Use `resolve` of what it
+    returns afterwards.
+    """
     global ACTIVE
     before, ACTIVE = ACTIVE, Recording(kernels=kernels)
     try:
@@ -290,7 +320,9 @@ def record(kernels: bool = False) -> Iterator[Recording]:
 
 
 class Sampler:
-    """Decides which steps are recorded: every `every`-th (0: none), and the `traced` ones, these with their kernel calls."""
+    """Decides which steps are recorded: every `every`-th (0: none), and the `traced` ones, these
+    with their kernel calls.
+    """
 
     def __init__(self, every: int, traced: range = range(0)):
         self.every, self.traced = every, traced
@@ -301,7 +333,9 @@ class Sampler:
         return step > 0 and (step in self.traced or bool(self.every and step % self.every == 0))
 
     def at(self, step: int) -> None:
-        """Begins to record where the training loop is in a step that is wanted. Evaluation after a step is not part of it."""
+        """Begins to record where the training loop is in a step that is wanted. Evaluation after a
+        step is not part of it.
+        """
         global ACTIVE
         if ACTIVE is None and step > self._closed and self.wants(step):
             ACTIVE = Recording(step, step in self.traced)
@@ -311,7 +345,9 @@ class Sampler:
         global ACTIVE
         self._closed, recording = step, ACTIVE
         ACTIVE = None
-        return recording if recording is not None else (Recording(step) if self.wants(step) else None)
+        return (
+            recording if recording is not None else (Recording(step) if self.wants(step) else None)
+        )
 
 
 SAMPLER: Sampler | None = None

@@ -1,8 +1,10 @@
-"""A trace of all ranks on one clock, in the Chrome format that Perfetto (https://ui.perfetto.dev) and chrome://tracing show.
+"""A trace of all ranks on one clock, in the Chrome format that Perfetto (https://ui.perfetto.dev)
+and chrome://tracing show.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each rank is a process. Its thread
-`attention` has calls, which hold hops and waits; hops hold kernel calls and merges. Other threads have the messages from and to
-each other rank. An arrow leads from a message at its sender to the same message at its receiver.
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each
+rank is a process. Its thread `attention` has calls, which hold hops and waits; hops hold kernel
+calls and merges. Other threads have the messages from and to each other rank. An arrow leads from a
+message at its sender to the same message at its receiver.
 """
 
 from __future__ import annotations
@@ -26,34 +28,66 @@ _RED = "terrible"  # a color name of the format
 
 
 def write(path: Path, steps: Mapping[int, Sequence[RankTimes]], clock_error: float) -> None:
-    """Writes the trace of some steps; times of all ranks count from the clock of one, with `clock_error` seconds at most."""
+    """Writes the trace of some steps; times of all ranks count from the clock of one, with
+    `clock_error` seconds at most.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(chrome(steps, clock_error)))
 
 
 def chrome(steps: Mapping[int, Sequence[RankTimes]], clock_error: float) -> dict[str, Any]:
     """The trace as JSON."""
-    first = min((call.begin - each.clock for ranks in steps.values() for each in ranks for call in each.calls), default=0.0)
+    first = min(
+        (
+            call.begin - each.clock
+            for ranks in steps.values()
+            for each in ranks
+            for call in each.calls
+        ),
+        default=0.0,
+    )
     ids = count(1)  # Perfetto drops arrows whose identifiers are not whole numbers
-    free: defaultdict[tuple[int, int], float] = defaultdict(float)  # a sender may be in the next step when the receiver is not
-    events = [event for _, ranks in sorted(steps.items()) for event in _events(ranks, first, ids, free)]
+    # a sender may be in the next step when the receiver is not
+    free: defaultdict[tuple[int, int], float] = defaultdict(float)
+    events = [
+        event for _, ranks in sorted(steps.items()) for event in _events(ranks, first, ids, free)
+    ]
     names = {each.rank: each.host for ranks in steps.values() for each in ranks}
     peers = {(event["pid"], event["tid"]) for event in events if event["tid"] != ATTENTION}
-    labels = [_meta(rank, 0, "process_name", f"rank {rank} ({host})") for rank, host in sorted(names.items())]
+    labels = [
+        _meta(rank, 0, "process_name", f"rank {rank} ({host})")
+        for rank, host in sorted(names.items())
+    ]
     labels += [_meta(rank, ATTENTION, "thread_name", "attention") for rank in sorted(names)]
     labels += [
-        _meta(rank, thread, "thread_name", f"to rank {thread - TO}" if thread >= TO else f"from rank {thread - FROM}")
+        _meta(
+            rank,
+            thread,
+            "thread_name",
+            f"to rank {thread - TO}" if thread >= TO else f"from rank {thread - FROM}",
+        )
         for rank, thread in sorted(peers)
     ]
-    about = {"format": FORMAT, "steps": sorted(steps), "clock_error_us": round(clock_error * 1e6, 1), "hosts": names}
-    return {"traceEvents": labels + sorted(events, key=lambda event: event["ts"]), "displayTimeUnit": "ms", "otherData": about}
+    about = {
+        "format": FORMAT,
+        "steps": sorted(steps),
+        "clock_error_us": round(clock_error * 1e6, 1),
+        "hosts": names,
+    }
+    return {
+        "traceEvents": labels + sorted(events, key=lambda event: event["ts"]),
+        "displayTimeUnit": "ms",
+        "otherData": about,
+    }
 
 
 def _meta(rank: int, thread: int, kind: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": {"name": name}}
 
 
-def _slice(rank: int, thread: int, name: str, category: str, begin: float, end: float, **args: Any) -> dict[str, Any]:
+def _slice(
+    rank: int, thread: int, name: str, category: str, begin: float, end: float, **args: Any
+) -> dict[str, Any]:
     """A slice of the trace; begin and end in seconds."""
     begin_us, end_us = round(begin * 1e6, 3), round(max(begin, end) * 1e6, 3)
     event = {
@@ -82,26 +116,51 @@ def _of_call(rank: int, call: CallTimes, zero: float) -> Iterator[dict[str, Any]
     if call.direction != "exchange":
         place = {"layer": call.layer, "microbatch": call.microbatch}
         name = f"{call.direction}: layer {call.layer}, microbatch {call.microbatch}"
-        yield _slice(rank, ATTENTION, name, "call", call.begin - zero, call.end - zero, **common, **place)
+        yield _slice(
+            rank, ATTENTION, name, "call", call.begin - zero, call.end - zero, **common, **place
+        )
     for hop in call.hops:
         yield _slice(
-            rank, ATTENTION, f"hop {hop.hop}", "hop", hop.begin - zero, hop.end - zero, hop=hop.hop, pairs=hop.pairs, **common
+            rank,
+            ATTENTION,
+            f"hop {hop.hop}",
+            "hop",
+            hop.begin - zero,
+            hop.end - zero,
+            hop=hop.hop,
+            pairs=hop.pairs,
+            **common,
         )
         ends = [*(begin for begin, _ in hop.kernels[1:]), hop.end]
         for number, ((begin, end), until) in enumerate(zip(hop.kernels, ends, strict=False)):
-            yield _slice(rank, ATTENTION, f"kernel call {number}", "kernel call", begin - zero, end - zero, hop=hop.hop, **common)
-            yield _slice(rank, ATTENTION, "merge", "merge", end - zero, until - zero, hop=hop.hop, **common)
+            yield _slice(
+                rank,
+                ATTENTION,
+                f"kernel call {number}",
+                "kernel call",
+                begin - zero,
+                end - zero,
+                hop=hop.hop,
+                **common,
+            )
+            yield _slice(
+                rank, ATTENTION, "merge", "merge", end - zero, until - zero, hop=hop.hop, **common
+            )
     for wait in call.waits:
         if wait.end > wait.begin:
             name = f"wait for {wait.kind}, hop {wait.hop}"
             args = {"hop": wait.hop, "kind": wait.kind, **common}
-            yield _slice(rank, ATTENTION, name, "wait", wait.begin - zero, wait.end - zero, **args) | {"cname": _RED}
+            yield _slice(
+                rank, ATTENTION, name, "wait", wait.begin - zero, wait.end - zero, **args
+            ) | {"cname": _RED}
 
 
 def _of_messages(
     ranks: Sequence[RankTimes], first: float, ids: Iterator[int], free: dict[tuple[int, int], float]
 ) -> Iterator[dict[str, Any]]:
-    """Messages at both ends, and the arrow between. Those of a link follow one another: `free` is when its last one ended."""
+    """Messages at both ends, and the arrow between. Those of a link follow one another: `free` is
+    when its last one ended.
+    """
     links: defaultdict[tuple[int, int], list[TimedMessage]] = defaultdict(list)
     for message in messages(ranks):
         links[message.sender, message.receiver].append(message)
@@ -112,15 +171,50 @@ def _of_messages(
             end = max(message.end - first, message.start - first, begin)
             start = max(message.start - first, begin)
             free[sender, receiver] = end
-            args = {"hop": message.hop, "bytes": message.size, "waited_us": round(message.waited * 1e6, 1), "kind": message.kind,
+            args = {"hop": message.hop, "bytes": message.size, "waited_us": round(message.waited * 1e6, 1),
+                "kind": message.kind,
                     "step": step, "direction": message.direction}  # fmt: skip
             name, link = f"{message.kind}, hop {message.hop}", next(ids)
-            yield _slice(sender, TO + receiver, name, "sent message", begin, end, peer=receiver, message=link, **args)
-            yield _slice(receiver, FROM + sender, name, "received message", start, end, peer=sender, message=link, **args)
+            yield _slice(
+                sender,
+                TO + receiver,
+                name,
+                "sent message",
+                begin,
+                end,
+                peer=receiver,
+                message=link,
+                **args,
+            )
+            yield _slice(
+                receiver,
+                FROM + sender,
+                name,
+                "received message",
+                start,
+                end,
+                peer=sender,
+                message=link,
+                **args,
+            )
             arrow = {"name": "message", "cat": "arrow", "id": link}
-            yield {"ph": "s", "pid": sender, "tid": TO + receiver, "ts": round(begin * 1e6, 3), **arrow}
-            # An arrow ends in the slice that is open at its time, and a slice is no longer open at its end.
-            yield {"ph": "f", "bp": "e", "pid": receiver, "tid": FROM + sender, "ts": round(start * 1e6, 3), **arrow}
+            yield {
+                "ph": "s",
+                "pid": sender,
+                "tid": TO + receiver,
+                "ts": round(begin * 1e6, 3),
+                **arrow,
+            }
+            # An arrow ends in the slice that is open at its time, and a slice is no longer open at
+            # its end.
+            yield {
+                "ph": "f",
+                "bp": "e",
+                "pid": receiver,
+                "tid": FROM + sender,
+                "ts": round(start * 1e6, 3),
+                **arrow,
+            }
 
 
 def read(path: Path) -> dict[str, Any]:

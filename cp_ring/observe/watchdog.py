@@ -1,9 +1,12 @@
-"""Reports which rank is stuck, and where, when a hop or a collective waits for too long. Then it ends the process.
+"""Reports which rank is stuck, and where, when a hop or a collective waits for too long. Then it
+ends the process.
 
-The hot path only writes notes into `WATCH`: the layer that runs, and the batch of messages that it waits for. A thread of each
-rank reads these notes. The first thread that finds that its rank waits for too long tells all others through the process group's
-store. Then every rank prints where it is, the lowest rank names the first stuck rank, and all exit, so that a launcher can start
-them again. Collectives outside of the ring are found in the main thread's stack, so the hot path does nothing for them.
+The hot path only writes notes into `WATCH`: the layer that runs, and the batch of messages that it
+waits for. A thread of each rank reads these notes. The first thread that finds that its rank waits
+for too long tells all others through the process group's store. Then every rank prints where it is,
+the lowest rank names the first stuck rank, and all exit, so that a launcher can start them again.
+Collectives outside of the ring are found in the main thread's stack, so the hot path does nothing
+for them.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ _GRACE_S = 3.0  # long enough for all ranks of a job to write to the store and t
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a training step a layer's attention runs. Microbatches count from 0 in each step, in the order of this rank."""
+    """Where in a training step a layer's attention runs. Microbatches count from 0 in each step, in
+    the order of this rank.
+    """
 
     step: int = 0
     layer: int | str = 0
@@ -44,10 +49,13 @@ class Place:
 
 @dataclass
 class Watch:
-    """Notes of the hot path. `waits` has the batch that each waiting thread waits for, and since when.
+    """Notes of the hot path. `waits` has the batch that each waiting thread waits for, and since
+    when.
 
-    Threads of one process may wait at the same time, each in a group of its own; the place is then that of the last one.
-    `asks_device`: whether the thread may ask the device if messages are there. While a CUDA graph is captured it must not, and
+    Threads of one process may wait at the same time, each in a group of its own; the place is then
+    that of the last one.
+    `asks_device`: whether the thread may ask the device if messages are there. While a CUDA graph
+    is captured it must not, and
     what a graph repeats it does not see.
     """
 
@@ -67,7 +75,8 @@ class Watch:
         self.waits[threading.get_ident()] = batch, now
         first = (batch.receives or batch.sends)[0][1][0]
         if self.sampled is None and self.asks_device and _on_device(first):
-            self.sampled = (_describe(self, batch), now, works, first.device)  # on CUDA `wait` returns at once; the device waits
+            # on CUDA `wait` returns at once; the device waits
+            self.sampled = (_describe(self, batch), now, works, first.device)
 
     def end(self) -> None:
         """Notes that the batch of this thread has arrived."""
@@ -79,7 +88,9 @@ class Watch:
         self.waits.pop(threading.get_ident(), None)
 
     def longest(self) -> tuple[Any, float]:
-        """The batch that a thread has waited for longest, and since when; (None, 0.0) where none waits."""
+        """The batch that a thread has waited for longest, and since when; (None, 0.0) where none
+        waits.
+        """
         return min(list(self.waits.values()), key=lambda wait: wait[1], default=(None, 0.0))
 
 
@@ -98,14 +109,18 @@ def enter(layer: int | str, step: int = 0) -> Place:
 
 
 def rest() -> None:
-    """Resets the notes after a trial run of attention. Collectives are watched again when the real run begins."""
+    """Resets the notes after a trial run of attention. Collectives are watched again when the real
+    run begins.
+    """
     WATCH.beats, WATCH.last, WATCH.sampled = 0, None, None
     _calls.clear()
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Ignores all waits of this process while the block runs: reading or writing a checkpoint may take longer than a hop."""
+    """Ignores all waits of this process while the block runs: reading or writing a checkpoint may
+    take longer than a hop.
+    """
     WATCH.pauses += 1
     try:
         yield
@@ -114,8 +129,12 @@ def paused() -> Iterator[None]:
 
 
 def _on_device(x: Any) -> bool:
-    """Whether the device works on x now: not where a CUDA graph is captured, whose messages are never complete."""
-    return bool(x.is_cuda) and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    """Whether the device works on x now: not where a CUDA graph is captured, whose messages are
+    never complete.
+    """
+    return bool(x.is_cuda) and not (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
@@ -124,7 +143,11 @@ def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
         "from": [[transfer.peer, transfer.ranges] for transfer, _ in batch.receives],
         "to": [[transfer.peer, transfer.ranges] for transfer, _ in batch.sends],
     }
-    return {**_at(watch.place, watch.backward, batch.kind, batch.hop), **tokens, "ranks": batch.ranks}
+    return {
+        **_at(watch.place, watch.backward, batch.kind, batch.hop),
+        **tokens,
+        "ranks": batch.ranks,
+    }
 
 
 def _at(place: Place, backward: bool, kind: str, hop: int) -> dict[str, Any]:
@@ -147,7 +170,9 @@ class Watchdog:
         end: called with the exit code.
     """
 
-    def __init__(self, timeout: float, rank: int, size: int, store: Any, end: Callable[[int], Any] = os._exit):
+    def __init__(
+        self, timeout: float, rank: int, size: int, store: Any, end: Callable[[int], Any] = os._exit
+    ):
         self.rank, self.size, self.store, self.end = rank, size, store, end
         self.set_timeout(timeout)
         self._stack: tuple[Any, ...] = ()
@@ -169,8 +194,8 @@ class Watchdog:
     def _sleep(self) -> bool:
         """Sleeps for a tick; False when the process ends.
 
-        Where that took much longer, the process was stopped (SIGSTOP, a suspended Slurm job), most likely with all the others:
-        what it waits for counts from now on.
+        Where that took much longer, the process was stopped (SIGSTOP, a suspended Slurm job), most
+        likely with all the others: what it waits for counts from now on.
         """
         begun = time.monotonic()
         going_on = threads.sleep(self.tick)
@@ -183,7 +208,11 @@ class Watchdog:
         now, since, sampled = time.monotonic(), WATCH.longest()[1], WATCH.sampled
         if sampled is not None and _completed(*sampled[2:]):
             WATCH.sampled = sampled = None
-        seconds = [now - max(start, self._awake) for start in (since, sampled[1] if sampled else 0.0) if start]
+        seconds = [
+            now - max(start, self._awake)
+            for start in (since, sampled[1] if sampled else 0.0)
+            if start
+        ]
         frame = _collective(sys._current_frames().get(self._main))
         stack = (WATCH.beats, id(frame), frame.f_lasti) if frame is not None and WATCH.beats else ()
         if WATCH.pauses:
@@ -200,14 +229,20 @@ class Watchdog:
             return False
 
     def report(self) -> None:
-        """Prints where this rank is, reads where the others are, lets one rank name the first stuck one, and ends the process."""
+        """Prints where this rank is, reads where the others are, lets one rank name the first stuck
+        one, and ends the process.
+        """
         try:
             mine = self.where()
             _say(f"cp_ring: watchdog: rank {self.rank} {sentence(mine)}")
             self.store.set(_KEY + str(self.rank), json.dumps(mine))
             self.store.set(_KEY + "fired", "1")
             time.sleep(self.tick + _GRACE_S)
-            told = {rank: self.store.get(_KEY + str(rank)) for rank in range(self.size) if self.store.check([_KEY + str(rank)])}
+            told = {
+                rank: self.store.get(_KEY + str(rank))
+                for rank in range(self.size)
+                if self.store.check([_KEY + str(rank)])
+            }
             if self.rank == min(told):
                 line = verdict({rank: json.loads(text) for rank, text in told.items()}, self.size)
                 _say(f"cp_ring: watchdog: {line}; ending the job")
@@ -227,7 +262,11 @@ class Watchdog:
         frame = sys._current_frames().get(self._main)
         mine: dict[str, Any] = {"waits": "", "at": _position(frame)}
         if batch is not None:
-            return mine | _describe(WATCH, batch) | {"waits": "hop", "seconds": time.monotonic() - since}
+            return (
+                mine
+                | _describe(WATCH, batch)
+                | {"waits": "hop", "seconds": time.monotonic() - since}
+            )
         if sampled is not None:
             return mine | sampled[0] | {"waits": "hop", "seconds": time.monotonic() - sampled[1]}
         if last is not None:
@@ -238,7 +277,8 @@ class Watchdog:
 
 
 def _completed(works: Sequence[Any], device: torch.device) -> bool:
-    """Whether the messages are complete. On another device than their own, the question would take memory of that one.
+    """Whether the messages are complete. On another device than their own, the question would take
+    memory of that one.
 
     The device of a new thread is the first one, which is that of another rank.
     """
@@ -247,7 +287,9 @@ def _completed(works: Sequence[Any], device: torch.device) -> bool:
 
 
 def _say(line: str) -> None:
-    """Prints to standard error. Where that is a file on a full disk, the other ranks must still be told."""
+    """Prints to standard error. Where that is a file on a full disk, the other ranks must still be
+    told.
+    """
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
@@ -256,10 +298,15 @@ def sentence(told: dict[str, Any]) -> str:
     """A rank's report as a sentence."""
     place = ""
     if "hop" in told:
-        place = "step {step}, microbatch {microbatch}, layer {layer}, {direction}, hop {hop}".format(**told)
+        place = (
+            "step {step}, microbatch {microbatch}, layer {layer}, {direction}, hop {hop}".format(
+                **told
+            )
+        )
     if told["waits"] == "hop":
         transfers = [
-            f"{word} rank {_peer(told, peer)} tokens {', '.join(f'{start}:{end}' for start, end in ranges)}"
+            f"{word} rank {_peer(told, peer)} tokens "
+            f"{', '.join(f'{start}:{end}' for start, end in ranges)}"
             for word in ("from", "to")
             for peer, ranges in told[word]
         ]
@@ -271,10 +318,14 @@ def sentence(told: dict[str, Any]) -> str:
 
 
 def verdict(told: dict[int, dict[str, Any]], size: int) -> str:
-    """Names the first stuck rank: a rank that is gone, else one that does not wait, else the one that is furthest behind."""
+    """Names the first stuck rank: a rank that is gone, else one that does not wait, else the one
+    that is furthest behind.
+    """
     gone = [rank for rank in range(size) if rank not in told]
     if gone:
-        return f"first stuck: rank {gone[0]}, which does not answer" + (f" (nor do {gone[1:]})" if gone[1:] else "")
+        return f"first stuck: rank {gone[0]}, which does not answer" + (
+            f" (nor do {gone[1:]})" if gone[1:] else ""
+        )
     busy = [rank for rank, its in told.items() if not its["waits"]] or list(told)
     first = min(busy, key=lambda rank: _progress(told[rank]))
     waiting = sorted(rank for rank, its in told.items() if _waits_for(its, first))
@@ -283,7 +334,9 @@ def verdict(told: dict[int, dict[str, Any]], size: int) -> str:
 
 
 def _waits_for(told: dict[str, Any], rank: int) -> bool:
-    return told["waits"] == "hop" and any(_peer(told, peer) == rank for word in ("from", "to") for peer, _ in told[word])
+    return told["waits"] == "hop" and any(
+        _peer(told, peer) == rank for word in ("from", "to") for peer, _ in told[word]
+    )
 
 
 def _peer(told: dict[str, Any], peer: int) -> int:
@@ -295,9 +348,17 @@ def _progress(told: dict[str, Any]) -> tuple[Any, ...]:
     """A key that sorts reports by progress. In backward, layers run in descending order."""
     if "hop" not in told:
         return (-1,)
-    layer = told["layer"] if isinstance(told["layer"], int) else sys.maxsize  # those that predict follow the decoder's
+    # those that predict follow the decoder's
+    layer = told["layer"] if isinstance(told["layer"], int) else sys.maxsize
     backward = told["direction"] == "backward"
-    return told["step"], backward, -layer if backward else layer, told["microbatch"], told["hop"], -told.get("seconds", 0.0)
+    return (
+        told["step"],
+        backward,
+        -layer if backward else layer,
+        told["microbatch"],
+        told["hop"],
+        -told.get("seconds", 0.0),
+    )
 
 
 def _collective(frame: FrameType | None) -> FrameType | None:
@@ -325,10 +386,12 @@ _dog: Watchdog | None = None
 
 
 def start(timeout: float) -> None:
-    """Starts the thread for the present default process group, unless `timeout` is 0, or there is no group.
+    """Starts the thread for the present default process group, unless `timeout` is 0, or there is
+    no group.
 
-    A rank that then waits for longer than `timeout` seconds, for a hop or in a collective, is reported, and the process ends
-    with `EXIT_CODE`. Where the thread runs already, `timeout` replaces the earlier one.
+    A rank that then waits for longer than `timeout` seconds, for a hop or in a collective, is
+    reported, and the process ends with `EXIT_CODE`. Where the thread runs already, `timeout`
+    replaces the earlier one.
     """
     global _watched, _dog
     if not timeout or not dist.is_initialized():

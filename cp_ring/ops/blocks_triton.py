@@ -1,5 +1,7 @@
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def"
-"""What the Triton kernels of merges and of sums share: the table of blocks (see `cp_ring.ops.segments`) and the launch."""
+"""What the Triton kernels of merges and of sums share: the table of blocks (see
+`cp_ring.ops.segments`) and the launch.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_PARTS = 4
-"""Arguments of a kernel for parts. Where there are fewer parts, the last one is given again and not read."""
+"""Arguments of a kernel for parts. Where there are fewer parts, the last one is given again and not
+read.
+"""
 
 
 @triton.jit
 def tokens_in_part(position, count, BLOCK_Q: tl.constexpr):
-    """Of a block with this position in a part: the part's tokens [BLOCK_Q], and how many of them there are."""
+    """Of a block with this position in a part: the part's tokens [BLOCK_Q], and how many of them
+    there are.
+    """
     i = tl.arange(0, BLOCK_Q).to(tl.int64)
     reverse = position < -1
     start = tl.where(reverse, -2 - position, position)
@@ -24,8 +30,22 @@ def tokens_in_part(position, count, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(x, at_q, at_b, at_h, count, stride_q, stride_b, stride_h, size, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The first `count` of the tokens `at_q` of one head, in float32 [BLOCK_Q, BLOCK_E]; zeros elsewhere."""
+def load_tokens(
+    x,
+    at_q,
+    at_b,
+    at_h,
+    count,
+    stride_q,
+    stride_b,
+    stride_h,
+    size,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The first `count` of the tokens `at_q` of one head, in float32 [BLOCK_Q, BLOCK_E]; zeros
+    elsewhere.
+    """
     e = tl.arange(0, BLOCK_E)[None, :]
     inside = (tl.arange(0, BLOCK_Q)[:, None] < count) & (e < size)
     at = x + at_q[:, None] * stride_q + at_b * stride_b + at_h * stride_h + e
@@ -34,12 +54,25 @@ def load_tokens(x, at_q, at_b, at_h, count, stride_q, stride_b, stride_h, size, 
 
 @triton.jit
 def store_tokens(
-    x, value, at_q, at_b, at_h, count, stride_q, stride_b, stride_h, size, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr
+    x,
+    value,
+    at_q,
+    at_b,
+    at_h,
+    count,
+    stride_q,
+    stride_b,
+    stride_h,
+    size,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     """Stores what `load_tokens` loads, in the dtype of `x`."""
     e = tl.arange(0, BLOCK_E)[None, :]
     inside = (tl.arange(0, BLOCK_Q)[:, None] < count) & (e < size)
-    tl.store(x + at_q[:, None] * stride_q + at_b * stride_b + at_h * stride_h + e, value, mask=inside)
+    tl.store(
+        x + at_q[:, None] * stride_q + at_b * stride_b + at_h * stride_h + e, value, mask=inside
+    )
 
 
 def padded(parts: Sequence[Tensor]) -> list[Tensor]:

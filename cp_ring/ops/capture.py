@@ -6,5 +6,7 @@ import torch
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of the device records a CUDA graph, in which nothing may wait for the host or copy from it."""
+    """Whether the current stream of the device records a CUDA graph, in which nothing may wait for
+    the host or copy from it.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

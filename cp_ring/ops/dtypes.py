@@ -9,8 +9,14 @@ from torch import Tensor
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which operations on `device` compute in the dtypes of their inputs, whatever `torch.autocast` is around it."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    """A context in which operations on `device` compute in the dtypes of their inputs, whatever
+    `torch.autocast` is around it.
+    """
+    return (
+        torch.autocast(device.type, enabled=False)
+        if torch.is_autocast_enabled(device.type)
+        else nullcontext()
+    )
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
@@ -19,7 +25,8 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 
 def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of different dtypes in that of `torch.autocast`, where it is in force; else the tensors as they are.
+    """Tensors of different dtypes in that of `torch.autocast`, where it is in force; else the
+    tensors as they are.
 
     As torch's own autocast, it leaves float64 alone.
     """
@@ -39,8 +46,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def lse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the running lse, where out is accumulated in `dtype`.
 
-    It is float64 on the CPU. An error of lse is a relative error of all weights, and in float32 each merge rounds a number of
-    about 8. No other sum of the ring loses as much accuracy, and lse is small compared with out. On CUDA it is `dtype`, which
-    the Triton kernel reads.
+    It is float64 on the CPU. An error of lse is a relative error of all weights, and in float32
+    each merge rounds a number of about 8. No other sum of the ring loses as much accuracy, and lse
+    is small compared with out. On CUDA it is `dtype`, which the Triton kernel reads.
     """
     return torch.float64 if device.type == "cpu" else dtype

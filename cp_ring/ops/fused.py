@@ -19,10 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 class FusedFunction:
-    """A Triton function that is tried at its first launch; the caller computes with torch operations if it cannot run.
+    """A Triton function that is tried at its first launch; the caller computes with torch
+    operations if it cannot run.
 
-    Triton compiles at the first launch, not at import, and needs a C compiler for that. It is not tried again where that cannot
-    help. Errors of files, as those of Triton's cache on a full disk, may pass: it is tried again `RETRY_S` later.
+    Triton compiles at the first launch, not at import, and needs a C compiler for that. It is not
+    tried again where that cannot help. Errors of files, as those of Triton's cache on a full disk,
+    may pass: it is tried again `RETRY_S` later.
     """
 
     def __init__(self, module: str, name: str):
@@ -37,7 +39,9 @@ class FusedFunction:
         return self._not_before > 0 and self._function is None
 
     def run(self, *args: Any) -> bool:
-        """Runs the function and returns true; returns false if it cannot run here, and says why once."""
+        """Runs the function and returns true; returns false if it cannot run here, and says why
+        once.
+        """
         if self._function is None and time.monotonic() >= self._not_before:
             with self._first:  # the ranks of a `LocalRing` are threads, and one of them compiles
                 if self._function is None and time.monotonic() >= self._not_before:
@@ -57,11 +61,14 @@ class FusedFunction:
             function(*args)
         except (torch.AcceleratorError, torch.OutOfMemoryError, MemoryError):
             raise  # a fault of the GPU or the host, not of Triton
-        except Exception as error:  # Triton, its driver and the compiler raise exceptions of many types
+        # Triton, its driver and the compiler raise exceptions of many types
+        except Exception as error:
             reason = " ".join(str(error).split())[:200]
             if "out of memory" in reason.lower():  # the driver's, as Triton words it
                 raise
-            passing = isinstance(error, OSError) and not isinstance(error, FileNotFoundError | PermissionError)
+            passing = isinstance(error, OSError) and not isinstance(
+                error, FileNotFoundError | PermissionError
+            )
             self._not_before = time.monotonic() + RETRY_S if passing else math.inf
             _say(reason, passing)
             return False
@@ -74,5 +81,8 @@ def _say(reason: str, passing: bool) -> None:
     """Warns once for each reason."""
     until = f"; it is tried again {RETRY_S:g} s later" if passing else ""
     _log.warning(
-        "Triton cannot compile (%s): merges and sums of gradients use torch operations, which are slower%s", reason, until
+        "Triton cannot compile (%s): merges and sums of gradients use torch operations, which are "
+        "slower%s",
+        reason,
+        until,
     )

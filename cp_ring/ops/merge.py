@@ -18,13 +18,20 @@ _fused = FusedFunction("cp_ring.ops.merge_triton", "merge")
 
 
 def merge(
-    segments: Segments, outs: Sequence[Tensor], lses: Sequence[Tensor], running: Tensor | None, lse: Tensor, result: Tensor
+    segments: Segments,
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    running: Tensor | None,
+    lse: Tensor,
+    result: Tensor,
 ) -> None:
-    """One update: merges partial `outs` [t, b, h, e] and `lses` [b, h, t], one by one, with what is stored; stores the total.
+    """One update: merges partial `outs` [t, b, h, e] and `lses` [b, h, t], one by one, with what is
+    stored; stores the total.
 
-    `running` [s, b, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running lse in `lse_dtype`. What is
-    complete goes to `result` [s, b, h, e], which may be `running`. Without `running`, everything is complete after this
-    update. Tokens that no part has get 0 and -inf. On CUDA, with Triton, it is one kernel.
+    `running` [s, b, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running lse
+    in `lse_dtype`. What is complete goes to `result` [s, b, h, e], which may be `running`. Without
+    `running`, everything is complete after this update. Tokens that no part has get 0 and -inf. On
+    CUDA, with Triton, it is one kernel.
     """
     fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
     if not (fits and _fused.run(segments.blocks(result.device), outs, lses, running, lse, result)):
@@ -33,7 +40,12 @@ def merge(
 
 
 def merge_segment(
-    segment: Segment, outs: Sequence[Tensor], lses: Sequence[Tensor], running: Tensor | None, lse: Tensor, result: Tensor
+    segment: Segment,
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    running: Tensor | None,
+    lse: Tensor,
+    result: Tensor,
 ) -> None:
     """One segment of `merge`, in torch operations."""
     target, lse = segment.target(running, result), lse[..., segment.tokens]
@@ -51,10 +63,12 @@ def merge_segment(
 
 
 def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
-    """Merges one tile in place: the running out [b, q, h, e] in float32 (or float64) and lse [b, h, q] in `lse_dtype`.
+    """Merges one tile in place: the running out [b, q, h, e] in float32 (or float64) and lse [b, h,
+    q] in `lse_dtype`.
 
     out += sigmoid(lse_tile - lse) * (out_tile - out);  lse = log(exp(lse) + exp(lse_tile)).
-    A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side, out is 0 and lse -inf.
+    A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side,
+    out is 0 and lse -inf.
     """
     _merge_(out.transpose(0, 1), lse, out_tile.transpose(0, 1), lse_tile)
 

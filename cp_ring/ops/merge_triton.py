@@ -12,7 +12,8 @@ from torch import Tensor
 from cp_ring.ops.blocks_triton import MAX_PARTS, load_tokens, padded, store_tokens, tokens_in_part
 from cp_ring.ops.segments import BLOCK_Q
 
-# Strides that depend on the number of tokens. Triton would compile again for those that are 1 or divisible by 16.
+# Strides that depend on the number of tokens. Triton would compile again for those that are 1 or
+# divisible by 16.
 _VARYING = ["lse_b", "lse_h", *(f"lse_{what}{i}" for what in "bh" for i in range(4))]
 
 
@@ -24,7 +25,9 @@ def _with_part(
     """The total of a block and its lse, with one part more."""
     tokens, there = tokens_in_part(position, count, BLOCK_Q)
     theirs = tl.load(
-        lse + at_b * lse_b + at_h * lse_h + tokens * lse_q, mask=tl.arange(0, BLOCK_Q) < there, other=float("-inf")
+        lse + at_b * lse_b + at_h * lse_h + tokens * lse_q,
+        mask=tl.arange(0, BLOCK_Q) < there,
+        other=float("-inf"),
     ).to(tl.float32)
     # -inf - -inf would be NaN: a query that has seen no key counts from 0.
     top = tl.maximum(total_lse, theirs)
@@ -35,7 +38,9 @@ def _with_part(
     weight = tl.where(seen, their_part / tl.where(seen, both, 1.0), 0.0)[:, None]
     new = load_tokens(out, tokens, at_b, at_h, there, q, b, h, size, BLOCK_Q, BLOCK_E)
     # A part of weight 0 is ignored, because it may hold NaN; so is a total of weight 0.
-    total = tl.where(weight > 0.0, tl.where(weight == 1.0, new, total + weight * (new - total)), total)
+    total = tl.where(
+        weight > 0.0, tl.where(weight == 1.0, new, total + weight * (new - total)), total
+    )
     return total, tl.where(seen, base + tl.log(tl.where(seen, both, 1.0)), float("-inf"))
 
 
@@ -53,7 +58,9 @@ def _merge(
     count, flags = tl.load(entry + 1), tl.load(entry + 2)
     stored = tl.where(flags % 2 == 1, 0, count)
     lse_at = lse + b * lse_b + h * lse_h + at
-    total = load_tokens(running, at, b, h, stored, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E)
+    total = load_tokens(
+        running, at, b, h, stored, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E
+    )
     total_lse = tl.load(lse_at, mask=tl.arange(0, BLOCK_Q) < stored, other=float("-inf"))
     total, total_lse = _with_part(
         total, total_lse, out0, lse0, tl.load(entry + 3), count, b, h, size, q0, b0, h0, lse_q0, lse_b0, lse_h0,
@@ -76,14 +83,25 @@ def _merge(
         )  # fmt: skip
     tl.store(lse_at, total_lse, mask=tl.arange(0, BLOCK_Q) < count)
     done, stays = tl.where(flags >= 2, count, 0), tl.where(flags >= 2, 0, count)
-    store_tokens(result, total, at, b, h, done, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E)
-    store_tokens(running, total, at, b, h, stays, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E)
+    store_tokens(
+        result, total, at, b, h, done, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E
+    )
+    store_tokens(
+        running, total, at, b, h, stays, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E
+    )
 
 
 def merge(
-    table: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], running: Tensor | None, lse: Tensor, result: Tensor
+    table: Tensor,
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    running: Tensor | None,
+    lse: Tensor,
+    result: Tensor,
 ) -> None:
-    """As `cp_ring.ops.merge.merge`, with the blocks of its segments. `running`, `lse` and `result` are contiguous."""
+    """As `cp_ring.ops.merge.merge`, with the blocks of its segments. `running`, `lse` and `result`
+    are contiguous.
+    """
     (_, b, heads, size), parts = result.shape, len(outs)
     running = result if running is None else running
     outs, lses = padded(outs), [*lses] + [lses[-1]] * (MAX_PARTS - len(lses))

@@ -1,7 +1,8 @@
-"""The segments of an update (see `cp_ring.plan.updates`), as torch operations and as Triton kernels read them.
+"""The segments of an update (see `cp_ring.plan.updates`), as torch operations and as Triton kernels
+read them.
 
-An update adds parts, which are partial results, to a total: one tensor holds the running total in the dtype of sums, another
-one the result in its own dtype. They may be the same tensor.
+An update adds parts, which are partial results, to a total: one tensor holds the running total in
+the dtype of sums, another one the result in its own dtype. They may be the same tensor.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ class PartTokens(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Tokens of a total, and the parts that are added to them. Without parts, the tokens are filled with zeros.
+    """Tokens of a total, and the parts that are added to them. Without parts, the tokens are filled
+    with zeros.
 
-    `first`: nothing has been stored there yet. `last`: the total is complete, and goes to the result.
+    `first`: nothing has been stored there yet. `last`: the total is complete, and goes to the
+    result.
     """
 
     tokens: slice
@@ -49,8 +52,12 @@ class Segment(NamedTuple):
         """Where the total is stored."""
         return (result if self.last or running is None else running)[self.tokens]
 
-    def begin(self, parts: Sequence[Tensor], running: Tensor | None, target: Tensor) -> tuple[Tensor, list[PartTokens]]:
-        """The total before the other places are added: what was stored, or else the first part. It may be `target` itself."""
+    def begin(
+        self, parts: Sequence[Tensor], running: Tensor | None, target: Tensor
+    ) -> tuple[Tensor, list[PartTokens]]:
+        """The total before the other places are added: what was stored, or else the first part. It
+        may be `target` itself.
+        """
         if not self.first:
             assert running is not None
             stays = not self.last or running.dtype == target.dtype
@@ -58,15 +65,17 @@ class Segment(NamedTuple):
         part, others = self.places[0].take(parts[self.places[0].part]), self.places[1:]
         dtype = sum_dtype(target.dtype)
         # The sum of several parts is not rounded to the dtype of the result on the way.
-        return (part.to(dtype, copy=True) if others and dtype != target.dtype else target.copy_(part)), others
+        return (
+            part.to(dtype, copy=True) if others and dtype != target.dtype else target.copy_(part)
+        ), others
 
 
 class Segments:
     """What one update reads and stores.
 
-    `table` is `Update.segments` of the plan, int64 [4 + parts, segments]: start, end, first, last, and for each part the position
-    of its first token in the segment: ABSENT for none, or -2 - position if the tokens are in reverse order. `whole` says that
-    the one part is the whole result.
+    `table` is `Update.segments` of the plan, int64 [4 + parts, segments]: start, end, first, last,
+    and for each part the position of its first token in the segment: ABSENT for none, or -2 -
+    position if the tokens are in reverse order. `whole` says that the one part is the whole result.
     """
 
     def __init__(self, table: np.ndarray, whole: bool = False):
@@ -83,13 +92,17 @@ class Segments:
         return iter(self._segments)
 
     def blocks(self, device: torch.device) -> Tensor:
-        """Segments cut into blocks of at most BLOCK_Q tokens, copied to the device once: int32 [blocks, 3 + parts].
+        """Segments cut into blocks of at most BLOCK_Q tokens, copied to the device once: int32
+        [blocks, 3 + parts].
 
-        For each block its first token, the number of its tokens, 1 for first and 2 for last, and the positions.
+        For each block its first token, the number of its tokens, 1 for first and 2 for last, and
+        the positions.
         """
         if device not in self._blocks:
             host = torch.from_numpy(_blocks(self._table))
-            self._blocks[device] = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+            self._blocks[device] = (
+                host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+            )
         return self._blocks[device]
 
 
@@ -103,7 +116,9 @@ def _segment(start: int, end: int, first: int, last: int, *positions: int) -> Se
 
 
 def _blocks(table: np.ndarray) -> np.ndarray:
-    """The blocks of segments. Positions, and -2 - position too, grow by the number of tokens before the block."""
+    """The blocks of segments. Positions, and -2 - position too, grow by the number of tokens before
+    the block.
+    """
     size = table[1] - table[0]
     count = -(-size // BLOCK_Q)
     which = np.repeat(np.arange(len(size)), count)

@@ -13,12 +13,14 @@ from cp_ring.ops.segments import Segment, Segments
 _fused = FusedFunction("cp_ring.ops.sums_triton", "add")
 
 
-def add(segments: Segments, parts: Sequence[Tensor], running: Tensor | None, result: Tensor) -> None:
+def add(
+    segments: Segments, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
+) -> None:
     """One update: adds `parts` [t, b, h, d], one by one, to what is stored, and stores the total.
 
-    `running` [s, b, h, d] holds the total in `sum_dtype` between updates. What is complete goes to `result` [s, b, h, d], which
-    may be `running`. Without `running`, everything is complete after this update. Tokens that no part has get 0. On CUDA, with
-    Triton, it is one kernel.
+    `running` [s, b, h, d] holds the total in `sum_dtype` between updates. What is complete goes to
+    `result` [s, b, h, d], which may be `running`. Without `running`, everything is complete after
+    this update. Tokens that no part has get 0. On CUDA, with Triton, it is one kernel.
     """
     fits = result.is_cuda and result.dtype != torch.float64 and segments.parts > 0
     if not (fits and _fused.run(segments.blocks(result.device), parts, running, result)):
@@ -26,7 +28,9 @@ def add(segments: Segments, parts: Sequence[Tensor], running: Tensor | None, res
             add_segment(segment, parts, running, result)
 
 
-def add_segment(segment: Segment, parts: Sequence[Tensor], running: Tensor | None, result: Tensor) -> None:
+def add_segment(
+    segment: Segment, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
+) -> None:
     """One segment of `add`, in torch operations."""
     target = segment.target(running, result)
     if not segment.places:

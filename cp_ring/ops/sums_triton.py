@@ -25,7 +25,17 @@ def _add(
     at_q = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)
     count, flags = tl.load(entry + 1), tl.load(entry + 2)
     total = load_tokens(
-        running, at_q, at_b, at_h, tl.where(flags % 2 == 1, 0, count), stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D
+        running,
+        at_q,
+        at_b,
+        at_h,
+        tl.where(flags % 2 == 1, 0, count),
+        stride_q,
+        stride_b,
+        stride_h,
+        size,
+        BLOCK_Q,
+        BLOCK_D,
     )
     tokens, there = tokens_in_part(tl.load(entry + 3), count, BLOCK_Q)
     total += load_tokens(part0, tokens, at_b, at_h, there, q0, b0, h0, size, BLOCK_Q, BLOCK_D)
@@ -39,12 +49,29 @@ def _add(
         tokens, there = tokens_in_part(tl.load(entry + 6), count, BLOCK_Q)
         total += load_tokens(part3, tokens, at_b, at_h, there, q3, b3, h3, size, BLOCK_Q, BLOCK_D)
     done, stays = tl.where(flags >= 2, count, 0), tl.where(flags >= 2, 0, count)
-    store_tokens(result, total, at_q, at_b, at_h, done, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D)
-    store_tokens(running, total, at_q, at_b, at_h, stays, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D)
+    store_tokens(
+        result, total, at_q, at_b, at_h, done, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D
+    )
+    store_tokens(
+        running,
+        total,
+        at_q,
+        at_b,
+        at_h,
+        stays,
+        stride_q,
+        stride_b,
+        stride_h,
+        size,
+        BLOCK_Q,
+        BLOCK_D,
+    )
 
 
 def add(table: Tensor, parts: Sequence[Tensor], running: Tensor | None, result: Tensor) -> None:
-    """As `cp_ring.ops.sums.add`, with the blocks of its segments. `running` and `result` are contiguous."""
+    """As `cp_ring.ops.sums.add`, with the blocks of its segments. `running` and `result` are
+    contiguous.
+    """
     _, b, heads, size = result.shape
     running, count, parts = result if running is None else running, len(parts), padded(parts)
     strides = [stride for x in parts for stride in x.stride()[:3]]

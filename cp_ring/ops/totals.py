@@ -16,10 +16,12 @@ Shape = Sequence[int]
 
 
 class Sum:
-    """The sum of partial results, each of which has a tensor [t, b, heads, size] for each of `shapes`, [s, b, heads, size].
+    """The sum of partial results, each of which has a tensor [t, b, heads, size] for each of
+    `shapes`, [s, b, heads, size].
 
-    It keeps partial results until the next of `updates` has all of its parts; then the update runs. The result has `dtype`,
-    and the running total `sum_dtype(dtype)`. If `running` is given, the running total is in its first tokens.
+    It keeps partial results until the next of `updates` has all of its parts; then the update runs.
+    The result has `dtype`, and the running total `sum_dtype(dtype)`. If `running` is given, the
+    running total is in its first tokens.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Sum:
             self._run()
 
     def finish(self) -> Sequence[Tensor]:
-        """The total, [s, b, heads, size] for each shape, contiguous. All partial results must have been added."""
+        """The total, [s, b, heads, size] for each shape, contiguous. All partial results must have
+        been added.
+        """
         while self._done < len(self._updates):
             self._run()
         return self._result or self._allocated(self._dtype)
@@ -60,7 +64,12 @@ class Sum:
             return
         self._allocate(segments)
         for index, result in enumerate(self._result):
-            add(segments, columns[index] if columns else (), self._running[index] if self._running else None, result)
+            add(
+                segments,
+                columns[index] if columns else (),
+                self._running[index] if self._running else None,
+                result,
+            )
 
     def _is_result(self, part: Tensor) -> bool:
         """Whether a part that is the whole total can be the result as it is."""
@@ -79,7 +88,9 @@ class Sum:
 
 
 class Merge(Sum):
-    """Out [s, b, h, e] with lse [b, h, s], merged from partial results (out [t, b, h, e], lse [b, h, t]). Otherwise as `Sum`."""
+    """Out [s, b, h, e] with lse [b, h, s], merged from partial results (out [t, b, h, e], lse [b,
+    h, t]). Otherwise as `Sum`.
+    """
 
     def __init__(self, updates: Sequence[Segments], shape: Shape, like: Tensor, dtype: torch.dtype):
         super().__init__(updates, [shape], like, dtype)
@@ -94,13 +105,23 @@ class Merge(Sum):
     def _update(self, segments: Segments, columns: Sequence[Sequence[Tensor]]) -> None:
         outs, lses = columns or ((), ())
         if segments.whole and self._is_result(outs[0]):
-            # A tensor of its own: callers may change the result in place, which autograd forbids for some views.
+            # A tensor of its own: callers may change the result in place, which autograd forbids
+            # for some views.
             self._result, self._lse = [outs[0].new_empty(0).set_(outs[0])], lses[0]  # type: ignore[call-overload]
             return
         self._allocate(segments)
         self._lse = self._empty_lse() if self._lse is None else self._lse
-        merge(segments, outs, lses, self._running[0] if self._running else None, self._lse, self._result[0])
+        merge(
+            segments,
+            outs,
+            lses,
+            self._running[0] if self._running else None,
+            self._lse,
+            self._result[0],
+        )
 
     def _empty_lse(self) -> Tensor:
         s, b, h, _ = self._shapes[0]
-        return self._like.new_empty((b, h, s), dtype=lse_dtype(self._like.device, sum_dtype(self._dtype)))
+        return self._like.new_empty(
+            (b, h, s), dtype=lse_dtype(self._like.device, sum_dtype(self._dtype))
+        )

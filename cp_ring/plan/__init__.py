@@ -1,4 +1,6 @@
-"""Plans as data: masks, layouts, tiles, transfers, and the proof that they are right. No torch.distributed here."""
+"""Plans as data: masks, layouts, tiles, transfers, and the proof that they are right. No
+torch.distributed here.
+"""
 
 import warnings
 from pathlib import Path
@@ -50,5 +52,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'cp_ring.plan' has no attribute {name!r}")
     found, spelling = _RENAMED[name]
     package = str(Path(__file__).parents[1])
-    warnings.warn(f"{name} has another name: write {spelling}", DeprecationWarning, skip_file_prefixes=(package,))
+    warnings.warn(
+        f"{name} has another name: write {spelling}",
+        DeprecationWarning,
+        skip_file_prefixes=(package,),
+    )
     return found

@@ -1,11 +1,11 @@
 """The balanced layout: equal tokens per rank, the least maximum work, and few moved keys.
 
-Chunks go to ranks by longest processing time first, one to each rank in every round, so that token counts are equal.
-Swaps of chunks then lower the maximum. Further swaps bring chunks that read each other to one rank, as far as balance
-allows.
+Chunks go to ranks by longest processing time first, one to each rank in every round, so that token
+counts are equal. Swaps of chunks then lower the maximum. Further swaps bring chunks that read each
+other to one rank, as far as balance allows.
 
-Tokens stay where they are from layer to layer. So the work and the traffic of a layout are the sums over all layers: a list of
-masks, each with the number of layers that have it.
+Tokens stay where they are from layer to layer. So the work and the traffic of a layout are the sums
+over all layers: a list of masks, each with the number of layers that have it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ from cp_ring.plan.ranges import Ints, union
 from cp_ring.plan.tiles import split_at_edges
 
 GOOD_BALANCE = 1.05
-"""Maximum over mean work that is good enough; among layouts that reach it, the one that moves fewest keys is taken."""
+"""Maximum over mean work that is good enough; among layouts that reach it, the one that moves
+fewest keys is taken.
+"""
 
 CHUNKS_PER_RANK = (2, 4, 8, 16, 32)
 
 PAIRS, ROUNDS, MAX_CHUNKS, WORTH_A_ROUND = 1 << 11, 64, 1024, 1e-5
-"""Search limits of the swaps that reduce traffic: pairs per round (roughly), rounds, chunks of a layout, and, for each chunk, the
-share of the traffic between ranks that a round must save for another one to follow: rounds cost more with more chunks."""
+"""Search limits of the swaps that reduce traffic: pairs per round (roughly), rounds, chunks of a
+layout, and, for each chunk, the share of the traffic between ranks that a round must save for
+another one to follow: rounds cost more with more chunks."""
 
 FINE = 8
-"""Chunks per rank for which work is measured at once. Coarser chunks are unions of them, so their work is a sum."""
+"""Chunks per rank for which work is measured at once. Coarser chunks are unions of them, so their
+work is a sum.
+"""
 
 
 Layers = Sequence[tuple[Mask, int]]
@@ -57,22 +62,33 @@ class Split(NamedTuple):
 
 
 def balanced_split(
-    layers: Layers, cp: int, chunks_per_rank: int | None, others: Sequence[Chunks], token_work: float = 0
+    layers: Layers,
+    cp: int,
+    chunks_per_rank: int | None,
+    others: Sequence[Chunks],
+    token_work: float = 0,
 ) -> Chunks:
-    """The split of `Layout.balanced`, or one of `others` if that is as balanced and moves fewer keys.
+    """The split of `Layout.balanced`, or one of `others` if that is as balanced and moves fewer
+    keys.
 
-    `others` are even splits into chunks for the same ranks. The search for balance stops at a maximum over mean work of
-    `GOOD_BALANCE` or what the first of `others` reaches, the smaller of the two. Every token costs `token_work` pairs beside.
-    Raises `PlanError` if there are fewer tokens than chunks.
+    `others` are even splits into chunks for the same ranks. The search for balance stops at a
+    maximum over mean work of `GOOD_BALANCE` or what the first of `others` reaches, the smaller of
+    the two. Every token costs `token_work` pairs beside. Raises `PlanError` if there are fewer
+    tokens than chunks.
     """
     if chunks_per_rank is not None and chunks_per_rank < 1:
         raise PlanError(f"chunks_per_rank {chunks_per_rank} must be at least 1")
     n, chunks = _tokens(layers), cp * (chunks_per_rank or 1)
     if n < chunks:
-        raise PlanError(f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {n} tokens")
+        raise PlanError(
+            f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {n} "
+            "tokens"
+        )
     work = _EvenWork(layers, cp, token_work)
     if chunks_per_rank is not None:
-        return _reduce_traffic(layers, _equalize_work(work, chunks_per_rank, GOOD_BALANCE), work, GOOD_BALANCE)
+        return _reduce_traffic(
+            layers, _equalize_work(work, chunks_per_rank, GOOD_BALANCE), work, GOOD_BALANCE
+        )
     measured: list[tuple[float, Chunks]] = [(work.balance(other), other) for other in others]
     limit = min([GOOD_BALANCE, *(reached for reached, _ in measured[:1])])
     for count in [count for count in CHUNKS_PER_RANK if count * cp <= n] or [1]:
@@ -82,12 +98,17 @@ def balanced_split(
             break
     limit = max(limit, min(reached for reached, _ in measured))
     good = [split for reached, split in measured if reached <= limit]
-    good = [_reduce_traffic(layers, split, work, limit) if isinstance(split, Split) else split for split in good]
+    good = [
+        _reduce_traffic(layers, split, work, limit) if isinstance(split, Split) else split
+        for split in good
+    ]
     return good[0] if len(good) == 1 else min(good, key=lambda split: tokens_moved(layers, split))
 
 
 class _EvenWork:
-    """The work of each chunk of even splits into a multiple of `cp` chunks, measured once for many of them."""
+    """The work of each chunk of even splits into a multiple of `cp` chunks, measured once for many
+    of them.
+    """
 
     def __init__(self, layers: Layers, cp: int, token_work: float = 0):
         self.cp, self.n, self._layers, self._token_work = cp, _tokens(layers), layers, token_work
@@ -97,7 +118,9 @@ class _EvenWork:
         return np.arange(self.cp * per_rank + 1) * self.n // (self.cp * per_rank)
 
     def of(self, per_rank: int) -> Ints:
-        """Allowed pairs of the queries of each chunk, and what its tokens cost beside, int64 [cp * per_rank]."""
+        """Allowed pairs of the queries of each chunk, and what its tokens cost beside, int64 [cp *
+        per_rank].
+        """
         if per_rank not in self._known:
             fine = FINE if FINE % per_rank == 0 and self.cp * FINE <= self.n else per_rank
             if fine not in self._known:
@@ -146,8 +169,9 @@ def chunk_work(layers: Layers, edges: Ints) -> Ints:
 def _longest_first(work: Ints, size: Ints, cp: int) -> Ints:
     """Owner of each chunk, int64 [chunks].
 
-    In every round each rank gets one chunk: the rank with the least work so far gets the chunk with the most. The chunks of
-    a round have the same size, so that token counts are equal; at most one round mixes the two sizes.
+    In every round each rank gets one chunk: the rank with the least work so far gets the chunk with
+    the most. The chunks of a round have the same size, so that token counts are equal; at most one
+    round mixes the two sizes.
     """
     large, small = (chunks[np.argsort(-work[chunks], kind="stable")] for chunks in _by_size(size))
     whole = len(large) // cp * cp
@@ -168,7 +192,9 @@ def _by_size(size: Ints) -> tuple[Ints, Ints]:
 
 
 def _equalize_work(even: _EvenWork, per_rank: int, limit: float) -> Split:
-    """Longest first, then swaps of equally large chunks between the busiest rank and others, until `limit` is reached."""
+    """Longest first, then swaps of equally large chunks between the busiest rank and others, until
+    `limit` is reached.
+    """
     edges, work, cp = even.edges(per_rank), even.of(per_rank), even.cp
     size = np.diff(edges)
     owner = _longest_first(work, size, cp)
@@ -185,24 +211,32 @@ def _equalize_work(even: _EvenWork, per_rank: int, limit: float) -> Split:
         if after[a, b] >= load[top]:
             break
         a = mine[a]
-        load[top], load[owner[b]] = load[top] - work[a] + work[b], load[owner[b]] - work[b] + work[a]
+        load[top], load[owner[b]] = (
+            load[top] - work[a] + work[b],
+            load[owner[b]] - work[b] + work[a],
+        )
         owner[a], owner[b] = owner[b], top
     return Split(edges, owner, cp)
 
 
 def _reduce_traffic(layers: Layers, split: Split, even: _EvenWork, limit: float) -> Split:
-    """The split after swaps of equally large chunks that reduce traffic. No rank exceeds `limit` or the present maximum."""
+    """The split after swaps of equally large chunks that reduce traffic. No rank exceeds `limit` or
+    the present maximum.
+    """
     per_rank = len(split.owner) // split.cp
     if split.cp == 1 or len(split.owner) > MAX_CHUNKS:
         return split
     swaps = _Swaps(split, even.of(per_rank), *_traffic(layers, split.edges), limit)
     for _ in range(ROUNDS):
         a, b, gain = swaps.candidates()
-        # Swaps between different pairs of ranks do not change each other's gain, so a round makes the best of them together.
+        # Swaps between different pairs of ranks do not change each other's gain, so a round makes
+        # the best of them together.
         best = np.argsort(-gain, kind="stable")[: 8 * split.cp]
         used: set[int] = set()
         chosen = []
-        for pair, one, other in zip(best.tolist(), swaps.owner[a[best]].tolist(), swaps.owner[b[best]].tolist(), strict=True):
+        for pair, one, other in zip(
+            best.tolist(), swaps.owner[a[best]].tolist(), swaps.owner[b[best]].tolist(), strict=True
+        ):
             if one not in used and other not in used:
                 used |= {one, other}
                 chosen.append(pair)
@@ -219,12 +253,15 @@ def _reduce_traffic(layers: Layers, split: Split, even: _EvenWork, limit: float)
 class _Swaps:
     """Owners of chunks while chunks are swapped, and the traffic between chunks and ranks.
 
-    `pairs` and `amount` are the traffic, see `_traffic`. `_of_rank` int64 [cp, chunks] is the traffic of each chunk with all
-    chunks of each rank, `between` the traffic between chunks of different ranks, each counted once. No rank gets more work than
-    `limit` times the mean, or than the present maximum.
+    `pairs` and `amount` are the traffic, see `_traffic`. `_of_rank` int64 [cp, chunks] is the
+    traffic of each chunk with all chunks of each rank, `between` the traffic between chunks of
+    different ranks, each counted once. No rank gets more work than `limit` times the mean, or than
+    the present maximum.
     """
 
-    def __init__(self, split: Split, work: Ints, pairs: tuple[Ints, Ints], amount: Ints, limit: float):
+    def __init__(
+        self, split: Split, work: Ints, pairs: tuple[Ints, Ints], amount: Ints, limit: float
+    ):
         self.owner, self._work, self._size = split.owner.copy(), work, np.diff(split.edges)
         chunks, cp = len(work), split.cp
         self._load = np.bincount(split.owner, work, cp).astype(np.int64)
@@ -233,14 +270,20 @@ class _Swaps:
         self.between = int(amount[~same].sum()) // 2
         self._traffic = np.zeros((chunks, chunks), np.int64)
         self._traffic[a, b] = amount
-        self._of_rank = np.bincount(split.owner[a] * chunks + b, amount, cp * chunks).astype(np.int64).reshape(cp, chunks)
+        self._of_rank = (
+            np.bincount(split.owner[a] * chunks + b, amount, cp * chunks)
+            .astype(np.int64)
+            .reshape(cp, chunks)
+        )
         self._per_rank = chunks // cp
         self._uneven = bool(np.ptp(self._size))
 
     def candidates(self) -> tuple[Ints, Ints, Ints]:
-        """Swaps (chunk, other chunk, gain) that save traffic: of each chunk with one of each rank with more traffic to it.
+        """Swaps (chunk, other chunk, gain) that save traffic: of each chunk with one of each rank
+        with more traffic to it.
 
-        The gain is the traffic between ranks that the swap saves. Of two chunks that gain together, one gains by itself.
+        The gain is the traffic between ranks that the swap saves. Of two chunks that gain together,
+        one gains by itself.
         """
         owner, chunks = self.owner, len(self.owner)
         gain = self._of_rank - self._of_rank[owner, np.arange(chunks)]
@@ -253,7 +296,9 @@ class _Swaps:
         one, a_ = owner[a][:, None], a[:, None]
         saved = gain[rank, a][:, None] + gain[one, b] - 2 * self._traffic[a_, b]
         more = self._work[b] - self._work[a_]
-        fits = (self._load[one] + more <= self._ceiling) & (self._load[rank][:, None] - more <= self._ceiling)
+        fits = (self._load[one] + more <= self._ceiling) & (
+            self._load[rank][:, None] - more <= self._ceiling
+        )
         if self._uneven:
             fits &= self._size[b] == self._size[a_]
         saved *= fits
@@ -274,17 +319,20 @@ class _Swaps:
 
 
 def _traffic(layers: Layers, edges: Ints) -> tuple[tuple[Ints, Ints], Ints]:
-    """Keys that two chunks read of each other, in 1/64 tokens: (the chunks of each pair, twice, in both orders; their traffic).
+    """Keys that two chunks read of each other, in 1/64 tokens: (the chunks of each pair, twice, in
+    both orders; their traffic).
 
-    A rank fetches a chunk once, however many of its chunks read it. So the tokens of a chunk count for less the more
-    chunks read it.
+    A rank fetches a chunk once, however many of its chunks read it. So the tokens of a chunk count
+    for less the more chunks read it.
     """
     chunks = len(edges) - 1
     found, amounts = [], []
     for mask, count in layers:
         tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, edges)
         away = np.flatnonzero(query_chunk != key_chunk)
-        group, start, end = union(query_chunk[away] * chunks + key_chunk[away], tiles.k0[away], tiles.k1[away])
+        group, start, end = union(
+            query_chunk[away] * chunks + key_chunk[away], tiles.k0[away], tiles.k1[away]
+        )
         group, which = np.unique(group, return_inverse=True)
         reads = np.bincount(which, end - start, len(group)).astype(np.int64)
         reader, read = np.divmod(group, chunks)

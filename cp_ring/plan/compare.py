@@ -1,9 +1,11 @@
-"""What splits of the same documents over the same ranks cost: padding, balance, bytes, predicted time of one layer.
+"""What splits of the same documents over the same ranks cost: padding, balance, bytes, predicted
+time of one layer.
 
-All have the same model of attention, `cp_ring.plan.simulate`, for the kernel that predictions assume, which computes whole
-blocks of `block` x `block` pairs: a chunk of 4 tokens costs a block. Other packages' rings make one kernel call and one merge
-a hop. To attention come the token-wise layers of a rank, whose backward costs twice their forward. A step is over when its
-slowest rank is done.
+All have the same model of attention, `cp_ring.plan.simulate`, for the kernel that predictions
+assume, which computes whole blocks of `block` x `block` pairs: a chunk of 4 tokens costs a block.
+Other packages' rings make one kernel call and one merge a hop. To attention come the token-wise
+layers of a rank, whose backward costs twice their forward. A step is over when its slowest rank is
+done.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ from cp_ring.plan.sizes import AttentionSizes
 Floats = NDArray[np.float64]
 
 Groups = Sequence[Sequence[Sequence[int]]]
-"""Of Megatron's hybrid scheduler: for each group of microbatches and each rank, the documents that it works on."""
+"""Of Megatron's hybrid scheduler: for each group of microbatches and each rank, the documents that
+it works on.
+"""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer and the machines: sizes of attention, width of the feed-forward network, ranks of a node, speeds."""
+    """A layer and the machines: sizes of attention, width of the feed-forward network, ranks of a
+    node, speeds.
+    """
 
     sizes: AttentionSizes = field(default_factory=AttentionSizes)
     ffn: int = 14336
@@ -42,13 +48,17 @@ class Layer:
 
     @property
     def token_flops(self) -> float:
-        """FLOP of forward of the token-wise layers for a token: projections of attention, and a gated feed-forward network."""
+        """FLOP of forward of the token-wise layers for a token: projections of attention, and a
+        gated feed-forward network.
+        """
         hidden = self.sizes.heads * self.sizes.head_dim
         return 2.0 * (2 * hidden * hidden + hidden * self.sizes.key_width + 3 * hidden * self.ffn)
 
     @property
     def link(self) -> float:
-        """Bytes per second between nodes for a rank, where all ranks that share a network card send at the same time."""
+        """Bytes per second between nodes for a rank, where all ranks that share a network card send
+        at the same time.
+        """
         return self.rates.between / self.rates.ranks_per_card
 
     @property
@@ -59,10 +69,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class SplitCost:
-    """What one way of splitting costs. Bytes are keys and values, and exchanged heads, of one forward pass.
+    """What one way of splitting costs. Bytes are keys and values, and exchanged heads, of one
+    forward pass.
 
-    padding: tokens that are no document's. balance: maximum over mean of the attention of ranks, in blocks.
-    bytes_in: of the rank that gets most. between_nodes: of all ranks together. forward, backward: seconds of one layer.
+    padding: tokens that are no document's. balance: maximum over mean of the attention of ranks, in
+    blocks.
+    bytes_in: of the rank that gets most. between_nodes: of all ranks together. forward, backward:
+    seconds of one layer.
     """
 
     name: str
@@ -79,11 +92,15 @@ class SplitCost:
         return self.forward + self.backward
 
 
-def compare(lengths: Ints, cp: int, layer: Layer, hybrid: Groups | None = None, group: int | None = None) -> list[SplitCost]:
+def compare(
+    lengths: Ints, cp: int, layer: Layer, hybrid: Groups | None = None, group: int | None = None
+) -> list[SplitCost]:
     """The splits of documents of these lengths over `cp` ranks.
 
-    hybrid: the schedule of Megatron's hybrid context parallelism for the lengths of `padded(lengths, cp)`, if it is known.
-    group: ranks of a context-parallel group of the smaller padded job, by default as few as hold the longest document.
+    hybrid: the schedule of Megatron's hybrid context parallelism for the lengths of
+    `padded(lengths, cp)`, if it is known.
+    group: ranks of a context-parallel group of the smaller padded job, by default as few as hold
+    the longest document.
 
     Raises `PlanError` if there are fewer tokens than the layouts need.
     """
@@ -103,16 +120,22 @@ def compare(lengths: Ints, cp: int, layer: Layer, hybrid: Groups | None = None, 
     weighed = Layout.balanced(mask, cp, token_work=layer.token_flops / layer.sizes.pair_flops[0])
     found.append(_planned("balanced, weighed", Plan.build(mask, weighed, node_size=node), layer))
     if 1 < node < cp:
-        relayed = Plan.build(mask, balanced, route="relay", slot_shards=max(4, node), node_size=node)
+        relayed = Plan.build(
+            mask, balanced, route="relay", slot_shards=max(4, node), node_size=node
+        )
         found.append(_planned("balanced, relay", relayed, layer))
     heads = min(node, cp)
     if heads > 1 and layer.sizes.heads % heads == 0:
-        found.append(_planned(f"balanced, heads {heads}", Plan.build(mask, balanced, ulysses=heads), layer))
+        found.append(
+            _planned(f"balanced, heads {heads}", Plan.build(mask, balanced, ulysses=heads), layer)
+        )
     return found
 
 
 def smallest_group(lengths: Ints, cp: int) -> int:
-    """The fewest ranks, a power of two that divides `cp`, whose share of the tokens holds the longest document."""
+    """The fewest ranks, a power of two that divides `cp`, whose share of the tokens holds the
+    longest document.
+    """
     share, size = -(-int(lengths.sum()) // cp), 1
     while size * share < int(lengths.max()) and size < cp and cp % (2 * size) == 0:
         size *= 2
@@ -120,7 +143,9 @@ def smallest_group(lengths: Ints, cp: int) -> int:
 
 
 def padded(lengths: Ints, cp: int) -> Ints:
-    """The lengths padded to multiples of 2 * cp, as TransformerEngine's split of packed documents needs them; cp 1 needs none."""
+    """The lengths padded to multiples of 2 * cp, as TransformerEngine's split of packed documents
+    needs them; cp 1 needs none.
+    """
     unit = 2 * cp if cp > 1 else 1
     return -(-lengths // unit) * unit
 
@@ -138,7 +163,9 @@ def _causal_blocks(tokens: Ints, block: int) -> Ints:
 
 @dataclass(frozen=True)
 class _Ring:
-    """Documents that are each split by zigzag over a ring of `ranks`: pairs of hop 0, of any other hop, and tokens of a rank."""
+    """Documents that are each split by zigzag over a ring of `ranks`: pairs of hop 0, of any other
+    hop, and tokens of a rank.
+    """
 
     ranks: int
     first: int
@@ -159,7 +186,9 @@ class _Ring:
 
 
 def _ring_seconds(ring: _Ring, layer: Layer) -> tuple[float, float]:
-    """Forward and backward of TransformerEngine's ring: at each hop every rank passes a whole shard to its neighbor."""
+    """Forward and backward of TransformerEngine's ring: at each hop every rank passes a whole shard
+    to its neighbor.
+    """
     sent = np.full((1, ring.ranks), float(ring.tokens * layer.key_bytes))
     pairs = np.array([[ring.first, *[ring.other] * (ring.ranks - 1)]], np.float64)
     link = layer.link if ring.ranks > layer.ranks_per_node else layer.rates.inside
@@ -167,12 +196,17 @@ def _ring_seconds(ring: _Ring, layer: Layer) -> tuple[float, float]:
 
 
 def _hops_seconds(pairs: Floats, travel: Floats, tokens: int, layer: Layer) -> tuple[float, float]:
-    """Forward and backward of rings of one source a hop, of the slowest rank: pairs and seconds of arriving keys [ranks, hops].
+    """Forward and backward of rings of one source a hop, of the slowest rank: pairs and seconds of
+    arriving keys [ranks, hops].
 
     Hop 0 has the rank's own keys. Gradients travel as long as keys.
     """
-    hops, (there, back) = pairs.shape[1], (pairs * flops / layer.rates.flops for flops in layer.sizes.pair_flops)
-    merged = tokens * layer.sizes.out_width * (layer.sizes.element + 8) / layer.rates.memory  # as the schedule `auto` has it
+    hops, (there, back) = (
+        pairs.shape[1],
+        (pairs * flops / layer.rates.flops for flops in layer.sizes.pair_flops),
+    )
+    # as the schedule `auto` has it
+    merged = tokens * layer.sizes.out_width * (layer.sizes.element + 8) / layer.rates.memory
     extra = hops * layer.rates.call + (hops - 1) * merged
     none = np.zeros_like(travel[:, :1])
     keys, halves = np.concatenate([travel[:, 1:], none], 1), back[:, :1] / 2
@@ -183,7 +217,9 @@ def _hops_seconds(pairs: Floats, travel: Floats, tokens: int, layer: Layer) -> t
     return float(forward[slowest]), float(backward[slowest])
 
 
-def _with_tokens(forward: float, backward: float, tokens: float, layer: Layer) -> tuple[float, float]:
+def _with_tokens(
+    forward: float, backward: float, tokens: float, layer: Layer
+) -> tuple[float, float]:
     alone = tokens * layer.token_flops / layer.rates.flops
     return forward + alone, backward + 2 * alone
 
@@ -195,7 +231,9 @@ def _ring_between_nodes(ring: _Ring, layer: Layer) -> int:
 
 
 def _padded_groups(lengths: Ints, cp: int, size: int, layer: Layer) -> SplitCost:
-    """TransformerEngine's packed split: data parallel over `cp / size` groups, which get documents of equal tokens together."""
+    """TransformerEngine's packed split: data parallel over `cp / size` groups, which get documents
+    of equal tokens together.
+    """
     full = padded(lengths, size)
     load = np.zeros(cp // size, np.int64)
     members: list[list[int]] = [[] for _ in range(cp // size)]
@@ -210,41 +248,75 @@ def _padded_groups(lengths: Ints, cp: int, size: int, layer: Layer) -> SplitCost
     name = f"padded thd, cp {size}" + (f" x dp {cp // size}" if size < cp else "")
     sent = max((ring.ranks - 1) * ring.tokens for ring in rings) * layer.key_bytes
     between = sum(_ring_between_nodes(ring, layer) for ring in rings)
-    return SplitCost(name, int((full - lengths).sum()), float(pairs.max() / pairs.mean()), sent, between, forward, backward)
+    return SplitCost(
+        name,
+        int((full - lengths).sum()),
+        float(pairs.max() / pairs.mean()),
+        sent,
+        between,
+        forward,
+        backward,
+    )
 
 
 def _hybrid(lengths: Ints, groups: Groups, cp: int, layer: Layer) -> SplitCost:
-    """Megatron's hybrid context parallelism: ranks work on their documents one by one, and wait for one another after a group."""
+    """Megatron's hybrid context parallelism: ranks work on their documents one by one, and wait for
+    one another after a group.
+    """
     full = padded(lengths, cp)
     forward = backward = 0.0
     pairs, received, between = np.zeros(cp), np.zeros(cp), 0
     for of_ranks in groups:
-        sizes = np.bincount([document for mine in of_ranks for document in mine], minlength=len(lengths))
+        sizes = np.bincount(
+            [document for mine in of_ranks for document in mine], minlength=len(lengths)
+        )
         times = np.zeros((cp, 2))
-        rings = {int(i): _Ring.of(full[i : i + 1], int(sizes[i]), layer.block) for i in np.flatnonzero(sizes)}
+        rings = {
+            int(i): _Ring.of(full[i : i + 1], int(sizes[i]), layer.block)
+            for i in np.flatnonzero(sizes)
+        }
         seconds = {i: _ring_seconds(ring, layer) for i, ring in rings.items()}
         between += sum(_ring_between_nodes(ring, layer) for ring in rings.values())
         for rank, mine in enumerate(of_ranks):
             for document in mine:
                 times[rank] += seconds[document]
                 pairs[rank] += rings[document].pairs
-                received[rank] += (rings[document].ranks - 1) * rings[document].tokens * layer.key_bytes
+                received[rank] += (
+                    (rings[document].ranks - 1) * rings[document].tokens * layer.key_bytes
+                )
         slowest = times[times.sum(1).argmax()]
         forward, backward = forward + float(slowest[0]), backward + float(slowest[1])
     balance = float(pairs.max() / pairs.mean())
-    return SplitCost("hybrid", int((full - lengths).sum()), balance, int(received.max()), between, forward, backward)
+    return SplitCost(
+        "hybrid",
+        int((full - lengths).sum()),
+        balance,
+        int(received.max()),
+        between,
+        forward,
+        backward,
+    )
 
 
 def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
-    """Each document split by zigzag over all ranks, and only the keys that a query reads travel, from their owner."""
+    """Each document split by zigzag over all ranks, and only the keys that a query reads travel,
+    from their owner.
+    """
     full = padded(lengths, cp)
     ring, rank = _Ring.of(full, cp, layer.block), np.arange(cp)
-    # A rank reads both chunks of each later rank, and the first chunk of each earlier one. Hop t: those of rank - t.
+    # A rank reads both chunks of each later rank, and the first chunk of each earlier one. Hop t:
+    # those of rank - t.
     owner = (rank[:, None] - rank) % cp
-    read = np.where(owner < rank[:, None], ring.tokens / 2, ring.tokens) * (rank > 0) * layer.key_bytes
+    read = (
+        np.where(owner < rank[:, None], ring.tokens / 2, ring.tokens) * (rank > 0) * layer.key_bytes
+    )
     far = owner // layer.ranks_per_node != rank[:, None] // layer.ranks_per_node
-    pairs = np.where((rank > 0) & (read == 0), 0.0, np.where(rank == 0, ring.first, ring.other)) * np.ones((cp, 1))
-    seconds = _hops_seconds(pairs, read / np.where(far, layer.link, layer.rates.inside), ring.tokens, layer)
+    pairs = np.where(
+        (rank > 0) & (read == 0), 0.0, np.where(rank == 0, ring.first, ring.other)
+    ) * np.ones((cp, 1))
+    seconds = _hops_seconds(
+        pairs, read / np.where(far, layer.link, layer.rates.inside), ring.tokens, layer
+    )
     forward, backward = _with_tokens(*seconds, ring.tokens, layer)
     return SplitCost("per-document zigzag", int((full - lengths).sum()), 1.0, int(read.sum(1).max()), int((read * far).sum()),
                      forward, backward)  # fmt: skip
@@ -255,9 +327,14 @@ def _planned(name: str, plan: Plan, layer: Layer) -> SplitCost:
     rates = replace(layer.rates, block=layer.block, padded=True)
     timeline = simulate(plan, plan.verify(plan.cp), layer.sizes, rates, layer.ranks_per_node)
     tokens, ring, heads = plan.layout.tokens_per_rank, plan.ring, plan.ulysses
-    times = _with_tokens(timeline.forward, timeline.both - timeline.forward, float(tokens.max()), layer)
+    times = _with_tokens(
+        timeline.forward, timeline.both - timeline.forward, float(tokens.max()), layer
+    )
     moved, own = crossing(plan, layer.sizes, layer.ranks_per_node), layer.sizes.of_rank(heads)
-    received = np.bincount(ring.transfers.receiver, ring.transfers.tokens, ring.cp).max() * own.wire_key_bytes
+    received = (
+        np.bincount(ring.transfers.receiver, ring.transfers.tokens, ring.cp).max()
+        * own.wire_key_bytes
+    )
     width = layer.sizes.query_width + layer.sizes.out_width + layer.sizes.key_width
     exchanged = int(tokens.max() * width * layer.sizes.element * (heads - 1) / heads)
     work = blocked_pairs(ring, layer.block).sum(1)

@@ -1,7 +1,8 @@
-"""From one layout to another: which tokens each rank sends to which, for layers that want their tokens split in another way.
+"""From one layout to another: which tokens each rank sends to which, for layers that want their
+tokens split in another way.
 
-Only tokens that change ranks travel, each once. `verify` proves it, and that a rank puts everything where it belongs, without
-the search that makes the tables.
+Only tokens that change ranks travel, each once. `verify` proves it, and that a rank puts everything
+where it belongs, without the search that makes the tables.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from cp_ring.runtime import RUNTIME
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """Token ranges that go from the ranks of layout `before` to those of layout `after`, which are for the same tokens and ranks.
+    """Token ranges that go from the ranks of layout `before` to those of layout `after`, which are
+    for the same tokens and ranks.
 
     int64 arrays of one length, one entry a range, in the order of the stream:
-        sender, receiver: the ranks that hold the range before and after; equal for tokens that stay.
+        sender, receiver: the ranks that hold the range before and after; equal for tokens that
+        stay.
         source, target: where the range begins in the sender's shard and in the receiver's.
         tokens: how long it is, at least 1.
     """
@@ -40,11 +43,17 @@ class Conversion:
     def build(cls, before: Layout, after: Layout) -> Conversion:
         """Raises `PlanError` if the layouts are for other numbers of tokens or ranks."""
         if (before.n, before.cp) != (after.n, after.cp):
-            raise PlanError(f"layouts of {before.n} tokens on {before.cp} ranks and {after.n} on {after.cp}: they must be equal")
+            raise PlanError(
+                f"layouts of {before.n} tokens on {before.cp} ranks and {after.n} on {after.cp}: "
+                "they must be equal"
+            )
         old, new = overlaps(before.edges[:-1], before.edges[1:], after.edges[:-1], after.edges[1:])
         start = np.maximum(before.edges[old], after.edges[new])
         end = np.minimum(before.edges[old + 1], after.edges[new + 1])
-        source, target = before.starts[old] + start - before.edges[old], after.starts[new] + start - after.edges[new]
+        source, target = (
+            before.starts[old] + start - before.edges[old],
+            after.starts[new] + start - after.edges[new],
+        )
         made = cls(before, after, before.owner[old], after.owner[new], source, target, end - start)
         return made._joined()
 
@@ -56,23 +65,39 @@ class Conversion:
         first = np.flatnonzero(np.append(True, ~follows))
         ranks = self.sender[first], self.receiver[first]
         tokens = np.add.reduceat(self.tokens, first)
-        return Conversion(self.before, self.after, *ranks, self.source[first], self.target[first], tokens)
+        return Conversion(
+            self.before, self.after, *ranks, self.source[first], self.target[first], tokens
+        )
 
     @property
     def inverse(self) -> Conversion:
         """The way back."""
-        return Conversion(self.after, self.before, self.receiver, self.sender, self.target, self.source, self.tokens)
+        return Conversion(
+            self.after,
+            self.before,
+            self.receiver,
+            self.sender,
+            self.target,
+            self.source,
+            self.tokens,
+        )
 
     @property
     def traveling(self) -> Ints:
         """Tokens that change ranks, by sender and receiver: int64 [cp, cp]; the diagonal is 0."""
         cp = self.before.cp
-        moved = np.bincount(self.sender * cp + self.receiver, self.tokens, cp * cp).astype(np.int64).reshape(cp, cp)
+        moved = (
+            np.bincount(self.sender * cp + self.receiver, self.tokens, cp * cp)
+            .astype(np.int64)
+            .reshape(cp, cp)
+        )
         np.fill_diagonal(moved, 0)
         return moved
 
     def sends(self, rank: int) -> list[Transfer]:
-        """What `rank` sends, one entry for each other rank that gets something: ranges of its shard before."""
+        """What `rank` sends, one entry for each other rank that gets something: ranges of its shard
+        before.
+        """
         return self._transfers(self.sender == rank, self.receiver, self.source, rank)
 
     def receives(self, rank: int) -> list[Transfer]:
@@ -82,7 +107,12 @@ class Conversion:
     def stays(self, rank: int) -> list[tuple[int, int, int]]:
         """Ranges that `rank` keeps: (place before, place after, tokens)."""
         mine = (self.sender == rank) & (self.receiver == rank)
-        return list(zip(*(column[mine].tolist() for column in (self.source, self.target, self.tokens)), strict=True))
+        return list(
+            zip(
+                *(column[mine].tolist() for column in (self.source, self.target, self.tokens)),
+                strict=True,
+            )
+        )
 
     def _transfers(self, mine: np.ndarray, peers: Ints, start: Ints, rank: int) -> list[Transfer]:
         made = []
@@ -93,10 +123,11 @@ class Conversion:
         return made
 
     def verify(self) -> None:
-        """Proves that every token leaves its place in one shard once, and arrives at its place in the other once.
+        """Proves that every token leaves its place in one shard once, and arrives at its place in
+        the other once.
 
-        The places follow from the two layouts alone, token by token. Messages match, because both ends are one entry. Raises
-        `PlanError`.
+        The places follow from the two layouts alone, token by token. Messages match, because both
+        ends are one entry. Raises `PlanError`.
         """
         check_layout(self.before)
         check_layout(self.after)
@@ -114,11 +145,15 @@ class Conversion:
         times = np.bincount(sent, minlength=self.before.n)
         if (times != 1).any():
             token = int(np.flatnonzero(times != 1)[0])
-            raise PlanError(f"conversion: token {token} is moved {times[token]} times, not once, on {cp} ranks")
+            raise PlanError(
+                f"conversion: token {token} is moved {times[token]} times, not once, on {cp} ranks"
+            )
 
 
 def _tokens(layout: Layout, ranks: Ints, starts: Ints, counts: Ints, what: str) -> Ints:
-    """The tokens of the stream that are in these ranges of the shards of `ranks`, one after another."""
+    """The tokens of the stream that are in these ranges of the shards of `ranks`, one after
+    another.
+    """
     if ((ranks < 0) | (ranks >= layout.cp)).any():
         raise PlanError(f"conversion: a {what} is none of the {layout.cp} ranks")
     held = layout.tokens_per_rank
@@ -130,7 +165,9 @@ def _tokens(layout: Layout, ranks: Ints, starts: Ints, counts: Ints, what: str) 
 
 @RUNTIME.cache(maxsize=64)
 def conversion(before: Layout, after: Layout) -> Conversion:
-    """The proven conversion; the same layouts give that of an earlier call. Raises `PlanError` as `Conversion.build`."""
+    """The proven conversion; the same layouts give that of an earlier call. Raises `PlanError` as
+    `Conversion.build`.
+    """
     made = Conversion.build(before, after)
     made.verify()
     return made

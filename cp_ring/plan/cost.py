@@ -1,4 +1,6 @@
-"""What a plan costs whatever the speeds: FLOPs, bytes that travel, and memory. For times see `cp_ring.plan.simulate`."""
+"""What a plan costs whatever the speeds: FLOPs, bytes that travel, and memory. For times see
+`cp_ring.plan.simulate`.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,13 @@ from cp_ring.plan.verify import Report
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """Cost of one layer's attention. Arrays are [cp, cp], rank by hop; FLOPs are float64, bytes int64.
+    """Cost of one layer's attention. Arrays are [cp, cp], rank by hop; FLOPs are float64, bytes
+    int64.
 
-    Forward FLOPs count two matrix products over the allowed pairs, backward FLOPs five. `bytes_in` and `bytes_out` are the
-    keys and values of the forward pass; the backward pass moves them again, beside the gradients. `memory` names every
-    buffer and its bytes on the rank where it is largest. `decode_flops` are those of the codec, beside attention: (forward,
-    backward).
+    Forward FLOPs count two matrix products over the allowed pairs, backward FLOPs five. `bytes_in`
+    and `bytes_out` are the keys and values of the forward pass; the backward pass moves them again,
+    beside the gradients. `memory` names every buffer and its bytes on the rank where it is largest.
+    `decode_flops` are those of the codec, beside attention: (forward, backward).
     """
 
     forward_flops: NDArray[np.float64]
@@ -60,11 +63,15 @@ def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
 
 
 def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[str, int]:
-    """Bytes of every buffer on the rank where it is largest. Only the first two are kept from forward to backward."""
+    """Bytes of every buffer on the rank where it is largest. Only the first two are kept from
+    forward to backward.
+    """
     tokens = int(report.tokens_per_rank.max())
     width, element, wire, float32 = sizes.key_width, sizes.element, sizes.wire_element, 4
     heads = sizes.batch * sizes.heads
-    arriving, leaving, returning = (int(table.max(initial=0)) for table in (report.keys_in, report.grads_out, report.grads_in))
+    arriving, leaving, returning = (
+        int(table.max(initial=0)) for table in (report.keys_in, report.grads_out, report.grads_in)
+    )
     return {
         "kept: q, k, v, out": tokens * (sizes.query_width + sizes.out_width + width) * element,
         "kept: lse": tokens * heads * float32,
@@ -81,7 +88,9 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
     }
 
 
-def _codec_memory(sizes: AttentionSizes, tokens: int, arriving: int, leaving: int) -> dict[str, int]:
+def _codec_memory(
+    sizes: AttentionSizes, tokens: int, arriving: int, leaving: int
+) -> dict[str, int]:
     """What a codec needs beside the slots."""
     found = {
         "both: own keys and values, encoded": tokens * sizes.wire_key_bytes,
@@ -89,14 +98,18 @@ def _codec_memory(sizes: AttentionSizes, tokens: int, arriving: int, leaving: in
     }
     if sizes.codec.latent and sizes.latent is not None:
         weight = sizes.kv_heads * (sizes.latent.nope + sizes.latent.value) * sizes.latent.latent
-        found["backward: a hop's dk, dv before the up-projection"] = leaving * sizes.key_width * sizes.element
+        found["backward: a hop's dk, dv before the up-projection"] = (
+            leaving * sizes.key_width * sizes.element
+        )
         found["backward: gradients of latents in float32"] = tokens * sizes.wire_gradient_width * 4
         found["backward: gradient of the up-projection in float32"] = weight * 4
     return found
 
 
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
-    """Share of the moved keys that go from one node to another, if each `ranks_per_node` neighboring ranks share a node."""
+    """Share of the moved keys that go from one node to another, if each `ranks_per_node`
+    neighboring ranks share a node.
+    """
     keys = plan.transfers
     crosses = keys.sender // ranks_per_node != keys.receiver // ranks_per_node
     total = int(keys.tokens.sum())
@@ -106,7 +119,8 @@ def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
 class Crossing(NamedTuple):
     """Bytes that one layer moves from nodes to other nodes, of all ranks together.
 
-    keys: keys and values in the ring, in forward and again in backward. gradients: their gradients, in backward.
+    keys: keys and values in the ring, in forward and again in backward. gradients: their gradients,
+    in backward.
     exchange: queries, keys, values and outputs that are exchanged for heads, in forward.
     """
 
@@ -116,7 +130,9 @@ class Crossing(NamedTuple):
 
 
 def crossing(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing:
-    """The bytes of a plan that cross nodes, where each `ranks_per_node` neighboring ranks share one."""
+    """The bytes of a plan that cross nodes, where each `ranks_per_node` neighboring ranks share
+    one.
+    """
     ring, heads = plan.ring, plan.ulysses
     split, sizes = split_heads(sizes.heads, sizes.kv_heads, heads), sizes.exchanging(heads)
     found = [0, 0]
@@ -125,14 +141,20 @@ def crossing(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing
         for which, (table, bytes_per_token) in enumerate(
             zip((ring.transfers, ring.gradients), sizes.on_wire(kv_heads), strict=True)
         ):
-            nodes = ((side * heads + place) // ranks_per_node for side in (table.sender, table.receiver))
+            nodes = (
+                (side * heads + place) // ranks_per_node for side in (table.sender, table.receiver)
+            )
             found[which] += int(table.tokens[np.not_equal(*nodes)].sum()) * bytes_per_token
     keys, gradients = found
-    return Crossing(keys, gradients, _exchange_between_nodes(plan.layout, split, sizes, ranks_per_node))
+    return Crossing(
+        keys, gradients, _exchange_between_nodes(plan.layout, split, sizes, ranks_per_node)
+    )
 
 
 class Exchanged(NamedTuple):
-    """What one rank sends to another in the exchange of heads: so many tokens of so many heads, in all groups together."""
+    """What one rank sends to another in the exchange of heads: so many tokens of so many heads, in
+    all groups together.
+    """
 
     sender: int
     receiver: int
@@ -142,9 +164,14 @@ class Exchanged(NamedTuple):
 
 
 def exchanged(layout: Layout, split: HeadSplit) -> Iterator[Exchanged]:
-    """The messages before attention. Those of the outputs, after it, go the other way, with as many heads as `queries`."""
+    """The messages before attention. Those of the outputs, after it, go the other way, with as many
+    heads as `queries`.
+    """
     heads = [
-        tuple(sum(end - start for start, end in (group[place] for group in spans)) for spans in (split.queries, split.keys))
+        tuple(
+            sum(end - start for start, end in (group[place] for group in spans))
+            for spans in (split.queries, split.keys)
+        )
         for place in range(split.size)
     ]
     for rank in range(layout.cp):
@@ -154,7 +181,9 @@ def exchanged(layout: Layout, split: HeadSplit) -> Iterator[Exchanged]:
                 yield Exchanged(rank, other, int(layout.tokens_per_rank[rank]), *heads[place])
 
 
-def _exchange_between_nodes(layout: Layout, split: HeadSplit, sizes: AttentionSizes, ranks_per_node: int) -> int:
+def _exchange_between_nodes(
+    layout: Layout, split: HeadSplit, sizes: AttentionSizes, ranks_per_node: int
+) -> int:
     """Bytes of the exchange of heads of one forward pass that cross nodes."""
     of_query = (sizes.query_width + sizes.out_width) // sizes.heads * sizes.element
     of_key = sizes.key_width // sizes.kv_heads * sizes.element
@@ -168,7 +197,8 @@ def _exchange_between_nodes(layout: Layout, split: HeadSplit, sizes: AttentionSi
 def blocked_pairs(plan: PlanTables, block: int, padded: bool = True) -> NDArray[np.float64]:
     """Pairs in the blocks of each rank's tiles at each hop, [cp, cp].
 
-    padded: whether a block at the end of a tile counts whole, so that a tile of 4 tokens costs a block.
+    padded: whether a block at the end of a tile counts whole, so that a tile of 4 tokens costs a
+    block.
     """
     tiles, place = plan.tiles, plan.tile_rank * plan.cp + plan.tile_hop
     slide = tiles.k0 - tiles.q0

@@ -1,11 +1,13 @@
 """Head parallelism: the second axis of context parallelism, around the ring.
 
-`ulysses` neighboring ranks form a member of the ring. They exchange tokens for heads (an all-to-all): each then holds the tokens
-of the whole member, but only its part of the heads. The ring runs over the members, once for each part of the heads; the
-outputs go back the same way. Every rank is its own member with `ulysses=1`, which is the ring alone; all ranks are one member
-with `ulysses=cp`, and there is no ring.
+`ulysses` neighboring ranks form a member of the ring. They exchange tokens for heads (an
+all-to-all): each then holds the tokens of the whole member, but only its part of the heads. The
+ring runs over the members, once for each part of the heads; the outputs go back the same way. Every
+rank is its own member with `ulysses=1`, which is the ring alone; all ranks are one member with
+`ulysses=cp`, and there is no ring.
 
-DeepSpeed-Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509; both at once, Fang and Zhao, https://arxiv.org/abs/2405.07719.
+DeepSpeed-Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509; both at once, Fang and Zhao,
+https://arxiv.org/abs/2405.07719.
 """
 
 from __future__ import annotations
@@ -23,12 +25,20 @@ from cp_ring.plan.verify import check_layout
 
 
 def members_of_node(node_size: int, ulysses: int) -> int:
-    """Members of the ring on one node of `node_size` ranks: 1 if a node does not hold whole members, or has one."""
-    return node_size // ulysses if integer(node_size, "node_size") > 0 and node_size % ulysses == 0 else 1
+    """Members of the ring on one node of `node_size` ranks: 1 if a node does not hold whole
+    members, or has one.
+    """
+    return (
+        node_size // ulysses
+        if integer(node_size, "node_size") > 0 and node_size % ulysses == 0
+        else 1
+    )
 
 
 def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: int) -> RankPlan:
-    """The plan of a rank, from that of its member in the ring alone. `members` is the layout of the members."""
+    """The plan of a rank, from that of its member in the ring alone. `members` is the layout of the
+    members.
+    """
     ulysses = layout.cp // members.cp
     first = rank - rank % ulysses
     ranges = tuple(_places(layout, members, other) for other in range(first, first + ulysses))
@@ -41,7 +51,9 @@ def check_members(layout: Layout, members: Layout, ulysses: int) -> None:
     """Raises `PlanError` unless `members` is the layout of members of `ulysses` ranks of `layout`."""
     check_layout(layout)
     if layout.merged(ulysses).digest != members.digest:
-        raise PlanError(f"the plan of the ring is not that of members of {ulysses} ranks of the layout")
+        raise PlanError(
+            f"the plan of the ring is not that of members of {ulysses} ranks of the layout"
+        )
 
 
 def _places(layout: Layout, merged: Layout, rank: int) -> tuple[Span, ...]:
@@ -55,34 +67,59 @@ def _places(layout: Layout, merged: Layout, rank: int) -> tuple[Span, ...]:
     return tuple(zip(place[first].tolist(), ends.tolist(), strict=True))
 
 
-def check_exchange(layout: Layout, merged: Layout, rank: int, exchange: Exchange | None = None) -> None:
-    """Each token of the rank's own shard goes to the place in its member's shard that holds the same token of the stream.
+def check_exchange(
+    layout: Layout, merged: Layout, rank: int, exchange: Exchange | None = None
+) -> None:
+    """Each token of the rank's own shard goes to the place in its member's shard that holds the
+    same token of the stream.
 
-    Tokens of the stream have one owner (`check_layout`), so no two tokens of a member can share a place, and the sizes of
-    both shards are equal: the exchange is one to one. Both shards are cut where a chunk of either, or a range, begins.
-    Between two cuts the token of the stream is linear in the place, so it is compared at both ends of each strip.
-    `exchange` is that of a rank plan; None makes it anew. Raises `PlanError` that names the rank and the tokens.
+    Tokens of the stream have one owner (`check_layout`), so no two tokens of a member can share a
+    place, and the sizes of both shards are equal: the exchange is one to one. Both shards are cut
+    where a chunk of either, or a range, begins. Between two cuts the token of the stream is linear
+    in the place, so it is compared at both ends of each strip. `exchange` is that of a rank plan;
+    None makes it anew. Raises `PlanError` that names the rank and the tokens.
     """
     member = rank * merged.cp // layout.cp
     made = _places(layout, merged, rank) if exchange is None else exchange.ranges[exchange.place]
     spans = np.array(made, np.int64).reshape(-1, 2)
     size, tokens = np.diff(spans, axis=1)[:, 0], int(layout.tokens_per_rank[rank])
-    if int(size.sum()) != tokens or (size <= 0).any() or (spans < 0).any() or (spans > merged.tokens_per_rank[member]).any():
-        raise PlanError(f"rank {rank}: {int(size.sum())} tokens are exchanged, but it holds {tokens}")
+    if (
+        int(size.sum()) != tokens
+        or (size <= 0).any()
+        or (spans < 0).any()
+        or (spans > merged.tokens_per_rank[member]).any()
+    ):
+        raise PlanError(
+            f"rank {rank}: {int(size.sum())} tokens are exchanged, but it holds {tokens}"
+        )
     own_start = np.cumsum(size) - size  # of each range, in the rank's own shard
     own_chunk, own_stream = _chunks(layout, rank)
     chunk, stream = _chunks(merged, member)
-    inside = np.searchsorted(chunk, spans[:, 0], "right"), np.searchsorted(chunk, spans[:, 1], "left")
+    inside = (
+        np.searchsorted(chunk, spans[:, 0], "right"),
+        np.searchsorted(chunk, spans[:, 1], "left"),
+    )
     which = np.repeat(np.arange(len(spans)), inside[1] - inside[0])
-    there = np.concatenate([np.arange(a, b) for a, b in zip(*inside, strict=True)]) if len(which) else which
-    cuts = np.unique(np.concatenate([own_start, own_chunk, chunk[there] - spans[which, 0] + own_start[which]]))
+    there = (
+        np.concatenate([np.arange(a, b) for a, b in zip(*inside, strict=True)])
+        if len(which)
+        else which
+    )
+    cuts = np.unique(
+        np.concatenate([own_start, own_chunk, chunk[there] - spans[which, 0] + own_start[which]])
+    )
     for token in (cuts, np.append(cuts[1:], tokens)[: len(cuts)] - 1):
         at = np.searchsorted(own_start, token, "right") - 1
         place = spans[at, 0] + token - own_start[at]
-        wrong = np.flatnonzero(_in_stream(own_chunk, own_stream, token) != _in_stream(chunk, stream, place))
+        wrong = np.flatnonzero(
+            _in_stream(own_chunk, own_stream, token) != _in_stream(chunk, stream, place)
+        )
         if len(wrong):
             bad, to = int(token[wrong[0]]), int(place[wrong[0]])
-            raise PlanError(f"rank {rank}: its token {bad} goes to place {to} of member {member}, which holds another token")
+            raise PlanError(
+                f"rank {rank}: its token {bad} goes to place {to} of member {member}, which holds "
+                "another token"
+            )
 
 
 def _chunks(layout: Layout, rank: int) -> tuple[Ints, Ints]:

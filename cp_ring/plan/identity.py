@@ -13,7 +13,9 @@ _MAX_WORDS = 80
 
 
 class Part(NamedTuple):
-    """A part of a plan's identity. Parts are equal where `content` is; `words` describe the part for a person."""
+    """A part of a plan's identity. Parts are equal where `content` is; `words` describe the part
+    for a person.
+    """
 
     name: str
     content: str
@@ -21,9 +23,11 @@ class Part(NamedTuple):
 
 
 def identity(plan: PlanTables) -> tuple[Part, ...]:
-    """The parts from which a plan is made: mask, layout, route, and each further setting among the fields of `PlanTables`.
+    """The parts from which a plan is made: mask, layout, route, and each further setting among the
+    fields of `PlanTables`.
 
-    The tables are left out: they follow from these parts, and `Plan.build_rank_plan` makes one rank's share of them only.
+    The tables are left out: they follow from these parts, and `Plan.build_rank_plan` makes one
+    rank's share of them only.
     """
     parts = []
     for field in fields(plan):
@@ -32,5 +36,11 @@ def identity(plan: PlanTables) -> tuple[Part, ...]:
             parts.append(Part(field.name, value.digest, repr(value)))
         elif value is None or isinstance(value, str | int | float | tuple):
             words = str(value)
-            parts.append(Part(field.name, repr(value), words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."))
+            parts.append(
+                Part(
+                    field.name,
+                    repr(value),
+                    words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "...",
+                )
+            )
     return tuple(parts)

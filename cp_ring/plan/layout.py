@@ -1,7 +1,7 @@
 """Layouts: which rank holds which tokens of the stream.
 
-To add a layout, write one function from a mask and a number of ranks to a `Layout`, and enter it in `LAYOUTS` under the
-name that users give:
+To add a layout, write one function from a mask and a number of ranks to a `Layout`, and enter it in
+`LAYOUTS` under the name that users give:
 
     def striped(mask: Mask, cp: int) -> Layout:
         edges = np.arange(mask.n + 1)  # chunks of one token
@@ -9,9 +9,10 @@ name that users give:
 
     LAYOUTS["striped"] = striped
 
-Flags and settings take their choices from `LAYOUTS`, so the entry must be made before they are read. Any chunks and any
-owners are right for attention; `Layout` says what the arrays must hold, and the layout's plans must pass
-`Plan.build(mask, layout).verify(rank_plans=True)`. Training needs equal tokens on all ranks besides.
+Flags and settings take their choices from `LAYOUTS`, so the entry must be made before they are
+read. Any chunks and any owners are right for attention; `Layout` says what the arrays must hold,
+and the layout's plans must pass `Plan.build(mask, layout).verify(rank_plans=True)`. Training needs
+equal tokens on all ranks besides.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ _MOST_WORK = 1 << 62  # pairs that int64 can count
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A stream of `n` tokens cut into chunks, each owned by one of `cp` ranks; a rank holds its chunks in ascending order.
+    """A stream of `n` tokens cut into chunks, each owned by one of `cp` ranks; a rank holds its
+    chunks in ascending order.
 
-    edges: int64 [chunks + 1], from 0 up to `n`; chunk c is the tokens `[edges[c], edges[c + 1])`, at least one.
+    edges: int64 [chunks + 1], from 0 up to `n`; chunk c is the tokens `[edges[c], edges[c + 1])`,
+    at least one.
     owner: int64 [chunks], the rank that holds each chunk, from 0 to cp - 1.
     rows: how many batch rows the stream holds, one after another.
     """
@@ -54,10 +57,12 @@ class Layout:
 
     @classmethod
     def zigzag(cls, n: int, cp: int) -> Layout:
-        """2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r, so that causal work is equal (Megatron's split).
+        """2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r, so that causal work is equal
+        (Megatron's split).
 
-        A causal mask of 8 chunks on 4 ranks, one line for each chunk of queries: `#` is a chunk of keys that all of them
-        see, `+` the chunk on the diagonal, of which they see half. Work is in chunk pairs.
+        A causal mask of 8 chunks on 4 ranks, one line for each chunk of queries: `#` is a chunk of
+        keys that all of them see, `+` the chunk on the diagonal, of which they see half. Work is in
+        chunk pairs.
 
                     contiguous                            zigzag
                 keys  0 1 2 3 4 5 6 7  work           keys  0 1 2 3 4 5 6 7  work
@@ -70,40 +75,49 @@ class Layout:
             rank 3  q6  # # # # # # + .           rank 3  q3  # # # + . . . .
                     q7  # # # # # # # +  14.0             q4  # # # # + . . .   8.0
 
-        All ranks wait for the slowest: rank 3 of the contiguous layout works 1.75 times the mean (nearly 2 times on many
-        ranks), and the zigzag ranks work alike. Chunks differ by one token where 2 * cp does not divide `n`. Raises
-        `PlanError` if there are fewer tokens than chunks.
+        All ranks wait for the slowest: rank 3 of the contiguous layout works 1.75 times the mean
+        (nearly 2 times on many ranks), and the zigzag ranks work alike. Chunks differ by one token
+        where 2 * cp does not divide `n`. Raises `PlanError` if there are fewer tokens than chunks.
         """
         ranks = np.arange(_size(cp))
         return cls._even(n, cp, np.concatenate([ranks, ranks[::-1]]), "zigzag")
 
     @classmethod
     def contiguous(cls, n: int, cp: int) -> Layout:
-        """One chunk for each rank, in order. Raises `PlanError` if there are fewer tokens than ranks."""
+        """One chunk for each rank, in order. Raises `PlanError` if there are fewer tokens than
+        ranks.
+        """
         return cls._even(n, cp, np.arange(_size(cp)), "contiguous")
 
     @classmethod
     def batch(cls, rows: Sequence[Layout]) -> Layout:
         """Batch rows, each split by its own layout, as one stream: row after row.
 
-        Tensors are [b, s, ...], so each rank must hold the same number of tokens of every row. Raises `PlanError` if not.
+        Tensors are [b, s, ...], so each rank must hold the same number of tokens of every row.
+        Raises `PlanError` if not.
         """
         if not rows:
             raise PlanError("a batch must have at least one row")
         if any(not np.array_equal(row.tokens_per_rank, rows[0].tokens_per_rank) for row in rows):
             held = "; ".join(", ".join(map(str, row.tokens_per_rank[:8])) for row in rows[:4])
-            raise PlanError(f"batch rows must be split over the same ranks, as many tokens each; here {held}")
+            raise PlanError(
+                f"batch rows must be split over the same ranks, as many tokens each; here {held}"
+            )
         starts = np.cumsum([0, *(row.n for row in rows)])
-        edges = np.concatenate([row.edges[:-1] + start for row, start in zip(rows, starts, strict=False)])
+        edges = np.concatenate(
+            [row.edges[:-1] + start for row, start in zip(rows, starts, strict=False)]
+        )
         owner = np.concatenate([row.owner for row in rows])
-        return cls(int(starts[-1]), rows[0].cp, np.append(edges, starts[-1]), owner, "batch", len(rows))
+        return cls(
+            int(starts[-1]), rows[0].cp, np.append(edges, starts[-1]), owner, "batch", len(rows)
+        )
 
     @classmethod
     def per_document_zigzag(cls, cu_seqlens_padded: Sequence[int] | np.ndarray, cp: int) -> Layout:
         """Zigzag within every document, as TransformerEngine splits packed (thd) sequences.
 
-        `cu_seqlens_padded` are offsets of documents, from 0 to the number of tokens. Raises `PlanError` if a document is
-        not a multiple of 2 * cp tokens long.
+        `cu_seqlens_padded` are offsets of documents, from 0 to the number of tokens. Raises
+        `PlanError` if a document is not a multiple of 2 * cp tokens long.
         """
         cp, edges = _size(cp), offsets(cu_seqlens_padded, "cu_seqlens_padded")
         length, n = np.diff(edges), int(edges[-1])
@@ -111,7 +125,10 @@ class Layout:
             raise PlanError("cu_seqlens_padded ends at 0: it must hold at least one token")
         bad = np.flatnonzero(length % (2 * cp))
         if len(bad):
-            raise PlanError(f"document {bad[0]} has {length[bad[0]]} tokens, not a multiple of 2 * cp = {2 * cp}: pad it")
+            raise PlanError(
+                f"document {bad[0]} has {length[bad[0]]} tokens, not a multiple of 2 * cp = "
+                f"{2 * cp}: pad it"
+            )
         start, length = edges[:-1][length > 0], length[length > 0]
         chunks = (start[:, None] + length[:, None] // (2 * cp) * np.arange(2 * cp)).reshape(-1)
         ranks = np.arange(cp)
@@ -126,28 +143,37 @@ class Layout:
         chunks_per_rank: int | None = None,
         token_work: float = 0,
     ) -> Layout:
-        """Equal tokens on each rank (they differ by one if cp does not divide n), and the least maximum work for `masks`.
+        """Equal tokens on each rank (they differ by one if cp does not divide n), and the least
+        maximum work for `masks`.
 
-        `masks` is the mask of all layers, or a list of (mask, number of layers that have it): tokens stay where they are from
-        layer to layer, so the sum of the work of all layers is balanced. `chunks_per_rank` is by default the smallest of 2, 4, 8,
-        16 and 32 with maximum / mean work of at most 1.05. The result is zigzag or contiguous if that is as balanced and moves
-        less. `token_work` is what the other layers cost for a token, in pairs of attention, summed over the layers of `masks`:
-        ranks hold equally many tokens, so the more these cost, the less uneven attention matters, and the fewer keys move. The
-        layout is deterministic, so ranks find the same layout without communication. Raises `PlanError` if there are fewer
-        tokens than chunks, for masks of different lengths or numbers of layers below 1, and for a `token_work` below 0.
+        `masks` is the mask of all layers, or a list of (mask, number of layers that have it):
+        tokens stay where they are from layer to layer, so the sum of the work of all layers is
+        balanced. `chunks_per_rank` is by default the smallest of 2, 4, 8, 16 and 32 with maximum /
+        mean work of at most 1.05. The result is zigzag or contiguous if that is as balanced and
+        moves less. `token_work` is what the other layers cost for a token, in pairs of attention,
+        summed over the layers of `masks`: ranks hold equally many tokens, so the more these cost,
+        the less uneven attention matters, and the fewer keys move. The layout is deterministic, so
+        ranks find the same layout without communication. Raises `PlanError` if there are fewer
+        tokens than chunks, for masks of different lengths or numbers of layers below 1, and for a
+        `token_work` below 0.
         """
         cp, layers = _size(cp), _layers(masks)
         n = layers[0][0].n
         if not isinstance(token_work, Real) or not 0 <= float(token_work) * n < _MOST_WORK:
             raise PlanError(
-                f"token_work {token_work!r} must be at least 0, and finite: that of {n} tokens below {_MOST_WORK:.0e}"
+                f"token_work {token_work!r} must be at least 0, and finite: that of {n} tokens "
+                f"below {_MOST_WORK:.0e}"
             )
-        chunks_per_rank = None if chunks_per_rank is None else integer(chunks_per_rank, "chunks_per_rank")
+        chunks_per_rank = (
+            None if chunks_per_rank is None else integer(chunks_per_rank, "chunks_per_rank")
+        )
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
         even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
         found = balanced_split(layers, cp, chunks_per_rank, even, token_work)
-        return found if isinstance(found, Layout) else cls(n, cp, found.edges, found.owner, "balanced")
+        return (
+            found if isinstance(found, Layout) else cls(n, cp, found.edges, found.owner, "balanced")
+        )
 
     @classmethod
     def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:
@@ -155,20 +181,31 @@ class Layout:
         if n > MAX_TOKENS:
             raise PlanError(f"{name} layout of {n} tokens: a stream holds at most {MAX_TOKENS}")
         if n < len(owner):
-            raise PlanError(f"{name} layout cuts the sequence into {len(owner)} chunks for cp {cp}, but it has {n} tokens")
+            raise PlanError(
+                f"{name} layout cuts the sequence into {len(owner)} chunks for cp {cp}, but it has "
+                f"{n} tokens"
+            )
         return cls(n, cp, np.arange(len(owner) + 1) * n // len(owner), owner.astype(np.int64), name)
 
     def merged(self, size: int) -> Layout:
-        """The layout of `cp / size` members, each of which holds what `size` neighboring ranks hold, in ascending order.
+        """The layout of `cp / size` members, each of which holds what `size` neighboring ranks
+        hold, in ascending order.
 
-        Neighboring chunks of a member are joined, so a zigzag layout gives a zigzag layout. Raises `PlanError` if `size` does
-        not divide the ranks.
+        Neighboring chunks of a member are joined, so a zigzag layout gives a zigzag layout. Raises
+        `PlanError` if `size` does not divide the ranks.
         """
         if integer(size, "heads") < 1 or self.cp % size:
             raise PlanError(f"heads={size}: it must divide the {self.cp} context-parallel ranks")
         member = self.owner // size
         first = np.flatnonzero(np.append(True, member[1:] != member[:-1]))
-        return Layout(self.n, self.cp // size, np.append(self.edges[first], self.n), member[first], self.name, self.rows)
+        return Layout(
+            self.n,
+            self.cp // size,
+            np.append(self.edges[first], self.n),
+            member[first],
+            self.name,
+            self.rows,
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -193,7 +230,9 @@ class Layout:
         return np.bincount(self.owner, np.diff(self.edges), self.cp).astype(np.int64)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """The rank's token ranges, ascending, neighbors joined. Raises `PlanError` if there is no such rank."""
+        """The rank's token ranges, ascending, neighbors joined. Raises `PlanError` if there is no
+        such rank.
+        """
         check_rank(rank, self.cp)
         joined: list[tuple[int, int]] = []
         for chunk in np.flatnonzero(self.owner == rank).tolist():
@@ -206,19 +245,29 @@ class Layout:
 
     def positions(self, rank: int) -> Ints:
         """Positions in the stream of the rank's tokens, ascending, int64 [tokens of the rank]."""
-        return np.concatenate([np.arange(start, end) for start, end in self.ranges(rank)] or [np.empty(0, np.int64)])
+        return np.concatenate(
+            [np.arange(start, end) for start, end in self.ranges(rank)] or [np.empty(0, np.int64)]
+        )
 
     def shard(self, x: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
-        """The rank's part of a whole tensor along `dim`. Raises `PlanError` if `dim` does not hold `n` tokens."""
+        """The rank's part of a whole tensor along `dim`. Raises `PlanError` if `dim` does not hold
+        `n` tokens.
+        """
         dim = dimension(dim, x)
         if x.shape[dim] != self.n:
-            raise PlanError(f"tensor of {x.shape[dim]} tokens in dimension {dim}, but the layout is for {self.n}")
+            raise PlanError(
+                f"tensor of {x.shape[dim]} tokens in dimension {dim}, but the layout is for "
+                f"{self.n}"
+            )
         import torch
 
-        return torch.cat([x.narrow(dim, start, end - start) for start, end in self.ranges(rank) or [(0, 0)]], dim)
+        return torch.cat(
+            [x.narrow(dim, start, end - start) for start, end in self.ranges(rank) or [(0, 0)]], dim
+        )
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole tensor from the parts of all ranks, in the order of the ranks: the inverse of `shard`.
+        """The whole tensor from the parts of all ranks, in the order of the ranks: the inverse of
+        `shard`.
 
         Raises `PlanError` if the parts differ in size from `tokens_per_rank` along `dim`.
         """
@@ -227,7 +276,9 @@ class Layout:
         dim = dimension(dim, *parts)
         sizes = [part.shape[dim] for part in parts]
         if sizes != self.tokens_per_rank.tolist():
-            raise PlanError(f"parts of {sizes} tokens, but the layout gives {self.tokens_per_rank.tolist()}")
+            raise PlanError(
+                f"parts of {sizes} tokens, but the layout gives {self.tokens_per_rank.tolist()}"
+            )
         place = np.argsort(np.concatenate([self.positions(rank) for rank in range(self.cp)]))
         joined = torch.cat(list(parts), dim)
         return joined.index_select(dim, torch.from_numpy(place).to(joined.device))
@@ -238,7 +289,10 @@ class Layout:
 
 def _size(cp: int) -> int:
     if not 1 <= integer(cp, "context parallel size") <= MAX_RANKS:
-        raise PlanError(f"context parallel size {cp} must be at least 1" + (f", at most {MAX_RANKS}" if cp > 0 else ""))
+        raise PlanError(
+            f"context parallel size {cp} must be at least 1"
+            + (f", at most {MAX_RANKS}" if cp > 0 else "")
+        )
     return int(cp)
 
 
@@ -248,13 +302,19 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
         raise PlanError("a balanced layout needs at least one mask")
     lengths = {mask.n for mask, _ in layers}
     if len(lengths) > 1:
-        raise PlanError(f"the masks of the layers are for {', '.join(map(str, sorted(lengths)))} tokens: they must be as long")
+        raise PlanError(
+            f"the masks of the layers are for {', '.join(map(str, sorted(lengths)))} tokens: they "
+            "must be as long"
+        )
     for mask, count in layers:
         if integer(count, "number of layers") < 1:
-            raise PlanError(f"{count} layers have the mask {mask.describe()!r}: it must be at least 1")
+            raise PlanError(
+                f"{count} layers have the mask {mask.describe()!r}: it must be at least 1"
+            )
     if sum(int(count) * mask.area() for mask, count in layers) >= _MOST_WORK:
         raise PlanError(
-            f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens: too much work to count"
+            f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens: "
+            "too much work to count"
         )
     return layers
 
@@ -278,4 +338,6 @@ LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
     "contiguous": lambda mask, cp: Layout.contiguous(mask.n, cp),
     "balanced": Layout.balanced,
 }
-"""Layouts that flags and settings can name. Each is a function from a mask and a number of ranks to a `Layout`."""
+"""Layouts that flags and settings can name. Each is a function from a mask and a number of ranks to
+a `Layout`.
+"""

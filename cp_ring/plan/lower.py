@@ -1,8 +1,11 @@
 """Lowering: rewriting tiles into tiles that a kernel supports.
 
-Every kernel supports FULL (an uncut rectangle) and CAUSAL (a square cut by its main diagonal). That is enough for any
-band: a band consists of lower triangles, upper triangles and rectangles between them, and an upper triangle is causal
-after both its query order and its key order are reversed. Native bands and varlen calls are faster, but not required.
+Every kernel supports FULL (an uncut rectangle) and CAUSAL (a square cut by its main diagonal). That
+is enough for any
+band: a band consists of lower triangles, upper triangles and rectangles between them, and an upper
+triangle is causal
+after both its query order and its key order are reversed. Native bands and varlen calls are faster,
+but not required.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from cp_ring.plan.ranges import Ints, expand, sort_index
 from cp_ring.plan.tiles import OPEN, Tiles
 
 BLOCK = 128
-"""Strips of a sloping band have a multiple of this many queries, because kernels work in blocks of it."""
+"""Strips of a sloping band have a multiple of this many queries, because kernels work in blocks of
+it.
+"""
 
 FULL, CAUSAL, REVERSED, BAND = range(4)
 
@@ -25,11 +30,14 @@ FULL, CAUSAL, REVERSED, BAND = range(4)
 class Capabilities:
     """What a kernel can do beyond FULL and CAUSAL squares.
 
-    bands: any band on any rectangle of which every query sees a key, as with flash-attn's bottom-right aligned windows.
-    narrow_bands: bands of up to this many diagonals on a rectangle small enough for a dense mask; 0 for none.
+    bands: any band on any rectangle of which every query sees a key, as with flash-attn's
+    bottom-right aligned windows.
+    narrow_bands: bands of up to this many diagonals on a rectangle small enough for a dense mask; 0
+    for none.
     varlen: many tiles of one kind in one call, as long as no two of them share a query.
-    block: tiles whose sides are not multiples of this are packed, as are all tiles of packed documents. Packed calls of a new
-        size are slow at first, so they are filled up to few sizes. 0: any size is as good as another.
+    block: tiles whose sides are not multiples of this are packed, as are all tiles of packed
+        documents. Packed calls of a new size are slow at first, so they are filled up to few sizes.
+        0: any size is as good as another.
     deterministic: the same bits in every run, if the caller asks for it. It changes no tile.
     slow: made to compare others with; `auto` takes it last, and for dropout it must be named.
     """
@@ -50,7 +58,9 @@ KERNELS = {
     "cpu": Capabilities(deterministic=True),
     "reference": Capabilities(bands=True, varlen=True, deterministic=True, slow=True),
 }
-"""What the kernels of cp_ring can do, by name: plans and predictions need it without the libraries of the kernels."""
+"""What the kernels of cp_ring can do, by name: plans and predictions need it without the libraries
+of the kernels.
+"""
 
 ASSUMED = "flash"
 """The kernel that predictions assume: it has native windows and takes many tiles in one call."""
@@ -58,11 +68,13 @@ ASSUMED = "flash"
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """Tiles for a kernel, in the coordinates of the tiles that they are parts of, and sorted by `parent`.
+    """Tiles for a kernel, in the coordinates of the tiles that they are parts of, and sorted by
+    `parent`.
 
     parent: int64 [count], index of the tile that each one is part of.
     kind: int64 [count], FULL, CAUSAL, REVERSED or BAND.
-    batch: int64 [count], tiles of one number may go to the kernel in one varlen call; all different without `varlen`.
+    batch: int64 [count], tiles of one number may go to the kernel in one varlen call; all different
+    without `varlen`.
     """
 
     tiles: Tiles
@@ -72,12 +84,15 @@ class Lowered:
 
     @property
     def reverse(self) -> NDArray[np.bool_]:
-        """bool [count]: causal after query and key order are both reversed; `lo` is then the square's diagonal."""
+        """bool [count]: causal after query and key order are both reversed; `lo` is then the
+        square's diagonal.
+        """
         return self.kind == REVERSED
 
 
 def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -> Lowered:
-    """Rewrites `tiles` into disjoint tiles that allow the same pairs and that a kernel of these capabilities supports.
+    """Rewrites `tiles` into disjoint tiles that allow the same pairs and that a kernel of these
+    capabilities supports.
 
     apart: int64 [tiles], such as their hops: tiles with different numbers share no batch.
     """
@@ -89,7 +104,12 @@ def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -
         tiles, parent = _flatten(tiles, parent, capabilities.narrow_bands)
     kind = band_kinds(tiles)
     alike = kind if apart is None else kind + 4 * apart[parent]
-    return Lowered(tiles, parent, kind, _batches(tiles, alike) if capabilities.varlen else np.arange(len(tiles)))
+    return Lowered(
+        tiles,
+        parent,
+        kind,
+        _batches(tiles, alike) if capabilities.varlen else np.arange(len(tiles)),
+    )
 
 
 def band_kinds(tiles: Tiles) -> Ints:
@@ -98,7 +118,11 @@ def band_kinds(tiles: Tiles) -> Ints:
     diagonal = tiles.k0 - tiles.q0
     no_left, no_right = tiles.lo == -OPEN, tiles.hi == OPEN
     return np.select(
-        [no_left & no_right, square & no_left & (tiles.hi == diagonal), square & no_right & (tiles.lo == diagonal)],
+        [
+            no_left & no_right,
+            square & no_left & (tiles.hi == diagonal),
+            square & no_right & (tiles.lo == diagonal),
+        ],
         [FULL, CAUSAL, REVERSED],
         BAND,
     )
@@ -113,7 +137,8 @@ def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     flat, sloped = np.flatnonzero(dense | ~(left | right)), np.flatnonzero((left | right) & ~dense)
     q0, q1, k0, k1, lo, hi = strips.data[:, sloped]
     left, right = left[sloped], right[sloped]
-    # The rectangle between the triangles: the keys that the strip's first and last query both see, less the diagonals.
+    # The rectangle between the triangles: the keys that the strip's first and last query both see,
+    # less the diagonals.
     inner0, inner1 = np.where(left, q1 + lo, k0), np.where(right, q0 + hi, k1)
     open_ = np.full(len(sloped), OPEN)
     above = np.stack([q0, q1, q0 + lo, q1 + lo, lo, open_])[:, left]
@@ -127,10 +152,12 @@ def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
 
 
 def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
-    """Tiles cut into strips of queries in which each side of the band either slopes everywhere or nowhere.
+    """Tiles cut into strips of queries in which each side of the band either slopes everywhere or
+    nowhere.
 
-    Strips in which both sides slope are cut further, to at most as many queries as the band is wide, so that their
-    triangles do not meet. Strips of narrow bands have at least a block of queries.
+    Strips in which both sides slope are cut further, to at most as many queries as the band is
+    wide, so that their triangles do not meet. Strips of narrow bands have at least a block of
+    queries.
     """
     q0, q1, k0, k1, lo, hi = tiles.data
     # The left side slopes from query `slopes` on, the right side slopes before query `levels`.
@@ -138,7 +165,9 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints
     cuts = np.stack([q0, np.minimum(slopes, levels), np.maximum(slopes, levels), q1])
     both = slopes < levels
     width = hi - lo
-    height = np.where(width < BLOCK, np.where(width < narrow, BLOCK, np.maximum(width, 1)), width // BLOCK * BLOCK)
+    height = np.where(
+        width < BLOCK, np.where(width < narrow, BLOCK, np.maximum(width, 1)), width // BLOCK * BLOCK
+    )
     parts: list[tuple[Ints, Ints, Ints]] = []
     for index in range(3):
         start, end = cuts[index], cuts[index + 1]
@@ -153,9 +182,12 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints
 
 
 def _batches(tiles: Tiles, kind: Ints) -> Ints:
-    """Numbers the tiles so that tiles of one number are of one kind and share no query; uses few numbers."""
+    """Numbers the tiles so that tiles of one number are of one kind and share no query; uses few
+    numbers.
+    """
     batch = np.zeros(len(tiles), np.int64)
-    ends: dict[int, list[list[int]]] = {}  # of each kind: end of the last tile and number, of each batch
+    # of each kind: end of the last tile and number, of each batch
+    ends: dict[int, list[list[int]]] = {}
     count = 0
     for index in np.lexsort((tiles.q0, kind)).tolist():
         start, end = int(tiles.q0[index]), int(tiles.q1[index])
@@ -171,8 +203,9 @@ def _batches(tiles: Tiles, kind: Ints) -> Ints:
 def call_groups(lowered: Lowered, varlen: bool) -> list[list[int]]:
     """Groups of tiles, by index, for one kernel call each; one tile each without `varlen`.
 
-    Tiles of a group have the same batch and window, and share neither queries nor keys. They are in the order of their queries.
-    So each token of dk and dv gets one addition, and the sum does not depend on the order.
+    Tiles of a group have the same batch and window, and share neither queries nor keys. They are in
+    the order of their queries. So each token of dk and dv gets one addition, and the sum does not
+    depend on the order.
     """
     tiles = lowered.tiles
     if not varlen:

@@ -1,7 +1,7 @@
 """Masks: for each query of a token stream, the keys that it may see, as intervals.
 
-A mask is a table of disjoint pieces, each a rectangle of the score matrix cut by a diagonal band. A constructor is a function
-that makes such a table, and nothing else in cp_ring knows which one did.
+A mask is a table of disjoint pieces, each a rectangle of the score matrix cut by a diagonal band. A
+constructor is a function that makes such a table, and nothing else in cp_ring knows which one did.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.pieces import first_overlap, joined, numbers, read
-from cp_ring.plan.ranges import MAX_TOKENS, Ints, digest, integer, integers, offsets, short, sort_index, union
+from cp_ring.plan.ranges import (
+    MAX_TOKENS,
+    Ints,
+    digest,
+    integer,
+    integers,
+    offsets,
+    short,
+    sort_index,
+    union,
+)
 from cp_ring.plan.tiles import OPEN, Tile, Tiles, coalesce, split_at_edges
 
 MAX_DESCRIBED = 4
@@ -25,11 +35,13 @@ MAX_DESCRIBED = 4
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token positions.
+    """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token
+    positions.
 
-    `name` is the constructor, `details` is what `describe` says beside it. `segments` are the runs of tokens whose positions go
-    up by one: int64 [2, count], the first token of each run and its position; the first run begins at token 0. None is one run
-    from position 0, so that every token's position is its place in the stream.
+    `name` is the constructor, `details` is what `describe` says beside it. `segments` are the runs
+    of tokens whose positions go up by one: int64 [2, count], the first token of each run and its
+    position; the first run begins at token 0. None is one run from position 0, so that every
+    token's position is its place in the stream.
     """
 
     n: int
@@ -47,16 +59,21 @@ class Mask:
         details: str = "",
         positions: Sequence[int] | np.ndarray | None = None,
     ) -> Mask:
-        """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must not overlap.
+        """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must
+        not overlap.
 
-        Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi; without lo and hi all of them. `positions`,
-        int64 [n], are those of `Mask.positions`. Raises `PlanError` that names the piece that is outside of the stream or ends
-        before it begins, or the two pieces that overlap, with a pair that both have.
+        Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi; without lo and
+        hi all of them. `positions`, int64 [n], are those of `Mask.positions`. Raises `PlanError`
+        that names the piece that is outside of the stream or ends before it begins, or the two
+        pieces that overlap, with a pair that both have.
         """
         n, tiles = _length(n), read(pieces)
         ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1) | (tiles.lo > tiles.hi)
         outside = (np.minimum(tiles.q0, tiles.k0) < 0) | (np.maximum(tiles.q1, tiles.k1) > n)
-        for bad, what in ((ends_early, "ends before it begins"), (outside, f"is outside the {n} tokens of the mask")):
+        for bad, what in (
+            (ends_early, "ends before it begins"),
+            (outside, f"is outside the {n} tokens of the mask"),
+        ):
             if bad.any():
                 raise PlanError(f"piece {bad.argmax()} {numbers(tiles, int(bad.argmax()))} {what}")
         fitted = tiles.fitted()
@@ -65,14 +82,18 @@ class Mask:
         if clash is not None:
             one, other = sorted(live[[clash.one, clash.other]].tolist())
             raise PlanError(
-                f"pieces {one} {numbers(tiles, one)} and {other} {numbers(tiles, other)} overlap: query {clash.query} sees key "
-                f"{clash.key} in both; Mask.union joins masks that overlap"
+                f"pieces {one} {numbers(tiles, one)} and {other} {numbers(tiles, other)} overlap: "
+                f"query {clash.query} sees key {clash.key} in both; Mask.union joins masks that "
+                "overlap"
             )
-        return cls(n, fitted[live], name, details, None if positions is None else _runs_of(positions, n))
+        return cls(
+            n, fitted[live], name, details, None if positions is None else _runs_of(positions, n)
+        )
 
     @classmethod
     def union(cls, *masks: Mask) -> Mask:
-        """The pairs that at least one of the `masks` allows; they may overlap. Positions are those of the first mask.
+        """The pairs that at least one of the `masks` allows; they may overlap. Positions are those
+        of the first mask.
 
         Raises `PlanError` if there is none, or if they differ in length.
         """
@@ -80,18 +101,25 @@ class Mask:
             raise PlanError("a union must have at least one mask")
         n = masks[0].n
         if any(mask.n != n for mask in masks):
-            raise PlanError(f"a union of masks of {', '.join(str(mask.n) for mask in masks)} tokens: they must be as long")
+            raise PlanError(
+                f"a union of masks of {', '.join(str(mask.n) for mask in masks)} tokens: they must "
+                "be as long"
+            )
         pieces = Tiles(np.concatenate([mask.pieces.data for mask in masks], axis=1)).trimmed()
         if first_overlap(n, pieces) is not None:
             pieces = joined(n, pieces)
         words = list(dict.fromkeys(mask.describe() for mask in masks))
-        shown = " or ".join([*words[:MAX_DESCRIBED], *(["..."] if len(words) > MAX_DESCRIBED else [])])
+        shown = " or ".join(
+            [*words[:MAX_DESCRIBED], *(["..."] if len(words) > MAX_DESCRIBED else [])]
+        )
         return cls(n, pieces, "union", shown, masks[0].segments)
 
     def __and__(self, window: tuple[int, int]) -> Mask:
-        """The pairs that this mask allows and whose positions are within `window` (left, right); -1 leaves a side open.
+        """The pairs that this mask allows and whose positions are within `window` (left, right); -1
+        leaves a side open.
 
-        Distances are those of `positions`: a response sees the last tokens of its prompt, however many responses lie between.
+        Distances are those of `positions`: a response sees the last tokens of its prompt, however
+        many responses lie between.
         """
         window = window_of(window)
         left, right = _band(window)
@@ -115,7 +143,9 @@ class Mask:
 
     @classmethod
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
-        """Every query sees every key, or the keys from i - left to i + right; -1 leaves a side open (as flash-attn does)."""
+        """Every query sees every key, or the keys from i - left to i + right; -1 leaves a side open
+        (as flash-attn does).
+        """
         mask = cls.documents([0, _length(n)], causal=False, window=window)
         return replace(mask, name="full", details=_window_in_words(window_of(window), causal=False))
 
@@ -123,7 +153,9 @@ class Mask:
     def causal(cls, n: int, window: tuple[int, int] = (-1, 0)) -> Mask:
         """Query i sees keys up to i, and with a window no further back than i - left."""
         mask = cls.documents([0, _length(n)], causal=True, window=window)
-        return replace(mask, name="causal", details=_window_in_words(window_of(window), causal=True))
+        return replace(
+            mask, name="causal", details=_window_in_words(window_of(window), causal=True)
+        )
 
     @classmethod
     def documents(
@@ -135,17 +167,25 @@ class Mask:
     ) -> Mask:
         """Packed documents `[cu_seqlens[i], cu_seqlens[i + 1])` that do not see one another.
 
-        `n` is the length of the stream, by default the end of the last document. Tokens behind the last document are
-        padding: they see nothing, and nothing sees them. Empty documents are ignored. Raises `PlanError` for offsets
+        `n` is the length of the stream, by default the end of the last document. Tokens behind the
+        last document are
+        padding: they see nothing, and nothing sees them. Empty documents are ignored. Raises
+        `PlanError` for offsets
         that do not start at 0, decrease or pass `n`, and for windows below -1.
         """
         start, end, n = _spans(cu_seqlens, n)
         window = window_of(window) if window is not None else (-1, 0 if causal else -1)
         left, right = _band(window)
         lo, hi = np.full_like(start, left), np.full_like(start, min(right, 0) if causal else right)
-        details = [_documents_in_words(start, end, n), "" if causal else "not causal", _window_in_words(window, causal)]
+        details = [
+            _documents_in_words(start, end, n),
+            "" if causal else "not causal",
+            _window_in_words(window, causal),
+        ]
         pieces = Tiles(np.stack([start, end, start, end, lo, hi])).trimmed()
-        return cls(n, pieces, "documents", ", ".join(filter(None, details)), _restarts(start, end, n))
+        return cls(
+            n, pieces, "documents", ", ".join(filter(None, details)), _restarts(start, end, n)
+        )
 
     @classmethod
     def prefix(
@@ -155,11 +195,13 @@ class Mask:
         cu_seqlens: Sequence[int] | np.ndarray | None = None,
         window: tuple[int, int] = (-1, 0),
     ) -> Mask:
-        """As `documents`, but every query also sees the prefix of its document, as far back as the window's left side.
+        """As `documents`, but every query also sees the prefix of its document, as far back as the
+        window's left side.
 
-        Query i sees keys from i - left to max(i + right, last token of the prefix). `lengths` are the lengths of the
-        prefixes, one for each document or one for all; `cu_seqlens` is by default one document of `n` tokens. Raises
-        `PlanError` as `documents` does, and for a prefix that is below 0 or longer than its document.
+        Query i sees keys from i - left to max(i + right, last token of the prefix). `lengths` are
+        the lengths of the prefixes, one for each document or one for all; `cu_seqlens` is by
+        default one document of `n` tokens. Raises `PlanError` as `documents` does, and for a prefix
+        that is below 0 or longer than its document.
         """
         start, end, n = _spans([0, _length(n)] if cu_seqlens is None else cu_seqlens, n)
         window = window_of(window)
@@ -170,39 +212,70 @@ class Mask:
         bad = np.flatnonzero((given < 0) | (given > end - start))
         if len(bad):
             length = np.broadcast_to(given, start.shape)[bad[0]]
-            raise PlanError(f"document {bad[0]} of {end[bad[0]] - start[bad[0]]} tokens has a prefix of {length}")
-        # Before query `turn` the prefix ends further right than the window, from there on the window does.
+            raise PlanError(
+                f"document {bad[0]} of {end[bad[0]] - start[bad[0]]} tokens has a prefix of "
+                f"{length}"
+            )
+        # Before query `turn` the prefix ends further right than the window, from there on the
+        # window does.
         stop, lo, hi, open_ = start + given, *(np.full_like(start, bound) for bound in bounds)
         turn = np.maximum(stop - hi, start)
         early = np.stack([start, turn, start, stop, lo, open_])
         late = np.stack([turn, end, start, end, lo, hi])
         pieces = Tiles(np.concatenate([early, late], axis=1)).trimmed()
         prefixes = f"{'mean ' * (given.size > 1)}{given.sum() / max(given.size, 1):.0f} tokens"
-        documents = f"documents: {_documents_in_words(start, end, n)}" if cu_seqlens is not None else ""
+        documents = (
+            f"documents: {_documents_in_words(start, end, n)}" if cu_seqlens is not None else ""
+        )
         details = [prefixes, documents, _window_in_words(window, causal=window[1] == 0)]
-        return cls(n, pieces[sort_index(pieces.q0)], "prefix", ", ".join(filter(None, details)), _restarts(start, end, n))
+        return cls(
+            n,
+            pieces[sort_index(pieces.q0)],
+            "prefix",
+            ", ".join(filter(None, details)),
+            _restarts(start, end, n),
+        )
 
     @classmethod
-    def tree(cls, parents: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray, n: int | None = None) -> Mask:
-        """Branches of a tree, stored one after another: each sees itself and its ancestors, causally, and nothing else.
+    def tree(
+        cls,
+        parents: Sequence[int] | np.ndarray,
+        lengths: Sequence[int] | np.ndarray,
+        n: int | None = None,
+    ) -> Mask:
+        """Branches of a tree, stored one after another: each sees itself and its ancestors,
+        causally, and nothing else.
 
-        `parents` are the numbers of the branches that the branches continue, -1 for a root; a parent comes before its children.
-        `lengths` are the branches' tokens. The positions of a branch go on where its parent ends, those of a root begin at 0. `n`
-        is the length of the stream; tokens behind the last branch are padding. Raises `PlanError` for a parent that does not come
-        before its child, lengths below 0 or past `n`, and lists of different lengths.
+        `parents` are the numbers of the branches that the branches continue, -1 for a root; a
+        parent comes before its children. `lengths` are the branches' tokens. The positions of a
+        branch go on where its parent ends, those of a root begin at 0. `n` is the length of the
+        stream; tokens behind the last branch are padding. Raises `PlanError` for a parent that does
+        not come before its child, lengths below 0 or past `n`, and lists of different lengths.
 
-        Shared prefixes are trees of depth 2; a draft model's trunk and branches, and rollouts that fork, are deeper ones.
+        Shared prefixes are trees of depth 2; a draft model's trunk and branches, and rollouts that
+        fork, are deeper ones.
         """
         parent, length = integers(parents, "parents"), integers(lengths, "lengths")
         if parent.ndim != 1 or parent.shape != length.shape or not len(parent):
-            raise PlanError(f"{parent.size} parents for {length.size} branches: give one for each, and at least one branch")
+            raise PlanError(
+                f"{parent.size} parents for {length.size} branches: give one for each, and at "
+                "least one branch"
+            )
         early = np.flatnonzero((parent < -1) | (parent >= np.arange(len(parent))))
         if len(early):
-            raise PlanError(f"branch {early[0]} has parent {parent[early[0]]}: it must be -1 or a branch before it")
+            raise PlanError(
+                f"branch {early[0]} has parent {parent[early[0]]}: it must be -1 or a branch "
+                "before it"
+            )
         if (length < 0).any():
-            raise PlanError(f"branch {(length < 0).argmax()} has {length.min()} tokens: it must have at least 0")
+            raise PlanError(
+                f"branch {(length < 0).argmax()} has {length.min()} tokens: it must have at least 0"
+            )
         if (length > MAX_TOKENS).any():
-            raise PlanError(f"branch {length.argmax()} has {length.max()} tokens: a stream holds at most {MAX_TOKENS}")
+            raise PlanError(
+                f"branch {length.argmax()} has {length.max()} tokens: a stream holds at most "
+                f"{MAX_TOKENS}"
+            )
         end = np.cumsum(length)
         start, n = end - length, _length(int(end[-1]) if n is None else n)
         if end[-1] > n:
@@ -214,7 +287,9 @@ class Mask:
             depth[branch] += length[ancestor]
             seen.append((ancestor, branch))
             ancestor = parent[ancestor]
-        pieces = [np.stack([start, end, start, end, np.full_like(start, -OPEN), np.zeros_like(start)])]
+        pieces = [
+            np.stack([start, end, start, end, np.full_like(start, -OPEN), np.zeros_like(start)])
+        ]
         if seen:
             ancestor, branch = (np.concatenate(column) for column in zip(*seen, strict=True))
             ancestor, q0, q1 = union(ancestor, start[branch], end[branch])
@@ -222,9 +297,13 @@ class Mask:
             pieces.append(np.stack([q0, q1, start[ancestor], end[ancestor], -open_, open_]))
         tiles = Tiles(np.concatenate(pieces, axis=1)).trimmed()
         roots = int((parent < 0).sum())
-        words = f"{len(parent)} branches of {roots} root{'s' * (roots > 1)}, {int(length.sum())} tokens"
+        words = (
+            f"{len(parent)} branches of {roots} root{'s' * (roots > 1)}, {int(length.sum())} tokens"
+        )
         words += _padding_in_words(int(end[-1]), n)
-        return cls(n, tiles[sort_index(tiles.q0, tiles.k0)], "tree", words, _segments(start, end, depth, n))
+        return cls(
+            n, tiles[sort_index(tiles.q0, tiles.k0)], "tree", words, _segments(start, end, depth, n)
+        )
 
     @classmethod
     def shared_prefix(
@@ -233,39 +312,55 @@ class Mask:
         n: int | None = None,
         window: tuple[int, int] | None = None,
     ) -> Mask:
-        """Groups of one prompt and its responses, one after another: a response sees its prompt and itself, causally.
+        """Groups of one prompt and its responses, one after another: a response sees its prompt and
+        itself, causally.
 
-        `groups` are pairs (tokens of the prompt, [tokens of each response]). The prompt is stored once, before its responses. The
-        positions of each response continue from its prompt. `window` and `n` as elsewhere; tokens behind the last group are
-        padding. Raises `PlanError` for lengths below 0, or past `n`.
+        `groups` are pairs (tokens of the prompt, [tokens of each response]). The prompt is stored
+        once, before its responses. The positions of each response continue from its prompt.
+        `window` and `n` as elsewhere; tokens behind the last group are padding. Raises `PlanError`
+        for lengths below 0, or past `n`.
         """
         parents: list[int] = []
         lengths: list[int] = []
         groups = list(groups)
         for group, (prompt, responses) in enumerate(groups):
-            for what, length in (("prompt", prompt), *(("response", length) for length in responses)):
+            for what, length in (
+                ("prompt", prompt),
+                *(("response", length) for length in responses),
+            ):
                 if integer(length, f"{what} length") < 0:
-                    raise PlanError(f"group {group} has a {what} of {length} tokens: it must have at least 0")
+                    raise PlanError(
+                        f"group {group} has a {what} of {length} tokens: it must have at least 0"
+                    )
             parents += [-1, *[len(parents)] * len(responses)]
             lengths += [prompt, *responses]
         if not groups:
-            raise PlanError("shared prefixes need at least one group (prompt length, [response lengths])")
+            raise PlanError(
+                "shared prefixes need at least one group (prompt length, [response lengths])"
+            )
         mask = cls.tree(parents, lengths, n)
         prompts, answers = len(groups), len(parents) - len(groups)
         tokens = f"{sum(prompt for prompt, _ in groups)} and {sum(sum(rest) for _, rest in groups)} tokens"
-        words = f"{prompts} prompt{'s' * (prompts != 1)} and {answers} response{'s' * (answers != 1)}, {tokens}"
+        words = (
+            f"{prompts} prompt{'s' * (prompts != 1)} and {answers} response{'s' * (answers != 1)}, "
+            f"{tokens}"
+        )
         words += _padding_in_words(sum(lengths), mask.n)
         mask = replace(mask, name="shared_prefix", details=words)
         return mask if window is None else mask & window
 
     @classmethod
     def images(
-        cls, n: int, spans: Sequence[tuple[int, int]] | np.ndarray, cu_seqlens: Sequence[int] | np.ndarray | None = None
+        cls,
+        n: int,
+        spans: Sequence[tuple[int, int]] | np.ndarray,
+        cu_seqlens: Sequence[int] | np.ndarray | None = None,
     ) -> Mask:
-        """Causal text in which the tokens of each span [start, end) see one another both ways, as those of an image do.
+        """Causal text in which the tokens of each span [start, end) see one another both ways, as
+        those of an image do.
 
-        `cu_seqlens` are packed documents, by default one of `n` tokens. Raises `PlanError` for spans that overlap, are empty, or
-        are not inside one document.
+        `cu_seqlens` are packed documents, by default one of `n` tokens. Raises `PlanError` for
+        spans that overlap, are empty, or are not inside one document.
         """
         starts, ends, n = _spans([0, _length(n)] if cu_seqlens is None else cu_seqlens, n)
         first, last = _ordered_spans(spans, n)
@@ -273,35 +368,58 @@ class Mask:
         crossing = (document == len(ends)) | (last > np.append(ends, 0)[document])
         if crossing.any():
             i = crossing.argmax()
-            raise PlanError(f"span {first[i]}..{last[i]} is not inside one document: its tokens cannot all see one another")
+            raise PlanError(
+                f"span {first[i]}..{last[i]} is not inside one document: its tokens cannot all see "
+                "one another"
+            )
         # A query of a span sees its document up to the end of the span, one of text up to itself.
         edges = np.unique(np.concatenate([starts, ends, first, last]))
         q0, q1 = edges[:-1], edges[1:]
         document = np.searchsorted(ends, q0, side="right")
         inside, visual = document < len(ends), np.isin(q0, first)
         begin, open_ = np.append(starts, 0)[document], np.full_like(q0, OPEN)
-        pieces = Tiles(np.stack([q0, q1, begin, q1, -open_, np.where(visual, open_, 0)])[:, inside]).trimmed()
+        pieces = Tiles(
+            np.stack([q0, q1, begin, q1, -open_, np.where(visual, open_, 0)])[:, inside]
+        ).trimmed()
         words = f"{len(first)} span{'s' * (len(first) != 1)}, {int((last - first).sum())} tokens"
-        documents = f"documents: {_documents_in_words(starts, ends, n)}" if cu_seqlens is not None else ""
-        return cls(n, pieces, "images", ", ".join(filter(None, [words, documents])), _restarts(starts, ends, n))
+        documents = (
+            f"documents: {_documents_in_words(starts, ends, n)}" if cu_seqlens is not None else ""
+        )
+        return cls(
+            n,
+            pieces,
+            "images",
+            ", ".join(filter(None, [words, documents])),
+            _restarts(starts, ends, n),
+        )
 
     @classmethod
     def with_global(
-        cls, n: int, spans: Sequence[tuple[int, int]] | np.ndarray, window: tuple[int, int], causal: bool = True
+        cls,
+        n: int,
+        spans: Sequence[tuple[int, int]] | np.ndarray,
+        window: tuple[int, int],
+        causal: bool = True,
     ) -> Mask:
-        """A window, and tokens of spans [start, end) that see every token and that every token sees, as far as `causal` allows.
+        """A window, and tokens of spans [start, end) that see every token and that every token
+        sees, as far as `causal` allows.
 
-        So query i sees key j if j is within `window` of i, or if one of the two is in a span; causal masks hide later keys. This
-        is the global attention of Longformer (Beltagy et al., arXiv:2004.05150). Raises `PlanError` for spans that overlap, are
-        empty or lie outside of the stream.
+        So query i sees key j if j is within `window` of i, or if one of the two is in a span;
+        causal masks hide later keys. This is the global attention of Longformer (Beltagy et al.,
+        arXiv:2004.05150). Raises `PlanError` for spans that overlap, are empty or lie outside of
+        the stream.
         """
         n = _length(n)
         first, last = _ordered_spans(spans, n)
         window = window_of(window)
         left, right = _band(window)
         right = min(right, 0) if causal else right
-        pieces = [(s, e, 0, n, -OPEN, 0 if causal else OPEN) for s, e in zip(first, last, strict=True)]
-        edges = np.concatenate([[0], np.stack([first, last], axis=1).reshape(-1), [n]]).reshape(-1, 2)
+        pieces = [
+            (s, e, 0, n, -OPEN, 0 if causal else OPEN) for s, e in zip(first, last, strict=True)
+        ]
+        edges = np.concatenate([[0], np.stack([first, last], axis=1).reshape(-1), [n]]).reshape(
+            -1, 2
+        )
         for q0, q1 in edges[edges[:, 0] < edges[:, 1]]:
             pieces.append((q0, q1, 0, n, left, right))
             for s, e in zip(first, last, strict=True):
@@ -311,7 +429,9 @@ class Mask:
         tiles = Tiles.of(pieces).trimmed()
         words = f"{len(first)} span{'s' * (len(first) != 1)}, {int((last - first).sum())} tokens"
         details = [words, "" if causal else "not causal", _window_in_words(window, causal)]
-        return cls(n, tiles[sort_index(tiles.q0, tiles.k0)], "global", ", ".join(filter(None, details)))
+        return cls(
+            n, tiles[sort_index(tiles.q0, tiles.k0)], "global", ", ".join(filter(None, details))
+        )
 
     @classmethod
     def block_causal(cls, n: int, block: int) -> Mask:
@@ -325,11 +445,12 @@ class Mask:
 
     @classmethod
     def block_diffusion(cls, n: int, block: int) -> Mask:
-        """A clean half and a noised half of one sequence in one stream of `n` tokens, for training of block diffusion.
+        """A clean half and a noised half of one sequence in one stream of `n` tokens, for training
+        of block diffusion.
 
-        The clean half is block causal. A noised block sees itself and the clean blocks before it. Both halves have the positions
-        0 to n / 2 - 1. The mask is that of BD3-LM (Arriola et al., arXiv:2503.09573), the clean half first. Raises `PlanError`
-        if `n` is odd.
+        The clean half is block causal. A noised block sees itself and the clean blocks before it.
+        Both halves have the positions 0 to n / 2 - 1. The mask is that of BD3-LM (Arriola et al.,
+        arXiv:2503.09573), the clean half first. Raises `PlanError` if `n` is odd.
         """
         n = _length(n)
         block = _block(block, n)
@@ -344,27 +465,37 @@ class Mask:
         itself = np.stack([half + start, half + end, half + start, half + end, *bands])
         pieces = Tiles(np.concatenate([clean, before, itself], axis=1)).trimmed()
         segments = np.array([[0, half], [0, 0]])
-        return cls(n, pieces[sort_index(pieces.q0, pieces.k0)], "block_diffusion", f"blocks of {block} tokens", segments)
+        return cls(
+            n,
+            pieces[sort_index(pieces.q0, pieces.k0)],
+            "block_diffusion",
+            f"blocks of {block} tokens",
+            segments,
+        )
 
     @cached_property
     def digest(self) -> str:
         """Equal for equal masks with equal positions, whatever they are called."""
         positions = b"" if self.segments is None else self.segments.tobytes()
-        return digest(f"{self.n} {self.pieces.data.shape} ".encode(), self.pieces.data.tobytes(), positions)
+        return digest(
+            f"{self.n} {self.pieces.data.shape} ".encode(), self.pieces.data.tobytes(), positions
+        )
 
     @property
     def positions(self) -> Ints:
-        """The position of each token in its own sequence, for rotary and learned embeddings: int64 [n].
+        """The position of each token in its own sequence, for rotary and learned embeddings: int64
+        [n].
 
-        Documents and groups begin at 0, responses continue from their prompt, branches from their parent. Of a mask without such
-        parts it is the place in the stream.
+        Documents and groups begin at 0, responses continue from their prompt, branches from their
+        parent. Of a mask without such parts it is the place in the stream.
         """
         start, position = self._runs()
         return np.arange(self.n) + np.repeat(position - start, np.diff(np.append(start, self.n)))
 
     @property
     def last(self) -> NDArray[np.bool_]:
-        """True for tokens without a next token in the stream: at the end of a run of positions, or not seen by the next token.
+        """True for tokens without a next token in the stream: at the end of a run of positions, or
+        not seen by the next token.
 
         bool [n]. Padding has no next token.
         """
@@ -386,30 +517,58 @@ class Mask:
         return self.segments[0], self.segments[1]
 
     def to_dict(self) -> dict[str, Any]:
-        """The mask in plain numbers, lists and strings, as JSON has them: `from_dict` makes an equal one."""
+        """The mask in plain numbers, lists and strings, as JSON has them: `from_dict` makes an
+        equal one.
+        """
         segments = None if self.segments is None else self.segments.tolist()
         pieces = self.pieces.data.T.tolist()
-        return {"n": self.n, "pieces": pieces, "segments": segments, "name": self.name, "details": self.details}
+        return {
+            "n": self.n,
+            "pieces": pieces,
+            "segments": segments,
+            "name": self.name,
+            "details": self.details,
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Mask:
-        """The mask that `to_dict` has written. Raises `PlanError` for anything else, overlapping pieces included."""
-        unknown = [name for name in values if name not in ("n", "pieces", "segments", "name", "details")]
+        """The mask that `to_dict` has written. Raises `PlanError` for anything else, overlapping
+        pieces included.
+        """
+        unknown = [
+            name for name in values if name not in ("n", "pieces", "segments", "name", "details")
+        ]
         missing = [name for name in ("n", "pieces") if name not in values]
         if unknown or missing:
-            raise PlanError(f"a mask in plain numbers has n, pieces, segments, name and details; here {unknown or missing} is "
-                            f"{'unknown' if unknown else 'missing'}")  # fmt: skip
+            raise PlanError(
+                "a mask in plain numbers has n, pieces, segments, name and details; here "
+                f"{unknown or missing} is {'unknown' if unknown else 'missing'}")  # fmt: skip
         words = (str(values.get("name", "mask")), str(values.get("details", "")))
         mask = cls.from_pieces(values["n"], values["pieces"], *words)
         if values.get("segments") is None:
             return mask
         segments = integers(values["segments"], "segments")
-        if segments.ndim != 2 or segments.shape[0] != 2 or not segments.shape[1] or segments[0, 0] != 0 or (segments < 0).any():
-            raise PlanError("segments of a mask are first tokens, from 0, and their positions: two lists of the same length")
+        if (
+            segments.ndim != 2
+            or segments.shape[0] != 2
+            or not segments.shape[1]
+            or segments[0, 0] != 0
+            or (segments < 0).any()
+        ):
+            raise PlanError(
+                "segments of a mask are first tokens, from 0, and their positions: two lists of "
+                "the same length"
+            )
         if (segments >= MAX_TOKENS).any():
-            raise PlanError(f"segments of a mask hold {segments.max()}: tokens and positions must be below {MAX_TOKENS}")
+            raise PlanError(
+                f"segments of a mask hold {segments.max()}: tokens and positions must be below "
+                f"{MAX_TOKENS}"
+            )
         if (np.diff(segments[0]) <= 0).any() or segments[0, -1] >= mask.n:
-            raise PlanError(f"segments of a mask of {mask.n} tokens must begin at ascending tokens, not {short(segments[0])}")
+            raise PlanError(
+                f"segments of a mask of {mask.n} tokens must begin at ascending tokens, not "
+                f"{short(segments[0])}"
+            )
         return replace(mask, segments=segments)
 
     def allowed(self, i: int, j: int) -> bool:
@@ -417,7 +576,16 @@ class Mask:
         if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.n):
             raise PlanError(f"pair ({i}, {j}) is outside the {self.n} tokens of the mask")
         p = self.pieces
-        return bool(np.any((p.q0 <= i) & (i < p.q1) & (p.k0 <= j) & (j < p.k1) & (p.lo <= j - i) & (j - i <= p.hi)))
+        return bool(
+            np.any(
+                (p.q0 <= i)
+                & (i < p.q1)
+                & (p.k0 <= j)
+                & (j < p.k1)
+                & (p.lo <= j - i)
+                & (j - i <= p.hi)
+            )
+        )
 
     @classmethod
     def batch(cls, rows: Sequence[Mask]) -> Mask:
@@ -425,12 +593,20 @@ class Mask:
         if not rows:
             raise PlanError("a batch must have at least one row")
         starts = np.cumsum([0, *(row.n for row in rows)])
-        pieces = [row.pieces.shifted(start, start).data for row, start in zip(rows, starts, strict=False)]
+        pieces = [
+            row.pieces.shifted(start, start).data for row, start in zip(rows, starts, strict=False)
+        ]
         masks = list(dict.fromkeys(row.describe() for row in rows))
-        words = "; ".join([*masks[:MAX_DESCRIBED], *(["..."] if len(masks) > MAX_DESCRIBED else [])])
-        runs = [np.add(row._runs(), [[start], [0]]) for row, start in zip(rows, starts, strict=False)]
+        words = "; ".join(
+            [*masks[:MAX_DESCRIBED], *(["..."] if len(masks) > MAX_DESCRIBED else [])]
+        )
+        runs = [
+            np.add(row._runs(), [[start], [0]]) for row, start in zip(rows, starts, strict=False)
+        ]
         tiles, segments = Tiles(np.concatenate(pieces, axis=1)), np.concatenate(runs, axis=1)
-        return cls(_length(int(starts[-1])), tiles, "batch", f"{len(rows)} rows ({words})", segments)
+        return cls(
+            _length(int(starts[-1])), tiles, "batch", f"{len(rows)} rows ({words})", segments
+        )
 
     def area(self) -> int:
         """Allowed (query, key) pairs, exactly."""
@@ -460,7 +636,10 @@ def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
 
 def _length(n: int) -> int:
     if not 1 <= integer(n, "n") <= MAX_TOKENS:
-        raise PlanError(f"a stream of {n} tokens: it must hold at least 1" + (f", at most {MAX_TOKENS}" if n > 0 else ""))
+        raise PlanError(
+            f"a stream of {n} tokens: it must hold at least 1"
+            + (f", at most {MAX_TOKENS}" if n > 0 else "")
+        )
     return int(n)
 
 
@@ -481,7 +660,9 @@ def _ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tup
     bad = (start < 0) | (end > n) | (start >= end)
     if bad.any():
         i = bad.argmax()
-        raise PlanError(f"span {start[i]}..{end[i]} is empty or outside the {n} tokens of the stream")
+        raise PlanError(
+            f"span {start[i]}..{end[i]} is empty or outside the {n} tokens of the stream"
+        )
     clash = np.flatnonzero(end[:-1] > start[1:])
     if len(clash):
         i = clash[0]
@@ -494,8 +675,8 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
     given = integers(positions, "positions")
     if given.shape != (n,) or ((given < 0) | (given >= MAX_TOKENS)).any():
         raise PlanError(
-            f"positions of shape {list(given.shape)}, {given.min(initial=0)} to {given.max(initial=0)}: it must be [{n}], from 0 "
-            f"to below {MAX_TOKENS}"
+            f"positions of shape {list(given.shape)}, {given.min(initial=0)} to "
+            f"{given.max(initial=0)}: it must be [{n}], from 0 to below {MAX_TOKENS}"
         )
     start = np.flatnonzero(np.diff(given, prepend=given[0] - 2) != 1)
     return _plain(np.stack([start, given[start]]))
@@ -507,7 +688,9 @@ def _restarts(start: Ints, end: Ints, n: int) -> Ints | None:
 
 
 def _segments(start: Ints, end: Ints, position: Ints, n: int) -> Ints | None:
-    """`Mask.segments` of runs [start, end), end to end from token 0; the padding behind them begins at position 0."""
+    """`Mask.segments` of runs [start, end), end to end from token 0; the padding behind them begins
+    at position 0.
+    """
     live = start < end
     start, position = start[live], position[live]
     total = int(end[-1]) if len(end) else 0
@@ -534,14 +717,19 @@ def _spans(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints,
 
 
 def window_of(window: tuple[int, int]) -> tuple[int, int]:
-    """A window (left, right) as whole numbers: -1 for a side that is open, or reaches further than any stream.
+    """A window (left, right) as whole numbers: -1 for a side that is open, or reaches further than
+    any stream.
 
     Raises `PlanError` for what is not a window.
     """
     try:
         left, right = (integer(side, "window side") for side in window)
     except (TypeError, ValueError) as error:
-        raise error if isinstance(error, PlanError) else PlanError(f"window {window!r}: it is a pair (left, right)") from None
+        raise (
+            error
+            if isinstance(error, PlanError)
+            else PlanError(f"window {window!r}: it is a pair (left, right)")
+        ) from None
     if left < -1 or right < -1:
         raise PlanError(f"window ({left}, {right}): each side must be -1 (open) or at least 0")
     return -1 if left >= MAX_TOKENS else left, -1 if right >= MAX_TOKENS else right
@@ -554,7 +742,9 @@ def _band(window: tuple[int, int]) -> tuple[int, int]:
 
 
 def _window_in_words(window: tuple[int, int], causal: bool) -> str:
-    """A checked window (left, right); "" where it hides nothing. A causal mask has no keys on the right."""
+    """A checked window (left, right); "" where it hides nothing. A causal mask has no keys on the
+    right.
+    """
     left, right = window
     if causal:
         return f"window {left}" if left >= 0 else ""

@@ -1,7 +1,9 @@
-"""Which batch rows of a step share a microbatch: an order in which all microbatches, and all data-parallel ranks, work alike.
+"""Which batch rows of a step share a microbatch: an order in which all microbatches, and all
+data-parallel ranks, work alike.
 
-A step has `ranks * microbatches` microbatches of equally many batch rows. They are filled by longest processing time first. Then
-swaps between the fullest one and another lower the maximum. Microbatches go to ranks in the same way, by longest time first.
+A step has `ranks * microbatches` microbatches of equally many batch rows. They are filled by
+longest processing time first. Then swaps between the fullest one and another lower the maximum.
+Microbatches go to ranks in the same way, by longest time first.
 """
 
 from __future__ import annotations
@@ -23,24 +25,35 @@ def balanced_order(work: Work) -> Ints:
 
     work: of the row at each place, [ranks, microbatches, rows of a microbatch], not negative.
 
-    The order as read stays where another one makes neither the longest microbatch nor the longest rank shorter.
-    Raises `PlanError` for another shape, or work that is negative or not a number.
+    The order as read stays where another one makes neither the longest microbatch nor the longest
+    rank shorter. Raises `PlanError` for another shape, or work that is negative or not a number.
     """
     if work.ndim != 3 or 0 in work.shape or not np.isfinite(work).all() or (work < 0).any():
-        raise PlanError(f"work must be finite and not negative, [ranks, microbatches, rows], not an array {work.shape}")
+        raise PlanError(
+            "work must be finite and not negative, [ranks, microbatches, rows], not an array "
+            f"{work.shape}"
+        )
     ranks, microbatches = work.shape[:2]
     flat = work.reshape(-1)
     filled = _swapped(_longest_first(flat, ranks * microbatches), flat)
     load = flat[filled].sum(1)
     order = filled[np.sort(_longest_first(load, ranks), 1)]
     as_read = np.arange(flat.size).reshape(work.shape)
-    better = [new < old * (1 - 1e-9) for new, old in zip(_longest(flat[order]), _longest(work), strict=True)]
-    worse = [new > old * (1 + 1e-9) for new, old in zip(_longest(flat[order]), _longest(work), strict=True)]
+    better = [
+        new < old * (1 - 1e-9)
+        for new, old in zip(_longest(flat[order]), _longest(work), strict=True)
+    ]
+    worse = [
+        new > old * (1 + 1e-9)
+        for new, old in zip(_longest(flat[order]), _longest(work), strict=True)
+    ]
     return order if any(better) and not any(worse) else as_read
 
 
 def imbalance(work: Work) -> tuple[float, float]:
-    """Work of the longest microbatch, and of the longest rank, over the mean; `work` is that of `balanced_order`."""
+    """Work of the longest microbatch, and of the longest rank, over the mean; `work` is that of
+    `balanced_order`.
+    """
     mean = work.sum(2).mean()
     microbatch, rank = _longest(work)
     return (microbatch / mean, rank / (mean * work.shape[1])) if mean else (1.0, 1.0)
@@ -51,9 +64,15 @@ def _longest(work: Work) -> tuple[float, float]:
 
 
 def _longest_first(work: Work, groups: int) -> Ints:
-    """Members of each group, int64 [groups, len(work) / groups]: the largest first, each to the least loaded group with room."""
+    """Members of each group, int64 [groups, len(work) / groups]: the largest first, each to the
+    least loaded group with room.
+    """
     room = len(work) // groups
-    members, count, load = np.zeros((groups, room), np.int64), np.zeros(groups, np.int64), np.zeros(groups)
+    members, count, load = (
+        np.zeros((groups, room), np.int64),
+        np.zeros(groups, np.int64),
+        np.zeros(groups),
+    )
     for item in np.argsort(-work, kind="stable"):
         group = int(np.argmin(np.where(count < room, load, np.inf)))
         members[group, count[group]] = item
@@ -63,7 +82,9 @@ def _longest_first(work: Work, groups: int) -> Ints:
 
 
 def _swapped(members: Ints, work: Work) -> Ints:
-    """The groups after swaps of one member of the fullest with one of another group, as long as they lower its load."""
+    """The groups after swaps of one member of the fullest with one of another group, as long as
+    they lower its load.
+    """
     members = members.copy()
     for _ in range(MAX_SWAPS):
         held = work[members]

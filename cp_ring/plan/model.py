@@ -1,9 +1,11 @@
-"""Sizes of a GPT model, and the predicted time and memory of a training step, by item, for sizes of all parallel dimensions.
+"""Sizes of a GPT model, and the predicted time and memory of a training step, by item, for sizes of
+all parallel dimensions.
 
-The model of the time: pipeline stages work one microbatch after the other (1F1B), all with the same number of layers, the last
-one with the output layer besides. Attention takes what `cp_ring.plan.simulate` says. Messages of tensor and expert parallelism
-are not hidden. Those of gradients hide behind backward of the last microbatch, and those of weights behind forward of the first
-one, where Megatron's flags ask for it.
+The model of the time: pipeline stages work one microbatch after the other (1F1B), all with the same
+number of layers, the last one with the output layer besides. Attention takes what
+`cp_ring.plan.simulate` says. Messages of tensor and expert parallelism are not hidden. Those of
+gradients hide behind backward of the last microbatch, and those of weights behind forward of the
+first one, where Megatron's flags ask for it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from cp_ring.plan.sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
 
 
 class Experts(NamedTuple):
-    """Experts of a model: so many in each of `layers` layers, of which a token takes `top_k`; widths; parallel size."""
+    """Experts of a model: so many in each of `layers` layers, of which a token takes `top_k`;
+    widths; parallel size.
+    """
 
     number: int
     layers: int
@@ -33,9 +37,10 @@ class Experts(NamedTuple):
 class ModelSizes:
     """A GPT model.
 
-    windows: each window (left, right) of the attention layers and the number of layers that have it. latent, query_latent: of
-    multi-latent attention. gated: whether feed-forward networks have a gate (SwiGLU). loss_chunk: tokens whose logits are made
-    at a time, 0 for all.
+    windows: each window (left, right) of the attention layers and the number of layers that have
+    it. latent, query_latent: of
+    multi-latent attention. gated: whether feed-forward networks have a gate (SwiGLU). loss_chunk:
+    tokens whose logits are made at a time, 0 for all.
     """
 
     layers: int
@@ -71,10 +76,21 @@ class ModelSizes:
         """Parameters of the projections of one attention layer."""
         queries, values = self.heads * self.head_dim, self.heads * self.value_dim
         if self.latent is None:
-            return self.hidden * (queries + self.kv_heads * (self.head_dim + self.value_dim) + values)
+            return self.hidden * (
+                queries + self.kv_heads * (self.head_dim + self.value_dim) + values
+            )
         down, width = self.latent, self.heads * (self.latent.nope + self.latent.value)
-        of_queries = self.query_latent * (self.hidden + queries) if self.query_latent else self.hidden * queries
-        return of_queries + self.hidden * (down.latent + down.rope) + down.latent * width + self.hidden * values
+        of_queries = (
+            self.query_latent * (self.hidden + queries)
+            if self.query_latent
+            else self.hidden * queries
+        )
+        return (
+            of_queries
+            + self.hidden * (down.latent + down.rope)
+            + down.latent * width
+            + self.hidden * values
+        )
 
     def _network(self, width: int) -> int:
         """Parameters of a feed-forward network."""
@@ -83,7 +99,11 @@ class ModelSizes:
     @property
     def expert_parameters(self) -> int:
         """Parameters of all experts of all layers, without those that every token takes."""
-        return self.experts.layers * self.experts.number * self._network(self.experts.width) if self.experts else 0
+        return (
+            self.experts.layers * self.experts.number * self._network(self.experts.width)
+            if self.experts
+            else 0
+        )
 
     @property
     def other_parameters(self) -> int:
@@ -102,7 +122,9 @@ class ModelSizes:
 
     @property
     def token_flops(self) -> float:
-        """FLOP of forward of all layers for a token, without attention's scores and without the output layer."""
+        """FLOP of forward of all layers for a token, without attention's scores and without the
+        output layer.
+        """
         active = self.other_parameters
         if self.experts is not None:
             active += self.experts.layers * self.experts.top_k * self._network(self.experts.width)
@@ -114,11 +136,13 @@ class ModelSizes:
         return 2.0 * self.hidden * self.vocabulary
 
     def activation_bytes(self, tp: int, shared: bool) -> float:
-        """Bytes of a token that all layers keep for backward on a rank, where nothing is recomputed.
+        """Bytes of a token that all layers keep for backward on a rank, where nothing is
+        recomputed.
 
-        Those that attention keeps (q, k, v, out, lse) are not among them. shared: whether tensor-parallel ranks share the
-        activations of norms (sequence parallelism). The input and the output of each norm are kept, the input of the gate and
-        of the last product of a feed-forward network, and the inputs of experts.
+        Those that attention keeps (q, k, v, out, lse) are not among them. shared: whether
+        tensor-parallel ranks share the activations of norms (sequence parallelism). The input and
+        the output of each norm are kept, the input of the gate and of the last product of a
+        feed-forward network, and the inputs of experts.
         """
         per_rank = tp if shared else 1
         inner = 3 if self.gated else 2
@@ -127,7 +151,9 @@ class ModelSizes:
         dense = self.layers - (self.experts.layers if self.experts else 0)
         elements += dense * inner * self.ffn / tp
         if self.experts is not None:
-            of_experts = self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
+            of_experts = (
+                self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
+            )
             elements += self.experts.layers * (of_experts + inner * self.experts.shared_width / tp)
         return elements * self.element
 
@@ -135,10 +161,13 @@ class ModelSizes:
 RESERVED_BYTES = 6 << 30
 """Assumed for CUDA, NCCL's buffers and fragmentation."""
 
-_OPTIMIZER_BYTES = 30  # of a parameter: Adam reads and writes its states and the float32 weight, reads the gradient, casts
+# of a parameter: Adam reads and writes its states and the float32 weight, reads the gradient, casts
+_OPTIMIZER_BYTES = 30
 
 RECOMPUTE = ("none", "keep", "replay")
-"""Nothing is recomputed; all layers, but out and lse of attention are kept; all layers with attention, whose ring runs again."""
+"""Nothing is recomputed; all layers, but out and lse of attention are kept; all layers with
+attention, whose ring runs again.
+"""
 
 
 class ParallelSizes(NamedTuple):
@@ -157,9 +186,10 @@ class ParallelSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A model, its batches and the machines. memory: bytes of a device. spread: of attention's work from one batch row to
-    another, standard deviation over mean. overlap: whether messages of gradients and weights are hidden. distributed: whether
-    ranks share the states of the optimizer. shared_norms: whether tensor-parallel ranks share the activations of norms."""
+    """A model, its batches and the machines. memory: bytes of a device. spread: of attention's work
+    from one batch row to another, standard deviation over mean. overlap: whether messages of
+    gradients and weights are hidden. distributed: whether ranks share the states of the optimizer.
+    shared_norms: whether tensor-parallel ranks share the activations of norms."""
 
     model: ModelSizes
     seq_length: int
@@ -175,7 +205,11 @@ class TrainingSetup:
 
     def link(self, ranks: int) -> float:
         """Bytes per second of a rank in a group of so many consecutive ranks."""
-        return self.rates.inside if ranks <= self.ranks_per_node else self.rates.between / self.rates.ranks_per_card
+        return (
+            self.rates.inside
+            if ranks <= self.ranks_per_node
+            else self.rates.between / self.rates.ranks_per_card
+        )
 
     def microbatches(self, sizes: ParallelSizes, micro_batch: int) -> int:
         """Microbatches of a pipeline in a step."""
@@ -189,9 +223,11 @@ class TrainingSetup:
 class AttentionCost(NamedTuple):
     """Attention of all layers of a model, for one microbatch, on the slowest rank.
 
-    schedule: the hops, as `auto` chose them. sources: the most sources of a hop. forward, both: seconds; exposed: what of them
-    waits for messages. kept: bytes that a layer keeps for backward; kept_results: those of out and lse alone. slots: bytes of
-    receive buffers. sums: bytes of the other buffers of one layer, at the time they are most.
+    schedule: the hops, as `auto` chose them. sources: the most sources of a hop. forward, both:
+    seconds; exposed: what of them
+    waits for messages. kept: bytes that a layer keeps for backward; kept_results: those of out and
+    lse alone. slots: bytes of receive buffers. sums: bytes of the other buffers of one layer, at
+    the time they are most.
     """
 
     shape: Shape
@@ -210,22 +246,33 @@ class AttentionCost(NamedTuple):
 
 
 def step_seconds(
-    setup: TrainingSetup, sizes: ParallelSizes, micro_batch: int, recompute: str, attention: tuple[float, float, float, float]
+    setup: TrainingSetup,
+    sizes: ParallelSizes,
+    micro_batch: int,
+    recompute: str,
+    attention: tuple[float, float, float, float],
 ) -> dict[str, float]:
     """Seconds of a step by item; their sum is the step.
 
-    attention: of one microbatch in all layers: forward, forward with backward, and what waits of each.
+    attention: of one microbatch in all layers: forward, forward with backward, and what waits of
+    each.
     """
     model, rates, tokens = setup.model, setup.rates, setup.tokens(sizes, micro_batch)
     again = recompute != "none"
     products = rates.flops * rates.products * sizes.tp
     shared = setup.shared_norms
-    layers = tokens * (model.token_flops / products + 2 * model.activation_bytes(sizes.tp, shared) / rates.memory)
+    layers = tokens * (
+        model.token_flops / products + 2 * model.activation_bytes(sizes.tp, shared) / rates.memory
+    )
     forward, both, waits, waits_both = attention
     if recompute == "replay":
         both, waits_both = both + forward, waits_both + waits
     passes = 3 if not model.loss_chunk else 4
-    logits = passes * tokens * (model.logit_flops / products + 6 * model.vocabulary / sizes.tp / rates.memory)
+    logits = (
+        passes
+        * tokens
+        * (model.logit_flops / products + 6 * model.vocabulary / sizes.tp / rates.memory)
+    )
     of_microbatch = {
         "attention": both - waits_both,
         "attention waits for messages": waits_both,
@@ -243,11 +290,14 @@ def step_seconds(
     found["pipeline messages"] = _pipeline(setup, sizes, tokens) * 2 * (count + pp - 1)
     found["gradients and weights"] = _gradients(setup, sizes, of_last=2 * layers / pp)
     found["optimizer"] = _optimizer(setup, sizes)
-    found["uneven documents"] = count / pp * both * _unevenness(setup, sizes.dp, count * micro_batch)
+    found["uneven documents"] = (
+        count / pp * both * _unevenness(setup, sizes.dp, count * micro_batch)
+    )
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-EXPOSED = ("attention waits for messages", "tensor-parallel messages", "expert-parallel messages", "pipeline messages",
+EXPOSED = ("attention waits for messages", "tensor-parallel messages", "expert-parallel messages",
+    "pipeline messages",
            "gradients and weights")  # fmt: skip
 """Items of a step that wait for messages."""
 
@@ -275,7 +325,13 @@ def _pipeline(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
     if sizes.pp == 1:
         return 0.0
     held = sizes.tp if setup.shared_norms else 1
-    return tokens * setup.model.hidden * setup.model.element / held / setup.link(2 * sizes.tp * sizes.cp * sizes.dp)
+    return (
+        tokens
+        * setup.model.hidden
+        * setup.model.element
+        / held
+        / setup.link(2 * sizes.tp * sizes.cp * sizes.dp)
+    )
 
 
 def parameters(setup: TrainingSetup, sizes: ParallelSizes) -> tuple[float, float]:
@@ -289,7 +345,9 @@ def parameters(setup: TrainingSetup, sizes: ParallelSizes) -> tuple[float, float
 def _optimizer(setup: TrainingSetup, sizes: ParallelSizes) -> float:
     of_experts, others = parameters(setup, sizes)
     replicas = sizes.dp * sizes.cp if setup.distributed else 1
-    held = others / replicas + of_experts / (_expert_replicas(setup, sizes) if setup.distributed else 1)
+    held = others / replicas + of_experts / (
+        _expert_replicas(setup, sizes) if setup.distributed else 1
+    )
     return held * _OPTIMIZER_BYTES / setup.rates.memory
 
 
@@ -299,7 +357,9 @@ def _expert_replicas(setup: TrainingSetup, sizes: ParallelSizes) -> float:
 
 
 def _gradients(setup: TrainingSetup, sizes: ParallelSizes, of_last: float) -> float:
-    """Seconds for gradients (float32) and weights between replicas that are not hidden. of_last: backward of a microbatch."""
+    """Seconds for gradients (float32) and weights between replicas that are not hidden. of_last:
+    backward of a microbatch.
+    """
     of_experts, others = parameters(setup, sizes)
     near = max(1, setup.ranks_per_node // sizes.tp)
     total = []
@@ -320,7 +380,9 @@ def _gradients(setup: TrainingSetup, sizes: ParallelSizes, of_last: float) -> fl
 
 
 def _unevenness(setup: TrainingSetup, dp: int, drawn: int) -> float:
-    """By how much the slowest of `dp` ranks has more attention than the mean, where each draws so many batch rows."""
+    """By how much the slowest of `dp` ranks has more attention than the mean, where each draws so
+    many batch rows.
+    """
     return setup.spread * sqrt(2 * log(dp) / drawn) if dp > 1 else 0.0
 
 
@@ -334,13 +396,16 @@ def step_memory(
 ) -> dict[str, float]:
     """Bytes of a rank by item, of the first stage or the last, whichever needs more.
 
-    weights: bytes of weights, gradients and the optimizer's states. attention: None leaves its buffers and what it keeps out,
+    weights: bytes of weights, gradients and the optimizer's states. attention: None leaves its
+    buffers and what it keeps out,
     so that the sum is the least that any shape needs.
     """
     model, tokens = setup.model, setup.tokens(sizes, micro_batch)
     layers = model.layers / sizes.pp
     kept, results, slots, sums = (
-        (attention.kept, attention.kept_results, attention.slots, attention.sums) if attention else (0, 0, 0, 0)
+        (attention.kept, attention.kept_results, attention.slots, attention.sums)
+        if attention
+        else (0, 0, 0, 0)
     )
     of_layers = tokens * model.activation_bytes(sizes.tp, setup.shared_norms) / sizes.pp
     if recompute == "none":

@@ -1,9 +1,10 @@
 """Packing: documents of any length into rows of equal length, for training without padding.
 
-Three ways: `first-fit` puts the longest documents first, each into the first row with room for it (first-fit decreasing, which
-needs at most 11/9 of the fewest rows plus 6/9: Dosa, "The Tight Bound of First Fit Decreasing Bin-Packing Algorithm", 2007);
-`in-order` keeps the order of the documents and begins a new row where the next one does not fit; `fill` keeps the order too and
-cuts documents at the ends of rows, so that only the last row has padding. The result depends on the lengths alone.
+Three ways: `first-fit` puts the longest documents first, each into the first row with room for it
+(first-fit decreasing, which needs at most 11/9 of the fewest rows plus 6/9: Dosa, "The Tight Bound
+of First Fit Decreasing Bin-Packing Algorithm", 2007); `in-order` keeps the order of the documents
+and begins a new row where the next one does not fit; `fill` keeps the order too and cuts documents
+at the ends of rows, so that only the last row has padding. The result depends on the lengths alone.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from cp_ring.plan.ranges import MAX_TOKENS, Ints, expand, integer, integers
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Rows of `capacity` tokens and the pieces of documents in them. A document that is not cut is one piece.
+    """Rows of `capacity` tokens and the pieces of documents in them. A document that is not cut is
+    one piece.
 
     first: int64 [rows + 1], the first piece of each row.
-    document, start, length: int64 [pieces], each piece's document, its first token in it, and its tokens; row after row.
+    document, start, length: int64 [pieces], each piece's document, its first token in it, and its
+    tokens; row after row.
     """
 
     capacity: int
@@ -54,47 +57,74 @@ class PackedRows:
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
         """(document, first token, tokens) of the pieces of a row, in their order."""
         here = slice(int(self.first[row]), int(self.first[row + 1]))
-        return list(zip(self.document[here].tolist(), self.start[here].tolist(), self.length[here].tolist(), strict=True))
+        return list(
+            zip(
+                self.document[here].tolist(),
+                self.start[here].tolist(),
+                self.length[here].tolist(),
+                strict=True,
+            )
+        )
 
     def cu_seqlens(self, row: int) -> Ints:
-        """Offsets of the pieces of a row, and its end where padding follows them: int64 [pieces + 1 or 2]."""
+        """Offsets of the pieces of a row, and its end where padding follows them: int64 [pieces + 1
+        or 2].
+        """
         here = slice(int(self.first[row]), int(self.first[row + 1]))
         offsets = np.concatenate([[0], np.cumsum(self.length[here])])
         return offsets if offsets[-1] == self.capacity else np.append(offsets, self.capacity)
 
     def describe(self) -> str:
-        """As in `1,000 documents in 40 rows of 4,096 tokens: 99.9 % filled, 120 padding tokens in 1 row, 3 documents cut`."""
+        """As in
+        `1,000 documents in 40 rows of 4,096 tokens: 99.9 % filled, 120 padding tokens in 1 row, 3 documents cut`.
+        """
         short = int((self.tokens < self.capacity).sum())
         documents = len(np.unique(self.document))
         cut = int((np.bincount(self.document) > 1).sum())
-        parts = [f"{_many(documents, 'document')} in {_many(self.rows, 'row')} of {self.capacity:,} tokens"]
+        parts = [
+            f"{_many(documents, 'document')} in {_many(self.rows, 'row')} of {self.capacity:,} "
+            "tokens"
+        ]
         parts[0] += f": {100 * self.fill:.2f} % filled"
-        parts += [f"{self.padding:,} padding tokens in {_many(short, 'row')}"] if self.padding else ["no padding"]
+        parts += (
+            [f"{self.padding:,} padding tokens in {_many(short, 'row')}"]
+            if self.padding
+            else ["no padding"]
+        )
         parts += [f"{_many(cut, 'document')} cut"] if cut else []
         return ", ".join(parts)
 
 
-def pack(lengths: Sequence[int] | np.ndarray, capacity: int, how: str = "first-fit", cut_long: bool = False) -> PackedRows:
+def pack(
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int,
+    how: str = "first-fit",
+    cut_long: bool = False,
+) -> PackedRows:
     """Packs documents of these `lengths` (tokens) into rows of `capacity` tokens.
 
     how: one of `WAYS`.
-    cut_long: cut a document that is longer than a row into pieces of a row and a rest; else it is rejected. `fill` cuts anyway.
+    cut_long: cut a document that is longer than a row into pieces of a row and a rest; else it is
+    rejected. `fill` cuts anyway.
 
-    Raises `PlanError` where there is no document or an empty one, for lengths that are not whole numbers, and for a document that
-    is longer than a row and may not be cut.
+    Raises `PlanError` where there is no document or an empty one, for lengths that are not whole
+    numbers, and for a document that is longer than a row and may not be cut.
     """
     if how not in WAYS:
         raise PlanError(f"pack {how!r}: known are {', '.join(WAYS)}")
     size = _checked(lengths)
     if not 1 <= integer(capacity, "tokens of a row") <= MAX_TOKENS:
-        raise PlanError(f"rows of {capacity} tokens: a row must have at least 1" + f", at most {MAX_TOKENS}" * (capacity > 0))
+        raise PlanError(
+            f"rows of {capacity} tokens: a row must have at least 1"
+            + f", at most {MAX_TOKENS}" * (capacity > 0)
+        )
     if how == "fill":
         return _fill(size, capacity)
     long = np.flatnonzero(size > capacity)
     if len(long) and not cut_long:
         raise PlanError(
-            f"document {long[0]} has {size[long[0]]:,} tokens, more than the {capacity:,} of a row: make rows longer, or let "
-            "long documents be cut"
+            f"document {long[0]} has {size[long[0]]:,} tokens, more than the {capacity:,} of a "
+            "row: make rows longer, or let long documents be cut"
         )
     document, part = expand(np.zeros_like(size), -(-size // capacity))
     start = part * capacity
@@ -113,7 +143,9 @@ def _checked(lengths: Sequence[int] | np.ndarray) -> Ints:
     if len(bad):
         raise PlanError(f"document {bad[0]} has {size[bad[0]]} tokens: leave empty documents out")
     if size.max() > MAX_TOKENS:
-        raise PlanError(f"document {size.argmax()} has {size.max()} tokens: it must have at most {MAX_TOKENS}")
+        raise PlanError(
+            f"document {size.argmax()} has {size.max()} tokens: it must have at most {MAX_TOKENS}"
+        )
     return size
 
 
@@ -139,10 +171,11 @@ def _in_order(length: Ints, capacity: int) -> Ints:
 
 
 def _first_fit(length: Ints, capacity: int) -> Ints:
-    """The row of each piece. Rows are numbered by their first document, so that a file's order is kept roughly.
+    """The row of each piece. Rows are numbered by their first document, so that a file's order is
+    kept roughly.
 
-    A tree holds the room of each row, in every inner node the most of those below it: a row is found in as many steps as the
-    tree has levels.
+    A tree holds the room of each row, in every inner node the most of those below it: a row is
+    found in as many steps as the tree has levels.
     """
     leaves = 1 << (len(length) - 1).bit_length()
     room = [capacity] * (2 * leaves)
@@ -176,4 +209,6 @@ WAYS: dict[str, Callable[[Ints, int], Ints]] = {
     "in-order": _in_order,
     "fill": _in_order,  # of pieces that fit exactly
 }
-"""The ways of packing, by name. Each gives the row of each piece, from the pieces' tokens and those of a row."""
+"""The ways of packing, by name. Each gives the row of each piece, from the pieces' tokens and those
+of a row.
+"""

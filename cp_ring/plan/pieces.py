@@ -1,4 +1,6 @@
-"""Tables of pieces, of which masks are made: read from plain numbers, checked for overlaps, and joined."""
+"""Tables of pieces, of which masks are made: read from plain numbers, checked for overlaps, and
+joined.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Overlap(NamedTuple):
 
 
 def first_overlap(n: int, pieces: Tiles) -> Overlap | None:
-    """The first overlap of two fitted pieces, None if all are disjoint. Interval arithmetic: see `cp_ring.plan.strips`."""
+    """The first overlap of two fitted pieces, None if all are disjoint. Interval arithmetic: see
+    `cp_ring.plan.strips`.
+    """
     cuts = cuts_of(n, pieces)
     found = intervals(pieces, cuts)
     at = found.overlap()
@@ -40,8 +44,9 @@ def first_overlap(n: int, pieces: Tiles) -> Overlap | None:
 def joined(n: int, pieces: Tiles) -> Tiles:
     """Disjoint pieces that allow what at least one of the fitted `pieces` allows.
 
-    Strips are cut further where two sides cross, so that within a strip the order of all sides is the same at every query. Then
-    the union of a strip's intervals at its first and at its last query is that of all its queries.
+    Strips are cut further where two sides cross, so that within a strip the order of all sides is
+    the same at every query. Then the union of a strip's intervals at its first and at its last
+    query is that of all its queries.
     """
     cuts = cuts_of(n, pieces)
     found = intervals(pieces, cuts)
@@ -50,7 +55,10 @@ def joined(n: int, pieces: Tiles) -> Tiles:
     crossings = [cuts]
     for side in (0, 1):
         for its in (0, 1):
-            slope, level = found.sides[[side, side + 2]][:, one], found.sides[[its, its + 2]][:, other]
+            slope, level = (
+                found.sides[[side, side + 2]][:, one],
+                found.sides[[its, its + 2]][:, other],
+            )
             cross = (slope[0] < level[0]) & (slope[1] > level[1])
             crossings.append((cuts[found.strip[one]] + level[0] - slope[0])[cross])
     cuts = np.unique(np.concatenate(crossings))
@@ -65,18 +73,26 @@ def joined(n: int, pieces: Tiles) -> Tiles:
     strip, left0, left1 = strip[first], left0[first], left1[first]
     right0, right1 = reach0[last] - base[first], reach1[last] - base[first]
     q0, q1 = cuts[strip], cuts[strip + 1]
-    lo, hi = np.where(left1 > left0, left0 - q0, -OPEN), np.where(right1 > right0, right0 - 1 - q0, OPEN)
+    lo, hi = (
+        np.where(left1 > left0, left0 - q0, -OPEN),
+        np.where(right1 > right0, right0 - 1 - q0, OPEN),
+    )
     tiles = Tiles(np.stack([q0, q1, left0, right1, lo, hi])).trimmed()
     return coalesce(tiles, np.zeros(len(tiles), np.int64))[0]
 
 
 def read(pieces: Iterable[Sequence[int]]) -> Tiles:
-    """Pieces of 4 or 6 numbers as tiles; a bound of a band beyond `OPEN` becomes open. Raises `PlanError` for others."""
+    """Pieces of 4 or 6 numbers as tiles; a bound of a band beyond `OPEN` becomes open. Raises
+    `PlanError` for others.
+    """
     whole: list[tuple[int, ...]] = []
     for i, piece in enumerate(_iterated(pieces, "pieces")):
         values = _iterated(piece, f"piece {i}")
         if len(values) not in (4, 6):
-            raise PlanError(f"piece {i} has {len(values)} numbers: it must be (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi)")
+            raise PlanError(
+                f"piece {i} has {len(values)} numbers: it must be (q0, q1, k0, k1) or (q0, q1, k0, "
+                "k1, lo, hi)"
+            )
         whole.append(values if len(values) == 6 else (*values, -OPEN, OPEN))
     return Tiles.of(whole)
 

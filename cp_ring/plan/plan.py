@@ -1,11 +1,12 @@
 """Plan: for each rank and hop, the tiles to compute and the token ranges to move, as data.
 
-A member of the ring is one rank, or `ulysses` neighboring ranks, which exchange tokens for heads (see `cp_ring.plan.heads`).
-At hop 0 member r computes on its own keys, later on those of one or several other members: on those at distance d (see
-`cp_ring.plan.order`) at hop `schedule[d]` (see `cp_ring.plan.schedule`). The plan is three tables over all members: tiles
-(which member computes which pairs, on whose keys, at which hop), transfers (which tokens' keys and values move between which
-members, at which hop) and gradients (the same for the gradients of keys and values). `plan.rank_plan(rank)` is one rank's
-part, which the executor runs.
+A member of the ring is one rank, or `ulysses` neighboring ranks, which exchange tokens for heads
+(see `cp_ring.plan.heads`). At hop 0 member r computes on its own keys, later on those of one or
+several other members: on those at distance d (see `cp_ring.plan.order`) at hop `schedule[d]` (see
+`cp_ring.plan.schedule`). The plan is three tables over all members: tiles (which member computes
+which pairs, on whose keys, at which hop), transfers (which tokens' keys and values move between
+which members, at which hop) and gradients (the same for the gradients of keys and values).
+`plan.rank_plan(rank)` is one rank's part, which the executor runs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from cp_ring.plan.verify_ranks import verify_rank_plans
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """How attention is split over ranks. `cp_ring.plan.spec.plan` makes and proves the plan of a mask by it.
+    """How attention is split over ranks. `cp_ring.plan.spec.plan` makes and proves the plan of a
+    mask by it.
 
     layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
     route, schedule, ulysses, node_size, slot_shards: as in `Plan.build`.
@@ -47,7 +49,8 @@ class PlanSpec:
     slot_shards: int | None = None
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
-        """The plan of `mask` over `cp` ranks, neither proven nor kept; with `rank`, all that this rank's part needs of it.
+        """The plan of `mask` over `cp` ranks, neither proven nor kept; with `rank`, all that this
+        rank's part needs of it.
 
         Raises `PlanError` where mask, ranks and spec do not fit together.
         """
@@ -72,7 +75,9 @@ class PlanSpec:
         return Plan(_tables(mask, members, self.route, hops, cut, near), layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
-        """One rank's plan, neither proven nor kept, without planning for the others if the route is `local`."""
+        """One rank's plan, neither proven nor kept, without planning for the others if the route is
+        `local`.
+        """
         check_rank(rank, cp)
         return self.build(mask, cp, rank).rank_plan(rank)
 
@@ -108,22 +113,29 @@ class Plan:
             mask: which keys each query sees.
             layout: which rank holds which tokens.
             route: how keys reach the members that need them, a name in `ROUTES`.
-            schedule: `auto`, `ring` (one source a hop), `gather` (all remote sources in one hop), or the hop of each ring
-                distance, as in (0, 1, 2, 2); see `cp_ring.plan.schedule`.
-            slot_shards: the most sources of a hop, so that a receive buffer holds at most so many shards. None is 4 for
-                `auto`, and no limit for another schedule. A route with a schedule of its own has no such limit: that of
-                `relay` has fewer than `node_size`, but up to 2.
-            node_size: neighboring ranks on one node, for routes that are `node_aware`; 1 if nodes do not matter.
-            ulysses: neighboring ranks that exchange tokens for heads; the ring has as many times fewer members.
+            schedule: `auto`, `ring` (one source a hop), `gather` (all remote sources in one hop),
+                or the hop of each ring distance, as in (0, 1, 2, 2); see `cp_ring.plan.schedule`.
+            slot_shards: the most sources of a hop, so that a receive buffer holds at most so many
+                shards. None is 4 for `auto`, and no limit for another schedule. A route with a
+                schedule of its own has no such limit: that of `relay` has fewer than `node_size`,
+                but up to 2.
+            node_size: neighboring ranks on one node, for routes that are `node_aware`; 1 if nodes
+            do not matter.
+            ulysses: neighboring ranks that exchange tokens for heads; the ring has as many times
+            fewer members.
 
-        Raises `PlanError` if mask and layout differ in length, if `ulysses` does not divide the ranks, or if the route or the
-        schedule is not right.
+        Raises `PlanError` if mask and layout differ in length, if `ulysses` does not divide the
+        ranks, or if the route or the schedule is not right.
         """
-        return PlanSpec(layout, route, schedule, ulysses, node_size, slot_shards).build(mask, layout.cp)
+        return PlanSpec(layout, route, schedule, ulysses, node_size, slot_shards).build(
+            mask, layout.cp
+        )
 
     @classmethod
     def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, **options: Any) -> RankPlan:
-        """One rank's plan, without planning for the others if the route is `local`. Options and errors as in `build`."""
+        """One rank's plan, without planning for the others if the route is `local`. Options and
+        errors as in `build`.
+        """
         return PlanSpec(layout, **options).build_rank_plan(mask, layout.cp, rank)
 
     @property
@@ -148,7 +160,8 @@ class Plan:
         return self.layout.cp
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """The plan of one rank, with keys of tiles counted in the key buffer of their hop; made once.
+        """The plan of one rank, with keys of tiles counted in the key buffer of their hop; made
+        once.
 
         Raises `PlanError` if there is no such rank.
         """
@@ -161,18 +174,26 @@ class Plan:
         return self._rank_plans[rank]
 
     def verify(self, num_slots: int = 2, rank_plans: bool = False) -> Report:
-        """Proves the plan for all ranks, run with `num_slots` receive buffers; see `cp_ring.plan.verify`.
+        """Proves the plan for all ranks, run with `num_slots` receive buffers; see
+        `cp_ring.plan.verify`.
 
-        The report is that of the members of the ring. Each rank of a member runs the ring for its own heads. `split_heads`
-        proves that every head has one rank. So each (query, key, head) that the mask allows is computed exactly once.
+        The report is that of the members of the ring. Each rank of a member runs the ring for its
+        own heads. `split_heads` proves that every head has one rank. So each (query, key, head)
+        that the mask allows is computed exactly once.
 
-        With `rank_plans` it also proves the rank plans that the executor runs, at a higher cost; see
-        `cp_ring.plan.verify_ranks`. Raises `PlanError` that names the rank, the hop and the tokens.
+        With `rank_plans` it also proves the rank plans that the executor runs, at a higher cost;
+        see `cp_ring.plan.verify_ranks`. Raises `PlanError` that names the rank, the hop and the
+        tokens.
         """
         if self.layout is not self.ring.layout:
             check_members(self.layout, self.ring.layout, self.ulysses)
             for rank in range(self.cp):
-                check_exchange(self.layout, self.ring.layout, rank, self.rank_plan(rank).exchange if rank_plans else None)
+                check_exchange(
+                    self.layout,
+                    self.ring.layout,
+                    rank,
+                    self.rank_plan(rank).exchange if rank_plans else None,
+                )
         proven = verify(self.ring, num_slots)
         if rank_plans:
             for place in range(self.ulysses):
@@ -189,7 +210,9 @@ def _cut(mask: Mask, layout: Layout, mine: Any = None) -> tuple[Tiles, Ints, Int
     if mine is None:
         return split_at_edges(mask.pieces, layout.edges)
     keep = (mine, ~mine), (~mine, mine), (mine, mine)
-    tiles, *chunks = zip(*(split_at_edges(mask.pieces, layout.edges, keep=each) for each in keep), strict=True)
+    tiles, *chunks = zip(
+        *(split_at_edges(mask.pieces, layout.edges, keep=each) for each in keep), strict=True
+    )
     query_chunk, key_chunk = map(np.concatenate, chunks)
     return Tiles(np.concatenate([each.data for each in tiles], axis=1)), query_chunk, key_chunk
 
@@ -197,18 +220,24 @@ def _cut(mask: Mask, layout: Layout, mine: Any = None) -> tuple[Tiles, Ints, Int
 def _tables(
     mask: Mask, layout: Layout, route: str, hops: Schedule, parts: tuple[Tiles, Ints, Ints], node_size: int
 ) -> PlanTables:  # fmt: skip
-    """The tables of the members of the ring, from the pieces of the mask cut at the edges of their chunks."""
+    """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
+    chunks.
+    """
     tiles, query_chunk, key_chunk = parts
     edges, starts, cp, order = layout.edges, layout.starts, layout.cp, Order(layout.cp, node_size)
     rank, source = layout.owner[query_chunk], layout.owner[key_chunk]
-    tiles = tiles.shifted(starts[query_chunk] - edges[query_chunk], starts[key_chunk] - edges[key_chunk])
+    tiles = tiles.shifted(
+        starts[query_chunk] - edges[query_chunk], starts[key_chunk] - edges[key_chunk]
+    )
     tiles, group = coalesce(tiles, rank * cp + order.distance(rank, source))
     rank, distance = np.divmod(group, cp)
     transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, distance, hops, order), cp)
     transfers = transfers.in_buffer_order("receiver", order)
     gradients = gradients.in_buffer_order("sender", order)
     hop, source = np.array(hops)[distance], order.owner(rank, distance)
-    return PlanTables(mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients, node_size)
+    return PlanTables(
+        mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients, node_size
+    )
 
 
 def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule, order: Order) -> Need:

@@ -1,4 +1,6 @@
-"""Vectorized operations on many half-open ranges `[start, end)` at once, and checks of whole numbers."""
+"""Vectorized operations on many half-open ranges `[start, end)` at once, and checks of whole
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from cp_ring.errors import PlanError
 Ints = NDArray[np.int64]
 
 MAX_TOKENS = 1 << 30
-"""Tokens of the longest stream: positions, distances and numbers of pairs then fit into int64 with room to spare."""
+"""Tokens of the longest stream: positions, distances and numbers of pairs then fit into int64 with
+room to spare.
+"""
 
 
 def integer(value: object, what: str) -> int:
-    """`value` as an int. Raises `PlanError` if it is not a whole number: nothing is rounded, and True is no 1."""
+    """`value` as an int. Raises `PlanError` if it is not a whole number: nothing is rounded, and
+    True is no 1.
+    """
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -29,12 +35,15 @@ def integer(value: object, what: str) -> int:
 def integers(values: object, what: str) -> Ints:
     """`values`, also those of a tensor on any device, as an int64 array.
 
-    Raises `PlanError` if they are not integers, or not ones of 64 bits: nothing is rounded, and nothing wraps around.
+    Raises `PlanError` if they are not integers, or not ones of 64 bits: nothing is rounded, and
+    nothing wraps around.
     """
     try:
         array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise PlanError(f"{what} cannot be read as whole numbers: {' '.join(str(error).split())}") from None
+        raise PlanError(
+            f"{what} cannot be read as whole numbers: {' '.join(str(error).split())}"
+        ) from None
     if array.size and array.dtype.kind not in "iu":
         raise PlanError(f"{what} must be whole numbers, not {array.dtype} as in {short(array)}")
     if array.dtype.kind == "u" and array.max(initial=0) > np.iinfo(np.int64).max:
@@ -43,19 +52,25 @@ def integers(values: object, what: str) -> Ints:
 
 
 def offsets(values: object, what: str, end: int | None = None) -> Ints:
-    """Offsets of documents in a stream, int64 [documents + 1]: from 0, not decreasing, and up to `end` where it is given.
+    """Offsets of documents in a stream, int64 [documents + 1]: from 0, not decreasing, and up to
+    `end` where it is given.
 
     Raises `PlanError` for others: this is the check of every `cu_seqlens`.
     """
     found = integers(values, what)
     if found.ndim != 1:
-        raise PlanError(f"{what} must be one list of offsets, not an array of shape {list(found.shape)}")
+        raise PlanError(
+            f"{what} must be one list of offsets, not an array of shape {list(found.shape)}"
+        )
     if not len(found) or found[0] != 0 or (found[1:] < found[:-1]).any():
         raise PlanError(f"{what} must start at 0 and not decrease, not {short(found)}")
     if found[-1] > MAX_TOKENS:
         raise PlanError(f"{what} ends at {found[-1]}: a stream holds at most {MAX_TOKENS} tokens")
     if end is not None and found[-1] != end:
-        raise PlanError(f"{what} must end at the {end} tokens of the whole sequence, not at {found[-1]}: {short(found)}")
+        raise PlanError(
+            f"{what} must end at the {end} tokens of the whole sequence, not at {found[-1]}: "
+            f"{short(found)}"
+        )
     return found
 
 
@@ -65,7 +80,9 @@ def short(values: np.ndarray) -> str:
 
 
 def sort_index(*keys: Ints) -> Ints | slice:
-    """Index that sorts by the non-negative `keys`, the most significant first; `slice(None)` if they are sorted already."""
+    """Index that sorts by the non-negative `keys`, the most significant first; `slice(None)` if
+    they are sorted already.
+    """
     key = keys[0]
     for minor in keys[1:]:
         span = int(minor.max(initial=0)) + 1
@@ -76,7 +93,9 @@ def sort_index(*keys: Ints) -> Ints | slice:
 
 
 def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """Union of the ranges of each group, as (group, start, end): sorted, disjoint, and joined where they touch."""
+    """Union of the ranges of each group, as (group, start, end): sorted, disjoint, and joined where
+    they touch.
+    """
     sort = sort_index(group, start)
     group, start, end = group[sort], start[sort], end[sort]
     base = group * (int(end.max(initial=0)) + 1)
@@ -87,7 +106,9 @@ def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def overlaps(start: Ints, end: Ints, edges_start: Ints, edges_end: Ints) -> tuple[Ints, Ints]:
-    """All pairs (range, cell) that overlap. The cells `[edges_start, edges_end)` must be sorted and disjoint."""
+    """All pairs (range, cell) that overlap. The cells `[edges_start, edges_end)` must be sorted and
+    disjoint.
+    """
     first = np.searchsorted(edges_end, start, side="right")
     count = np.maximum(np.searchsorted(edges_start, end, side="left") - first, 0)
     return expand(first, count)

@@ -1,4 +1,6 @@
-"""One rank's plan, made from the tables of all ranks. Its tokens are counted in the buffers that the executor holds."""
+"""One rank's plan, made from the tables of all ranks. Its tokens are counted in the buffers that
+the executor holds.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from cp_ring.plan.tiles import Tiles, coalesce
 
 
 class _HopBuffers:
-    """One buffer of a rank for each hop, in which the ranges of the hop's sources lie end to end; at hop 0 its whole shard.
+    """One buffer of a rank for each hop, in which the ranges of the hop's sources lie end to end;
+    at hop 0 its whole shard.
 
-    `distance` is the distance of the rank from the owner of each range, by which, and by start, the ranges are sorted.
+    `distance` is the distance of the rank from the owner of each range, by which, and by start, the
+    ranges are sorted.
     """
 
     def __init__(self, ranges: Transfers, distance: Ints, num_tokens: int, cp: int):
@@ -32,7 +36,9 @@ class _HopBuffers:
         if not len(self._keys):
             return np.zeros_like(distance)
         key = distance * self._span + np.minimum(start, self._span - 1)
-        return np.where(distance == 0, 0, self._slide[np.searchsorted(self._keys, key, "right") - 1])
+        return np.where(
+            distance == 0, 0, self._slide[np.searchsorted(self._keys, key, "right") - 1]
+        )
 
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
@@ -42,11 +48,14 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     arriving_far, leaving_far, grads_leaving_far, grads_arriving_far = (
-        order.distance(rank, table.owner) for table in (arriving, leaving, grads_leaving, grads_arriving)
+        order.distance(rank, table.owner)
+        for table in (arriving, leaving, grads_leaving, grads_arriving)
     )
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
     tile_far = order.distance(rank, plan.tile_source[mine])
-    tiles, tile_hop, grad_shift = _in_buffers(plan.tiles[mine], plan.tile_hop[mine], tile_far, keys, grads)
+    tiles, tile_hop, grad_shift = _in_buffers(
+        plan.tiles[mine], plan.tile_hop[mine], tile_far, keys, grads
+    )
 
     live = np.zeros(cp, bool)
     for hop in (tile_hop, arriving.hop, leaving.hop, grads_leaving.hop, grads_arriving.hop):
@@ -58,9 +67,21 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     distances, hop_of = np.flatnonzero(present), np.array(plan.schedule)
     receives = _Messages(arriving, arriving.sender, arriving.hop, arriving_far, arriving_far, keys)
     sends = _Messages(
-        leaving, leaving.receiver, leaving.buffer, order.distance(leaving.receiver, leaving.owner), leaving_far, keys
+        leaving,
+        leaving.receiver,
+        leaving.buffer,
+        order.distance(leaving.receiver, leaving.owner),
+        leaving_far,
+        keys,
     )
-    grad_sends = _Messages(grads_leaving, grads_leaving.receiver, grads_leaving.hop, grads_leaving_far, grads_leaving_far, grads)
+    grad_sends = _Messages(
+        grads_leaving,
+        grads_leaving.receiver,
+        grads_leaving.hop,
+        grads_leaving_far,
+        grads_leaving_far,
+        grads,
+    )
     grad_receives = _Messages(
         grads_arriving, grads_arriving.sender, grads_arriving.buffer,
         order.distance(grads_arriving.sender, grads_arriving.owner), grads_arriving_far, grads,
@@ -86,7 +107,9 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
 
 
 def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
-    """The tiles of one rank as its rank plan has them, without the rest of it: (tiles, hop of each)."""
+    """The tiles of one rank as its rank plan has them, without the rest of it: (tiles, hop of
+    each).
+    """
     _, _, keys, grads = _buffers(plan, rank)
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
     far = plan.order.distance(rank, plan.tile_source[mine])
@@ -94,19 +117,26 @@ def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
 
 
 def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuffers, _HopBuffers]:
-    """The messages that fill a rank's key buffers, those that leave its gradient buffers, and these buffers."""
+    """The messages that fill a rank's key buffers, those that leave its gradient buffers, and these
+    buffers.
+    """
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
     num_tokens = int(plan.layout.tokens_per_rank[rank])
-    keys, grads = (_HopBuffers(t, plan.order.distance(rank, t.owner), num_tokens, plan.cp) for t in (arriving, leaving))
+    keys, grads = (
+        _HopBuffers(t, plan.order.distance(rank, t.owner), num_tokens, plan.cp)
+        for t in (arriving, leaving)
+    )
     return arriving, leaving, keys, grads
 
 
 def _in_buffers(
     tiles: Tiles, hop: Ints, distance: Ints, keys: _HopBuffers, grads: _HopBuffers
 ) -> tuple[Tiles, Ints, Ints]:  # fmt: skip
-    """The tiles with keys counted in the key buffer of their hop, their hops, and what leads on to the gradient buffer.
+    """The tiles with keys counted in the key buffer of their hop, their hops, and what leads on to
+    the gradient buffer.
 
-    At hops with several sources, tiles whose keys lie end to end in both buffers are joined into one kernel call.
+    At hops with several sources, tiles whose keys lie end to end in both buffers are joined into
+    one kernel call.
     """
     slide = keys.slide(distance, tiles.k0)
     shift = grads.slide(distance, tiles.k0) - slide
@@ -118,7 +148,10 @@ def _in_buffers(
         return tiles, hop, shift
     places, group = np.unique(np.stack([hop[join], shift[join]]), axis=1, return_inverse=True)
     joined, group = coalesce(tiles[join], group.reshape(-1))
-    hop, shift = (np.concatenate([x[~join], place[group]]) for x, place in zip((hop, shift), places, strict=True))
+    hop, shift = (
+        np.concatenate([x[~join], place[group]])
+        for x, place in zip((hop, shift), places, strict=True)
+    )
     sort = np.argsort(hop, kind="stable")
     data = np.concatenate([tiles[~join].data, joined.data], axis=1)
     return Tiles(data[:, sort]), hop[sort], shift[sort]
@@ -127,11 +160,20 @@ def _in_buffers(
 class _Messages:
     """The messages of a table, with ranges counted in this rank's buffers.
 
-    `peer` is the other rank of each message, `buffer` the hop of this rank's buffer, and `far` this rank's distance from
-    the owner. `order` is the distance by which both ranks order the messages of several owners between them.
+    `peer` is the other rank of each message, `buffer` the hop of this rank's buffer, and `far` this
+    rank's distance from the owner. `order` is the distance by which both ranks order the messages
+    of several owners between them.
     """
 
-    def __init__(self, table: Transfers, peer: Ints, buffer: Ints, order: Ints, far: Ints, buffers: _HopBuffers):
+    def __init__(
+        self,
+        table: Transfers,
+        peer: Ints,
+        buffer: Ints,
+        order: Ints,
+        far: Ints,
+        buffers: _HopBuffers,
+    ):
         slide = buffers.slide(far, table.start)
         # `Transfer.buffer` is 0 for the buffer of the message's own hop.
         named = np.where(buffer == table.hop, 0, buffer)
@@ -143,4 +185,7 @@ class _Messages:
         """The messages of one hop, one transfer for each peer and buffer."""
         messages = self._messages[:, slice(*np.searchsorted(self._hop, [hop, hop + 1]))].T.tolist()
         groups = groupby(messages, key=lambda message: message[:2])
-        return tuple(Transfer(peer, tuple((start, end) for _, _, start, end in group), named) for (peer, named), group in groups)
+        return tuple(
+            Transfer(peer, tuple((start, end) for _, _, start, end in group), named)
+            for (peer, named), group in groups
+        )

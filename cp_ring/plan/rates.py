@@ -1,4 +1,6 @@
-"""What devices and links do in a second, for predicted times. The defaults are assumptions, not measurements."""
+"""What devices and links do in a second, for predicted times. The defaults are assumptions, not
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ FLOPS_PER_SECOND = 4e14
 """What an attention kernel reaches on an H100, by default."""
 
 NETWORK_BYTES_PER_SECOND = 4e10
-"""What a network card of 400 Gb/s receives from other nodes, and sends at the same time, by default."""
+"""What a network card of 400 Gb/s receives from other nodes, and sends at the same time, by
+default.
+"""
 
 NVLINK_BYTES_PER_SECOND = 3e11
 """What a rank receives from other ranks of its node, and sends at the same time, by default."""
@@ -30,17 +34,23 @@ SECONDS_PER_CALL = 2e-5
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device and its links do in a second, by default an H100 with NVLink and a network card of 400 Gb/s for each rank.
+    """What a device and its links do in a second, by default an H100 with NVLink and a network card
+    of 400 Gb/s for each rank.
 
     flops: FLOP of attention, forward and backward alike.
-    inside: bytes that a rank receives from ranks of its own node, and sends to them at the same time.
-    between: bytes that a network card receives from other nodes, and sends to them at the same time.
+    inside: bytes that a rank receives from ranks of its own node, and sends to them at the same
+    time.
+    between: bytes that a network card receives from other nodes, and sends to them at the same
+    time.
     ranks_per_card: neighboring ranks of a node that share a network card.
     memory: bytes that a device reads and writes.
     call: seconds that a kernel call loses, and an exchange of heads.
-    products: FLOP of the matrix products of other layers, relative to `flops`. 600 TFLOP/s are assumed of an H100, by default.
-    block: tokens of the square blocks in which a kernel computes beside the edges of a mask; 1 counts the allowed pairs alone.
-    padded: whether a block at the end of a tile counts whole, so that a tile of 4 tokens costs a block.
+    products: FLOP of the matrix products of other layers, relative to `flops`. 600 TFLOP/s are
+    assumed of an H100, by default.
+    block: tokens of the square blocks in which a kernel computes beside the edges of a mask; 1
+    counts the allowed pairs alone.
+    padded: whether a block at the end of a tile counts whole, so that a tile of 4 tokens costs a
+    block.
 
     Raises `PlanError` unless all numbers are above 0.
     """
@@ -58,11 +68,15 @@ class Rates:
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name != "padded" and not 0 < getattr(self, field.name) < float("inf"):
-                raise PlanError(f"{field.name}={getattr(self, field.name)}: a rate must be a number above 0")
+                raise PlanError(
+                    f"{field.name}={getattr(self, field.name)}: a rate must be a number above 0"
+                )
 
 
 def stage_seconds(computes: NDArray[Any], *moves: NDArray[Any]) -> NDArray[Any]:
-    """The rule of the model of time: a stage lasts as long as the longest of what is computed and what moves during it."""
+    """The rule of the model of time: a stage lasts as long as the longest of what is computed and
+    what moves during it.
+    """
     for moving in moves:
         computes = np.maximum(computes, moving)
     return computes
@@ -77,8 +91,8 @@ NAMED = {
     "h200-nvlink-400g": Rates(memory=4.3e12),
     "a100-nvlink-200g": Rates(1.9e14, 2e11, 2e10, memory=1.7e12, products=1.25),
 }
-"""Rates by the names of devices and links. The links are those of vendors' data sheets, less what protocols take; all of them are
-assumptions, not measurements."""
+"""Rates by the names of devices and links. The links are those of vendors' data sheets, less what
+protocols take; all of them are assumptions, not measurements."""
 
 
 def named_or_read(text: str) -> Rates:
@@ -91,14 +105,17 @@ def named_or_read(text: str) -> Rates:
 
 
 _IN_FILE = {"tflops": ("flops", 1e12), "link_gb_s": ("inside", 1e9), "network_gb_s": ("between", 1e9),
-            "memory_gb_s": ("memory", 1e9), "call_us": ("call", 1e-6), "ranks_per_card": ("ranks_per_card", 1)}  # fmt: skip
+            "memory_gb_s": ("memory", 1e9), "call_us": ("call", 1e-6), "ranks_per_card": (
+            "ranks_per_card", 1)}  # fmt: skip
 
 
 def read(path: str) -> Rates:
-    """The rates of a JSON file, as `cp-ring bench rates --json` prints it and preflight writes it (links.json).
+    """The rates of a JSON file, as `cp-ring bench rates --json` prints it and preflight writes it
+    (links.json).
 
-    The file may have any of tflops, memory_gb_s, call_us, link_gb_s (ranks of a node), network_gb_s (other nodes) and
-    ranks_per_card; `RATES` has what it lacks, or has as null. Raises `PlanError` with the reason where the file has no rates.
+    The file may have any of tflops, memory_gb_s, call_us, link_gb_s (ranks of a node), network_gb_s
+    (other nodes) and ranks_per_card; `RATES` has what it lacks, or has as null. Raises `PlanError`
+    with the reason where the file has no rates.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -111,8 +128,15 @@ def read(path: str) -> Rates:
     if isinstance(found, dict):
         given = {key: found[key] for key in _IN_FILE if found.get(key) is not None}
     if not given:
-        raise PlanError(f"--rates {path}: it has none of {', '.join(_IN_FILE)}, as `cp-ring bench rates --json` prints them")
+        raise PlanError(
+            f"--rates {path}: it has none of {', '.join(_IN_FILE)}, as `cp-ring bench rates "
+            "--json` prints them"
+        )
     for key, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < float("inf")
+        ):
             raise PlanError(f"--rates {path}: {key} {value!r}: it must be a number above 0")
     return Rates(**{_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in given.items()})

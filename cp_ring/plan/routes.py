@@ -1,18 +1,23 @@
-"""Routes: how keys reach the ranks whose tiles read them, and how their gradients reach the owners of the keys.
+"""Routes: how keys reach the ranks whose tiles read them, and how their gradients reach the owners
+of the keys.
 
-To add a route, write one function from what every rank reads at every hop (`Need`) and the number of ranks to two
-tables of transfers, of keys and of gradients, and enter a `Route` in `ROUTES` under the name that users give:
+To add a route, write one function from what every rank reads at every hop (`Need`) and the number
+of ranks to two tables of transfers, of keys and of gradients, and enter a `Route` in `ROUTES` under
+the name that users give:
 
     def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]: ...
 
     ROUTES["direct"] = Route(direct)
 
-`need.schedule` maps distance to hop: a hop may have several sources. `need.order` counts distances; it is the plain ring
-distance, (rank - owner) mod cp, for all routes but those that are `node_aware`.
+`need.schedule` maps distance to hop: a hop may have several sources. `need.order` counts distances;
+it is the plain ring distance, (rank - owner) mod cp, for all routes but those that are
+`node_aware`.
 
-Flags and settings take their choices from `ROUTES`, so the entry must be made before they are read. The tables may be in
-any order. `verify.check_keys` and `verify.check_gradients` state what they must hold; every plan of the route must pass
-`Plan.build(mask, layout, "name").verify(rank_plans=True)`, for which `cp_ring.testing` has masks and a ring to run on.
+Flags and settings take their choices from `ROUTES`, so the entry must be made before they are read.
+The tables may be in any order. `verify.check_keys` and `verify.check_gradients` state what they
+must hold; every plan of the route must pass
+`Plan.build(mask, layout, "name").verify(rank_plans=True)`, for which `cp_ring.testing` has masks
+and a ring to run on.
 """
 
 from __future__ import annotations
@@ -31,33 +36,54 @@ from cp_ring.plan.tables import Need, Transfers
 
 
 def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]:
-    """Each owner sends keys straight to the rank that reads them, at the hop that reads them; gradients go straight back."""
+    """Each owner sends keys straight to the rank that reads them, at the hop that reads them;
+    gradients go straight back.
+    """
     own_shard = np.zeros(len(need.rank), np.int64)
     keys = Transfers(need.hop, need.owner, need.rank, need.owner, need.start, need.end, own_shard)
     return keys, replace(keys, sender=keys.receiver, receiver=keys.sender)
 
 
 def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
-    """Keys go from hop to hop as far as any rank downstream needs them; gradients go on from hop to hop, home.
+    """Keys go from hop to hop as far as any rank downstream needs them; gradients go on from hop to
+    hop, home.
 
-    With one source a hop, rank r holds keys of rank r - t at hop t, and all messages go to the next neighbor. With several,
-    the rank at distance d from the owner receives keys from a rank that held them one hop before, at distance
-    `before[d]`, and sends its gradient buffer to a rank that holds the same keys one hop later, at distance `after[d]`, or
-    to the owner after the last hop. A rank receives what it, or a rank downstream, needs. The gradient buffer that it
-    sends on holds what it, or a rank upstream, needed.
+    With one source a hop, rank r holds keys of rank r - t at hop t, and all messages go to the next
+    neighbor. With several, the rank at distance d from the owner receives keys from a rank that
+    held them one hop before, at distance `before[d]`, and sends its gradient buffer to a rank that
+    holds the same keys one hop later, at distance `after[d]`, or to the owner after the last hop. A
+    rank receives what it, or a rank downstream, needs. The gradient buffer that it sends on holds
+    what it, or a rank upstream, needed.
     """
     before, after = _neighbors(np.array(need.schedule))
     order = need.order
     last = need.schedule[-1]
     hop, owner, distance, start, end = _passed_on(need, cp, range(last, 0, -1), before)
-    keys = Transfers(hop, order.reader(owner, before[distance]), order.reader(owner, distance), owner, start, end, hop - 1)
+    keys = Transfers(
+        hop,
+        order.reader(owner, before[distance]),
+        order.reader(owner, distance),
+        owner,
+        start,
+        end,
+        hop - 1,
+    )
     hop, owner, distance, start, end = _passed_on(need, cp, range(1, last + 1), after)
     onward = np.where(hop < last, hop + 1, 0)
-    return keys, Transfers(hop, order.reader(owner, distance), order.reader(owner, after[distance]), owner, start, end, onward)
+    return keys, Transfers(
+        hop,
+        order.reader(owner, distance),
+        order.reader(owner, after[distance]),
+        owner,
+        start,
+        end,
+        onward,
+    )
 
 
 def _neighbors(schedule: Ints) -> tuple[Ints, Ints]:
-    """For each ring distance, one of the distances a hop before it and one of those a hop after it (0 after the last hop).
+    """For each ring distance, one of the distances a hop before it and one of those a hop after it
+    (0 after the last hop).
 
     The distances of a hop are shared out evenly among those of the neighboring hop, in order.
     """
@@ -71,7 +97,8 @@ def _neighbors(schedule: Ints) -> tuple[Ints, Ints]:
 
 
 def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """What is held where every rank passes on, to distance `to[d]` at the next of `hops`, what it needs and what it got.
+    """What is held where every rank passes on, to distance `to[d]` at the next of `hops`, what it
+    needs and what it got.
 
     Returns (hop, owner, distance, start, end) of ranges of the owners' tokens.
     """
@@ -87,15 +114,18 @@ def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, 
         owner, distance = np.divmod(held, cp)
         parts.append((np.full(len(held), index), owner, distance, low, high))
         passed = owner * cp + to[distance], low, high
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [np.zeros(0, np.int64)] * 5
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [
+        np.zeros(0, np.int64)
+    ] * 5
     return tuple(columns)  # type: ignore[return-value]
 
 
 def relay(need: Need, cp: int) -> tuple[Transfers, Transfers]:
-    """Keys cross to each other node once, whatever number of its ranks needs them; their gradients cross back once.
+    """Keys cross to each other node once, whatever number of its ranks needs them; their gradients
+    cross back once.
 
-    In a node that reads an owner's keys, ranks have parts by their distance within the node from the owner's place, at
-    hops t, t + 1 and t + 2 (see `relay_schedule`):
+    In a node that reads an owner's keys, ranks have parts by their distance within the node from
+    the owner's place, at hops t, t + 1 and t + 2 (see `relay_schedule`):
 
     | place | keys | gradients |
     |---|---|---|
@@ -104,8 +134,9 @@ def relay(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     | others, hop t + 1 | from place 0 | to the last place |
     | the last, hop t + 2 | from place 1 | all of the node's, summed in float32, to the owner |
 
-    So gradients are summed in the direction of the hops, and each rank sends and receives as much between nodes as any
-    other. On nodes of two ranks the last place is 1, at hop t + 1. Within the owner's own node the route is direct.
+    So gradients are summed in the direction of the hops, and each rank sends and receives as much
+    between nodes as any other. On nodes of two ranks the last place is 1, at hop t + 1. Within the
+    owner's own node the route is direct.
     """
     size, order, hops = need.order.node_size, need.order, np.array(need.schedule)
     if size in (1, cp):
@@ -113,11 +144,19 @@ def relay(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     node, place = np.divmod(order.distance(need.rank, need.owner), size)
     near, far, last = node == 0, node > 0, size - 1
     own, own_back = direct(_part(need, near), cp)
-    owner, node, place, start, end = need.owner[far], node[far], place[far], need.start[far], need.end[far]
+    owner, node, place, start, end = (
+        need.owner[far],
+        node[far],
+        place[far],
+        need.start[far],
+        need.end[far],
+    )
     via = 1 if size > 2 else 0
 
     def held(*places: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Ranges that ranks at these places have for each owner and node: (owner, node, place, start, end)."""
+        """Ranges that ranks at these places have for each owner and node: (owner, node, place,
+        start, end).
+        """
         tokens = (np.tile(x, len(places)) for x in (start, end))
         where = np.concatenate([(owner * cp + node * size) + each for each in places])
         group, low, high = union(where, *tokens)
@@ -135,25 +174,33 @@ def relay(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     o, n, p, low, high = held(place, zero + last, np.where(place == 0, 1, place))
     hop = hops[n * size + p]
     receiver = np.where(p == last, o, rank(o, n, np.where((p == 0) & (size > 2), 1, last)))
-    gradients = Transfers(hop, rank(o, n, p), receiver, o, low, high, np.where(p == last, 0, hop + 1))
+    gradients = Transfers(
+        hop, rank(o, n, p), receiver, o, low, high, np.where(p == last, 0, hop + 1)
+    )
     return keys.joined(own), gradients.joined(own_back)
 
 
 def _part(need: Need, keep: NDArray[np.bool_]) -> Need:
-    return replace(need, **{name: getattr(need, name)[keep] for name in ("rank", "hop", "owner", "start", "end")})
+    return replace(
+        need,
+        **{name: getattr(need, name)[keep] for name in ("rank", "hop", "owner", "start", "end")},
+    )
 
 
 @dataclass(frozen=True)
 class Route:
     """A route, with all that the rest of the plan asks of it.
 
-    transfers: from what every rank reads at every hop, and the number of ranks, to the messages of keys and of gradients.
-    local: the messages of a rank follow from the tiles of the rank and of those that read its keys, so that a rank can plan
-        its own part alone. This only saves time.
+    transfers: from what every rank reads at every hop, and the number of ranks, to the messages of
+    keys and of gradients.
+    local: the messages of a rank follow from the tiles of the rank and of those that read its keys,
+        so that a rank can plan its own part alone. This only saves time.
     node_aware: hops may be in the order of nodes (`Order`): a rank's own node first.
-    one_source: the schedule `auto` has one source a hop: more would send keys past the next neighbor.
-    own_schedule: the schedule of a route that can have no other one, from the given one, the number of ranks and the ranks of
-        a node. It raises `PlanError` where the given one is neither `auto` nor this one.
+    one_source: the schedule `auto` has one source a hop: more would send keys past the next
+    neighbor.
+    own_schedule: the schedule of a route that can have no other one, from the given one, the number
+        of ranks and the ranks of a node. It raises `PlanError` where the given one is neither
+        `auto` nor this one.
     """
 
     transfers: Callable[[Need, int], tuple[Transfers, Transfers]]
@@ -165,17 +212,25 @@ class Route:
     def schedule(
         self, given: str | Sequence[int], layout: Layout, slot_shards: int | None, node_size: int
     ) -> Schedule:  # fmt: skip
-        """The hops of a plan, checked; `node_size` as in `Order`. Raises `PlanError` as `cp_ring.plan.schedule.resolve` does."""
+        """The hops of a plan, checked; `node_size` as in `Order`. Raises `PlanError` as
+        `cp_ring.plan.schedule.resolve` does.
+        """
         if self.own_schedule:
             return self.own_schedule(given, layout.cp, node_size)
         tokens = int(layout.tokens_per_rank.max()) // layout.rows
-        return resolve(given, layout.cp, tokens, slot_shards, one_source=self.one_source, node_size=node_size)
+        return resolve(
+            given, layout.cp, tokens, slot_shards, one_source=self.one_source, node_size=node_size
+        )
 
 
 class _Routes(dict[str, Route]):
     def __setitem__(self, name: str, route: Route) -> None:
         if not isinstance(route, Route):
-            warnings.warn(f"ROUTES[{name!r}] is a function: write Route(function)", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                f"ROUTES[{name!r}] is a function: write Route(function)",
+                DeprecationWarning,
+                stacklevel=2,
+            )
             route = Route(route)
         super().__setitem__(name, route)
 

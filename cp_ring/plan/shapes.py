@@ -1,7 +1,8 @@
-"""Shapes of context parallelism side by side: routes, ranks that exchange heads, schedules; and the choice of the fastest.
+"""Shapes of context parallelism side by side: routes, ranks that exchange heads, schedules; and the
+choice of the fastest.
 
-A shape fits into memory if a receive buffer holds at most `slot_shards` times a rank's own keys and values. This is the bound
-that schedules keep, too.
+A shape fits into memory if a receive buffer holds at most `slot_shards` times a rank's own keys and
+values. This is the bound that schedules keep, too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Shape(NamedTuple):
 class Costed(NamedTuple):
     """What a shape costs in one layer.
 
-    bytes_between_nodes: of all ranks together, in forward: keys and values, and heads that are exchanged.
+    bytes_between_nodes: of all ranks together, in forward: keys and values, and heads that are
+    exchanged.
     buffer_bytes: largest sum of a rank's buffers, without what is kept for backward.
     slot_shards: the largest receive buffer, in units of a rank's own keys and values.
     """
@@ -62,22 +64,41 @@ class Costed(NamedTuple):
 
 
 def shapes_of(
-    cp: int, sizes: AttentionSizes, node_size: int, route: str = AUTO, heads: int | str = AUTO, schedule: str = AUTO
+    cp: int,
+    sizes: AttentionSizes,
+    node_size: int,
+    route: str = AUTO,
+    heads: int | str = AUTO,
+    schedule: str = AUTO,
 ) -> Iterator[Shape]:
     """The shapes that these arguments allow, each `auto` or a choice of its own."""
-    counts = [u for u in range(1, cp + 1) if cp % u == 0 and sizes.heads % u == 0] if heads == AUTO else [int(heads)]
+    counts = (
+        [u for u in range(1, cp + 1) if cp % u == 0 and sizes.heads % u == 0]
+        if heads == AUTO
+        else [int(heads)]
+    )
     for u in counts:
         members, nodes = cp // u, members_of_node(node_size, u)
         for name in ROUTES if route == AUTO else (route,):
-            # Where it does the same as direct, or cannot have the schedule, it is none of the choices.
+            # Where it does the same as direct, or cannot have the schedule, it is none of the
+            # choices.
             own = ROUTES[name].own_schedule is not None
             same = own and (nodes in (1, members) or schedule != AUTO)
-            if route != AUTO or name == DEFAULT or not (same or members == 1 or (u > 1 and not own)):
+            if (
+                route != AUTO
+                or name == DEFAULT
+                or not (same or members == 1 or (u > 1 and not own))
+            ):
                 yield Shape(name, u, schedule)
 
 
 def planned(
-    mask: Mask, layout: Layout, shape: Shape, slot_shards: int | None = None, node_size: int = 1, rates: Rates = RATES
+    mask: Mask,
+    layout: Layout,
+    shape: Shape,
+    slot_shards: int | None = None,
+    node_size: int = 1,
+    rates: Rates = RATES,
 ) -> Plan:
     """The plan of a shape, with the schedule `auto` of these rates."""
     schedule: str | tuple[int, ...] = parse(shape.schedule)
@@ -98,10 +119,14 @@ def costed(
     rates: Rates = RATES,
     kernel: Capabilities = KERNELS[ASSUMED],
 ) -> Costed:
-    """What a proven plan costs for a layer of these sizes, all heads together, with `ranks_per_node` ranks on a node."""
+    """What a proven plan costs for a layer of these sizes, all heads together, with
+    `ranks_per_node` ranks on a node.
+    """
     own = sizes.of_rank(shape.heads)
     moved = crossing(plan, sizes, ranks_per_node)
-    buffers = {name: size for name, size in memory(report, own).items() if not name.startswith("kept")}
+    buffers = {
+        name: size for name, size in memory(report, own).items() if not name.startswith("kept")
+    }
     shard = int(plan.layout.tokens_per_rank.max()) * sizes.on_wire()[0]
     return Costed(
         shape,
@@ -134,29 +159,43 @@ def choose(
     rates: Rates = RATES,
     kernel: Capabilities = KERNELS[ASSUMED],
 ) -> Choice:
-    """The shape of least predicted time, forward and backward, for layers of these masks (mask, number of layers).
+    """The shape of least predicted time, forward and backward, for layers of these masks (mask,
+    number of layers).
 
-    The layout is by default the zigzag. Of shapes whose predicted times differ by less than a hundredth, the first is chosen:
-    the ring alone before heads, `direct` before other routes. Raises `PlanError` where no shape fits into memory.
+    The layout is by default the zigzag. Of shapes whose predicted times differ by less than a
+    hundredth, the first is chosen: the ring alone before heads, `direct` before other routes.
+    Raises `PlanError` where no shape fits into memory.
     """
     fits: list[_Timed] = []
     too_large: list[_Timed] = []
     for shape in shapes_of(cp, sizes, node_size, route, heads, schedule):
         seconds, shards = 0.0, 0.0
         for mask, count in layers:
-            plan = planned(mask, layout or Layout.zigzag(mask.n, cp), shape, _limit(shape, slot_shards), node_size, rates)
+            plan = planned(
+                mask,
+                layout or Layout.zigzag(mask.n, cp),
+                shape,
+                _limit(shape, slot_shards),
+                node_size,
+                rates,
+            )
             found = costed(plan, plan.verify(), shape, sizes, node_size, rates, kernel)
             seconds, shards = seconds + count * found.timeline.both, max(shards, found.slot_shards)
         (fits if shards <= slot_shards else too_large).append((shape, seconds, shards))
     if not fits:
-        raise PlanError(f"slot_shards {slot_shards}: no shape fits; {_needs(*too_large[0])}" if too_large else _NONE)
+        raise PlanError(
+            f"slot_shards {slot_shards}: no shape fits; {_needs(*too_large[0])}"
+            if too_large
+            else _NONE
+        )
     least = min(seconds for _, seconds, _ in fits)
     best = next(found for found in fits if found[1] <= 1.01 * least)
     return Choice(best[0], _reason(best, fits, too_large))
 
 
 _Timed = tuple[Shape, float, float]
-"""A shape, its predicted seconds, and its receive buffer in units of a rank's own keys and values."""
+"""A shape, its predicted seconds, and its receive buffer in units of a rank's own keys and values.
+"""
 
 _NONE = "no shape of context parallelism is possible with these settings"
 
@@ -170,10 +209,15 @@ def _reason(best: _Timed, fits: list[_Timed], too_large: list[_Timed]) -> str:
     shape, seconds, _ = best
     others = sorted((time, other.name) for other, time, _ in fits if other != shape)
     words = [
-        f"route {shape.route}, heads {shape.heads}: {1e3 * seconds:.3g} ms predicted for attention of a step of one sequence"
+        f"route {shape.route}, heads {shape.heads}: {1e3 * seconds:.3g} ms predicted for attention "
+        "of a step of one sequence"
     ]
     words += [f"{name} {1e3 * time:.3g} ms" for time, name in others[:2]]
-    faster = min((found for found in too_large if found[1] < 0.99 * seconds), key=lambda found: found[1], default=None)
+    faster = min(
+        (found for found in too_large if found[1] < 0.99 * seconds),
+        key=lambda found: found[1],
+        default=None,
+    )
     return "; ".join([*words, *([f"{_needs(*faster)}"] if faster else [])])
 
 

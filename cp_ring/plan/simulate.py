@@ -1,14 +1,17 @@
-"""The one model of time: how long attention takes by a plan, with a kernel, on devices and links of given rates.
+"""The one model of time: how long attention takes by a plan, with a kernel, on devices and links of
+given rates.
 
-A pass, forward or backward, is a series of stages on each rank: its hops, where backward does half of hop 0 first and half of it
-last. A stage lasts as long as the longest of three things: what it computes, what arrives during it, and what leaves during
-it (`cp_ring.plan.rates.stage_seconds`). These are the keys of the next hop, and in backward also the gradients of the last one.
-A network card may be shared by several ranks: then what all of them send or receive at a hop goes through it. Merges, sums,
-kernel calls and exchanges of heads take time besides. Where ranks exchange heads, the exchange of one group of heads hides
-behind attention on another; that of the first group before attention and that of the last one after it are exposed.
+A pass, forward or backward, is a series of stages on each rank: its hops, where backward does half
+of hop 0 first and half of it last. A stage lasts as long as the longest of three things: what it
+computes, what arrives during it, and what leaves during it (`cp_ring.plan.rates.stage_seconds`).
+These are the keys of the next hop, and in backward also the gradients of the last one. A network
+card may be shared by several ranks: then what all of them send or receive at a hop goes through it.
+Merges, sums, kernel calls and exchanges of heads take time besides. Where ranks exchange heads, the
+exchange of one group of heads hides behind attention on another; that of the first group before
+attention and that of the last one after it are exposed.
 
-The schedule `auto`, the choice of a route, `cp-ring plan` with its pictures and comparisons, `cp-ring tune` and the pictures
-of traces all read this model.
+The schedule `auto`, the choice of a route, `cp-ring plan` with its pictures and comparisons,
+`cp-ring tune` and the pictures of traces all read this model.
 """
 
 from __future__ import annotations
@@ -36,15 +39,20 @@ from cp_ring.plan.verify import Report
 Floats = NDArray[np.float64]
 
 SAMPLED_RANKS = 3
-"""Rank plans of which merges and kernel calls are counted where not all are: the first, one in the middle, the last."""
+"""Rank plans of which merges and kernel calls are counted where not all are: the first, one in the
+middle, the last.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One direction of attention, in seconds: arrays of ranks [ranks], or of ranks and stages [ranks, stages].
+    """One direction of attention, in seconds: arrays of ranks [ranks], or of ranks and stages
+    [ranks, stages].
 
-    compute: what a stage computes. moving: what arrives or leaves during it, the longer of the two. extra: kernel calls,
-    merges and sums. hidden, exposed: exchanges of heads that hide behind the stages, and those before and after them.
+    compute: what a stage computes. moving: what arrives or leaves during it, the longer of the two.
+    extra: kernel calls,
+    merges and sums. hidden, exposed: exchanges of heads that hide behind the stages, and those
+    before and after them.
     """
 
     compute: Floats
@@ -78,9 +86,10 @@ class Pass:
 class Timeline:
     """The predicted times of one layer's attention, in seconds.
 
-    ideal: those of one kernel call on the whole sequence, divided evenly among ranks: (forward, backward). bytes_per_card: keys,
-    values and exchanged heads in forward that the busiest network card sends or receives. before: the stage of forward in which
-    the keys of each hop travel, int64 [ranks, hops].
+    ideal: those of one kernel call on the whole sequence, divided evenly among ranks: (forward,
+    backward). bytes_per_card: keys,
+    values and exchanged heads in forward that the busiest network card sends or receives. before:
+    the stage of forward in which the keys of each hop travel, int64 [ranks, hops].
     """
 
     passes: tuple[Pass, Pass]
@@ -90,7 +99,9 @@ class Timeline:
 
     @cached_property
     def _slowest(self) -> list[tuple[float, float]]:
-        """Of forward, and of both together: the time of the slowest rank, and what of it the rank waits."""
+        """Of forward, and of both together: the time of the slowest rank, and what of it the rank
+        waits.
+        """
         found: list[tuple[float, float]] = []
         total, busy = np.zeros(1), np.zeros(1)
         for one in self.passes:
@@ -131,7 +142,10 @@ class Timeline:
 
     def facts(self) -> dict[str, Any]:
         """The times, as JSON has them."""
-        times = {f"{name}_s": getattr(self, name) for name in ("forward", "both", "exposed_forward", "exposed_both")}
+        times = {
+            f"{name}_s": getattr(self, name)
+            for name in ("forward", "both", "exposed_forward", "exposed_both")
+        }
         speeds = {name: getattr(self, name) for name in ("efficiency_forward", "efficiency_both")}
         return times | speeds | {"bytes_per_card": self.bytes_per_card}
 
@@ -145,14 +159,20 @@ class Links:
         cards = -(-ranks_per_node // rates.ranks_per_card)
         self.card = self.node * cards + rank % ranks_per_node // rates.ranks_per_card
 
-    def amounts(self, sender: Ints, receiver: Ints, size: Ints, hop: Ints | int = 0, hops: int = 1) -> Ints:
-        """Bytes of each rank, [4, ranks, hops]: in and out inside its node, in and out through its network card."""
+    def amounts(
+        self, sender: Ints, receiver: Ints, size: Ints, hop: Ints | int = 0, hops: int = 1
+    ) -> Ints:
+        """Bytes of each rank, [4, ranks, hops]: in and out inside its node, in and out through its
+        network card.
+        """
         crosses = self.node[sender] != self.node[receiver]
         tables = []
         for of_link in (~crosses, crosses):
             for rank in (receiver, sender):
                 index = (rank * hops + hop)[of_link]
-                tables.append(np.bincount(index, size[of_link], self.ranks * hops).reshape(self.ranks, hops))
+                tables.append(
+                    np.bincount(index, size[of_link], self.ranks * hops).reshape(self.ranks, hops)
+                )
         for table in tables[2:]:
             of_card = np.zeros((int(self.card.max()) + 1, hops))
             np.add.at(of_card, self.card, table)
@@ -176,19 +196,32 @@ def simulate(
 ) -> Timeline:
     """Times of a proven plan for a layer of these sizes, all heads together.
 
-    `ranks_per_node` neighboring ranks share a node. `kernel` says what the kernel can do, from which its calls follow.
-    `updates` has those of some ranks of the ring (`rank_updates`); by default a few are taken. Those of the others are taken to
-    be as large as the largest of these.
+    `ranks_per_node` neighboring ranks share a node. `kernel` says what the kernel can do, from
+    which its calls follow. `updates` has those of some ranks of the ring (`rank_updates`); by
+    default a few are taken. Those of the others are taken to be as large as the largest of these.
     """
     ring, heads = plan.ring, plan.ulysses
-    split, links = split_heads(sizes.heads, sizes.kv_heads, heads), Links(plan.cp, ranks_per_node, rates)
+    split, links = (
+        split_heads(sizes.heads, sizes.kv_heads, heads),
+        Links(plan.cp, ranks_per_node, rates),
+    )
     sizes = sizes.exchanging(heads)
-    own, groups, hops = sizes.of_rank(heads), split.groups if heads > 1 else 1, ring.schedule[-1] + 1
+    own, groups, hops = (
+        sizes.of_rank(heads),
+        split.groups if heads > 1 else 1,
+        ring.schedule[-1] + 1,
+    )
     exact = cost(report, own)
     costs = exact if rates.block == 1 else _in_blocks(exact, ring, report, rates)
-    widths = zip(*(sizes.on_wire(sum(len(x[place]) for x in split.repeated)) for place in range(heads)), strict=True)
+    widths = zip(
+        *(sizes.on_wire(sum(len(x[place]) for x in split.repeated)) for place in range(heads)),
+        strict=True,
+    )
     tables = zip((ring.transfers, ring.gradients), widths, strict=True)
-    keys, gradients = (_ring_amounts(links, table, list(bytes_per_token), hops) for table, bytes_per_token in tables)
+    keys, gradients = (
+        _ring_amounts(links, table, list(bytes_per_token), hops)
+        for table, bytes_per_token in tables
+    )
     member = np.arange(plan.cp) // heads
     compute = [x[member, :hops] / rates.flops for x in _flops(costs)]
     live = (costs.forward_flops[member, :hops] > 0) | ((keys.sum(0) + gradients.sum(0)) > 0)
@@ -201,14 +234,24 @@ def simulate(
         (np.concatenate([halves, compute[1][:, 1:], halves], 1), links.seconds(ahead[1] + behind)),
     )
     extra = _overheads(plan, own, rates, groups, kernel, updates)[member]
-    exchange = _exchange_amounts(plan, links, sizes) if heads > 1 else np.zeros((4, 4, plan.cp), np.int64)
-    first_there, last_there, first_back, last_back = (links.seconds(amounts) for amounts in exchange)
-    extra = extra + (2 * groups * rates.call if heads > 1 else 0.0)  # before and after attention, in each direction
+    exchange = (
+        _exchange_amounts(plan, links, sizes) if heads > 1 else np.zeros((4, 4, plan.cp), np.int64)
+    )
+    first_there, last_there, first_back, last_back = (
+        links.seconds(amounts) for amounts in exchange
+    )
+    # before and after attention, in each direction
+    extra = extra + (2 * groups * rates.call if heads > 1 else 0.0)
     passes = [
         Pass(*stage, extra[:, which], total * (groups - 1) / groups, total / groups)
-        for which, (stage, total) in enumerate(zip(stages, (first_there + last_there, first_back + last_back), strict=True))
+        for which, (stage, total) in enumerate(
+            zip(stages, (first_there + last_there, first_back + last_back), strict=True)
+        )
     ]
-    ideal = [float(x.sum()) * heads / rates.flops / plan.cp for x in (exact.forward_flops, exact.backward_flops)]
+    ideal = [
+        float(x.sum()) * heads / rates.flops / plan.cp
+        for x in (exact.forward_flops, exact.backward_flops)
+    ]
     carried = keys[2:].sum(-1) + exchange[0][2:] + exchange[1][2:]
     return Timeline((passes[0], passes[1]), (ideal[0], ideal[1]), int(carried.max()), before)
 
@@ -222,11 +265,16 @@ def _flops(costs: Cost) -> tuple[Floats, Floats]:
 def _in_blocks(costs: Cost, ring: PlanTables, report: Report, rates: Rates) -> Cost:
     """The costs with the FLOPs of a kernel that computes whole blocks at the edges of the mask."""
     ratio = blocked_pairs(ring, rates.block, rates.padded) / np.maximum(report.work, 1)
-    return replace(costs, forward_flops=costs.forward_flops * ratio, backward_flops=costs.backward_flops * ratio)
+    return replace(
+        costs,
+        forward_flops=costs.forward_flops * ratio,
+        backward_flops=costs.backward_flops * ratio,
+    )
 
 
 def neighbors(live: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """The hops before and after each hop, of those that are live, int64 [ranks, hops]; after the last one comes their number.
+    """The hops before and after each hop, of those that are live, int64 [ranks, hops]; after the
+    last one comes their number.
 
     live: bool [ranks, hops]; hop 0 counts as live.
     """
@@ -234,11 +282,15 @@ def neighbors(live: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     number = np.arange(hops)
     last = np.maximum.accumulate(np.where(live, number, 0), 1)
     following = np.minimum.accumulate(np.where(live, number, hops)[:, ::-1], 1)[:, ::-1]
-    return np.pad(last[:, :-1], ((0, 0), (1, 0))), np.pad(following[:, 1:], ((0, 0), (0, 1)), constant_values=hops)
+    return np.pad(last[:, :-1], ((0, 0), (1, 0))), np.pad(
+        following[:, 1:], ((0, 0), (0, 1)), constant_values=hops
+    )
 
 
 def _moved(amounts: Ints, stage: Ints, stages: int) -> Ints:
-    """Amounts [4, ranks, hops] of the hops after hop 0, counted in the stages in which they travel: [4, ranks, stages]."""
+    """Amounts [4, ranks, hops] of the hops after hop 0, counted in the stages in which they travel:
+    [4, ranks, stages].
+    """
     found = np.zeros((*amounts.shape[:2], stages), np.int64)
     rank = np.arange(amounts.shape[1])
     for hop in range(1, amounts.shape[2]):
@@ -247,10 +299,17 @@ def _moved(amounts: Ints, stage: Ints, stages: int) -> Ints:
 
 
 def _ring_amounts(links: Links, table: Transfers, bytes_per_token: list[int], hops: int) -> Ints:
-    """Bytes of each rank and hop of the ring, where place p of each member sends `bytes_per_token[p]`: [4, ranks, hops]."""
+    """Bytes of each rank and hop of the ring, where place p of each member sends
+    `bytes_per_token[p]`: [4, ranks, hops].
+    """
     heads = len(bytes_per_token)
     parts = [
-        (table.sender * heads + place, table.receiver * heads + place, table.tokens * size, table.hop)
+        (
+            table.sender * heads + place,
+            table.receiver * heads + place,
+            table.tokens * size,
+            table.hop,
+        )
         for place, size in enumerate(bytes_per_token)
     ]
     sender, receiver, size, hop = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -258,19 +317,29 @@ def _ring_amounts(links: Links, table: Transfers, bytes_per_token: list[int], ho
 
 
 def _exchange_amounts(plan: Plan, links: Links, sizes: AttentionSizes) -> Ints:
-    """Bytes of the exchange of heads before and after attention in forward, then in backward: [4, 4, ranks].
+    """Bytes of the exchange of heads before and after attention in forward, then in backward: [4,
+    4, ranks].
 
-    In backward the gradients of outputs come first, and the keys again where ranks share key/value heads. Gradients travel
-    in the dtype of the inputs.
+    In backward the gradients of outputs come first, and the keys again where ranks share key/value
+    heads. Gradients travel in the dtype of the inputs.
     """
     split = split_heads(sizes.heads, sizes.kv_heads, plan.ulysses)
-    sender, receiver, tokens, queries, keys = np.array(list(exchanged(plan.layout, split)), np.int64).reshape(-1, 5).T
-    of_query, of_out = (width // sizes.heads * sizes.element for width in (sizes.query_width, sizes.out_width))
+    sender, receiver, tokens, queries, keys = (
+        np.array(list(exchanged(plan.layout, split)), np.int64).reshape(-1, 5).T
+    )
+    of_query, of_out = (
+        width // sizes.heads * sizes.element for width in (sizes.query_width, sizes.out_width)
+    )
     of_key = sizes.key_width // sizes.kv_heads * sizes.element
     inputs, outputs = tokens * (queries * of_query + keys * of_key), tokens * queries * of_out
     again = outputs if split.even else outputs + tokens * keys * of_key
     there, back = (sender, receiver), (receiver, sender)
-    passes: Iterable[tuple[tuple[Ints, Ints], Ints]] = ((there, inputs), (back, outputs), (there, again), (back, inputs))
+    passes: Iterable[tuple[tuple[Ints, Ints], Ints]] = (
+        (there, inputs),
+        (back, outputs),
+        (there, again),
+        (back, inputs),
+    )
     return np.stack([links.amounts(*ends, size)[..., 0] for ends, size in passes])
 
 
@@ -279,7 +348,8 @@ def _exchange_amounts(plan: Plan, links: Links, sizes: AttentionSizes) -> Ints:
 
 @dataclass(frozen=True)
 class RankUpdates:
-    """The updates of one rank's totals (`cp_ring.plan.updates`): of out, of dq, and of dk and dv of each hop, by its index.
+    """The updates of one rank's totals (`cp_ring.plan.updates`): of out, of dq, and of dk and dv of
+    each hop, by its index.
 
     calls: kernel calls in forward.
     """
@@ -296,22 +366,36 @@ NO_UPDATES = {0: RankUpdates((), (), {})}
 
 def rank_updates(rank_plan: RankPlan, kernel: Capabilities) -> RankUpdates:
     """What the executor runs with such a kernel."""
-    forward, backward = ([_calls(hop, kernel) for hop in hops] for hops in (rank_plan.hops, rank_plan.backward))
-    out, dq = (
-        query_updates(([part for part, _ in calls] for calls in hops), rank_plan.num_tokens) for hops in (forward, backward)
+    forward, backward = (
+        [_calls(hop, kernel) for hop in hops] for hops in (rank_plan.hops, rank_plan.backward)
     )
-    keys = gradient_updates(rank_plan.backward, [[part for _, part in calls] for calls in backward], rank_plan.num_tokens)
+    out, dq = (
+        query_updates(([part for part, _ in calls] for calls in hops), rank_plan.num_tokens)
+        for hops in (forward, backward)
+    )
+    keys = gradient_updates(
+        rank_plan.backward,
+        [[part for _, part in calls] for calls in backward],
+        rank_plan.num_tokens,
+    )
     return RankUpdates(out, dq, keys, sum(map(len, forward)))
 
 
 def _calls(hop: Hop, kernel: Capabilities) -> list[tuple[Partial, Partial]]:
     """Where the queries and the keys of a hop's kernel calls belong."""
     lowered = lower(hop.tiles, kernel)
-    tiles, shift, reverse = list(lowered.tiles), hop.grad_shift[lowered.parent].tolist(), lowered.reverse.tolist()
+    tiles, shift, reverse = (
+        list(lowered.tiles),
+        hop.grad_shift[lowered.parent].tolist(),
+        lowered.reverse.tolist(),
+    )
     return [
         (
             Partial.of([(tiles[i].q0, tiles[i].q1) for i in group], reverse=reverse[group[0]]),
-            Partial.of([(tiles[i].k0 + shift[i], tiles[i].k1 + shift[i]) for i in group], reverse=reverse[group[0]]),
+            Partial.of(
+                [(tiles[i].k0 + shift[i], tiles[i].k1 + shift[i]) for i in group],
+                reverse=reverse[group[0]],
+            ),
         )
         for group in call_groups(lowered, kernel.varlen)
     ]
@@ -319,22 +403,41 @@ def _calls(hop: Hop, kernel: Capabilities) -> list[tuple[Partial, Partial]]:
 
 def kernel_calls(plan: PlanTables, kernel: Capabilities) -> Ints:
     """Kernel calls of each rank in forward: int64 [cp]."""
-    of_ranks = (lower(tiles, kernel, hop) for tiles, hop in (rank_tiles(plan, rank) for rank in range(plan.cp)))
+    of_ranks = (
+        lower(tiles, kernel, hop)
+        for tiles, hop in (rank_tiles(plan, rank) for rank in range(plan.cp))
+    )
     return np.array([len(call_groups(lowered, kernel.varlen)) for lowered in of_ranks])
 
 
-def accumulator_bytes(updates: RankUpdates, sizes: AttentionSizes, lse_element: int = 4) -> tuple[int, int]:
-    """Bytes that merges, sums, casts and zero fills of one rank read and write: (forward, backward).
+def accumulator_bytes(
+    updates: RankUpdates, sizes: AttentionSizes, lse_element: int = 4
+) -> tuple[int, int]:
+    """Bytes that merges, sums, casts and zero fills of one rank read and write: (forward,
+    backward).
 
-    The kernel returns partial results in the dtype of the inputs, as on CUDA. `lse_element` is that of the running lse.
+    The kernel returns partial results in the dtype of the inputs, as on CUDA. `lse_element` is that
+    of the running lse.
     """
     element, wire = sizes.element, sizes.wire_element
-    lse = sum(sum(update.read) * 4 + sum(update.stored) * lse_element for update in updates.out if not update.whole)
-    forward = sum(_accumulated(update, element, wire, element) for update in updates.out) * sizes.out_width
-    backward = sum(_accumulated(update, element, wire, element) for update in updates.dq) * sizes.query_width
+    lse = sum(
+        sum(update.read) * 4 + sum(update.stored) * lse_element
+        for update in updates.out
+        if not update.whole
+    )
+    forward = (
+        sum(_accumulated(update, element, wire, element) for update in updates.out)
+        * sizes.out_width
+    )
+    backward = (
+        sum(_accumulated(update, element, wire, element) for update in updates.dq)
+        * sizes.query_width
+    )
     for index, of_hop in updates.keys.items():
         result = wire if index else element
-        backward += sum(_accumulated(update, element, wire, result) for update in of_hop) * sizes.key_width
+        backward += (
+            sum(_accumulated(update, element, wire, result) for update in of_hop) * sizes.key_width
+        )
     return forward + lse * sizes.batch * sizes.heads, backward
 
 
@@ -355,12 +458,17 @@ def _overheads(
     kernel: Capabilities,
     updates: Mapping[int, RankUpdates] | None,
 ) -> Floats:
-    """Seconds of merges, sums and kernel calls of each rank of the ring in forward and in backward: [members, 2]."""
+    """Seconds of merges, sums and kernel calls of each rank of the ring in forward and in backward:
+    [members, 2].
+    """
     if updates is None:
         sample = sorted({0, plan.ring.cp // 2, plan.ring.cp - 1})[:SAMPLED_RANKS]
-        updates = {rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel) for rank in sample}
+        updates = {
+            rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel) for rank in sample
+        }
     found = {
-        rank: np.array(accumulator_bytes(of_rank, own)) / rates.memory + of_rank.calls * groups * rates.call
+        rank: np.array(accumulator_bytes(of_rank, own)) / rates.memory
+        + of_rank.calls * groups * rates.call
         for rank, of_rank in updates.items()
     }
     most = np.max(list(found.values()), axis=0)
@@ -380,18 +488,31 @@ class Span(NamedTuple):
 
 
 def spans(
-    plan: PlanTables, report: Report, sizes: AttentionSizes, rates: Rates = RATES, ranks_per_node: int = 1
+    plan: PlanTables,
+    report: Report,
+    sizes: AttentionSizes,
+    rates: Rates = RATES,
+    ranks_per_node: int = 1,
 ) -> tuple[list[Span], list[Span]]:
     """The forward pass of a ring: (computations, transfers), without merges and kernel calls.
 
-    The rank of a transfer is its receiver. Its senders' messages follow one another, those inside a node beside the others.
+    The rank of a transfer is its receiver. Its senders' messages follow one another, those inside a
+    node beside the others.
     """
-    timeline = simulate(Plan(plan, plan.layout), report, sizes, rates, ranks_per_node, updates=NO_UPDATES)
+    timeline = simulate(
+        Plan(plan, plan.layout), report, sizes, rates, ranks_per_node, updates=NO_UPDATES
+    )
     forward, begin = timeline.passes[0], timeline.passes[0].begin
     live = (report.work > 0) | (report.keys_in > 0) | (report.keys_out > 0)
     rank, hop = np.nonzero(live[:, : begin.shape[1]])
     start = begin[rank, hop]
-    compute = zip(rank.tolist(), hop.tolist(), start.tolist(), (start + forward.compute[rank, hop]).tolist(), strict=True)
+    compute = zip(
+        rank.tolist(),
+        hop.tolist(),
+        start.tolist(),
+        (start + forward.compute[rank, hop]).tolist(),
+        strict=True,
+    )
     table, cp = plan.transfers, plan.cp
     number = (table.receiver * cp + table.hop) * cp + (table.receiver - table.sender) % cp
     number, which = np.unique(number, return_inverse=True)
@@ -401,12 +522,16 @@ def spans(
     seconds = size / np.where(far, rates.between / rates.ranks_per_card, rates.inside)
     first = begin[receiver, timeline.before[receiver, hop]]
     start = in_turn(first, 2 * (receiver * cp + hop) + far, seconds)
-    transfers = zip(receiver.tolist(), hop.tolist(), start.tolist(), (start + seconds).tolist(), strict=True)
+    transfers = zip(
+        receiver.tolist(), hop.tolist(), start.tolist(), (start + seconds).tolist(), strict=True
+    )
     return [Span(*span) for span in compute], [Span(*span) for span in transfers]
 
 
 def in_turn(first: Floats, link: Ints, seconds: Floats) -> Floats:
-    """When messages begin that take so many seconds, where those of one link follow one another from `first` on."""
+    """When messages begin that take so many seconds, where those of one link follow one another
+    from `first` on.
+    """
     order = np.argsort(link, kind="stable")
     total = np.cumsum(seconds[order]) - seconds[order]
     start = np.empty_like(total)

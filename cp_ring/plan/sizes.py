@@ -1,7 +1,7 @@
 """Sizes of one attention layer, and what a token's keys and values weigh on the wire, by codec.
 
-Widths are in bytes; see `cp_ring.comm.codecs` for what travels. Sizes: g key/value heads, d and e head sizes of keys and values,
-all for one token of one batch row.
+Widths are in bytes; see `cp_ring.comm.codecs` for what travels. Sizes: g key/value heads, d and e
+head sizes of keys and values, all for one token of one batch row.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from cp_ring.plan.head_split import split_heads
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 SCALE_BYTES = 4
-"""A scale is float32. Each token has two for each key/value head: one of its key, one of its value."""
+"""A scale is float32. Each token has two for each key/value head: one of its key, one of its value.
+"""
 
 
 class LatentSizes(NamedTuple):
-    """Sizes of multi-latent attention: the latent, the rotated shared key, and a head's own part of the key, and its value."""
+    """Sizes of multi-latent attention: the latent, the rotated shared key, and a head's own part of
+    the key, and its value.
+    """
 
     latent: int
     rope: int
@@ -30,11 +33,14 @@ class LatentSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire:
-    """A codec's widths, and its error. `key_element` are bytes of an element of keys and values, None for those of the inputs.
+    """A codec's widths, and its error. `key_element` are bytes of an element of keys and values,
+    None for those of the inputs.
 
-    `scales`: whether each key and each value has a scale. `latent`: whether a latent travels instead of keys and values, in both
+    `scales`: whether each key and each value has a scale. `latent`: whether a latent travels
+    instead of keys and values, in both
     directions.
-    `error` is the most that out and gradients of N(0, 1) inputs are off, relative to their norm, beside what `plain` is off.
+    `error` is the most that out and gradients of N(0, 1) inputs are off, relative to their norm,
+    beside what `plain` is off.
     """
 
     name: str
@@ -50,7 +56,9 @@ class Wire:
 
     @property
     def widening(self) -> float:
-        """By how much the bounds of the certificate widen: its probes have few tokens, and other masks and draws."""
+        """By how much the bounds of the certificate widen: its probes have few tokens, and other
+        masks and draws.
+        """
         return 2 * self.error
 
     def elements(self, kv_heads: int, head_sizes: int, latent: LatentSizes | None) -> int:
@@ -60,15 +68,19 @@ class Wire:
             return latent.latent + latent.rope
         return kv_heads * head_sizes
 
-    def key_bytes(self, kv_heads: int, head_sizes: int, element: int, latent: LatentSizes | None = None) -> int:
+    def key_bytes(
+        self, kv_heads: int, head_sizes: int, element: int, latent: LatentSizes | None = None
+    ) -> int:
         """Bytes of a token's keys and values, where an element of the inputs has `element` bytes."""
         width = self.elements(kv_heads, head_sizes, latent) * (self.key_element or element)
         return width + (2 * kv_heads * SCALE_BYTES if self.scales else 0)
 
     def decode_flops(self, kv_heads: int, latent: LatentSizes | None) -> tuple[int, int]:
-        """FLOPs of the reader for a token that arrives: (forward, backward). Only matrix products count.
+        """FLOPs of the reader for a token that arrives: (forward, backward). Only matrix products
+        count.
 
-        Backward decodes again, and multiplies by the weight for the latent's gradient and by the latent for the weight's.
+        Backward decodes again, and multiplies by the weight for the latent's gradient and by the
+        latent for the weight's.
         """
         if not self.latent:
             return 0, 0
@@ -78,7 +90,9 @@ class Wire:
 
 
 def widening(wire: str) -> float:
-    """`Wire.widening` of a codec by its name, and 0 for `auto`, which never chooses one that costs accuracy."""
+    """`Wire.widening` of a codec by its name, and 0 for `auto`, which never chooses one that costs
+    accuracy.
+    """
     return 0.0 if wire == "auto" else WIRES[wire].widening
 
 
@@ -97,9 +111,10 @@ WIRES = {
 class AttentionSizes:
     """Sizes of one attention layer's tensors: heads, elements of a head, batch rows, and dtypes.
 
-    `value_dim` is by default `head_dim`. `dtype` is that of queries, keys and values, `wire_dtype` that of gradients that
-    travel, by default the same. `wire` is the codec of keys that travel, `latent` the sizes that the codec of that name needs.
-    Raises `PlanError` for sizes that do not fit together.
+    `value_dim` is by default `head_dim`. `dtype` is that of queries, keys and values, `wire_dtype`
+    that of gradients that travel, by default the same. `wire` is the codec of keys that travel,
+    `latent` the sizes that the codec of that name needs. Raises `PlanError` for sizes that do not
+    fit together.
     """
 
     heads: int = 32
@@ -116,7 +131,10 @@ class AttentionSizes:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
             raise PlanError(f"{self.kv_heads} key/value heads do not divide {self.heads} heads")
         if self.head_dim < 1 or (self.value_dim or 1) < 1 or self.batch < 1:
-            raise PlanError(f"head_dim {self.head_dim}, value_dim {self.value_dim}, batch {self.batch}: each must be at least 1")
+            raise PlanError(
+                f"head_dim {self.head_dim}, value_dim {self.value_dim}, batch {self.batch}: each "
+                "must be at least 1"
+            )
         for name in (self.dtype, self.wire_dtype or self.dtype):
             if name not in DTYPE_BYTES:
                 raise PlanError(f"unknown dtype {name!r}; known are {', '.join(DTYPE_BYTES)}")
@@ -129,7 +147,8 @@ class AttentionSizes:
     def from_megatron(cls, source: Any, tp: int = 1, wire: str = "plain") -> AttentionSizes:
         """Attention of one layer on a rank of `tp` tensor-parallel ones.
 
-        `source` are Megatron's arguments, or settings by their names; what they lack has Megatron's default.
+        `source` are Megatron's arguments, or settings by their names; what they lack has Megatron's
+        default.
         """
         given: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
 
@@ -140,13 +159,30 @@ class AttentionSizes:
         groups = size("num_query_groups", heads) if given.get("group_query_attention") else heads
         width = value_width = size("kv_channels", size("hidden_size", heads) // heads)
         latent = None
-        if given.get("multi_latent_attention"):  # the ring moves the keys and values of every head, unless latents travel
-            sizes = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 128}
+        # the ring moves the keys and values of every head, unless latents travel
+        if given.get("multi_latent_attention"):
+            sizes = {
+                "kv_lora_rank": 512,
+                "qk_pos_emb_head_dim": 64,
+                "qk_head_dim": 128,
+                "v_head_dim": 128,
+            }
             latent = LatentSizes(*(size(name, default) for name, default in sizes.items()))
             groups, width, value_width = heads, latent.nope + latent.rope, latent.value
         dtype = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
-        heads, groups, width, value_width = (max(1, each) for each in (heads // tp, groups // tp, width, value_width))
-        return cls(heads, groups, width, value_width, dtype, batch=size("micro_batch_size", 1), wire=wire, latent=latent)
+        heads, groups, width, value_width = (
+            max(1, each) for each in (heads // tp, groups // tp, width, value_width)
+        )
+        return cls(
+            heads,
+            groups,
+            width,
+            value_width,
+            dtype,
+            batch=size("micro_batch_size", 1),
+            wire=wire,
+            latent=latent,
+        )
 
     @property
     def codec(self) -> Wire:
@@ -185,7 +221,9 @@ class AttentionSizes:
 
     @property
     def pair_flops(self) -> tuple[int, int]:
-        """FLOP of an allowed pair of a query and a key: (forward, backward), two and five products of matrices."""
+        """FLOP of an allowed pair of a query and a key: (forward, backward), two and five products
+        of matrices.
+        """
         queries, out = self.query_width, self.out_width
         return 2 * (queries + out), 2 * (3 * queries + 2 * out)
 
@@ -195,16 +233,27 @@ class AttentionSizes:
         return self.batch * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
     def on_wire(self, kv_heads: int | None = None) -> tuple[int, int]:
-        """Bytes of a token in the ring, of all key/value heads or of so many: (keys and values, their gradients)."""
-        heads, size = self.kv_heads if kv_heads is None else kv_heads, self.head_dim + (self.value_dim or self.head_dim)
+        """Bytes of a token in the ring, of all key/value heads or of so many: (keys and values,
+        their gradients).
+        """
+        heads, size = (
+            self.kv_heads if kv_heads is None else kv_heads,
+            self.head_dim + (self.value_dim or self.head_dim),
+        )
         keys = self.codec.key_bytes(heads, size, self.element, self.latent)
-        return self.batch * keys, self.batch * self.codec.elements(heads, size, self.latent) * self.wire_element
+        return self.batch * keys, self.batch * self.codec.elements(
+            heads, size, self.latent
+        ) * self.wire_element
 
     def exchanging(self, heads: int) -> AttentionSizes:
         """The sizes where ranks exchange heads: latents have none, so that keys travel as they are."""
         return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
 
     def of_rank(self, heads: int) -> AttentionSizes:
-        """The sizes of a rank that exchanges tokens for heads with `heads` ranks, itself included; see `split_heads`."""
+        """The sizes of a rank that exchanges tokens for heads with `heads` ranks, itself included;
+        see `split_heads`.
+        """
         split = split_heads(self.heads, self.kv_heads, heads)
-        return replace(self.exchanging(heads), heads=self.heads // heads, kv_heads=split.kv_heads_of_rank)
+        return replace(
+            self.exchanging(heads), heads=self.heads // heads, kv_heads=split.kv_heads_of_rank
+        )

@@ -1,8 +1,10 @@
-"""Strips of queries: what tiles allow, cut where it is linear, so that sets of keys are compared by their ends alone.
+"""Strips of queries: what tiles allow, cut where it is linear, so that sets of keys are compared by
+their ends alone.
 
-The query axis is cut at the edges of all tiles, and where one of their sides starts or stops to slope. Within a strip the first
-and the last key of a tile are linear in the query, with slope 0 or 1. So two sides that agree at the first and at the last query
-of a strip agree at all of its queries.
+The query axis is cut at the edges of all tiles, and where one of their sides starts or stops to
+slope. Within a strip the first and the last key of a tile are linear in the query, with slope 0 or
+1. So two sides that agree at the first and at the last query of a strip agree at all of its
+queries.
 
 The planner makes no use of this module. The algebra of masks and the proof of exact cover do.
 """
@@ -23,7 +25,8 @@ class Intervals:
 
     strip: int64 [count], the strip of each.
     tile: int64 [count], the tile that each is of; of joined ones the first.
-    sides: int64 [4, count], first key and end at the first query of the strip, and the same at its last query.
+    sides: int64 [4, count], first key and end at the first query of the strip, and the same at its
+    last query.
     """
 
     strip: Ints
@@ -34,10 +37,12 @@ class Intervals:
         return Intervals(self.strip[index], self.tile[index], self.sides[:, index])
 
     def overlap(self) -> int | None:
-        """Index of the first interval that shares a key with the one before it, at some query of their strip.
+        """Index of the first interval that shares a key with the one before it, at some query of
+        their strip.
 
-        It is enough to compare neighbors at both ends. Sides are linear and move by at most one key from a query to the next, so
-        that two intervals cannot change places without sharing a key. Then they are in the wrong order at the last query.
+        It is enough to compare neighbors at both ends. Sides are linear and move by at most one key
+        from a query to the next, so that two intervals cannot change places without sharing a key.
+        Then they are in the wrong order at the last query.
         """
         same = self.strip[1:] == self.strip[:-1]
         bad = np.flatnonzero(same & (self.sides[1::2, :-1] > self.sides[0::2, 1:]).any(0))
@@ -45,7 +50,9 @@ class Intervals:
 
     def joined(self) -> Intervals:
         """Neighbors that touch at all queries of their strip as one interval. No two may overlap."""
-        touch = (self.strip[1:] == self.strip[:-1]) & (self.sides[1::2, :-1] == self.sides[0::2, 1:]).all(0)
+        touch = (self.strip[1:] == self.strip[:-1]) & (
+            self.sides[1::2, :-1] == self.sides[0::2, 1:]
+        ).all(0)
         first = np.flatnonzero(np.append(True, ~touch)[: len(self.strip)])
         last = np.append(first[1:], len(self.strip))[: len(first)] - 1
         sides = self.sides[:, first]
@@ -54,20 +61,26 @@ class Intervals:
 
 
 def cuts_of(n: int, *tables: Tiles) -> Ints:
-    """Queries at which a tile begins, ends, or has a side that starts or stops to slope: int64, ascending, within 0 to `n`.
+    """Queries at which a tile begins, ends, or has a side that starts or stops to slope: int64,
+    ascending, within 0 to `n`.
 
-    The tiles must be fitted (`Tiles.fitted`) and lie within `n` queries. Costs a byte for each query.
+    The tiles must be fitted (`Tiles.fitted`) and lie within `n` queries. Costs a byte for each
+    query.
     """
     marks = np.zeros(n + 1, bool)
     for tiles in tables:
-        slopes = (np.clip(turn, tiles.q0, tiles.q1) for turn in (tiles.k0 - tiles.lo, tiles.k1 - tiles.hi))
+        slopes = (
+            np.clip(turn, tiles.q0, tiles.q1) for turn in (tiles.k0 - tiles.lo, tiles.k1 - tiles.hi)
+        )
         for query in (tiles.q0, tiles.q1, *slopes):
             marks[query] = True
     return np.flatnonzero(marks)
 
 
 def intervals(tiles: Tiles, cuts: Ints) -> Intervals:
-    """The keys that each tile allows in each strip between two of `cuts`. Costs an entry for each pair (tile, strip)."""
+    """The keys that each tile allows in each strip between two of `cuts`. Costs an entry for each
+    pair (tile, strip).
+    """
     first = np.searchsorted(cuts, tiles.q0)
     tile, strip = expand(first, np.searchsorted(cuts, tiles.q1) - first)
     ends = [_keys(tiles, tile, query) for query in (cuts[strip], cuts[strip + 1] - 1)]

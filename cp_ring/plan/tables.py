@@ -1,7 +1,7 @@
 """The tables of a plan: what every rank needs, computes and moves, for all ranks and for one.
 
-The rest of the plan makes or reads these tables. A route turns `Need` into `Transfers`; a `Plan` has `PlanTables`;
-the proof checks them; the executor runs one rank's `RankPlan`.
+The rest of the plan makes or reads these tables. A route turns `Need` into `Transfers`; a `Plan`
+has `PlanTables`; the proof checks them; the executor runs one rank's `RankPlan`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Span = tuple[int, int]
 class Need:
     """Tokens `[start, end)` of `owner`'s shard that `rank` reads at `hop`.
 
-    int64 arrays, sorted by rank, hop, distance from the owner, and start. `schedule` maps distance to hop, in `order`.
+    int64 arrays, sorted by rank, hop, distance from the owner, and start. `schedule` maps distance
+    to hop, in `order`.
     """
 
     rank: Ints
@@ -42,11 +43,14 @@ class Need:
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Messages between ranks: tokens `[start, end)` of `owner`'s shard go from `sender` to `receiver`.
+    """Messages between ranks: tokens `[start, end)` of `owner`'s shard go from `sender` to
+    `receiver`.
 
-    All fields are int64 arrays of one length, one entry a message. `hop` tells when: keys fill the receiver's key buffer
-    of that hop, gradients leave the sender's gradient buffer of that hop. `buffer` is the hop of the buffer at the other
-    end: the sender's key buffer, or the receiver's gradient buffer; 0 is the rank's own shard or accumulators.
+    All fields are int64 arrays of one length, one entry a message. `hop` tells when: keys fill the
+    receiver's key buffer of that hop, gradients leave the sender's gradient buffer of that hop.
+    `buffer` is the hop of the buffer at the other
+    end: the sender's key buffer, or the receiver's gradient buffer; 0 is the rank's own shard or
+    accumulators.
     """
 
     hop: Ints
@@ -69,7 +73,12 @@ class Transfers:
 
     def joined(self, other: Transfers) -> Transfers:
         """The messages of both."""
-        return Transfers(*(np.concatenate([getattr(x, field.name) for x in (self, other)]) for field in fields(self)))
+        return Transfers(
+            *(
+                np.concatenate([getattr(x, field.name) for x in (self, other)])
+                for field in fields(self)
+            )
+        )
 
     def sorted_by(self, *names: str) -> Transfers:
         """Sorted by the named fields, the most significant first."""
@@ -84,20 +93,28 @@ class Transfers:
         return self[sort_index(rank, self.hop, order.distance(rank, self.owner), self.start)]
 
     def where(self, name: str, value: int) -> Transfers:
-        """A view of the messages with this value in field `name`, by which the table must be sorted first."""
+        """A view of the messages with this value in field `name`, by which the table must be sorted
+        first.
+        """
         return self[slice(*np.searchsorted(getattr(self, name), [value, value + 1]))]
 
 
 @dataclass(frozen=True, eq=False)
 class PlanTables:
-    """Tiles and transfers of all ranks, or of all members of a ring (see `cp_ring.plan.heads`), which count as ranks here.
+    """Tiles and transfers of all ranks, or of all members of a ring (see `cp_ring.plan.heads`),
+    which count as ranks here.
 
-    schedule: the hop of each distance: rank r works on keys of rank `order.owner(r, d)` at hop `schedule[d]`.
+    schedule: the hop of each distance: rank r works on keys of rank `order.owner(r, d)` at hop
+    `schedule[d]`.
     tiles: queries counted in the rank's shard, keys in the source's shard; sorted by rank and hop.
-    tile_rank, tile_hop, tile_source: int64 [tiles], the rank and hop that compute each tile, and the owner of its keys.
-    transfers: messages of keys and values, sorted by receiver, hop, distance of the receiver from the owner, and start.
-    gradients: messages of their gradients, sorted by sender, hop, distance of the sender from the owner, and start.
-    node_size: neighboring ranks on one node, which come first in the order of the hops; 1 is the plain ring distance.
+    tile_rank, tile_hop, tile_source: int64 [tiles], the rank and hop that compute each tile, and
+    the owner of its keys.
+    transfers: messages of keys and values, sorted by receiver, hop, distance of the receiver from
+    the owner, and start.
+    gradients: messages of their gradients, sorted by sender, hop, distance of the sender from the
+    owner, and start.
+    node_size: neighboring ranks on one node, which come first in the order of the hops; 1 is the
+    plain ring distance.
     """
 
     mask: Mask
@@ -136,10 +153,11 @@ class PlanTables:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tokens `[start, end)` of a buffer, sent to or received from `peer`, one message for each range.
+    """Tokens `[start, end)` of a buffer, sent to or received from `peer`, one message for each
+    range.
 
-    `buffer` names the buffer: 0 is the rank's own shard, t > 0 the buffer of hop t. It is 0 as well for the buffer of the
-    hop that the transfer belongs to.
+    `buffer` names the buffer: 0 is the rank's own shard, t > 0 the buffer of hop t. It is 0 as well
+    for the buffer of the hop that the transfer belongs to.
     """
 
     peer: int
@@ -160,16 +178,20 @@ class Transfer:
 class Hop:
     """What one rank does at one hop.
 
-    Keys: `receives` fill the `num_keys` tokens of this hop's key buffer. At hop 0 the buffer is the rank's own shard, and
-    nothing is received. `sends` leave at the same time. Both are posted before the previous hop is computed.
+    Keys: `receives` fill the `num_keys` tokens of this hop's key buffer. At hop 0 the buffer is the
+    rank's own shard, and
+    nothing is received. `sends` leave at the same time. Both are posted before the previous hop is
+    computed.
 
-    Tiles: queries are tokens of the rank's shard; keys are tokens of this hop's key buffer. `sources` are the ranks whose
-    keys, or gradients of keys, are in the hop's buffers, one after the other in this order; none if the hop only sends. A
-    tile may reach over the keys of several of them.
+    Tiles: queries are tokens of the rank's shard; keys are tokens of this hop's key buffer.
+    `sources` are the ranks whose
+    keys, or gradients of keys, are in the hop's buffers, one after the other in this order; none if
+    the hop only sends. A tile may reach over the keys of several of them.
 
-    Gradients, backward only: key k of tile i belongs to token `k + grad_shift[i]` of this hop's gradient buffer of
-    `num_grads` tokens. After the hop is computed, `grad_sends` leave from that buffer, and `grad_receives` are added to
-    the rank's own accumulators (`buffer` 0) or to the gradient buffer of a later hop.
+    Gradients, backward only: key k of tile i belongs to token `k + grad_shift[i]` of this hop's
+    gradient buffer of `num_grads` tokens. After the hop is computed, `grad_sends` leave from that
+    buffer, and `grad_receives` are added to the rank's own accumulators (`buffer` 0) or to the
+    gradient buffer of a later hop.
     """
 
     index: int
@@ -190,7 +212,9 @@ class Hop:
 
 
 class Hops(Sequence[Hop]):
-    """Hops that are made when first read: one rank of 1,024 has 1,024 hops, and needs one at a time."""
+    """Hops that are made when first read: one rank of 1,024 has 1,024 hops, and needs one at a
+    time.
+    """
 
     def __init__(self, make: Callable[[int], Hop], live: list[int]):
         self._make, self._live = make, live
@@ -208,7 +232,8 @@ class Hops(Sequence[Hop]):
             return tuple(self[i] for i in range(len(self))[place])
         index = self._live[place]
         if index not in self._made:
-            self._made.setdefault(index, self._make(index))  # threads that share a plan must get the same hop
+            # threads that share a plan must get the same hop
+            self._made.setdefault(index, self._make(index))
         return self._made[index]
 
     def __reduce__(self) -> tuple[type, tuple[tuple[Hop, ...]]]:
@@ -223,8 +248,9 @@ class Exchange:
     """Where the tokens of each rank of a member lie in the member's shard.
 
     place: which of the member's ranks this rank is, from 0.
-    ranges: for each of the member's ranks, ranges `[start, end)` of the member's shard. End to end they are that rank's own
-        shard. A member holds its tokens in ascending order, as every rank does.
+    ranges: for each of the member's ranks, ranges `[start, end)` of the member's shard. End to end
+        they are that rank's own shard. A member holds its tokens in ascending order, as every rank
+        does.
     """
 
     place: int
@@ -240,10 +266,12 @@ class Exchange:
 class RankPlan:
     """One rank's hops; hops at which the rank neither computes nor moves anything are left out.
 
-    Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the size of the member's shard,
-    `batch` the number of batch rows that it holds, `pieces` the number of pieces of the mask. `exchange` is how the ranks of the
-    member exchange tokens for heads; None where the rank is its own member. `identity` is that of the whole plan
-    (`cp_ring.plan.identity`), by which ranks find out whether they run the same plan; () is not compared.
+    Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the
+    size of the member's shard, `batch` the number of batch rows that it holds, `pieces` the number
+    of pieces of the mask. `exchange` is how the ranks of the member exchange tokens for heads; None
+    where the rank is its own member. `identity` is that of the whole plan
+    (`cp_ring.plan.identity`), by which ranks find out whether they run the same plan; () is not
+    compared.
     """
 
     rank: int
@@ -268,18 +296,24 @@ class RankPlan:
     @property
     def shard_tokens(self) -> int:
         """Tokens of the rank's own shard."""
-        return self.num_tokens if self.exchange is None else self.exchange.tokens[self.exchange.place]
+        return (
+            self.num_tokens if self.exchange is None else self.exchange.tokens[self.exchange.place]
+        )
 
     @cached_property
     def backward(self) -> Sequence[Hop]:
-        """The hops in the order of the backward pass: half of hop 0, the other hops, the other half of hop 0.
+        """The hops in the order of the backward pass: half of hop 0, the other hops, the other half
+        of hop 0.
 
         The first remote keys travel during the first half, the last gradients during the second.
         """
         if len(self.hops) < 2 or self.hops[0].index:
             return self.hops
         first, *others = self.hops
-        start, end = (replace(first, tiles=t, grad_shift=first.grad_shift[which]) for t, which in split_in_half(first.tiles))
+        start, end = (
+            replace(first, tiles=t, grad_shift=first.grad_shift[which])
+            for t, which in split_in_half(first.tiles)
+        )
         return (start, *others, end) if len(start.tiles) and len(end.tiles) else self.hops
 
     @cached_property

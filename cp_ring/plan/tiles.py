@@ -1,9 +1,11 @@
 """Tiles: rectangles of the score matrix, each cut by a diagonal band.
 
-A tile allows query q and key k if `q0 <= q < q1`, `k0 <= k < k1` and `lo <= k - q <= hi`. The same type describes a mask
-(queries and keys are token positions) and a hop's work (queries are tokens of a rank's shard, keys tokens of a buffer).
+A tile allows query q and key k if `q0 <= q < q1`, `k0 <= k < k1` and `lo <= k - q <= hi`. The same
+type describes a mask (queries and keys are token positions) and a hop's work (queries are tokens of
+a rank's shard, keys tokens of a buffer).
 
-Many tiles are one `[6, count]` array, because a plan for packed documents on many ranks has millions of them.
+Many tiles are one `[6, count]` array, because a plan for packed documents on many ranks has
+millions of them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ class Tile(NamedTuple):
     @property
     def is_causal(self) -> bool:
         """A square cut by its main diagonal: query i sees keys 0 to i."""
-        return self.lo == -OPEN and self.hi == self.k0 - self.q0 and self.q1 - self.q0 == self.k1 - self.k0
+        return (
+            self.lo == -OPEN
+            and self.hi == self.k0 - self.q0
+            and self.q1 - self.q0 == self.k1 - self.k0
+        )
 
 
 class Tiles:
@@ -48,7 +54,9 @@ class Tiles:
 
     @classmethod
     def of(cls, tiles: Iterable[Tile | tuple[int, ...]]) -> Tiles:
-        """Tiles from an iterable of (q0, q1, k0, k1, lo, hi); bounds lo and hi beyond `OPEN` become open."""
+        """Tiles from an iterable of (q0, q1, k0, k1, lo, hi); bounds lo and hi beyond `OPEN` become
+        open.
+        """
         data = integers(list(tiles), "pieces").reshape(-1, 6).T.copy()
         np.clip(data[4:], -OPEN, OPEN, out=data[4:])
         return cls(data)
@@ -86,7 +94,9 @@ class Tiles:
     def __getitem__(self, index: NDArray[np.generic] | slice) -> Tiles:
         if isinstance(index, slice):
             return Tiles(self.data[:, index])
-        places = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64, copy=False)
+        places = (
+            np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64, copy=False)
+        )
         return Tiles(self.data.take(places, axis=1))  # which is faster than indexing
 
     def __eq__(self, other: object) -> bool:
@@ -106,7 +116,9 @@ class Tiles:
         return Tiles(data)
 
     def within(self, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> Tiles:
-        """Each tile cut to its own rectangle and fitted. The count stays; empty tiles have `q0 >= q1`."""
+        """Each tile cut to its own rectangle and fitted. The count stays; empty tiles have
+        `q0 >= q1`.
+        """
         data = self.data.copy()
         np.maximum(data[0], q0, out=data[0])
         np.minimum(data[1], q1, out=data[1])
@@ -115,7 +127,8 @@ class Tiles:
         return Tiles(_fit(data))
 
     def fitted(self) -> Tiles:
-        """Without queries that see no key and keys that no query sees. The count stays; empty tiles have `q0 >= q1`.
+        """Without queries that see no key and keys that no query sees. The count stays; empty tiles
+        have `q0 >= q1`.
 
         Bounds that cut nothing become open, so that equal areas compare equal.
         """
@@ -138,7 +151,8 @@ class Tiles:
     def area(self) -> Ints:
         """Allowed (query, key) pairs of each tile, exactly, int64."""
         full = (self.q1 - self.q0) * (self.k1 - self.k0)
-        # Pairs above the band (k - q > hi) and below it (k - q < lo) are triangles with a corner cut off.
+        # Pairs above the band (k - q > hi) and below it (k - q < lo) are triangles with a corner
+        # cut off.
         above = _corner(self.q1 - self.q0, self.k1 - self.k0, self.k1 - 1 - self.q0 - self.hi)
         below = _corner(self.q1 - self.q0, self.k1 - self.k0, self.lo - (self.k0 - (self.q1 - 1)))
         return full - above - below
@@ -165,7 +179,8 @@ def _fit(data: Ints) -> Ints:
     np.minimum(k1, q1 + hi, out=k1)
     lo[lo <= k0 - (q1 - 1)] = -OPEN
     hi[hi >= k1 - 1 - q0] = OPEN
-    # A tile without keys, or with an empty band, gets no queries either, so that `q0 < q1` alone tells a live tile.
+    # A tile without keys, or with an empty band, gets no queries either, so that `q0 < q1` alone
+    # tells a live tile.
     np.copyto(q1, q0, where=empty | (k0 >= k1))
     return data
 
@@ -175,8 +190,8 @@ def split_at_edges(
 ) -> tuple[Tiles, Ints, Ints]:
     """Pieces of a mask cut at chunk edges, as (tiles, query chunk of each, key chunk of each).
 
-    Queries are cut at `edges`, keys at `key_edges`, by default the same. `keep`, a bool array of the query chunks and one
-    of the key chunks, chooses the chunks whose tiles are wanted.
+    Queries are cut at `edges`, keys at `key_edges`, by default the same. `keep`, a bool array of
+    the query chunks and one of the key chunks, chooses the chunks whose tiles are wanted.
     """
     key_edges = edges if key_edges is None else key_edges
     query_chunks, key_chunks = (np.arange(len(cuts) - 1) for cuts in (edges, key_edges))
@@ -196,29 +211,39 @@ def split_at_edges(
 
 
 def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
-    """The tiles in two parts of about half of the pairs each: those before and those from one query.
+    """The tiles in two parts of about half of the pairs each: those before and those from one
+    query.
 
-    Each part comes with the index of the tile that each of its tiles is part of. With many queries, the cut is at a
-    multiple of 128, because kernels work in blocks of 128 queries.
+    Each part comes with the index of the tile that each of its tiles is part of. With many queries,
+    the cut is at a multiple of 128, because kernels work in blocks of 128 queries.
     """
     open_ = np.full(1, OPEN)
     low, high = int(tiles.q0.min(initial=OPEN)), int(tiles.q1.max(initial=0))
     block, total = min(128, max((high - low) // 8, 1)), tiles.area().sum()
     blocks = range(low // block + 1, -(-high // block))
-    place = bisect_left(blocks, total, key=lambda i: 2 * tiles.within(-open_, np.full(1, i * block), -open_, open_).area().sum())
+    place = bisect_left(
+        blocks,
+        total,
+        key=lambda i: 2 * tiles.within(-open_, np.full(1, i * block), -open_, open_).area().sum(),
+    )
     query = np.full(1, blocks[min(place, len(blocks) - 1)] * block if blocks else high)
     parts = [tiles.within(-open_, query, -open_, open_), tiles.within(query, open_, -open_, open_)]
     return [(part[live], live) for part in parts for live in [np.flatnonzero(part.q0 < part.q1)]]
 
 
 def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
-    """Joins neighbors of the same group whose union is one tile, as the two chunks of a zigzag shard often are.
+    """Joins neighbors of the same group whose union is one tile, as the two chunks of a zigzag
+    shard often are.
 
     `group` numbers each tile's group; the result is sorted by (group, q0, k0).
     """
     for along_queries in (False, True, False):
         while True:
-            sort = sort_index(group, tiles.k0, tiles.q0) if along_queries else sort_index(group, tiles.q0, tiles.k0)
+            sort = (
+                sort_index(group, tiles.k0, tiles.q0)
+                if along_queries
+                else sort_index(group, tiles.q0, tiles.k0)
+            )
             tiles, group = tiles[sort], group[sort]
             joined, first = _join_pairs(tiles, group, along_queries)
             if not len(first):

@@ -1,8 +1,9 @@
-"""The search of `cp-ring tune`: sizes of all parallel dimensions, micro batch, recomputation, and the shape of attention.
+"""The search of `cp-ring tune`: sizes of all parallel dimensions, micro batch, recomputation, and
+the shape of attention.
 
-Every combination gets a bound first: its time if attention took no longer than its FLOPs do. Combinations are looked at in the
-order of their bounds, until no bound is below the times that are wanted. So the result is exact in this model, and few plans
-are made.
+Every combination gets a bound first: its time if attention took no longer than its FLOPs do.
+Combinations are looked at in the order of their bounds, until no bound is below the times that are
+wanted. So the result is exact in this model, and few plans are made.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ MAX_RANKS = 256
 """Context-parallel ranks at most: plans of more take seconds to predict."""
 
 LARGE_MICRO_BATCH = 16384
-"""With so many tokens a rank, a microbatch of more batch rows is not tried: kernels are busy as it is."""
+"""With so many tokens a rank, a microbatch of more batch rows is not tried: kernels are busy as it
+is.
+"""
 
 SURE = 0.05
 """Predicted steps that differ by less may be in another order when they are measured."""
@@ -70,16 +73,21 @@ class ProvenPlan:
 
 
 KnownPlans = dict[tuple[int, int, str, Shape], list[ProvenPlan]]
-"""Plans by context-parallel size, ranks of a node, layout and shape: they are the same for any micro batch."""
+"""Plans by context-parallel size, ranks of a node, layout and shape: they are the same for any
+micro batch.
+"""
 
 
 class AttentionCosts:
-    """The costs for one split of tokens and heads, the least time first; each is found out when it is asked for.
+    """The costs for one split of tokens and heads, the least time first; each is found out when it
+    is asked for.
 
     Of equals the simplest comes first: the ring alone, `direct`, no codec.
 
-    draws: masks of batch rows, over which times are averaged. Ranks of a node are neighbors: tensor-parallel ones first.
-    lossy: try the codecs too that cost accuracy. known: plans that were made before, to which new ones are added.
+    draws: masks of batch rows, over which times are averaged. Ranks of a node are neighbors:
+    tensor-parallel ones first.
+    lossy: try the codecs too that cost accuracy. known: plans that were made before, to which new
+    ones are added.
     """
 
     def __init__(
@@ -96,7 +104,14 @@ class AttentionCosts:
         known: KnownPlans | None = None,
     ):
         self._known = {} if known is None else known
-        self._model, self._tp, self._cp, self._batch, self._rates, self._lossy = model, tp, cp, batch, rates, lossy
+        self._model, self._tp, self._cp, self._batch, self._rates, self._lossy = (
+            model,
+            tp,
+            cp,
+            batch,
+            rates,
+            lossy,
+        )
         self._near = gcd(cp, max(1, ranks_per_node // tp))
         self._found: list[AttentionCost] = []
         self._rest = self._in_order(draws, layouts)
@@ -107,8 +122,12 @@ class AttentionCosts:
             self._found.append(cost)
             yield cost
 
-    def _in_order(self, draws: Sequence[LayerMasks], layouts: Sequence[str]) -> Iterator[AttentionCost]:
-        """Bounds first: times without merges and sums, which take long to count. Then the costs whose bounds are least."""
+    def _in_order(
+        self, draws: Sequence[LayerMasks], layouts: Sequence[str]
+    ) -> Iterator[AttentionCost]:
+        """Bounds first: times without merges and sums, which take long to count. Then the costs
+        whose bounds are least.
+        """
         shapes = [*shapes_of(self._cp, self._model.attention(self._tp, self._batch), self._near)]
         shapes += [Shape("direct", 1, "gather")] if self._cp > SLOT_SHARDS + 1 else []
         waiting: list[tuple[float, int, AttentionCost, list[ProvenPlan] | None]] = []
@@ -125,7 +144,10 @@ class AttentionCosts:
             if left is None:
                 yield cost
             else:
-                exact, number = self._cost(left, cost.shape, cost.wire, cost.layout, None), number + 1
+                exact, number = (
+                    self._cost(left, cost.shape, cost.wire, cost.layout, None),
+                    number + 1,
+                )
                 heapq.heappush(waiting, (exact.both, number, exact, None))
 
     def _wires(self, heads: int) -> Iterator[str]:
@@ -137,10 +159,16 @@ class AttentionCosts:
 
     def _add_plans(self, draws: Sequence[LayerMasks], name: str, shapes: Sequence[Shape]) -> None:
         """Makes and proves the plans of a layout that are not known yet."""
-        missing = [shape for shape in shapes if (self._cp, self._near, name, shape) not in self._known]
+        missing = [
+            shape for shape in shapes if (self._cp, self._near, name, shape) not in self._known
+        ]
         split = [(_layout(name, masks, self._cp), masks) for masks in draws] if missing else []
         for shape in missing:
-            limit = SLOT_SHARDS if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule else None
+            limit = (
+                SLOT_SHARDS
+                if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule
+                else None
+            )
             found = self._known[self._cp, self._near, name, shape] = []
             for layout, masks in split:
                 for mask, count in masks:
@@ -148,13 +176,20 @@ class AttentionCosts:
                     found.append(ProvenPlan(plan, plan.verify(), count / len(draws)))
 
     def _cost(
-        self, plans: Sequence[ProvenPlan], shape: Shape, wire: str, layout: str, merges: Mapping[int, RankUpdates] | None
+        self,
+        plans: Sequence[ProvenPlan],
+        shape: Shape,
+        wire: str,
+        layout: str,
+        merges: Mapping[int, RankUpdates] | None,
     ) -> AttentionCost:
         """The cost of a shape. merges: those of some ranks, None to count those of rank 0."""
         sizes = self._model.attention(self._tp, self._batch, wire)
         times, buffers = [0.0] * 4, []
         for one in plans:
-            made = simulate(one.plan, one.report, sizes, self._rates, self._near, updates=merges or one.merges)
+            made = simulate(
+                one.plan, one.report, sizes, self._rates, self._near, updates=merges or one.merges
+            )
             seconds = made.forward, made.both, made.exposed_forward, made.exposed_both
             times = [total + one.count * more for total, more in zip(times, seconds, strict=True)]
             buffers.append(_amounts(one.report, sizes.of_rank(shape.heads)))
@@ -163,7 +198,19 @@ class AttentionCosts:
         kept, results, slots, sums = (max(amounts) for amounts in zip(*buffers, strict=True))
         forward, both, exposed, exposed_both = times
         return AttentionCost(
-            shape, wire, layout, schedule, sources, forward, both, exposed, exposed_both, kept, results, slots, sums
+            shape,
+            wire,
+            layout,
+            schedule,
+            sources,
+            forward,
+            both,
+            exposed,
+            exposed_both,
+            kept,
+            results,
+            slots,
+            sums,
         )
 
 
@@ -174,15 +221,24 @@ def _layout(name: str, masks: LayerMasks, cp: int) -> Layout:
 
 
 def _amounts(report: Report, sizes: AttentionSizes) -> tuple[int, int, int, int]:
-    """Bytes that are kept, of these out and lse, of receive buffers, and of the other buffers at the time they are most."""
+    """Bytes that are kept, of these out and lse, of receive buffers, and of the other buffers at
+    the time they are most.
+    """
     buffers = memory(report, sizes)
 
     def together(begin: str) -> int:
         return sum(size for name, size in buffers.items() if name.startswith(begin))
 
     slots = buffers["both: key and value slots"]
-    results = int(report.tokens_per_rank.max()) * sizes.out_width * sizes.element + buffers["kept: lse"]
-    return together("kept"), results, slots, together("both") - slots + max(together("forward"), together("backward"))
+    results = (
+        int(report.tokens_per_rank.max()) * sizes.out_width * sizes.element + buffers["kept: lse"]
+    )
+    return (
+        together("kept"),
+        results,
+        slots,
+        together("both") - slots + max(together("forward"), together("backward")),
+    )
 
 
 class Tuned(NamedTuple):
@@ -223,10 +279,12 @@ class Given(NamedTuple):
 class Search:
     """The search for one setup.
 
-    draws: masks of batch rows, for each distinct mask of the layers. weights: bytes of a rank's weights, gradients and states of
+    draws: masks of batch rows, for each distinct mask of the layers. weights: bytes of a rank's
+    weights, gradients and states of
     the optimizer. layouts, lossy: as in `AttentionCosts`.
 
-    Raises `PlanError` where no sizes are possible. The message begins with an option of `cp-ring tune`.
+    Raises `PlanError` where no sizes are possible. The message begins with an option of
+    `cp-ring tune`.
     """
 
     def __init__(
@@ -239,14 +297,18 @@ class Search:
         lossy: bool = False,
     ):
         self.setup, self._draws, self._layouts, self._lossy = setup, draws, layouts, lossy
-        self._pairs = sum(count * int(mask.pieces.area().sum()) for masks in draws for mask, count in masks) / len(draws)
+        self._pairs = sum(
+            count * int(mask.pieces.area().sum()) for masks in draws for mask, count in masks
+        ) / len(draws)
         self._costs: dict[tuple[int, int, int], AttentionCosts] = {}
         self._plans: KnownPlans = {}
         self._weights: dict[ParallelSizes, float] = {}
         self._of_weights = weights
         self._found: dict[tuple[ParallelSizes, int], Tuned | None] = {}
         sizes = possible_sizes(setup, given or Given())
-        combinations = [(one, micro) for one in sizes for micro in self._micro_batches(one, given or Given())]
+        combinations = [
+            (one, micro) for one in sizes for micro in self._micro_batches(one, given or Given())
+        ]
         self._bounds = sorted((self._bound(*one), *one) for one in combinations)
         self.least_bytes = {one.cp: float("inf") for one in sizes}
         """The least memory of any combination, by context-parallel size, whether it fits or not."""
@@ -256,7 +318,11 @@ class Search:
         if given.micro_batch is not None:
             return [given.micro_batch] if share % given.micro_batch == 0 else []
         tried = (1, 2, 4, 8)
-        return [m for m in tried if share % m == 0 and (m == 1 or self.setup.tokens(sizes, m) <= LARGE_MICRO_BATCH)]
+        return [
+            m
+            for m in tried
+            if share % m == 0 and (m == 1 or self.setup.tokens(sizes, m) <= LARGE_MICRO_BATCH)
+        ]
 
     def _bound(self, sizes: ParallelSizes, micro_batch: int) -> float:
         """Seconds that a step takes at least."""
@@ -264,10 +330,14 @@ class Search:
         rate = self.setup.rates.flops * sizes.cp / self._pairs
         forward, backward = (flops / rate for flops in of_rank.pair_flops)
         both = forward + backward
-        return sum(step_seconds(self.setup, sizes, micro_batch, "none", (forward, both, 0.0, 0.0)).values())
+        return sum(
+            step_seconds(self.setup, sizes, micro_batch, "none", (forward, both, 0.0, 0.0)).values()
+        )
 
     def ranked(self, cp: int | None = None) -> Iterator[Tuned]:
-        """The combinations that fit into memory, the fastest first, each with its best shape; with `cp`, those of this size."""
+        """The combinations that fit into memory, the fastest first, each with its best shape; with
+        `cp`, those of this size.
+        """
         done: list[tuple[float, int, Tuned]] = []
         for number, (bound, sizes, micro_batch) in enumerate(self._bounds):
             if cp not in (None, sizes.cp):
@@ -310,13 +380,21 @@ class Search:
         if key not in self._costs:
             setup = self.setup
             self._costs[key] = AttentionCosts(
-                setup.model, self._draws, *key, setup.ranks_per_node, setup.rates, self._layouts, self._lossy, self._plans
+                setup.model,
+                self._draws,
+                *key,
+                setup.ranks_per_node,
+                setup.rates,
+                self._layouts,
+                self._lossy,
+                self._plans,
             )
         return self._costs[key]
 
 
 def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
-    """The sizes whose product is the number of GPUs, and that divide heads, layers, sequence and global batch.
+    """The sizes whose product is the number of GPUs, and that divide heads, layers, sequence and
+    global batch.
 
     Tensor-parallel ranks share a node. Raises `PlanError` where there are none.
     """
@@ -332,51 +410,86 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
             continue
         dp = setup.gpus // (tp * cp * pp)
         heads = model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
-        sequence = (cp == 1 or setup.seq_length % (2 * cp) == 0) and setup.seq_length // cp % tp == 0
+        sequence = (
+            cp == 1 or setup.seq_length % (2 * cp) == 0
+        ) and setup.seq_length // cp % tp == 0
         experts = (setup.gpus // pp) % parallel == 0
-        if heads and sequence and experts and model.layers % pp == 0 and setup.global_batch % dp == 0:
+        if (
+            heads
+            and sequence
+            and experts
+            and model.layers % pp == 0
+            and setup.global_batch % dp == 0
+        ):
             found.append(ParallelSizes(tp, cp, pp, dp))
     if not found:
-        kinds = ", ".join(f"{name} {size}" for name, size in given._asdict().items() if size is not None)
+        kinds = ", ".join(
+            f"{name} {size}" for name, size in given._asdict().items() if size is not None
+        )
         raise PlanError(
-            f"--gpus {setup.gpus}: no sizes of tp, cp, pp and dp{f' with {kinds}' if kinds else ''} have this product and divide "
-            f"{model.heads} heads, {setup.seq_length:,} tokens, {model.layers} layers and a global batch of {setup.global_batch}"
+            f"--gpus {setup.gpus}: no sizes of tp, cp, pp and "
+            f"dp{f' with {kinds}' if kinds else ''} have this product and divide {model.heads} "
+            f"heads, {setup.seq_length:,} tokens, {model.layers} layers and a global batch of "
+            f"{setup.global_batch}"
             + (f", with experts over {parallel} ranks" if parallel > 1 else "")
         )
     return found
 
 
-def reasons(best: Tuned, others: Sequence[Tuned], by_cp: dict[int, Tuned | float], limit: float) -> list[str]:
-    """Why the best one won, a line each: against the next one, and against half and twice its context-parallel size.
+def reasons(
+    best: Tuned, others: Sequence[Tuned], by_cp: dict[int, Tuned | float], limit: float
+) -> list[str]:
+    """Why the best one won, a line each: against the next one, and against half and twice its
+    context-parallel size.
 
-    by_cp: the best one of each context-parallel size, or the least memory that it needs where none fits.
+    by_cp: the best one of each context-parallel size, or the least memory that it needs where none
+    fits.
     """
-    lines = [f"the next, {_name(best, others[0])}: {_difference(best, others[0])}"] if others else []
+    lines = (
+        [f"the next, {_name(best, others[0])}: {_difference(best, others[0])}"] if others else []
+    )
     cps = sorted(by_cp)
     place = cps.index(best.sizes.cp)
     for cp in [*cps[max(place - 1, 0) : place], *cps[place + 1 : place + 2]]:
         other = by_cp[cp]
         if isinstance(other, float):
-            lines.append(f"cp {cp} does not fit: at least {other / 1e9:.0f} of {limit / 1e9:.0f} GB")
+            lines.append(
+                f"cp {cp} does not fit: at least {other / 1e9:.0f} of {limit / 1e9:.0f} GB"
+            )
         elif not others or other is not others[0]:
             lines.append(f"cp {cp} at best, {other.sizes.name}: {_difference(best, other)}")
     without = best.recompute != "none"
     lines += ["without recomputation it does not fit"] if without else []
     close = sum(other.step < (1 + SURE) * best.step for other in others)
-    lines += [f"within {SURE:.0%} of it: {close} of the others, which the model cannot tell apart for sure"] if close else []
+    lines += (
+        [
+            f"within {SURE:.0%} of it: {close} of the others, which the model cannot tell apart "
+            "for sure"
+        ]
+        if close
+        else []
+    )
     return lines
 
 
 def _name(best: Tuned, other: Tuned) -> str:
     """The sizes of the other, and its micro batch where the sizes are the same."""
-    return other.sizes.name + (f", micro batch {other.micro_batch}" if other.sizes == best.sizes else "")
+    return other.sizes.name + (
+        f", micro batch {other.micro_batch}" if other.sizes == best.sizes else ""
+    )
 
 
 def _difference(best: Tuned, other: Tuned) -> str:
-    """By how much the other is slower, and the items that it loses most on, of those the best one is slower at."""
+    """By how much the other is slower, and the items that it loses most on, of those the best one
+    is slower at.
+    """
     slower = other.step / best.step - 1
     names = dict.fromkeys([*other.seconds, *best.seconds])
     changes = {name: other.seconds.get(name, 0.0) - best.seconds.get(name, 0.0) for name in names}
     largest = sorted(changes, key=lambda name: -abs(changes[name]))[:3]
-    shown = [f"{name} {changes[name]:+.3g} s" for name in largest if abs(changes[name]) > 1e-3 * best.step]
+    shown = [
+        f"{name} {changes[name]:+.3g} s"
+        for name in largest
+        if abs(changes[name]) > 1e-3 * best.step
+    ]
     return f"{slower:.1%} slower" + (f" ({', '.join(shown)})" if shown else "")

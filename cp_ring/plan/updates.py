@@ -1,12 +1,17 @@
-"""Updates: which partial results are added to a total at one time, so that memory is read and written as rarely as possible.
+"""Updates: which partial results are added to a total at one time, so that memory is read and
+written as rarely as possible.
 
-A total is a tensor that a rank sums up: out with lse, dq, or dk with dv of one hop's keys. Its partial results come one after
-the other, from kernel calls and from other ranks. An update is one pass over memory: it reads up to `MAX_PARTS` partial
-results, and what earlier updates have stored, and stores the total so far.
+A total is a tensor that a rank sums up: out with lse, dq, or dk with dv of one hop's keys. Its
+partial results come one after the other, from kernel calls and from other ranks. An update is one
+pass over memory: it reads up to `MAX_PARTS` partial results, and what earlier updates have stored,
+and stores the total so far.
 
-- Tokens that no earlier update has touched are stored, not added to zeros. So totals are not filled with zeros.
-- Tokens that no later update will touch are stored in the dtype of the result. So the result needs no cast.
-- Partial results are added one by one, in their order. So the result does not depend on how they are grouped.
+- Tokens that no earlier update has touched are stored, not added to zeros. So totals are not filled
+  with zeros.
+- Tokens that no later update will touch are stored in the dtype of the result. So the result needs
+  no cast.
+- Partial results are added one by one, in their order. So the result does not depend on how they
+  are grouped.
 
 The executor runs these updates, and the cost model counts what they read and write.
 """
@@ -32,9 +37,11 @@ ABSENT = -1
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """The tokens of a partial result: range i of the total, [start[i], end[i]), is at `position[i]` of the partial result.
+    """The tokens of a partial result: range i of the total, [start[i], end[i]), is at `position[i]`
+    of the partial result.
 
-    With `reverse`, each range is in reverse order there. `arrived` tells that the partial result comes from another rank.
+    With `reverse`, each range is in reverse order there. `arrived` tells that the partial result
+    comes from another rank.
     """
 
     start: Ints
@@ -44,7 +51,13 @@ class Partial:
     arrived: bool = False
 
     @classmethod
-    def of(cls, ranges: Sequence[tuple[int, int]], first: int = 0, reverse: bool = False, arrived: bool = False) -> Partial:
+    def of(
+        cls,
+        ranges: Sequence[tuple[int, int]],
+        first: int = 0,
+        reverse: bool = False,
+        arrived: bool = False,
+    ) -> Partial:
         """Ranges that lie end to end in the partial result, from token `first` on."""
         start, end = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
         return cls(start, end, first + np.cumsum(end - start) - (end - start), reverse, arrived)
@@ -58,11 +71,12 @@ class Update:
         start and end;
         1 if no earlier update has stored something there, else 0;
         1 if no later update will, else 0;
-        and for each part the position of the first token in it, ABSENT if the part has none of the tokens, or
-        -2 - position if the part has them in reverse order. A segment without parts is filled with zeros.
+        and for each part the position of the first token in it, ABSENT if the part has none of the
+        tokens, or -2 - position if the part has them in reverse order. A segment without parts is
+        filled with zeros.
     arrived: whether each part comes from another rank.
-    whole: a kernel call's part is the whole total, so that nothing has to be computed, nor moved if its dtype is right. What
-        arrives is in a buffer that the next messages will overwrite.
+    whole: a kernel call's part is the whole total, so that nothing has to be computed, nor moved if
+        its dtype is right. What arrives is in a buffer that the next messages will overwrite.
     """
 
     segments: Ints
@@ -78,12 +92,17 @@ class Update:
         """Tokens read from partial results of kernel calls, and from those of other ranks."""
         start, end = self.segments[:2]
         tokens = [int((end - start)[position != ABSENT].sum()) for position in self.segments[4:]]
-        here, arrived = (sum(n for n, x in zip(tokens, self.arrived, strict=True) if x is kind) for kind in (False, True))
+        here, arrived = (
+            sum(n for n, x in zip(tokens, self.arrived, strict=True) if x is kind)
+            for kind in (False, True)
+        )
         return here, arrived
 
     @cached_property
     def stored(self) -> tuple[int, int, int]:
-        """Tokens of the running total that are read and that are written, and tokens of the result that are written."""
+        """Tokens of the running total that are read and that are written, and tokens of the result
+        that are written.
+        """
         start, end, first, last = self.segments[:4]
         size = end - start
         return int(size[first == 0].sum()), int(size[last == 0].sum()), int(size[last == 1].sum())
@@ -109,11 +128,14 @@ class _Total:
         self.closed = True
 
 
-def query_updates(parts: Iterable[Iterable[Partial]], num_tokens: int, most: int = MAX_PARTS) -> tuple[Update, ...]:
-    """Updates of out, or of dq, from the parts of each hop's kernel calls in their order; each of at most `most` parts.
+def query_updates(
+    parts: Iterable[Iterable[Partial]], num_tokens: int, most: int = MAX_PARTS
+) -> tuple[Update, ...]:
+    """Updates of out, or of dq, from the parts of each hop's kernel calls in their order; each of
+    at most `most` parts.
 
-    Those of the rank's own keys wait for the first remote ones; no others wait for the next hop, so that memory does not
-    depend on the number of hops.
+    Those of the rank's own keys wait for the first remote ones; no others wait for the next hop, so
+    that memory does not depend on the number of hops.
     """
     total = _Total(num_tokens, most)
     for place, of_hop in enumerate(parts):
@@ -127,12 +149,15 @@ def query_updates(parts: Iterable[Iterable[Partial]], num_tokens: int, most: int
 def gradient_updates(
     hops: Sequence[Hop], parts: Sequence[Sequence[Partial]], num_tokens: int
 ) -> dict[int, tuple[Update, ...]]:  # fmt: skip
-    """Updates of dk and dv by the index of the hop whose gradient buffer they fill; hop 0 has the rank's own accumulators.
+    """Updates of dk and dv by the index of the hop whose gradient buffer they fill; hop 0 has the
+    rank's own accumulators.
 
-    `hops` are those of backward; `parts` are those of the kernel calls of each. Gradients that arrive during a hop are added
-    after it, before the messages of the hop leave.
+    `hops` are those of backward; `parts` are those of the kernel calls of each. Gradients that
+    arrive during a hop are added after it, before the messages of the hop leave.
     """
-    totals = {0: _Total(num_tokens)} | {hop.index: _Total(hop.num_grads) for hop in hops if hop.index}
+    totals = {0: _Total(num_tokens)} | {
+        hop.index: _Total(hop.num_grads) for hop in hops if hop.index
+    }
     arriving: list[tuple[Transfer, Partial]] = []
 
     def collect() -> None:
@@ -147,7 +172,10 @@ def gradient_updates(
         collect()
         sizes = [transfer.tokens for transfer in hop.grad_receives]
         places = accumulate(sizes, initial=0)
-        arriving = [(t, Partial.of(t.ranges, first, arrived=True)) for t, first in zip(hop.grad_receives, places, strict=False)]
+        arriving = [
+            (t, Partial.of(t.ranges, first, arrived=True))
+            for t, first in zip(hop.grad_receives, places, strict=False)
+        ]
     collect()
     return {index: _updates(total.groups, total.num_tokens) for index, total in totals.items()}
 
@@ -156,7 +184,8 @@ def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Upda
     """One update a group. Tokens that no part has are filled with zeros by the last one."""
     parts = [part for group in groups for part in group]
     start, end, position = (
-        np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)]) for name in ("start", "end", "position")
+        np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
+        for name in ("start", "end", "position")
     )
     owner = np.repeat(np.arange(len(parts)), [len(part.start) for part in parts])
     slot = np.array([i for group in groups for i in range(len(group))], np.int64)[owner]
@@ -191,7 +220,13 @@ def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Upda
         if len(cells):
             table = _joined(table)
             arrived = tuple(part.arrived for part in members)
-            made.append(Update(table, arrived, arrived == (False,) and table.T.tolist() == [[0, num_tokens, 1, 1, 0]]))
+            made.append(
+                Update(
+                    table,
+                    arrived,
+                    arrived == (False,) and table.T.tolist() == [[0, num_tokens, 1, 1, 0]],
+                )
+            )
     return tuple(made)
 
 
@@ -199,7 +234,11 @@ def _joined(table: Ints) -> Ints:
     """The segments of an update, where neighbors that go on in all parts are one segment."""
     before, after = table[:, :-1], table[:, 1:]
     size = before[1] - before[0]
-    goes_on = np.where(before[4:] == ABSENT, after[4:] == ABSENT, (after[4:] == before[4:] + size) & (after[4:] != ABSENT))
+    goes_on = np.where(
+        before[4:] == ABSENT,
+        after[4:] == ABSENT,
+        (after[4:] == before[4:] + size) & (after[4:] != ABSENT),
+    )
     joins = (before[1] == after[0]) & (before[2:4] == after[2:4]).all(0) & goes_on.all(0)
     joined = table[:, np.append(True, ~joins)]
     joined[1] = table[1, np.append(~joins, True)]

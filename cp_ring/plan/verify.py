@@ -16,15 +16,17 @@ What is proven, in this order. Each check relies on those before it.
 
 A violation raises `PlanError` with the rank, the hop and the tokens.
 
-The arguments are stated at the functions. All are interval arithmetic on the tables: sorting, searching and running sums
-over T tiles, M messages, P pieces of the mask and C chunks. Time and memory are O((T + M + P + C) log) plus one entry for
-each (rank, hop), and, in `check_cover`, one byte for each token and one entry for each pair of a tile and a strip that it
-crosses; nothing is ever expanded to (query, key) pairs. A plan of 1M tokens, 4,096 documents and 64 ranks has 4,348 tiles
-and 126 messages.
+The arguments are stated at the functions. All are interval arithmetic on the tables: sorting,
+searching and running sums over T tiles, M messages, P pieces of the mask and C chunks. Time and
+memory are O((T + M + P + C) log) plus one entry for each (rank, hop), and, in `check_cover`, one
+byte for each token and one entry for each pair of a tile and a strip that it crosses; nothing is
+ever expanded to (query, key) pairs. A plan of 1M tokens, 4,096 documents and 64 ranks has 4,348
+tiles and 126 messages.
 
-A message has one entry in the tables for both of its ends, so sends match receives by construction. That the executor's
-rank plans agree with the tables is proven by `cp_ring.plan.verify_ranks`. That kernels and transports do what a rank plan
-says is not proven here; the certificate tests it on the running job.
+A message has one entry in the tables for both of its ends, so sends match receives by construction.
+That the executor's rank plans agree with the tables is proven by `cp_ring.plan.verify_ranks`. That
+kernels and transports do what a rank plan says is not proven here; the certificate tests it on the
+running job.
 """
 
 from __future__ import annotations
@@ -49,8 +51,10 @@ class Report:
     """What a proven plan computes and moves. Arrays are int64 [cp, cp], rank by hop.
 
     work: (query, key) pairs computed.
-    keys_in, keys_out: tokens whose keys and values a rank receives and sends in the forward pass, and again in backward.
-    grads_in, grads_out: tokens whose gradients of keys and values a rank receives and sends in the backward pass.
+    keys_in, keys_out: tokens whose keys and values a rank receives and sends in the forward pass,
+    and again in backward.
+    grads_in, grads_out: tokens whose gradients of keys and values a rank receives and sends in the
+    backward pass.
     slots: the number of receive buffers in use at once.
     """
 
@@ -119,12 +123,24 @@ def report(plan: PlanTables, slots: int) -> Report:
 
 
 def check_tables(plan: PlanTables) -> None:
-    """Ranks, hops and tokens exist, tables are sorted as `PlanTables` says, and every query of a tile sees a key."""
+    """Ranks, hops and tokens exist, tables are sorted as `PlanTables` says, and every query of a
+    tile sees a key.
+    """
     check_layout(plan.layout)
     check(plan.schedule, plan.cp)
     cp, size, tiles = plan.cp, plan.layout.tokens_per_rank, plan.tiles
-    for what, values in (("rank", plan.tile_rank), ("hop", plan.tile_hop), ("source", plan.tile_source)):
-        _check_range(what, values, 0, cp, lambda i: f"tile {i} of rank {plan.tile_rank[i]}, hop {plan.tile_hop[i]}")
+    for what, values in (
+        ("rank", plan.tile_rank),
+        ("hop", plan.tile_hop),
+        ("source", plan.tile_source),
+    ):
+        _check_range(
+            what,
+            values,
+            0,
+            cp,
+            lambda i: f"tile {i} of rank {plan.tile_rank[i]}, hop {plan.tile_hop[i]}",
+        )
     if cp % plan.node_size:
         raise PlanError(f"node_size {plan.node_size} does not divide the {cp} ranks")
     for table in (plan.transfers, plan.gradients):
@@ -132,23 +148,45 @@ def check_tables(plan: PlanTables) -> None:
     keys, grads = plan.transfers, plan.gradients
     for what, columns in (
         ("tiles are not sorted by rank and hop", (plan.tile_rank, plan.tile_hop)),
-        ("transfers are not sorted by receiver, hop, distance and start", _order(keys, keys.receiver, plan)),
-        ("gradients are not sorted by sender, hop, distance and start", _order(grads, grads.sender, plan)),
+        (
+            "transfers are not sorted by receiver, hop, distance and start",
+            _order(keys, keys.receiver, plan),
+        ),
+        (
+            "gradients are not sorted by sender, hop, distance and start",
+            _order(grads, grads.sender, plan),
+        ),
     ):
         if not isinstance(sort_index(*columns), slice):
             raise PlanError(what)
-    inside = (tiles.q0 >= 0) & (tiles.k0 >= 0) & (tiles.q1 <= size[plan.tile_rank]) & (tiles.k1 <= size[plan.tile_source])
-    seeing = (tiles.q0 < tiles.q1) & (tiles.q0 >= tiles.k0 - tiles.hi) & (tiles.q1 <= tiles.k1 - tiles.lo)
+    inside = (
+        (tiles.q0 >= 0)
+        & (tiles.k0 >= 0)
+        & (tiles.q1 <= size[plan.tile_rank])
+        & (tiles.k1 <= size[plan.tile_source])
+    )
+    seeing = (
+        (tiles.q0 < tiles.q1)
+        & (tiles.q0 >= tiles.k0 - tiles.hi)
+        & (tiles.q1 <= tiles.k1 - tiles.lo)
+    )
     good = inside & seeing & (tiles.k0 < tiles.k1) & (tiles.lo <= tiles.hi)
-    _all(good, lambda i: f"{_where(plan, i)}: tokens outside the shards, or queries that see no key")
+    _all(
+        good, lambda i: f"{_where(plan, i)}: tokens outside the shards, or queries that see no key"
+    )
 
 
 def _order(table: Transfers, holder: Ints, plan: PlanTables) -> tuple[Ints, ...]:
     return holder, table.hop, plan.order.distance(holder, table.owner), table.start
 
 
-def _check_range(what: str, values: Ints, first: int, end: int, where: Callable[[int], str]) -> None:
-    _all((values >= first) & (values < end), lambda i: f"{where(i)}: {what} {values[i]} is not in {first}..{end}")
+def _check_range(
+    what: str, values: Ints, first: int, end: int, where: Callable[[int], str]
+) -> None:
+    _all(
+        (values >= first) & (values < end),
+        lambda i: f"{where(i)}: {what} {values[i]} is not in {first}..{end}",
+    )
 
 
 def _check_moves(table: Transfers, size: Ints, cp: int) -> None:
@@ -161,56 +199,87 @@ def _check_moves(table: Transfers, size: Ints, cp: int) -> None:
 def check_layout(layout: Layout) -> None:
     """The chunks of a layout cover its tokens exactly once, and their owners exist."""
     edges, owner = layout.edges, layout.owner
-    if len(edges) != len(owner) + 1 or edges[0] != 0 or edges[-1] != layout.n or (np.diff(edges) <= 0).any():
-        raise PlanError(f"the edges of the layout's {len(owner)} chunks do not go up from 0 to {layout.n}")
+    if (
+        len(edges) != len(owner) + 1
+        or edges[0] != 0
+        or edges[-1] != layout.n
+        or (np.diff(edges) <= 0).any()
+    ):
+        raise PlanError(
+            f"the edges of the layout's {len(owner)} chunks do not go up from 0 to {layout.n}"
+        )
     if owner.min() < 0 or owner.max() >= layout.cp:
         bad = owner.min() if owner.min() < 0 else owner.max()
         raise PlanError(f"the layout has a chunk of rank {bad}, but ranks are 0 to {layout.cp - 1}")
 
 
 def check_sources(plan: PlanTables) -> None:
-    """A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone.
+    """A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own
+    alone.
 
-    Every use of a (rank, hop) buffer names an owner: tiles, arriving and forwarded keys, leaving and passed-on gradients.
-    The distance of the rank from the owner must be one of that hop. So the tokens of several owners that share a
-    buffer are told apart by (rank, distance), and the checks below take each such pair for a buffer of its own. No message
-    goes from a rank to itself. Cost: linear in the tables.
+    Every use of a (rank, hop) buffer names an owner: tiles, arriving and forwarded keys, leaving
+    and passed-on gradients. The distance of the rank from the owner must be one of that hop. So the
+    tokens of several owners that share a buffer are told apart by (rank, distance), and the checks
+    below take each such pair for a buffer of its own. No message goes from a rank to itself. Cost:
+    linear in the tables.
     """
     keys, grads = plan.transfers, plan.gradients
     _check_peers(keys)
     _check_peers(grads)
     forwarded, passed = keys[keys.buffer > 0], grads[grads.buffer > 0]
-    rank = np.concatenate([plan.tile_rank, keys.receiver, forwarded.sender, grads.sender, passed.receiver])
+    rank = np.concatenate(
+        [plan.tile_rank, keys.receiver, forwarded.sender, grads.sender, passed.receiver]
+    )
     hop = np.concatenate([plan.tile_hop, keys.hop, forwarded.buffer, grads.hop, passed.buffer])
-    owner = np.concatenate([plan.tile_source, keys.owner, forwarded.owner, grads.owner, passed.owner])
+    owner = np.concatenate(
+        [plan.tile_source, keys.owner, forwarded.owner, grads.owner, passed.owner]
+    )
     due = np.array(plan.schedule)[plan.order.distance(rank, owner)]
-    _all(due == hop, lambda i: f"rank {rank[i]}, hop {hop[i]}: keys of rank {owner[i]}, which belong to hop {due[i]}")
+    _all(
+        due == hop,
+        lambda i: (
+            f"rank {rank[i]}, hop {hop[i]}: keys of rank {owner[i]}, which belong to hop {due[i]}"
+        ),
+    )
 
 
 def _check_peers(table: Transfers) -> None:
-    _all(table.sender != table.receiver, lambda i: f"{_moves(table, i)}: a rank has no messages to itself")
+    _all(
+        table.sender != table.receiver,
+        lambda i: f"{_moves(table, i)}: a rank has no messages to itself",
+    )
 
 
 def check_cover(plan: PlanTables) -> None:
     """Every allowed (query, key) pair is computed exactly once, and no other pair is.
 
     1. `tiles_in_stream` renames queries and keys of all tiles to positions of the stream.
-    2. The query axis is cut into strips: at the edges of all tiles and pieces, and where one of their sides starts or
-       stops to slope. Within a strip the first and last key of a tile are linear in the query (constant or slope 1).
-    3. In each strip the tiles are sorted by their first key. No two of them may overlap at the first or at the last query of
-       the strip, and neighbors that touch at both are joined. The same is done with the pieces of the mask. Then the joined
-       intervals of the tiles must be those of the pieces: as many, and with the same ends at both queries.
-    4. Two linear functions that agree at both ends of a strip agree in all of it, so the same holds for all its queries.
+    2. The query axis is cut into strips: at the edges of all tiles and pieces, and where one of
+       their sides starts or stops to slope. Within a strip the first and last key of a tile are
+       linear in the query (constant or slope 1).
+    3. In each strip the tiles are sorted by their first key. No two of them may overlap at the
+       first or at the last query of the strip, and neighbors that touch at both are joined. The
+       same is done with the pieces of the mask. Then the joined intervals of the tiles must be
+       those of the pieces: as many, and with the same ends at both queries.
+    4. Two linear functions that agree at both ends of a strip agree in all of it, so the same holds
+       for all its queries.
 
-    A query may see any number of intervals of keys. Two tiles of a strip that overlap, or that are out of order at one end,
-    break step 3 at that end (see `cp_ring.plan.strips`). So do two pieces, whose mask then has a pair twice.
+    A query may see any number of intervals of keys. Two tiles of a strip that overlap, or that are
+    out of order at one end, break step 3 at that end (see `cp_ring.plan.strips`). So do two pieces,
+    whose mask then has a pair twice.
 
     Cost: sorting of the pairs (tile, strip) and one byte for each token, which marks the cuts.
     """
     tiles, parent = tiles_in_stream(plan)
     given = plan.mask.pieces
     outside = (given.q0 < 0) | (given.k0 < 0) | (given.q1 > plan.n) | (given.k1 > plan.n)
-    _all(~outside, lambda i: f"the mask is for {plan.n} tokens, but its piece {_numbers(given, i)} lies outside of them")
+    _all(
+        ~outside,
+        lambda i: (
+            f"the mask is for {plan.n} tokens, but its piece {_numbers(given, i)} lies outside of "
+            "them"
+        ),
+    )
     pieces = given.trimmed()
     cuts = cuts_of(plan.n, tiles, pieces)
     computed, allowed = intervals(tiles, cuts), intervals(pieces, cuts)
@@ -223,16 +292,23 @@ def check_cover(plan: PlanTables) -> None:
 
     twice = computed.overlap()
     if twice is not None:
-        raise PlanError(f"{where(twice)}: {queries(computed, twice)} see a key that another tile computes for them too")
+        raise PlanError(
+            f"{where(twice)}: {queries(computed, twice)} see a key that another tile computes for "
+            "them too"
+        )
     doubled = allowed.overlap()
     if doubled is not None:
         one, other = (_numbers(pieces, i) for i in allowed.tile[[doubled - 1, doubled]])
         raise PlanError(f"the mask has pairs twice: its pieces {one} and {other} overlap")
     computed, allowed = computed.joined(), allowed.joined()
     count = min(len(computed.strip), len(allowed.strip))
-    differs = (computed.strip[:count] != allowed.strip[:count]) | (computed.sides[:, :count] != allowed.sides[:, :count]).any(0)
+    differs = (computed.strip[:count] != allowed.strip[:count]) | (
+        computed.sides[:, :count] != allowed.sides[:, :count]
+    ).any(0)
     i = int(np.append(differs, True).argmax())
-    missing = i < len(allowed.strip) and (i == len(computed.strip) or allowed.strip[i] < computed.strip[i])
+    missing = i < len(allowed.strip) and (
+        i == len(computed.strip) or allowed.strip[i] < computed.strip[i]
+    )
     if missing:
         start, end = cuts[allowed.strip[i]], cuts[allowed.strip[i] + 1]
         raise PlanError(_uncovered(plan.layout, start, end, *allowed.sides[:2, i]))
@@ -240,13 +316,16 @@ def check_cover(plan: PlanTables) -> None:
         known = i < len(allowed.strip) and allowed.strip[i] == computed.strip[i]
         wanted = f"{allowed.sides[0, i]}..{allowed.sides[1, i]}" if known else "no more"
         raise PlanError(
-            f"{where(i)}: {queries(computed, i)} see keys {computed.sides[0, i]}..{computed.sides[1, i]} at the first of them, "
-            f"but the mask allows {wanted}"
+            f"{where(i)}: {queries(computed, i)} see keys "
+            f"{computed.sides[0, i]}..{computed.sides[1, i]} at the first of them, but the mask "
+            f"allows {wanted}"
         )
 
 
 def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
-    """The plan's tiles in positions of the stream, split where chunks of a shard meet, and the index of the tile of each."""
+    """The plan's tiles in positions of the stream, split where chunks of a shard meet, and the
+    index of the tile of each.
+    """
     layout = plan.layout
     chunk = np.argsort(layout.owner, kind="stable")
     size = np.diff(layout.edges)[chunk]
@@ -258,17 +337,23 @@ def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
     parent, cell = overlaps(tiles.q0, tiles.q1, start, end)
     part, key_cell = overlaps(tiles.k0[parent], tiles.k1[parent], start, end)
     parent, cell = parent[part], cell[part]
-    split = tiles[parent].within(start[cell], end[cell], start[key_cell], end[key_cell]).shifted(slide[cell], slide[key_cell])
+    split = (
+        tiles[parent]
+        .within(start[cell], end[cell], start[key_cell], end[key_cell])
+        .shifted(slide[cell], slide[key_cell])
+    )
     live = split.live()
     return split[live], parent[live]
 
 
 def check_keys(plan: PlanTables) -> None:
-    """What arrives at a hop is what its tiles read and what is forwarded from it, no less and no more, and in time.
+    """What arrives at a hop is what its tiles read and what is forwarded from it, no less and no
+    more, and in time.
 
-    A sender holds what it sends: its own shard, or the buffer of the hop before, which the executor keeps until then. The
-    union of the ranges of an owner that a rank reads or forwards must equal the union of those that it receives, without
-    overlap. By induction over hops, every forwarded key was sent by its owner before.
+    A sender holds what it sends: its own shard, or the buffer of the hop before, which the executor
+    keeps until then. The union of the ranges of an owner that a rank reads or forwards must equal
+    the union of those that it receives, without overlap. By induction over hops, every forwarded
+    key was sent by its owner before.
 
     Cost: sorting of tiles and messages.
     """
@@ -283,15 +368,23 @@ def check_keys(plan: PlanTables) -> None:
         np.concatenate([plan.tiles.k0[away], forwarded.start]),
         np.concatenate([plan.tiles.k1[away], forwarded.end]),
     )
-    _same(needed, _disjoint(keys, _buffer(keys.receiver, keys.owner, plan), "arrive"), plan, "needs", "receives")
+    _same(
+        needed,
+        _disjoint(keys, _buffer(keys.receiver, keys.owner, plan), "arrive"),
+        plan,
+        "needs",
+        "receives",
+    )
 
 
 def check_gradients(plan: PlanTables) -> None:
-    """The gradient of every key that a hop reads leaves that hop exactly once and reaches the key's owner.
+    """The gradient of every key that a hop reads leaves that hop exactly once and reaches the key's
+    owner.
 
-    A hop's gradient buffer holds what its tiles make and what arrives in it. For each owner, the union of these must equal
-    the union of the ranges that leave it, without overlap, to the owner or to the buffer of the next hop. By induction
-    from the last hop back to the first, no gradient is lost or added twice.
+    A hop's gradient buffer holds what its tiles make and what arrives in it. For each owner, the
+    union of these must equal the union of the ranges that leave it, without overlap, to the owner
+    or to the buffer of the next hop. By induction from the last hop back to the first, no gradient
+    is lost or added twice.
 
     Cost: sorting of tiles and messages.
     """
@@ -313,14 +406,18 @@ def check_gradients(plan: PlanTables) -> None:
 
 
 def check_slots(plan: PlanTables, num_slots: int) -> int:
-    """At most `num_slots` key buffers are in use at once; returns how many are. No order of messages can deadlock.
+    """At most `num_slots` key buffers are in use at once; returns how many are. No order of
+    messages can deadlock.
 
-    A rank posts the keys of a hop before it computes the previous hop of its plan. A buffer is in use from then until its
-    hop is computed, or until it has been forwarded, whichever is later. Running sums over all (rank, hop) count buffers.
+    A rank posts the keys of a hop before it computes the previous hop of its plan. A buffer is in
+    use from then until its hop is computed, or until it has been forwarded, whichever is later.
+    Running sums over all (rank, hop) count buffers.
 
-    Deadlock: every rank posts its messages in one order: keys of hop t, gradients of hop t - 1, keys of hop t + 1, and so
-    on. Both ends of a message name the same hop, and a buffer is sent after the hop that filled it. So among all messages
-    that are not complete, the earliest in this order has both ends posted, and completes.
+    Deadlock: every rank posts its messages in one order: keys of hop t, gradients of hop t - 1,
+    keys of hop t + 1, and so
+    on. Both ends of a message name the same hop, and a buffer is sent after the hop that filled it.
+    So among all messages that are not complete, the earliest in this order has both ends posted,
+    and completes.
     """
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
     live = np.zeros(cp * cp, bool)
@@ -332,7 +429,11 @@ def check_slots(plan: PlanTables, num_slots: int) -> int:
     filled, release = np.zeros(cp * cp, bool), time.copy()
     filled[keys.receiver * cp + keys.hop] = True
     forwarded = keys[keys.buffer > 0]
-    np.maximum.at(release, forwarded.sender * cp + forwarded.buffer, time[forwarded.sender * cp + forwarded.hop] - 1)
+    np.maximum.at(
+        release,
+        forwarded.sender * cp + forwarded.buffer,
+        time[forwarded.sender * cp + forwarded.hop] - 1,
+    )
     filled_at = np.flatnonzero(filled)
     in_use = np.zeros(int(time[-1]) + 2, np.int64)
     np.add.at(in_use, time[filled_at] - 1, 1)
@@ -341,24 +442,39 @@ def check_slots(plan: PlanTables, num_slots: int) -> int:
     slots = int(in_use.max(initial=0))
     if slots > num_slots:
         group = int(np.searchsorted(time, np.flatnonzero(in_use > num_slots)[0]))
-        raise PlanError(f"rank {group // cp}, hop {group % cp}: {slots} receive buffers in use, num_slots is {num_slots}")
+        raise PlanError(
+            f"rank {group // cp}, hop {group % cp}: {slots} receive buffers in use, num_slots is "
+            f"{num_slots}"
+        )
     return slots
 
 
 def _buffer(rank: Ints, owner: Ints, plan: PlanTables) -> Ints:
-    """The number of the part of a rank's buffers that holds an owner's tokens, in the order of the tables."""
+    """The number of the part of a rank's buffers that holds an owner's tokens, in the order of the
+    tables.
+    """
     return rank * plan.cp + plan.order.distance(rank, owner)
 
 
 def _disjoint(table: Transfers, group: Ints, verb: str) -> tuple[Ints, Ints, Ints]:
-    """The ranges of each group, joined where they touch. None may overlap. The table must be sorted by group and start."""
+    """The ranges of each group, joined where they touch. None may overlap. The table must be sorted
+    by group and start.
+    """
     twice = (group[1:] == group[:-1]) & (table.start[1:] < table.end[:-1])
     _all(~twice, lambda i: f"{_moves(table, i + 1)}: these tokens {verb} twice")
     return union(group, table.start, table.end)
 
 
-def _same(wanted: tuple[Ints, Ints, Ints], found: tuple[Ints, Ints, Ints], plan: PlanTables, wants: str, finds: str) -> None:
-    """Raises `PlanError` if two lists of sorted disjoint ranges (buffer as in `_buffer`, start, end) differ."""
+def _same(
+    wanted: tuple[Ints, Ints, Ints],
+    found: tuple[Ints, Ints, Ints],
+    plan: PlanTables,
+    wants: str,
+    finds: str,
+) -> None:
+    """Raises `PlanError` if two lists of sorted disjoint ranges (buffer as in `_buffer`, start,
+    end) differ.
+    """
     if all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True)):
         return
     count = min(len(wanted[0]), len(found[0]))
@@ -368,20 +484,27 @@ def _same(wanted: tuple[Ints, Ints, Ints], found: tuple[Ints, Ints, Ints], plan:
 
     def tokens(ranges: tuple[Ints, Ints, Ints]) -> str:
         mine = ranges[0] == group
-        return ", ".join(f"{start}..{end}" for start, end in zip(ranges[1][mine], ranges[2][mine], strict=True)) or "nothing"
+        return (
+            ", ".join(
+                f"{start}..{end}"
+                for start, end in zip(ranges[1][mine], ranges[2][mine], strict=True)
+            )
+            or "nothing"
+        )
 
     rank, distance = divmod(group, plan.cp)
     owner = f" of rank {plan.order.owner(rank, distance)}"
     raise PlanError(
-        f"rank {rank}, hop {plan.schedule[distance]} {wants} tokens {tokens(wanted)}{owner}, but {finds} tokens {tokens(found)}"
+        f"rank {rank}, hop {plan.schedule[distance]} {wants} tokens {tokens(wanted)}{owner}, but "
+        f"{finds} tokens {tokens(found)}"
     )
 
 
 def _where(plan: PlanTables, tile: int) -> str:
     q0, q1, k0, k1 = plan.tiles.data[:4, tile]
     return (
-        f"rank {plan.tile_rank[tile]}, hop {plan.tile_hop[tile]}: tile of queries {q0}..{q1}, keys {k0}..{k1} "
-        f"of rank {plan.tile_source[tile]}"
+        f"rank {plan.tile_rank[tile]}, hop {plan.tile_hop[tile]}: tile of queries {q0}..{q1}, keys "
+        f"{k0}..{k1} of rank {plan.tile_source[tile]}"
     )
 
 
@@ -391,14 +514,17 @@ def _numbers(pieces: Tiles, i: int) -> tuple[int, ...]:
 
 def _moves(table: Transfers, i: int) -> str:
     return (
-        f"rank {table.sender[i]}, hop {table.hop[i]}: sends tokens {table.start[i]}..{table.end[i]} of rank {table.owner[i]} "
-        f"to rank {table.receiver[i]}"
+        f"rank {table.sender[i]}, hop {table.hop[i]}: sends tokens "
+        f"{table.start[i]}..{table.end[i]} of rank {table.owner[i]} to rank {table.receiver[i]}"
     )
 
 
 def _uncovered(layout: Layout, q0: int, q1: int, k0: int, k1: int) -> str:
     rank, source = layout.owner[np.searchsorted(layout.edges, [q0, k0], "right") - 1]
-    return f"rank {rank}: queries {q0}..{q1} see keys {k0}..{k1}, the first of them of rank {source}, but no hop computes them"
+    return (
+        f"rank {rank}: queries {q0}..{q1} see keys {k0}..{k1}, the first of them of rank {source}, "
+        "but no hop computes them"
+    )
 
 
 def _all(good: NDArray[np.bool_], message: Callable[[int], str]) -> None:

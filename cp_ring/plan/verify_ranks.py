@@ -1,21 +1,25 @@
 """The proof that the rank plans of all ranks, as the executor runs them, together compute the mask.
 
-It uses nothing of the plan's tables but the mask, the layout and the schedule, so it also finds errors in the step from
-tables to rank plans. The argument, by function:
+It uses nothing of the plan's tables but the mask, the layout and the schedule, so it also finds
+errors in the step from tables to rank plans. The argument, by function:
 
-1. `key_messages`, `gradient_messages`, `forward_order`, `backward_order` list the messages that each rank posts, in the
-   order in which the executor posts them.
-2. `simulate` runs these queues as a transport does: between two ranks, the first send meets the first receive. It proves
-   that every message meets one of its size and that no rank waits for ever, and returns the pairs that met.
-3. `_follow` tracks the data through these pairs: hop 0 holds the rank's own tokens, and a received range holds what its
-   sender's buffer held. So every place of every buffer is known by owner and token, and must be filled exactly once.
-4. `_rebuild` uses this to rename the keys of all tiles to tokens of their owners, and checks that each tile's gradients go
-   to the same tokens. A tile over the keys of several owners becomes one tile for each. The result is a `PlanTables`
-   again, once in forward and once in backward order.
+1. `key_messages`, `gradient_messages`, `forward_order`, `backward_order` list the messages that
+   each rank posts, in the order in which the executor posts them.
+2. `simulate` runs these queues as a transport does: between two ranks, the first send meets the
+   first receive. It proves that every message meets one of its size and that no rank waits for
+   ever, and returns the pairs that met.
+3. `_follow` tracks the data through these pairs: hop 0 holds the rank's own tokens, and a received
+   range holds what its sender's buffer held. So every place of every buffer is known by owner and
+   token, and must be filled exactly once.
+4. `_rebuild` uses this to rename the keys of all tiles to tokens of their owners, and checks that
+   each tile's gradients go to the same tokens. A tile over the keys of several owners becomes one
+   tile for each. The result is a `PlanTables` again, once in forward and once in backward order.
 5. `cp_ring.plan.verify` proves these tables.
 
-Cost: proportional to the messages and tiles of all ranks, one Python object each, so much slower than the proof of the
-tables, which works on arrays. It is meant for tests and for one plan of each kind of mask, not for every plan.
+Cost: proportional to the messages and tiles of all ranks, one Python object each, so much slower
+than the proof of the
+tables, which works on arrays. It is meant for tests and for one plan of each kind of mask, not for
+every plan.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ from cp_ring.plan.tiles import OPEN, Tile, Tiles
 
 
 class Message(NamedTuple):
-    """One end of a message: tokens `[start, end)` of buffer `buffer` (a hop) of `rank`, sent to or received from `peer`."""
+    """One end of a message: tokens `[start, end)` of buffer `buffer` (a hop) of `rank`, sent to or
+    received from `peer`.
+    """
 
     rank: int
     hop: int
@@ -58,7 +64,8 @@ Pairs = list[tuple[Message, Message]]  # the send and the receive of a message
 
 
 def verify_rank_plans(plan: PlanTables, rank_plans: Sequence[RankPlan], num_slots: int = 2) -> None:
-    """Proves that `rank_plans`, those of all ranks in order, compute `plan.mask` with `num_slots` receive buffers.
+    """Proves that `rank_plans`, those of all ranks in order, compute `plan.mask` with `num_slots`
+    receive buffers.
 
     Raises `PlanError` that names the rank, the hop and the tokens.
     """
@@ -66,24 +73,51 @@ def verify_rank_plans(plan: PlanTables, rank_plans: Sequence[RankPlan], num_slot
         _check_rank_plan(part, int(plan.layout.tokens_per_rank[part.member]))
     keys = simulate([forward_order(part) for part in rank_plans])
     simulate([backward_order(part) for part in rank_plans])
-    grads = simulate([[posted for hop in part.hops if (posted := gradient_messages(hop, part.member))] for part in rank_plans])
+    grads = simulate(
+        [
+            [posted for hop in part.hops if (posted := gradient_messages(hop, part.member))]
+            for part in rank_plans
+        ]
+    )
     for hops in ([part.hops for part in rank_plans], [part.backward for part in rank_plans]):
         rebuilt = _rebuild(plan, rank_plans, hops, keys, grads)
-        for check in (verify.check_tables, verify.check_sources, verify.check_cover, verify.check_keys, verify.check_gradients):
+        for check in (
+            verify.check_tables,
+            verify.check_sources,
+            verify.check_cover,
+            verify.check_keys,
+            verify.check_gradients,
+        ):
             check(rebuilt)
         verify.check_slots(rebuilt, num_slots)
 
 
 def key_messages(hop: Hop, rank: int) -> Posted:
     """The messages of a hop's keys and values, posted together before the previous hop is computed."""
-    sends = [Message(rank, hop.index, t.peer, True, t.buffer, *span) for t in hop.sends for span in t.ranges]
-    return sends + [Message(rank, hop.index, t.peer, False, hop.index, *span) for t in hop.receives for span in t.ranges]
+    sends = [
+        Message(rank, hop.index, t.peer, True, t.buffer, *span)
+        for t in hop.sends
+        for span in t.ranges
+    ]
+    return sends + [
+        Message(rank, hop.index, t.peer, False, hop.index, *span)
+        for t in hop.receives
+        for span in t.ranges
+    ]
 
 
 def gradient_messages(hop: Hop, rank: int) -> Posted:
     """The messages of a hop's gradients, posted together after the hop is computed."""
-    sends = [Message(rank, hop.index, t.peer, True, hop.index, *span) for t in hop.grad_sends for span in t.ranges]
-    return sends + [Message(rank, hop.index, t.peer, False, t.buffer, *span) for t in hop.grad_receives for span in t.ranges]
+    sends = [
+        Message(rank, hop.index, t.peer, True, hop.index, *span)
+        for t in hop.grad_sends
+        for span in t.ranges
+    ]
+    return sends + [
+        Message(rank, hop.index, t.peer, False, t.buffer, *span)
+        for t in hop.grad_receives
+        for span in t.ranges
+    ]
 
 
 def forward_order(part: RankPlan) -> list[Posted]:
@@ -92,20 +126,25 @@ def forward_order(part: RankPlan) -> list[Posted]:
 
 
 def backward_order(part: RankPlan) -> list[Posted]:
-    """A rank's messages in the order of the backward pass: keys of hop t between gradients of hops t - 2 and t - 1."""
+    """A rank's messages in the order of the backward pass: keys of hop t between gradients of hops
+    t - 2 and t - 1.
+    """
     timed = [(2 * hop.index - 2, key_messages(hop, part.member)) for hop in part.hops]
     timed += [(2 * hop.index + 1, gradient_messages(hop, part.member)) for hop in part.hops]
     return [posted for _, posted in sorted(timed, key=lambda item: item[0]) if posted]
 
 
 def simulate(queues: Sequence[list[Posted]]) -> Pairs:
-    """Runs every rank's queue and returns the (send, receive) pairs that met, in the order in which they met.
+    """Runs every rank's queue and returns the (send, receive) pairs that met, in the order in which
+    they met.
 
-    A rank posts its next messages when all those that it posted before are complete. A message is complete when it has met
-    its other end; between two ranks messages meet in the order in which they were posted, keys and gradients alike. No
-    executor waits more than this, so messages that complete here complete there.
+    A rank posts its next messages when all those that it posted before are complete. A message is
+    complete when it has met its other end; between two ranks messages meet in the order in which
+    they were posted, keys and gradients alike. No executor waits more than this, so messages that
+    complete here complete there.
 
-    Raises `PlanError` if two ends differ in size, or if ranks wait for each other for ever. Cost: linear in the messages.
+    Raises `PlanError` if two ends differ in size, or if ranks wait for each other for ever. Cost:
+    linear in the messages.
     """
     waiting: dict[tuple[int, int, bool], deque[Message]] = defaultdict(deque)
     heads, left = [0] * len(queues), [0] * len(queues)
@@ -140,7 +179,9 @@ def simulate(queues: Sequence[list[Posted]]) -> Pairs:
 
 @dataclass
 class _Contents:
-    """What a buffer holds: sorted, disjoint pieces (start, end, owner, token of the owner at `start`)."""
+    """What a buffer holds: sorted, disjoint pieces (start, end, owner, token of the owner at
+    `start`).
+    """
 
     name: str
     pieces: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -149,7 +190,9 @@ class _Contents:
         insort(self.pieces, (start, end, owner, token))
 
     def tokens(self, start: int, end: int) -> Iterable[tuple[int, int, int]]:
-        """(owner, start, end) of the owners' tokens in a range of the buffer, joined where they touch."""
+        """(owner, start, end) of the owners' tokens in a range of the buffer, joined where they
+        touch.
+        """
         found: list[tuple[int, int, int]] = []
         place = max(bisect_right(self.pieces, start, key=lambda piece: piece[0]) - 1, 0)
         at = start
@@ -163,7 +206,9 @@ class _Contents:
                 found.append((owner, low, high))
             at = max(at, min(end, last))
         if at < end:
-            raise PlanError(f"{self.name}: tokens {start}..{end} are read, but nothing fills token {at}")
+            raise PlanError(
+                f"{self.name}: tokens {start}..{end} are read, but nothing fills token {at}"
+            )
         return found
 
     def check_filled(self, size: int) -> None:
@@ -174,25 +219,37 @@ class _Contents:
                 break
             at = last
         if at != size or at != max((piece[1] for piece in self.pieces), default=0):
-            raise PlanError(f"{self.name}: {size} tokens, filled by {[piece[:2] for piece in self.pieces]}")
+            raise PlanError(
+                f"{self.name}: {size} tokens, filled by {[piece[:2] for piece in self.pieces]}"
+            )
 
 
 def _check_rank_plan(part: RankPlan, num_tokens: int) -> None:
     """The size of the shard is right, hops ascend, and hop 0 moves nothing."""
     if part.num_tokens != num_tokens:
-        raise PlanError(f"rank {part.member} has {part.num_tokens} tokens, but the layout gives it {num_tokens}")
+        raise PlanError(
+            f"rank {part.member} has {part.num_tokens} tokens, but the layout gives it {num_tokens}"
+        )
     for before, after in pairwise(part.hops):
         if before.index >= after.index:
             raise PlanError(f"rank {part.member}: hop {after.index} follows hop {before.index}")
     for hop in part.hops:
         if hop.index == 0 and (hop.receives or hop.sends or hop.grad_sends):
-            raise PlanError(f"rank {part.member}, hop 0: messages at the hop of the rank's own keys")
+            raise PlanError(
+                f"rank {part.member}, hop 0: messages at the hop of the rank's own keys"
+            )
 
 
 def _rebuild(
-    plan: PlanTables, rank_plans: Sequence[RankPlan], hops: list[Sequence[Hop]], keys: Pairs, grads: Pairs
+    plan: PlanTables,
+    rank_plans: Sequence[RankPlan],
+    hops: list[Sequence[Hop]],
+    keys: Pairs,
+    grads: Pairs,
 ) -> PlanTables:
-    """The plan's tables again, from the tiles of the hops of every rank and the matched messages of keys and of gradients."""
+    """The plan's tables again, from the tiles of the hops of every rank and the matched messages of
+    keys and of gradients.
+    """
     key_buffers = {(part.member, 0): _own_shard(part) for part in rank_plans}
     grad_buffers = {(part.member, 0): _own_shard(part) for part in rank_plans}
     transfers = _follow(keys, key_buffers, "key")
@@ -204,8 +261,12 @@ def _rebuild(
     for part, own_hops in zip(rank_plans, hops, strict=True):
         for hop in sorted(own_hops, key=lambda hop: hop.index):
             place = (part.member, hop.index)
-            held = key_buffers.get(place, _Contents(f"rank {part.member}, hop {hop.index}: key buffer"))
-            summed = grad_buffers.get(place, _Contents(f"rank {part.member}, hop {hop.index}: gradient buffer"))
+            held = key_buffers.get(
+                place, _Contents(f"rank {part.member}, hop {hop.index}: key buffer")
+            )
+            summed = grad_buffers.get(
+                place, _Contents(f"rank {part.member}, hop {hop.index}: gradient buffer")
+            )
             held.check_filled(hop.num_keys)
             summed.check_filled(hop.num_grads)
             _check_sources(part, hop, held, summed, plan.order)
@@ -216,7 +277,8 @@ def _rebuild(
     rank, index, source = np.array(where, np.int64).reshape(-1, 3).T
     return PlanTables(
         plan.mask, plan.layout, plan.route, plan.schedule, Tiles.of(tiles), rank, index, source,
-        _table(transfers).in_buffer_order("receiver", plan.order), _table(gradients).in_buffer_order("sender", plan.order),
+        _table(transfers).in_buffer_order("receiver", plan.order), _table(gradients).in_buffer_order(
+            "sender", plan.order),
         plan.node_size,
     )  # fmt: skip
 
@@ -225,19 +287,27 @@ def _own_shard(part: RankPlan) -> _Contents:
     return _Contents(f"rank {part.member}: its own shard", [(0, part.num_tokens, part.member, 0)])
 
 
-def _follow(pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str) -> list[tuple[int, int, int, int, int, int, int]]:
+def _follow(
+    pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str
+) -> list[tuple[int, int, int, int, int, int, int]]:
     """Fills the buffer at the second end of each pair with what the buffer at its first end holds.
 
-    Returns (hop, first rank, second rank, owner, start, end, buffer of the first end) for every owner's range that a
-    message carries. Raises `PlanError` if the ends name different hops, or the first end's buffer is not filled.
+    Returns (hop, first rank, second rank, owner, start, end, buffer of the first end) for every
+    owner's range that a message carries. Raises `PlanError` if the ends name different hops, or the
+    first end's buffer is not filled.
     """
     table = []
     for known, filled in pairs:
         if known.hop != filled.hop:
             raise PlanError(f"{known}, but {filled}")
-        source = buffers.get((known.rank, known.buffer), _Contents(f"rank {known.rank}, hop {known.buffer}: {what} buffer"))
+        source = buffers.get(
+            (known.rank, known.buffer),
+            _Contents(f"rank {known.rank}, hop {known.buffer}: {what} buffer"),
+        )
         place = (filled.rank, filled.buffer)
-        target = buffers.setdefault(place, _Contents(f"rank {filled.rank}, hop {filled.buffer}: {what} buffer"))
+        target = buffers.setdefault(
+            place, _Contents(f"rank {filled.rank}, hop {filled.buffer}: {what} buffer")
+        )
         at = filled.start
         for owner, start, end in source.tokens(known.start, known.end):
             target.add(at, at + end - start, owner, start)
@@ -246,22 +316,34 @@ def _follow(pairs: Pairs, buffers: dict[tuple[int, int], _Contents], what: str) 
     return table
 
 
-def _check_sources(part: RankPlan, hop: Hop, held: _Contents, summed: _Contents, order: Order) -> None:
-    """Raises `PlanError` unless `hop.sources` are the owners of what the hop's buffers hold, by distance."""
+def _check_sources(
+    part: RankPlan, hop: Hop, held: _Contents, summed: _Contents, order: Order
+) -> None:
+    """Raises `PlanError` unless `hop.sources` are the owners of what the hop's buffers hold, by
+    distance.
+    """
     owners = {piece[2] for contents in (held, summed) for piece in contents.pieces}
     found = tuple(sorted(owners, key=lambda owner: order.distance(part.member, owner)))
     if found != hop.sources:
-        raise PlanError(f"rank {part.member}, hop {hop.index}: its buffers hold tokens of ranks {found}, not {hop.sources}")
+        raise PlanError(
+            f"rank {part.member}, hop {hop.index}: its buffers hold tokens of ranks {found}, not "
+            f"{hop.sources}"
+        )
 
 
-def _of_owners(tile: Tile, shift: int, held: _Contents, summed: _Contents) -> Iterable[tuple[int, Tile]]:
-    """The tile cut where the owner of its keys changes: (owner, tile with keys counted in the owner's shard).
+def _of_owners(
+    tile: Tile, shift: int, held: _Contents, summed: _Contents
+) -> Iterable[tuple[int, Tile]]:
+    """The tile cut where the owner of its keys changes: (owner, tile with keys counted in the
+    owner's shard).
 
     Raises `PlanError` unless the gradients of its keys go to the same tokens of the same owners.
     """
     read = list(held.tokens(tile.k0, tile.k1))
     if list(summed.tokens(tile.k0 + shift, tile.k1 + shift)) != read:
-        raise PlanError(f"{summed.name}: the gradients of keys {tile.k0}..{tile.k1} are at other tokens")
+        raise PlanError(
+            f"{summed.name}: the gradients of keys {tile.k0}..{tile.k1} are at other tokens"
+        )
     at, open_ = tile.k0, np.full(1, OPEN)
     for owner, start, end in read:
         part = Tiles.of([tile]).within(-open_, open_, np.full(1, at), np.full(1, at + end - start))

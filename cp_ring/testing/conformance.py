@@ -1,7 +1,8 @@
 """Checks of what every kernel must do, against attention by autograd in float64.
 
-The test of a new kernel is one line: `conformance.check(kernel, device, dtype)`. It raises `AssertionError` with the name of the
-property that does not hold. `PROPERTIES` lists the properties by name, so that each can be a test of its own.
+The test of a new kernel is one line: `conformance.check(kernel, device, dtype)`. It raises
+`AssertionError` with the name of the property that does not hold. `PROPERTIES` lists the properties
+by name, so that each can be a test of its own.
 
 In a tile, queries and keys are counted from 0. Query i sees key j where lo <= j - i <= hi.
 """
@@ -34,15 +35,29 @@ BANDS = (
     (9, 33, 0, 24),
     (20, 25, -3, 5),
 )
-EMPTY_QUERIES = ((20, 20, -OPEN, -3), (20, 20, 5, OPEN), (20, 12, -4, 0), (8, 30, -OPEN, -2), (5, 5, 9, 12))
+EMPTY_QUERIES = (
+    (20, 20, -OPEN, -3),
+    (20, 20, 5, OPEN),
+    (20, 12, -4, 0),
+    (8, 30, -OPEN, -2),
+    (5, 5, 9, 12),
+)
 """Tiles in which some queries see no key: number of queries, number of keys, lo, hi."""
 DENSE = ((256, 128), (128, 256))
-"""Multiples of 128, the sizes of most tiles in training. Some kernels compute them with other functions than other sizes."""
+"""Multiples of 128, the sizes of most tiles in training. Some kernels compute them with other
+functions than other sizes.
+"""
 
-# Norm of the error divided by norm of the truth. It allows for rounding in another order; a wrong key gives an error of 0.05.
+# Norm of the error divided by norm of the truth. It allows for rounding in another order; a wrong
+# key gives an error of 0.05.
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 # Absolute error of lse, which is not rounded to the dtype of the inputs.
-_LSE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-3}
+_LSE_TOLERANCE = {
+    torch.float64: 1e-11,
+    torch.float32: 2e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-3,
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +71,19 @@ class KernelCase:
     scale: float
     batch: int = 2
 
-    def draw(self, queries: int, keys: int, seed: int = 0, strided: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, dout of one tile. `strided` makes them views of tokens-first storage that holds NaN around them."""
+    def draw(
+        self, queries: int, keys: int, seed: int = 0, strided: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, dout of one tile. `strided` makes them views of tokens-first storage that holds
+        NaN around them.
+        """
         h, g, d, e = self.heads
         generator = torch.Generator().manual_seed(seed)
         shapes = (queries, h, d), (keys, g, d), (keys, g, e), (queries, h, e)
-        drawn = [torch.randn(self.batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        drawn = [
+            torch.randn(self.batch, *shape, generator=generator, dtype=torch.float64)
+            for shape in shapes
+        ]
         q, k, v, dout = (x.to(self.device, self.dtype) for x in drawn)
         return (_embed(q), _embed(k), _embed(v), _embed(dout)) if strided else (q, k, v, dout)
 
@@ -74,13 +96,17 @@ def check(
     only: str | None = None,
     heads: Sequence[tuple[int, int, int, int]] = HEADS,
 ) -> None:
-    """Checks all properties of `kernel`, or `only` one of `PROPERTIES`, on tensors of `dtype` on `device`.
+    """Checks all properties of `kernel`, or `only` one of `PROPERTIES`, on tensors of `dtype` on
+    `device`.
 
     Raises `AssertionError` that names the kernel, the property, the tile and the error.
     """
     device = torch.device(device)
     supported = [x for x in heads if kernel.rejection(device, dtype, x[2], x[3]) is None]
-    assert supported, f"{kernel.name} supports none of the head sizes {sorted({x[2:] for x in heads})} in {dtype} on {device}"
+    assert supported, (
+        f"{kernel.name} supports none of the head sizes {sorted({x[2:] for x in heads})} in "
+        f"{dtype} on {device}"
+    )
     for name in PROPERTIES if only is None else [only]:
         for sizes in supported:
             try:
@@ -149,7 +175,8 @@ def _merged(case: KernelCase) -> None:
 
 
 def _check_merged(case: KernelCase, queries: int, more: int) -> None:
-    """Backward of one tile, with out and lse over all keys, gives that tile's exact share of the gradients.
+    """Backward of one tile, with out and lse over all keys, gives that tile's exact share of the
+    gradients.
 
     The queries see a causal tile of `queries` keys, and a full tile of `more` keys.
     """
@@ -157,13 +184,20 @@ def _check_merged(case: KernelCase, queries: int, more: int) -> None:
     more_k, more_v = case.draw(queries, more, seed=1)[1:3]
     causal = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
     allowed = torch.cat([causal, causal.new_ones(queries, more)], 1)
-    truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case.scale)
-    out, lse = truth.out.to(case.dtype), truth.lse.to(torch.promote_types(case.dtype, torch.float32))
+    truth = _truth(
+        q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case.scale
+    )
+    out, lse = (
+        truth.out.to(case.dtype),
+        truth.lse.to(torch.promote_types(case.dtype, torch.float32)),
+    )
     options: dict[str, Any] = {"lo": -OPEN, "scale": case.scale}
     first = case.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
     second = case.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
     _close("dq of two tiles", first[0].double() + second[0].double(), truth.dq, case)
-    for name, a, b, whole in zip(("dk", "dv"), first[1:], second[1:], (truth.dk, truth.dv), strict=True):
+    for name, a, b, whole in zip(
+        ("dk", "dv"), first[1:], second[1:], (truth.dk, truth.dv), strict=True
+    ):
         _close(f"{name} of a causal tile among two", a, whole[:, :queries], case)
         _close(f"{name} of a full tile among two", b, whole[:, queries:], case)
 
@@ -171,7 +205,9 @@ def _check_merged(case: KernelCase, queries: int, more: int) -> None:
 def _varlen(case: KernelCase) -> None:
     if not case.kernel.capabilities.varlen:
         return
-    assert isinstance(case.kernel, VarlenKernel), "capabilities say varlen, but there are no varlen methods"
+    assert isinstance(case.kernel, VarlenKernel), (
+        "capabilities say varlen, but there are no varlen methods"
+    )
     sizes = [(7, 7), (1, 1), (40, 40), (3, 3)], [(5, 19), (33, 4), (1, 1), (9, 64)]
     _check_packed(case, sizes[0], -1, 0)
     _check_packed(case, sizes[1], -1, -1)
@@ -190,8 +226,18 @@ def _repeats(case: KernelCase) -> None:
         runs = []
         for _ in range(2):
             out, lse = case.kernel.forward(q, k, v, lo=-OPEN, hi=0, scale=case.scale)
-            runs.append((out, lse, *case.kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=case.scale)))
-        assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True)), "two runs differ in their bits"
+            runs.append(
+                (
+                    out,
+                    lse,
+                    *case.kernel.backward(
+                        dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=case.scale
+                    ),
+                )
+            )
+        assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True)), (
+            "two runs differ in their bits"
+        )
 
 
 PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
@@ -210,7 +256,9 @@ PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
 }
 
 
-def _check_tile(case: KernelCase, queries: int, keys: int, lo: int, hi: int, strided: bool = False) -> None:
+def _check_tile(
+    case: KernelCase, queries: int, keys: int, lo: int, hi: int, strided: bool = False
+) -> None:
     q, k, v, dout = case.draw(queries, keys, strided=strided)
     offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None]
     truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), case.scale)
@@ -225,7 +273,10 @@ def _check_packed(case: KernelCase, sizes: list[tuple[int, int]], left: int, rig
     one = replace(case, batch=1)
     parts = [one.draw(*size, seed=seed) for seed, size in enumerate(sizes)]
     q, k, v, dout = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
-    ends = [torch.tensor([0, *accumulate(column)], dtype=torch.int32, device=q.device) for column in zip(*sizes, strict=True)]
+    ends = [
+        torch.tensor([0, *accumulate(column)], dtype=torch.int32, device=q.device)
+        for column in zip(*sizes, strict=True)
+    ]
     max_q, max_k = (max(column) for column in zip(*sizes, strict=True))
     packing = Packing(ends[0], ends[1], max_q, max_k, left, right)
     kernel = cast(VarlenKernel, case.kernel)
@@ -233,11 +284,25 @@ def _check_packed(case: KernelCase, sizes: list[tuple[int, int]], left: int, rig
     dq, dk, dv = kernel.backward_varlen(dout, q, k, v, out, lse, packing, case.scale)
     bounds = zip(*(pairwise(x.tolist()) for x in ends), strict=True)
     for (queries, keys), ((q0, q1), (k0, k1)), part in zip(sizes, bounds, parts, strict=True):
-        offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None] - (keys - queries)
-        allowed = (offset >= -left if left >= 0 else offset >= -OPEN) & (offset <= right if right >= 0 else offset <= OPEN)
+        offset = (
+            torch.arange(keys, device=q.device)
+            - torch.arange(queries, device=q.device)[:, None]
+            - (keys - queries)
+        )
+        allowed = (offset >= -left if left >= 0 else offset >= -OPEN) & (
+            offset <= right if right >= 0 else offset <= OPEN
+        )
         truth = _truth(*part, allowed, case.scale)
-        got = out[None, q0:q1], lse[None, :, q0:q1], dq[None, q0:q1], dk[None, k0:k1], dv[None, k0:k1]
-        _compare(f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})", got, truth, one)
+        got = (
+            out[None, q0:q1],
+            lse[None, :, q0:q1],
+            dq[None, q0:q1],
+            dk[None, k0:k1],
+            dv[None, k0:k1],
+        )
+        _compare(
+            f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})", got, truth, one
+        )
 
 
 @dataclass(frozen=True)
@@ -250,39 +315,66 @@ class _Truth:
 
 
 def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)) * scale
+    return (
+        torch.einsum(
+            "bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+        )
+        * scale
+    )
 
 
 def _truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, scale: float) -> _Truth:
-    """Attention and its gradients by autograd in float64. Queries that see no key have out 0, lse -inf and no gradient."""
+    """Attention and its gradients by autograd in float64. Queries that see no key have out 0, lse
+    -inf and no gradient.
+    """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     empty = ~allowed.any(1)
     scores = _logits(q, k, scale).masked_fill(~allowed, -math.inf)
     p = scores.masked_fill(empty[:, None], 0.0).softmax(-1).masked_fill(empty[:, None], 0.0)
     out = torch.einsum("bhqk,bkhe->bqhe", p, v.repeat_interleave(q.shape[2] // k.shape[2], 2))
-    return _Truth(out.detach(), scores.detach().logsumexp(-1), *torch.autograd.grad(out, (q, k, v), dout.double()))
+    return _Truth(
+        out.detach(),
+        scores.detach().logsumexp(-1),
+        *torch.autograd.grad(out, (q, k, v), dout.double()),
+    )
 
 
 def _compare(what: str, got: Sequence[Tensor], truth: _Truth, case: KernelCase) -> None:
     out, lse, *grads = got
     assert lse.dtype in (torch.float32, torch.float64), f"lse of a {what} is {lse.dtype}"
-    for name, x, true in zip(("out", "lse", "dq", "dk", "dv"), got, vars(truth).values(), strict=True):
-        assert x.shape == true.shape, f"{name} of a {what} has shape {tuple(x.shape)} instead of {tuple(true.shape)}"
+    for name, x, true in zip(
+        ("out", "lse", "dq", "dk", "dv"), got, vars(truth).values(), strict=True
+    ):
+        assert x.shape == true.shape, (
+            f"{name} of a {what} has shape {tuple(x.shape)} instead of {tuple(true.shape)}"
+        )
     empty = truth.lse.isneginf()
-    assert torch.equal(lse.isneginf(), empty), f"lse of a {what} is -inf for other queries than those that see no key"
+    assert torch.equal(lse.isneginf(), empty), (
+        f"lse of a {what} is -inf for other queries than those that see no key"
+    )
     off = float((lse.double() - truth.lse)[~empty].abs().max()) if not empty.all() else 0.0
     assert off <= _LSE_TOLERANCE[case.dtype], f"lse of a {what} is off by {off:.1e}"
-    assert not (out.transpose(1, 2)[empty] != 0).any(), f"out of a {what} is not 0 where a query sees no key"
-    for name, x, true in zip(("out", "dq", "dk", "dv"), (out, *grads), (truth.out, truth.dq, truth.dk, truth.dv), strict=True):
+    assert not (out.transpose(1, 2)[empty] != 0).any(), (
+        f"out of a {what} is not 0 where a query sees no key"
+    )
+    for name, x, true in zip(
+        ("out", "dq", "dk", "dv"),
+        (out, *grads),
+        (truth.out, truth.dq, truth.dk, truth.dv),
+        strict=True,
+    ):
         _close(f"{name} of a {what}", x, true, case)
 
 
 def _close(what: str, x: Tensor, truth: Tensor, case: KernelCase) -> None:
     assert x.isfinite().all(), f"{what} has NaN or infinity"
-    # Where a query sees one key, gradients of scores are 0. Then the error is rounding, and is compared with 1.
+    # Where a query sees one key, gradients of scores are 0. Then the error is rounding, and is
+    # compared with 1.
     floor = 0.1 * math.sqrt(truth.numel())
     off = float((x.double() - truth).norm() / truth.norm().clamp(min=floor))
-    assert off <= _TOLERANCE[case.dtype], f"{what} is off by {off:.1e}, more than {_TOLERANCE[case.dtype]:.0e}"
+    assert off <= _TOLERANCE[case.dtype], (
+        f"{what} is off by {off:.1e}, more than {_TOLERANCE[case.dtype]:.0e}"
+    )
 
 
 def _embed(x: Tensor) -> Tensor:
@@ -300,7 +392,10 @@ def _band(lo: int, hi: int) -> str:
 @contextmanager
 def _nan_memory() -> Iterator[None]:
     """While this lasts, torch fills new memory with NaN instead of leaving it uninitialized."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     switch: Any = importlib.import_module("torch.utils.deterministic")
     fill = switch.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

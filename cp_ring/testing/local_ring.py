@@ -1,7 +1,8 @@
-"""A whole context-parallel group in one process, with one thread per rank: for trials, for accuracy tables, and for one GPU.
+"""A whole context-parallel group in one process, with one thread per rank: for trials, for accuracy
+tables, and for one GPU.
 
-A message is a copy that one thread hands to another. So any number of ranks runs on any device. The results are right, but it is
-not fast.
+A message is a copy that one thread hands to another. So any number of ranks runs on any device. The
+results are right, but it is not fast.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ TIMEOUT = 60.0
 
 
 class LocalRing:
-    """`size` ranks of this process; `run(case, ...)` calls `case(group, ...)` on each and returns the results by rank.
+    """`size` ranks of this process; `run(case, ...)` calls `case(group, ...)` on each and returns
+    the results by rank.
 
-    `group` may be given to `ring_attention` in place of a process group. Raises the error of a rank that failed. A rank has one
-    thread for all runs: libraries for GPUs keep what they have compiled by thread.
+    `group` may be given to `ring_attention` in place of a process group. Raises the error of a rank
+    that failed. A rank has one thread for all runs: libraries for GPUs keep what they have compiled
+    by thread.
     """
 
     def __init__(self, size: int):
@@ -61,7 +64,9 @@ class LocalRing:
         return [rank.result() for rank in ranks]
 
     def agree(self, rank: int, number: int, facts: Sequence[Fact]) -> None:
-        """Compares a rank's call of this number with the first one of that number. Raises `PlanError` where they differ."""
+        """Compares a rank's call of this number with the first one of that number. Raises
+        `PlanError` where they differ.
+        """
         first, its_facts = self._calls.setdefault(number, (rank, facts))
         if line := differences(first, its_facts, rank, facts):
             raise PlanError(line)
@@ -74,7 +79,10 @@ class LocalRing:
     def take(self, key: tuple[int, int, int]) -> Tensor:
         with self._changed:
             if not self._changed.wait_for(lambda: self._failed or key in self._mail, TIMEOUT):
-                raise _Abandoned(f"rank {key[1]} of a local ring waited {TIMEOUT:g} s for message {key[2]} of rank {key[0]}")
+                raise _Abandoned(
+                    f"rank {key[1]} of a local ring waited {TIMEOUT:g} s for message {key[2]} of "
+                    f"rank {key[0]}"
+                )
             if key not in self._mail:
                 raise _Abandoned(f"rank {key[1]} of a local ring gave up: another rank failed")
             return self._mail.pop(key)
@@ -85,7 +93,9 @@ class _Abandoned(ConfigError):
 
 
 class LocalGroup:
-    """One rank of a `LocalRing`, as a transport. Between two ranks, messages arrive in the order in which they were posted."""
+    """One rank of a `LocalRing`, as a transport. Between two ranks, messages arrive in the order in
+    which they were posted.
+    """
 
     def __init__(self, ring: LocalRing, rank: int):
         self._ring = ring

@@ -1,4 +1,5 @@
-"""A transport without peers, for one device that runs one rank of many. It copies from its own memory instead of receiving.
+"""A transport without peers, for one device that runs one rank of many. It copies from its own
+memory instead of receiving.
 
 The schedule, the buffers, the stream and the events are those of a real run. The values are not.
 """
@@ -16,10 +17,11 @@ from cp_ring.runtime import RUNTIME
 
 
 class LoopbackTransport:
-    """Each receive is a copy of the same number of bytes within the device. On CUDA the copies run on a stream of their own.
+    """Each receive is a copy of the same number of bytes within the device. On CUDA the copies run
+    on a stream of their own.
 
-    `bandwidth`, in bytes per second, slows the stream down to a link of that speed (only on CUDA); None is as fast as memory.
-    `bytes_received` counts payload.
+    `bandwidth`, in bytes per second, slows the stream down to a link of that speed (only on CUDA);
+    None is as fast as memory. `bytes_received` counts payload.
     """
 
     def __init__(self, rank: int, size: int, bandwidth: float | None = None):

@@ -1,4 +1,6 @@
-"""Brute force in float64: attention with a dense mask, and its gradients by autograd. `brute_force` uses no code of cp_ring."""
+"""Brute force in float64: attention with a dense mask, and its gradients by autograd. `brute_force`
+uses no code of cp_ring.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Case(NamedTuple):
              dtype: torch.dtype = torch.float32, sharpness: float = 1.0) -> Case:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         shapes = (b, n, h, d), (b, n, g, d), (b, n, g, e or d), (b, n, h, e or d)
-        q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+        q, k, v, dout = (
+            torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+        )
         return cls(*(x.to(dtype) for x in (q * sharpness, k, v, dout)))
 
 
@@ -37,11 +41,15 @@ class Grads(NamedTuple):
 
 
 def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> Grads:
-    """Attention over the pairs that the boolean [n, n] `allowed` permits. A query that sees no key gives out 0."""
+    """Attention over the pairs that the boolean [n, n] `allowed` permits. A query that sees no key
+    gives out 0.
+    """
     q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
     groups = q.shape[2] // k.shape[2]
     k_heads, v_heads = (x.repeat_interleave(groups, 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k_heads) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k_heads) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
     mask = torch.from_numpy(allowed)
     scores = scores.masked_fill(~mask, float("-inf")).masked_fill(~mask.any(1)[:, None], 0.0)
     p = scores.softmax(-1) * mask.any(1)[:, None]
@@ -58,12 +66,19 @@ def on_rank(group, case: Case, plan: Plan, **options) -> tuple[Grads, Counters]:
     with record() as counters:
         out = ring_attention(q, k, v, group, plan=plan, **options)
         grads = torch.autograd.grad(out, (q, k, v), shard[3])
-    return Grads(*(x.detach().transpose(0, 1) if dim == 0 else x.detach() for x in (out, *grads))), counters
+    return Grads(
+        *(x.detach().transpose(0, 1) if dim == 0 else x.detach() for x in (out, *grads))
+    ), counters
 
 
 def whole(layout: Layout, parts: list[tuple[Grads, Counters]]) -> Grads:
     """out and gradients of the whole sequence, from the results of `on_rank` in rank order."""
-    return Grads(*(layout.unshard(list(column), 1) for column in zip(*(part[0] for part in parts), strict=True)))
+    return Grads(
+        *(
+            layout.unshard(list(column), 1)
+            for column in zip(*(part[0] for part in parts), strict=True)
+        )
+    )
 
 
 def error(x: Tensor, truth: Tensor) -> float:

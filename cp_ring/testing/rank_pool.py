@@ -1,4 +1,6 @@
-"""A pool of ranks on this machine that runs many cases. Starting a rank takes seconds; a case takes milliseconds."""
+"""A pool of ranks on this machine that runs many cases. Starting a rank takes seconds; a case takes
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,24 @@ class RankError(AssertionError):
 
 
 def start(process: BaseProcess) -> None:
-    """Starts a process. Where the fork server has ended, prints how, and starts the server again, once."""
+    """Starts a process. Where the fork server has ended, prints how, and starts the server again,
+    once.
+    """
     try:
         process.start()
     except (EOFError, ConnectionError) as error:
         print(
-            f"cp_ring: the fork server {_end_of_fork_server() or repr(error)}; it is started again", file=sys.stderr, flush=True
+            f"cp_ring: the fork server {_end_of_fork_server() or repr(error)}; it is started again",
+            file=sys.stderr,
+            flush=True,
         )
         process.start()
 
 
 def _end_of_fork_server() -> str:
-    """How the fork server ended, once it has; "" without one. multiprocessing finds it ended too, and makes another one."""
+    """How the fork server ended, once it has; "" without one. multiprocessing finds it ended too,
+    and makes another one.
+    """
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) if pid else None
     if ended is None:
@@ -46,12 +54,13 @@ def _end_of_fork_server() -> str:
 class Ranks:
     """`size` processes of one thread each.
 
-    They are forked from multiprocessing's fork server, which has imported what the caller has told it to; with nccl, whose
-    devices do not survive a fork, each starts anew.
+    They are forked from multiprocessing's fork server, which has imported what the caller has told
+    it to; with nccl, whose devices do not survive a fork, each starts anew.
 
-    `run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in rank order.
-    `case` is a function of a module. `group` is the process group of those ranks, or None for cp 1. `networks` has one network
-    per rank; the ranks use it instead of loopback. With the backend nccl each rank has a CUDA device.
+    `run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in
+    rank order. `case` is a function of a module. `group` is the process group of those ranks, or
+    None for cp 1. `networks` has one network per rank; the ranks use it instead of loopback. With
+    the backend nccl each rank has a CUDA device.
     """
 
     def __init__(self, size: int, networks: Sequence[Network] | None = None, backend: str = "gloo"):
@@ -61,14 +70,27 @@ class Ranks:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            network, store = networks[rank] if networks else None, f"file://{self._folder.name}/store"
-            process = context.Process(target=_run_cases, args=(rank, size, store, theirs, network, backend), daemon=True)
+            network, store = (
+                networks[rank] if networks else None,
+                f"file://{self._folder.name}/store",
+            )
+            process = context.Process(
+                target=_run_cases, args=(rank, size, store, theirs, network, backend), daemon=True
+            )
             start(process)
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, case: Callable[..., Any], cp: int, /, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> list[Any]:
+    def run(
+        self,
+        case: Callable[..., Any],
+        cp: int,
+        /,
+        *args: Any,
+        timeout: float = LIMIT_S,
+        **kwargs: Any,
+    ) -> list[Any]:
         for pipe in self._pipes[:cp]:
             pipe.send((case, cp, args, kwargs))
         results: list[Any] = [None] * cp
@@ -98,7 +120,9 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
-def _run_cases(rank: int, size: int, store: str, pipe: Connection, network: Network | None, backend: str) -> None:
+def _run_cases(
+    rank: int, size: int, store: str, pipe: Connection, network: Network | None, backend: str
+) -> None:
     if network:
         enter(network)
         os.environ["GLOO_SOCKET_IFNAME"] = network.interface

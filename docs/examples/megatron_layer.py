@@ -1,4 +1,6 @@
-"""A Megatron layer spec with ring attention, without a command line or a GPU. Run: python docs/examples/megatron_layer.py"""
+"""A Megatron layer spec with ring attention, without a command line or a GPU. Run: python
+docs/examples/megatron_layer.py
+"""
 
 import torch
 import torch.distributed as dist
@@ -32,10 +34,12 @@ def compare():
     )  # fmt: skip
     spec = get_gpt_layer_local_spec()
     stock, ring = (build_module(kind, config=config) for kind in (spec, with_ring_attention(spec)))
-    ring.load_state_dict(stock.state_dict())  # ring attention has the same parameters as the stock layer
+    # ring attention has the same parameters as the stock layer
+    ring.load_state_dict(stock.state_dict())
 
     x = torch.randn(32, 2, 64)  # [s, b, hidden]
-    hidden = torch.ones(1, 1, 32, 32).triu(1).bool()  # the stock layer takes a mask tensor; ring attention declares its mask
+    # the stock layer takes a mask tensor; ring attention declares its mask
+    hidden = torch.ones(1, 1, 32, 32).triu(1).bool()
     expected, _ = stock(x, attention_mask=hidden)
     out, _ = ring(x, attention_mask=None)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)

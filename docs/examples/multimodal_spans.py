@@ -1,4 +1,5 @@
-"""Images inside text, in Megatron: tokens of an image see one another. Run with torchrun --nproc-per-node 2.
+"""Images inside text, in Megatron: tokens of an image see one another. Run with torchrun
+--nproc-per-node 2.
 
 Loss and gradients are those of stock Megatron on one rank with the dense mask.
 """
@@ -21,7 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from cp_ring.megatron.batches import split_batch  # noqa: E402
 
 VOCAB, LENGTH = 64, 256
-IMAGES = [[(16, 80), (130, 194)], [(100, 164)]]  # of two batch rows; no span needs to begin or end where a rank's tokens do
+# of two batch rows; no span needs to begin or end where a rank's tokens do
+IMAGES = [[(16, 80), (130, 194)], [(100, 164)]]
 
 
 def microbatch():
@@ -63,18 +65,24 @@ def main():
     batch = microbatch()
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     settings.configure(ContextParallelConfig(enabled=True, layout="balanced", mask_kinds="images"))
-    found = loss_and_gradients(build(with_ring_attention(get_gpt_layer_local_spec())), split_batch(batch))
+    found = loss_and_gradients(
+        build(with_ring_attention(get_gpt_layer_local_spec())), split_batch(batch)
+    )
     parallel_state.destroy_model_parallel()
 
     parallel_state.initialize_model_parallel()  # each rank holds all tokens
     settings.configure(ContextParallelConfig(enabled=True))
-    hidden = torch.stack([~torch.from_numpy(mask.dense()) for mask in batch["cp_ring_mask"]])[:, None]
+    hidden = torch.stack([~torch.from_numpy(mask.dense()) for mask in batch["cp_ring_mask"]])[
+        :, None
+    ]
     expected = loss_and_gradients(build(get_gpt_layer_local_spec()), batch, hidden)
     parallel_state.destroy_model_parallel()
     worst = max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
     assert worst < 1e-5, worst
     if dist.get_rank() == 0:
-        print(f"loss {float(found[0]):.4f}; largest relative error of loss and gradients: {worst:.1e}")
+        print(
+            f"loss {float(found[0]):.4f}; largest relative error of loss and gradients: {worst:.1e}"
+        )
     return worst
 
 

@@ -29,10 +29,14 @@ def main(cp=4):
     q, k, v = (torch.randn(1, n, 2, 32) for _ in range(3))
 
     def attend(group):
-        return ring_attention(*shard((q, k, v), layout, group), group, causal=True, layout="striped")
+        return ring_attention(
+            *shard((q, k, v), layout, group), group, causal=True, layout="striped"
+        )
 
     out = layout.unshard(LocalRing(cp).run(attend), dim=1)
-    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 

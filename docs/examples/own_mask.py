@@ -1,4 +1,6 @@
-"""A mask of your own: passages that do not see one another, and a question that sees all. Run it with python."""
+"""A mask of your own: passages that do not see one another, and a question that sees all. Run it
+with python.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,9 @@ from cp_ring.testing.local_ring import LocalRing
 
 
 def passages(lengths: list[int], question: int) -> Mask:
-    """Passages of these lengths, one after another, and behind them a question with its answer, `question` tokens, all causal."""
+    """Passages of these lengths, one after another, and behind them a question with its answer,
+    `question` tokens, all causal.
+    """
     pieces, start = [], 0
     for length in lengths:
         end = start + length
@@ -17,7 +21,8 @@ def passages(lengths: list[int], question: int) -> Mask:
         pieces.append((start, end, start, end, -OPEN, 0))
         start = end
     n = start + question
-    pieces.append((start, n, 0, n, -OPEN, 0))  # the question sees all passages, and itself up to each token
+    # the question sees all passages, and itself up to each token
+    pieces.append((start, n, 0, n, -OPEN, 0))
     return Mask.from_pieces(n, pieces, "passages")
 
 
@@ -39,7 +44,9 @@ def main(cp=4):
 
     out = plan.layout.unshard(LocalRing(cp).run(attend), dim=1)
     dense = torch.from_numpy(mask.dense())
-    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=dense).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=dense
+    ).transpose(1, 2)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     return report.balance
 

@@ -1,4 +1,6 @@
-"""A patch of your own: a change to an installed package at run time, all or nothing. Run: python docs/examples/own_patch.py"""
+"""A patch of your own: a change to an installed package at run time, all or nothing. Run: python
+docs/examples/own_patch.py
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,9 @@ calls: list[tuple[int, ...]] = []
 
 
 def replacements():
-    """Yields (owner, attribute, new value); it runs when the patch is applied, not when this file is imported."""
+    """Yields (owner, attribute, new value); it runs when the patch is applied, not when this file
+    is imported.
+    """
     stock = F.scaled_dot_product_attention
 
     def recorded(query, *args, **kwargs):
@@ -39,7 +43,9 @@ def main():
     assert F.scaled_dot_product_attention is stock
 
     # Outside its version range a patch is rejected with one line, and nothing is changed.
-    old = Patch(name="old", what="-", why="-", package="torch", versions="<2", replacements=replacements)
+    old = Patch(
+        name="old", what="-", why="-", package="torch", versions="<2", replacements=replacements
+    )
     try:
         old.apply()
     except ConfigError as error:

@@ -12,9 +12,13 @@ N, WINDOW = 1024, 100  # tokens; a query sees itself and 100 tokens before it
 def main(group):
     cp = dist.get_world_size(group)
     plan = Plan.build(Mask.causal(N, window=(WINDOW, 0)), Layout.zigzag(N, cp))
-    report = plan.verify()  # raises PlanError where a pair is missed, computed twice, or its keys do not arrive
+    # raises PlanError where a pair is missed, computed twice, or its keys do not arrive
+    report = plan.verify()
     if dist.get_rank(group) == 0:
-        print(f"max / mean work {report.balance:.3f}; {report.share_of_full_ring:.1%} of a full ring's keys travel")
+        print(
+            f"max / mean work {report.balance:.3f}; {report.share_of_full_ring:.1%} of a full "
+            "ring's keys travel"
+        )
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, N, 4, 32) for _ in range(3))
@@ -30,7 +34,10 @@ def main(group):
     expected.square().sum().backward()
     for name, mine, want in (
         ("out", out.detach(), expected.detach()),
-        *((f"d{name}", x.grad, y.grad) for name, x, y in zip("qkv", (q_part, k_part, v_part), whole, strict=True)),
+        *(
+            (f"d{name}", x.grad, y.grad)
+            for name, x, y in zip("qkv", (q_part, k_part, v_part), whole, strict=True)
+        ),
     ):
         error = (unshard(mine, plan, group) - want.transpose(1, 2)).norm() / want.norm()
         assert error < 1e-5, f"{name}: {error}"

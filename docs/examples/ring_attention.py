@@ -1,4 +1,4 @@
-"""Ring attention on two CPU ranks, without a plan. Run: torchrun --nproc-per-node 2 docs/examples/ring_attention.py"""
+"""Ring attention on two CPU ranks, without a plan. Run it by torchrun."""
 
 import torch
 import torch.distributed as dist
@@ -8,19 +8,22 @@ import cp_ring
 
 
 def main(group):
-    torch.manual_seed(0)  # every rank draws the same whole tensors: 1 sequence, 1024 tokens, 8 query and 2 key/value heads of 64
+    # Every rank draws the same whole tensors: 1 sequence, 1024 tokens, heads of 64.
+    torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1024, heads, 64) for heads in (8, 2, 2))
 
-    # This rank's half of the tokens. The zigzag layout gives each rank the same share of causal work.
+    # This rank's half of the tokens. Zigzag gives each rank the same share of causal work.
     shards = cp_ring.shard((q, k, v), group=group)
     out = cp_ring.ring_attention(*shards, group, causal=True)
 
-    # The whole output again, to compare it with one call of PyTorch's attention. Training does not need this.
+    # The whole output again, to compare it with PyTorch's attention. Training needs none of this.
     whole = cp_ring.unshard(out, group=group)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = expected.transpose(1, 2)
     error = (whole - expected).norm() / expected.norm()
-    print(f"rank {dist.get_rank(group)}: {out.shape[1]} of {whole.shape[1]} tokens, relative error {error:.1e}")
+    tokens = f"{out.shape[1]} of {whole.shape[1]} tokens"
+    print(f"rank {dist.get_rank(group)}: {tokens}, relative error {error:.1e}")
     assert error < 1e-6
     return float(error)
 

@@ -1,4 +1,5 @@
-"""Reinforcement learning on a prompt and 8 responses that share it, in Megatron. Run with torchrun --nproc-per-node 2.
+"""Reinforcement learning on a prompt and 8 responses that share it, in Megatron. Run with torchrun
+--nproc-per-node 2.
 
 The prompt is stored and computed once. Loss and gradients are those of 8 separate sequences.
 """
@@ -25,17 +26,22 @@ LENGTH = 352  # of the stream: the ranks divide it
 
 
 def rollouts():
-    """One prompt [PROMPT], responses [RESPONSES, RESPONSE], and the advantage of each, normalized over the group as in GRPO."""
+    """One prompt [PROMPT], responses [RESPONSES, RESPONSE], and the advantage of each, normalized
+    over the group as in GRPO.
+    """
     draw = torch.Generator().manual_seed(1)
     rewards = torch.rand(RESPONSES, generator=draw)
-    prompt, responses = (torch.randint(VOCAB, size, generator=draw) for size in ((PROMPT,), (RESPONSES, RESPONSE)))
+    prompt, responses = (
+        torch.randint(VOCAB, size, generator=draw) for size in ((PROMPT,), (RESPONSES, RESPONSE))
+    )
     return prompt, responses, (rewards - rewards.mean()) / rewards.std()
 
 
 def shared():
     """All responses in one batch row behind their prompt.
 
-    The last token of a prompt predicts the first of each response, so it has several labels: each response begins with a copy.
+    The last token of a prompt predicts the first of each response, so it has several labels: each
+    response begins with a copy.
     """
     prompt, responses, advantages = rollouts()
     several = torch.cat([prompt[-1:].expand(RESPONSES, 1), responses], 1)
@@ -43,8 +49,16 @@ def shared():
     labels = torch.cat([torch.zeros(PROMPT - 1, dtype=torch.int64), responses.flatten()])
     weights = torch.cat([torch.zeros(PROMPT - 1), advantages.repeat_interleave(RESPONSE)])
     mask = Mask.shared_prefix([(PROMPT - 1, [RESPONSE] * RESPONSES)], n=LENGTH)
-    batch = {"tokens": tokens, "labels": labels, "loss_mask": weights, "position_ids": torch.arange(len(tokens))}
-    padded = {key: torch.nn.functional.pad(value, (0, LENGTH - len(tokens)))[None] for key, value in batch.items()}
+    batch = {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": weights,
+        "position_ids": torch.arange(len(tokens)),
+    }
+    padded = {
+        key: torch.nn.functional.pad(value, (0, LENGTH - len(tokens)))[None]
+        for key, value in batch.items()
+    }
     return padded | {"cp_ring_mask": mask}
 
 
@@ -73,7 +87,13 @@ def build():
 def loss_and_gradients(model, batch):
     """The policy gradient's loss, the sum over ranks, and the gradients of all parameters."""
     part = split_batch(batch)
-    losses = model(part["tokens"], part["position_ids"], None, labels=part["labels"], packed_seq_params=part["packed_seq_params"])
+    losses = model(
+        part["tokens"],
+        part["position_ids"],
+        None,
+        labels=part["labels"],
+        packed_seq_params=part["packed_seq_params"],
+    )
     loss = (losses * part["loss_mask"]).sum() / (RESPONSES * RESPONSE)
     model.zero_grad()
     loss.backward()
@@ -85,17 +105,25 @@ def loss_and_gradients(model, batch):
 
 def main():
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    settings.configure(ContextParallelConfig(enabled=True, layout="balanced", mask_kinds="shared-prefix,causal"))
+    settings.configure(
+        ContextParallelConfig(enabled=True, layout="balanced", mask_kinds="shared-prefix,causal")
+    )
     model = build()
     ours, plain = shared(), separate()
-    found, expected = ([x.clone() for x in loss_and_gradients(model, batch)] for batch in (ours, plain))
+    found, expected = (
+        [x.clone() for x in loss_and_gradients(model, batch)] for batch in (ours, plain)
+    )
     parallel_state.destroy_model_parallel()
     worst = max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
     assert worst < 1e-5, worst
     tokens = ours["tokens"].numel(), plain["tokens"].numel()
     if dist.get_rank() == 0:
-        print(f"{tokens[0]:,} tokens instead of {tokens[1]:,}, {1 - tokens[0] / tokens[1]:.0%} saved")
-        print(f"loss {float(found[0]):.4f}; largest relative error of loss and gradients: {worst:.1e}")
+        print(
+            f"{tokens[0]:,} tokens instead of {tokens[1]:,}, {1 - tokens[0] / tokens[1]:.0%} saved"
+        )
+        print(
+            f"loss {float(found[0]):.4f}; largest relative error of loss and gradients: {worst:.1e}"
+        )
     return worst
 
 

@@ -12,7 +12,8 @@ from tests.adversary import ATTACKS, checkpoints, plans  # noqa: F401  (importin
 
 
 def run(names: list[str], times: int = 1) -> tuple[list[dict[str, int | str]], list[str]]:
-    """An entry {"attack", "tries", "held"} for each attack, and a line for each try in which cp_ring did not hold.
+    """An entry {"attack", "tries", "held"} for each attack, and a line for each try in which
+    cp_ring did not hold.
 
     times: how many times as many tries random attacks have.
     """
@@ -29,9 +30,15 @@ def run(names: list[str], times: int = 1) -> tuple[list[dict[str, int | str]], l
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.adversary", description=__doc__)
-    parser.add_argument("--only", nargs="*", choices=list(ATTACKS), default=list(ATTACKS), metavar="ATTACK")
-    parser.add_argument("--json", action="store_true", help="print a list of entries {attack, tries, held}")
-    parser.add_argument("--times", type=int, default=1, help="so many times as many tries of random attacks")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(ATTACKS), default=list(ATTACKS), metavar="ATTACK"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of entries {attack, tries, held}"
+    )
+    parser.add_argument(
+        "--times", type=int, default=1, help="so many times as many tries of random attacks"
+    )
     given = parser.parse_args()
     entries, failures = run(given.only, given.times)
     for line in failures:

@@ -1,6 +1,8 @@
-"""Notices what must not happen while a checkpoint loads: a call of `trip`, a written file, a new process, an import.
+"""Notices what must not happen while a checkpoint loads: a call of `trip`, a written file, a new
+process, an import.
 
-Everything here is harmless: `trip` appends to a list, and files are written in temporary folders only.
+Everything here is harmless: `trip` appends to a list, and files are written in temporary folders
+only.
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from typing import Any
 
 TRIPPED: list[str] = []
 _seen: list[str] | None = None
-_PROCESSES = ("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn")
+_PROCESSES = (
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.Popen",
+    "pty.spawn",
+)
 _CHANGES = (
     "os.remove",
     "os.rename",
@@ -48,7 +59,11 @@ class Trip:
 def _hook(event: str, args: tuple[Any, ...]) -> None:
     if _seen is None:
         return
-    if event in _PROCESSES or event in _CHANGES or event in ("compile", "exec", "ctypes.dlopen", "socket.connect"):
+    if (
+        event in _PROCESSES
+        or event in _CHANGES
+        or event in ("compile", "exec", "ctypes.dlopen", "socket.connect")
+    ):
         _seen.append(f"{event} {args[:1]!r:.80}")
     elif event == "import" and not str(args[0]).startswith(("torch.", "encodings")):
         _seen.append(f"import {args[0]}")
@@ -61,7 +76,9 @@ sys.addaudithook(_hook)
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[str]]:
-    """What happens in the block that must not; files that cp_ring itself opens for reading do not count."""
+    """What happens in the block that must not; files that cp_ring itself opens for reading do not
+    count.
+    """
     global _seen
     TRIPPED.clear()
     found: list[str] = []

@@ -1,4 +1,6 @@
-"""Attacks by checkpoints: whoever can write to a folder of checkpoints wants code to run in the job that reads it."""
+"""Attacks by checkpoints: whoever can write to a folder of checkpoints wants code to run in the job
+that reads it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from cp_ring.megatron.checkpoints import folders, inspection, manifest, process_
 from tests.adversary import Try, attack, canary, gadgets
 
 
-def attempt(name: str, read: Callable[[], Any], folder: Path | None = None, may_pass: bool = False) -> Try:
-    """Reads a planted checkpoint. cp_ring holds where it rejects it in one line, or finds a defect, and nothing happens.
+def attempt(
+    name: str, read: Callable[[], Any], folder: Path | None = None, may_pass: bool = False
+) -> Try:
+    """Reads a planted checkpoint. cp_ring holds where it rejects it in one line, or finds a defect,
+    and nothing happens.
 
     may_pass: the gadget may also load as plain data.
     """
@@ -51,7 +56,9 @@ def as_archive(data: bytes) -> Any:
 
 
 def index_in(folder: Path, data: bytes) -> Callable[[], str]:
-    """Makes `folder` a checkpoint with this index; returns the early reader of indexes, as status and preflight use it."""
+    """Makes `folder` a checkpoint with this index; returns the early reader of indexes, as status
+    and preflight use it.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
@@ -86,7 +93,9 @@ def archives(folder: Path) -> Iterator[Try]:
 READERS: dict[str, Callable[[bytes], Any]] = {
     "archive": lambda data: as_archive(gadgets.archive(data)),
     "index": lambda data: _one_line(lambda: unpickle.load_index(io.BytesIO(data))),
-    "extra state": lambda data: _one_line(lambda: unpickle.ExtraStateUnpickler(io.BytesIO(data)).read()),
+    "extra state": lambda data: _one_line(
+        lambda: unpickle.ExtraStateUnpickler(io.BytesIO(data)).read()
+    ),
 }
 
 
@@ -102,17 +111,22 @@ def _one_line(read: Callable[[], Any]) -> Any:
 
 @attack("every name of the lists")
 def listed_names(folder: Path, every: int = 1) -> Iterator[Try]:
-    """Each name that a pickle may find, used in each form. Some load as plain data; none changes the process.
+    """Each name that a pickle may find, used in each form. Some load as plain data; none changes
+    the process.
 
     every: takes one try of so many.
     """
     warm_up()
-    tries = [(name, data) for listed in gadgets.listed() for name, data in gadgets.forms(listed)][::every]
+    tries = [(name, data) for listed in gadgets.listed() for name, data in gadgets.forms(listed)][
+        ::every
+    ]
     for start in range(0, len(tries), 200):
         before = process_state.snapshot()
         for name, data in tries[start : start + 200]:
             for reader, read in READERS.items():
-                yield attempt(f"{name} in an {reader}", lambda data=data, read=read: read(data), may_pass=True)
+                yield attempt(
+                    f"{name} in an {reader}", lambda data=data, read=read: read(data), may_pass=True
+                )
         changed = process_state.first_change(before)
         yield Try(f"the process after {name}", f"{changed} was changed" if changed else "")
 
@@ -127,12 +141,18 @@ def indexes(folder: Path) -> Iterator[Try]:
 
 @attack("a pickle as an extra state")
 def extra_states(folder: Path) -> Iterator[Try]:
-    """TransformerEngine unpickles a tensor of the checkpoint; a storage in it is in torch's legacy format."""
+    """TransformerEngine unpickles a tensor of the checkpoint; a storage in it is in torch's legacy
+    format.
+    """
     warm_up()
     for name, protocol, data in _pickles(folder):
-        yield attempt(name, lambda data=data: unpickle.ExtraStateUnpickler(io.BytesIO(data)).read(), folder)
+        yield attempt(
+            name, lambda data=data: unpickle.ExtraStateUnpickler(io.BytesIO(data)).read(), folder
+        )
         if protocol == 2:
-            inner = gadgets.name("torch.storage", "_load_from_bytes") + gadgets.value((gadgets.legacy(data),))
+            inner = gadgets.name("torch.storage", "_load_from_bytes") + gadgets.value(
+                (gadgets.legacy(data),)
+            )
             nested = b"\x80\x02" + inner + b"R."
             read = lambda nested=nested: unpickle.ExtraStateUnpickler(io.BytesIO(nested)).read()  # noqa: E731
             yield attempt(f"{name} in a storage", read, folder)
@@ -140,7 +160,9 @@ def extra_states(folder: Path) -> Iterator[Try]:
 
 @attack("a file in torch's legacy format")
 def legacy_files(folder: Path) -> Iterator[Try]:
-    """The legacy loader wrote a file of the attacker's name and text for a persistent id of a module."""
+    """The legacy loader wrote a file of the attacker's name and text for a persistent id of a
+    module.
+    """
     warm_up()
     for name, protocol, data in _pickles(folder):
         if protocol == 2:
@@ -148,9 +170,19 @@ def legacy_files(folder: Path) -> Iterator[Try]:
     file = io.BytesIO()
     torch.save({"weight": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
     yield attempt("a right file", lambda: as_archive(file.getvalue()), folder)
-    for kind in (tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.REGTYPE):
+    for kind in (
+        tarfile.FIFOTYPE,
+        tarfile.CHRTYPE,
+        tarfile.SYMTYPE,
+        tarfile.LNKTYPE,
+        tarfile.REGTYPE,
+    ):
         data = gadgets.tar(kind)
-        yield attempt(f"a tar with members of type {kind.decode()}", lambda data=data: as_archive(data), folder)
+        yield attempt(
+            f"a tar with members of type {kind.decode()}",
+            lambda data=data: as_archive(data),
+            folder,
+        )
 
 
 @attack("extension codes")
@@ -161,8 +193,14 @@ def extension_codes(folder: Path) -> Iterator[Try]:
     try:
         for opcode in (b"\x82\xca", b"\x83\xca\x00", b"\x84\xca\x00\x00\x00"):
             data = b"\x80\x02" + opcode + b")R."
-            yield attempt(f"{opcode!r} in an archive", lambda data=data: as_archive(gadgets.archive(data)), folder)
-            yield attempt(f"{opcode!r} in an index", index_in(folder / "iter_0000002", data), folder)
+            yield attempt(
+                f"{opcode!r} in an archive",
+                lambda data=data: as_archive(gadgets.archive(data)),
+                folder,
+            )
+            yield attempt(
+                f"{opcode!r} in an index", index_in(folder / "iter_0000002", data), folder
+            )
     finally:
         copyreg.remove_extension(gadgets.CANARY, "trip", 0xCA)
 
@@ -178,13 +216,24 @@ class Forged:
 
 
 def _numpy_forgeries() -> Iterator[tuple[str, Any]]:
-    """Arrays whose bytes would be taken for the addresses of Python objects, and data types that lie about themselves."""
+    """Arrays whose bytes would be taken for the addresses of Python objects, and data types that
+    lie about themselves.
+    """
     address, (start, args) = b"A" * 8, np.zeros(1).__reduce__()[:2]
     for code in ("O", "O8", "V8", "i4,i4", "(2,)i4", "M8[s]", "u1,O"):
         yield f"numpy.ndarray of {code}", Forged(np.ndarray, ((1,), code, address))
         yield f"data type {code}", Forged(np.dtype, (code, False, True))
-        yield f"array of {code}", Forged(start, args, (1, (1,), Forged(np.dtype, (code, False, True)), False, address))
-    for state in [(3, "<", None, None, None, -1, -1, 63), (3, "<", None, ("a",), {"a": ("O", 0)}, 8, 1, 0), (3, "x"), 1, None]:
+        yield (
+            f"array of {code}",
+            Forged(start, args, (1, (1,), Forged(np.dtype, (code, False, True)), False, address)),
+        )
+    for state in [
+        (3, "<", None, None, None, -1, -1, 63),
+        (3, "<", None, ("a",), {"a": ("O", 0)}, 8, 1, 0),
+        (3, "x"),
+        1,
+        None,
+    ]:
         kind = Forged(np.dtype, ("i8", False, True), state if state is not None else ())
         yield f"state {state} of a data type", Forged(start, args, (1, (1,), kind, False, address))
     for shape in [(2,), (-1,), (1 << 62, 4), ("1",), 1, None, (True,)]:
@@ -198,35 +247,64 @@ def forged_arrays(folder: Path) -> Iterator[Try]:
     for name, thing in _numpy_forgeries():
         data = pickle.dumps(thing, 2)
         yield attempt(name, lambda data=data: as_archive(gadgets.archive(data)), folder)
-    for rebuild in ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_qtensor", "_rebuild_device_tensor_from_numpy"):
-        data = b"\x80\x02" + gadgets.name("torch._utils", rebuild) + gadgets.value((1, 2, 3)) + b"R."
+    for rebuild in (
+        "_rebuild_tensor_v2",
+        "_rebuild_parameter",
+        "_rebuild_qtensor",
+        "_rebuild_device_tensor_from_numpy",
+    ):
+        data = (
+            b"\x80\x02" + gadgets.name("torch._utils", rebuild) + gadgets.value((1, 2, 3)) + b"R."
+        )
         yield attempt(rebuild, lambda data=data: as_archive(gadgets.archive(data)), folder)
-    for module, name in [("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")]:
+    for module, name in [
+        ("torch.storage", "_load_from_bytes"),
+        ("megatron.core.safe_globals", "safe_load_from_bytes"),
+    ]:
         inner = gadgets.legacy(b"\x80\x02" + gadgets.name(gadgets.CANARY, "trip") + b")R.")
         data = b"\x80\x02" + gadgets.name(module, name) + gadgets.value((inner,)) + b"R."
-        yield attempt(f"{module}.{name}", lambda data=data: as_archive(gadgets.archive(data)), folder)
+        yield attempt(
+            f"{module}.{name}", lambda data=data: as_archive(gadgets.archive(data)), folder
+        )
 
 
 @attack("archives that two readers see differently, TorchScript")
 def archives_of_two_faces(folder: Path) -> Iterator[Try]:
     warm_up()
     plain = b"\x80\x02}."
-    script = {"archive/data.pkl": plain, "archive/constants.pkl": b"\x80\x02).", "archive/version": b"3\n"}
-    yield attempt("TorchScript", lambda: as_archive(gadgets.archive(plain, {"constants.pkl": b"\x80\x02)."})), folder)
+    script = {
+        "archive/data.pkl": plain,
+        "archive/constants.pkl": b"\x80\x02).",
+        "archive/version": b"3\n",
+    }
+    yield attempt(
+        "TorchScript",
+        lambda: as_archive(gadgets.archive(plain, {"constants.pkl": b"\x80\x02)."})),
+        folder,
+    )
     shown = {"archive/data.pkl": plain, "archive/version": b"3\n"}
     data = gadgets.two_directories(shown, script)
     yield attempt("two central directories", lambda: as_archive(data), folder)
     bad = b"\x80\x02" + gadgets.name(gadgets.CANARY, "trip") + b")R."
     hidden = {"archive/data.pkl": bad, "archive/version": b"3\n", "archive/byteorder": b"little"}
-    yield attempt("a hidden pickle", lambda: as_archive(gadgets.two_directories(shown, hidden)), folder)
+    yield attempt(
+        "a hidden pickle", lambda: as_archive(gadgets.two_directories(shown, hidden)), folder
+    )
     for number in range(0, 200, 10):
         cut = gadgets.archive(plain)[: -number or None]
-        yield attempt(f"an archive without its last {number} bytes", lambda cut=cut: as_archive(cut), folder, may_pass=not number)
+        yield attempt(
+            f"an archive without its last {number} bytes",
+            lambda cut=cut: as_archive(cut),
+            folder,
+            may_pass=not number,
+        )
 
 
 @attack("links, pipes and devices in the folder")
 def links(folder: Path) -> Iterator[Try]:
-    """Links in a folder of checkpoints lead neither a write nor a removal elsewhere; nothing blocks a reader."""
+    """Links in a folder of checkpoints lead neither a write nor a removal elsewhere; nothing blocks
+    a reader.
+    """
     outside = folder / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")
@@ -240,7 +318,11 @@ def links(folder: Path) -> Iterator[Try]:
             path = (saves if victim == folders.TRACKER else saves / "iter_0000002") / victim
             path.unlink(missing_ok=True)
             _make_special(path, kind)
-            look = (lambda: f"last good: {folders.last_good(saves)}") if victim == folders.TRACKER else read
+            look = (
+                (lambda: f"last good: {folders.last_good(saves)}")
+                if victim == folders.TRACKER
+                else read
+            )
             yield attempt(f"a {kind} as {victim}", look)
             path.unlink()
     for name in ("../outside/kept", str(outside / "kept"), "..", ""):
@@ -266,4 +348,6 @@ def _index(name: str) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-    return Metadata(state_dict_metadata={}, storage_data={MetadataIndex("a"): _StorageInfo(name, 0, 8)})
+    return Metadata(
+        state_dict_metadata={}, storage_data={MetadataIndex("a"): _StorageInfo(name, 0, 8)}
+    )

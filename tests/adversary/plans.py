@@ -1,6 +1,8 @@
-"""Attacks by chance: random masks, layouts, routes and schedules against attention in float64, and spoiled plans.
+"""Attacks by chance: random masks, layouts, routes and schedules against attention in float64, and
+spoiled plans.
 
-Case number i of an attack is the same in every run, so that a failure can be repeated: its line names the number.
+Case number i of an attack is the same in every run, so that a failure can be repeated: its line
+names the number.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ from tests.adversary import Try, attack
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
 
 Rng = np.random.Generator
-HEADS = ((1, 1, 4, 4), (2, 1, 8, 8), (4, 2, 4, 8), (3, 3, 8, 5))  # query heads, key/value heads, sizes of keys and of values
+# query heads, key/value heads, sizes of keys and of values
+HEADS = ((1, 1, 4, 4), (2, 1, 8, 8), (4, 2, 4, 8), (3, 3, 8, 5))
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A random plan, what its mask allows by a formula of its own, and the arguments that say the same, where there are any."""
+    """A random plan, what its mask allows by a formula of its own, and the arguments that say the
+    same, where there are any.
+    """
 
     plan: Plan
     allowed: np.ndarray  # bool [n, n]
@@ -45,22 +50,39 @@ class Subject:
 
 
 def draw_mask(rng: Rng, n: int) -> tuple[Mask, np.ndarray, dict[str, Any]]:
-    """A mask of `n` tokens, the pairs that it allows, and the arguments of `ring_attention` that say the same."""
+    """A mask of `n` tokens, the pairs that it allows, and the arguments of `ring_attention` that
+    say the same.
+    """
     kind = rng.choice(["full", "causal", "documents", "documents", "prefix", "batch"])
     if kind == "batch" and n > 3:
         return _draw_rows(rng, n)
     left, right = (int(rng.integers(-1, 11)) if rng.random() < 0.6 else -1 for _ in range(2))
-    cuts = np.sort(rng.integers(0, n + 1, rng.integers(0, 5))).tolist() if kind in ("documents", "prefix") else []
+    cuts = (
+        np.sort(rng.integers(0, n + 1, rng.integers(0, 5))).tolist()
+        if kind in ("documents", "prefix")
+        else []
+    )
     offsets = [0, *cuts] if cuts and rng.random() < 0.4 else [0, *cuts, n]
     causal = kind == "causal" or (kind == "documents" and rng.random() < 0.6)
     query, key = np.arange(n)[:, None], np.arange(n)[None, :]
     document = np.searchsorted(offsets, np.arange(n), "right")
     together = (document[:, None] == document) & (query < offsets[-1]) & (key < offsets[-1])
     near = (key >= query - left) | (left < 0)
-    last = query + (min(right, 0) if causal and right >= 0 else 0 if causal else n if right < 0 else right)
+    last = query + (
+        min(right, 0) if causal and right >= 0 else 0 if causal else n if right < 0 else right
+    )
     if kind == "prefix":
         lengths = [int(rng.integers(0, end - start + 1)) for start, end in pairwise(offsets)]
-        stop = np.array([0, *(start + length for (start, _), length in zip(pairwise(offsets), lengths, strict=True)), 0])
+        stop = np.array(
+            [
+                0,
+                *(
+                    start + length
+                    for (start, _), length in zip(pairwise(offsets), lengths, strict=True)
+                ),
+                0,
+            ]
+        )
         last = np.maximum(last, stop[np.minimum(document, len(offsets))][:, None] - 1)
         mask = Mask.prefix(n, lengths, offsets, (left, right)) if offsets[-1] == n else None
         if mask is None:
@@ -70,7 +92,10 @@ def draw_mask(rng: Rng, n: int) -> tuple[Mask, np.ndarray, dict[str, Any]]:
         mask = Mask.documents(offsets, causal=causal, window=(left, right), n=n)
         arguments = {"cu_seqlens": offsets} if offsets[-1] == n else {}
     else:
-        mask, arguments = (Mask.causal if causal else Mask.full)(n, (left, right)), {"cu_seqlens": None}
+        mask, arguments = (
+            (Mask.causal if causal else Mask.full)(n, (left, right)),
+            {"cu_seqlens": None},
+        )
     arguments = arguments and arguments | {"causal": causal, "window_size": (left, right)}
     return mask, together & near & (key <= last), arguments
 
@@ -92,7 +117,9 @@ def draw_layout(rng: Rng, mask: Mask, cp: int) -> Layout:
         cuts = np.sort(rng.integers(0, n // (2 * cp) + 1, 2)) * 2 * cp
         return Layout.per_document_zigzag([0, *cuts.tolist(), n], cp)
     if kind == "any" or n < 2 * cp:
-        edges = np.array([0, *np.unique(rng.integers(1, max(n, 2), rng.integers(0, 3 * cp))).tolist(), n])
+        edges = np.array(
+            [0, *np.unique(rng.integers(1, max(n, 2), rng.integers(0, 3 * cp))).tolist(), n]
+        )
         edges = np.unique(edges)
         return Layout(n, cp, edges, rng.integers(0, cp, len(edges) - 1), "any")
     return LAYOUTS[kind if kind in LAYOUTS else "zigzag"](mask, cp)
@@ -110,7 +137,11 @@ def draw(rng: Rng, max_cp: int, max_tokens: int, min_cp: int = 1) -> Subject:
     """Any plan."""
     cp = int(rng.integers(min_cp, max_cp + 1))
     mask, allowed, arguments = draw_mask(rng, int(rng.integers(max(cp, 2), max_tokens + 1)))
-    layout, route, schedule = draw_layout(rng, mask, cp), str(rng.choice(list(ROUTES))), draw_schedule(rng, cp)
+    layout, route, schedule = (
+        draw_layout(rng, mask, cp),
+        str(rng.choice(list(ROUTES))),
+        draw_schedule(rng, cp),
+    )
     plan = Plan.build(mask, layout, route, schedule)
     arguments = arguments and arguments | {"layout": layout, "route": route, "schedule": schedule}
     return Subject(plan, allowed, arguments)
@@ -137,8 +168,13 @@ def draw_inputs(rng: Rng, n: int, dtype: torch.dtype) -> Inputs:
 
 
 def brute_force(given: Inputs, allowed: np.ndarray) -> list[Tensor]:
-    """out, dq, dk, dv and, with a sink, its gradient, in float64; a query that sees no key gives out 0."""
-    leaves = [x.double().requires_grad_() for x in (given.q, given.k, given.v, *([] if given.sink is None else [given.sink]))]
+    """out, dq, dk, dv and, with a sink, its gradient, in float64; a query that sees no key gives
+    out 0.
+    """
+    leaves = [
+        x.double().requires_grad_()
+        for x in (given.q, given.k, given.v, *([] if given.sink is None else [given.sink]))
+    ]
     q, k, v, *sink = leaves
     shared = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(shared, 2) for x in (k, v))
@@ -153,33 +189,51 @@ def brute_force(given: Inputs, allowed: np.ndarray) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, given.dout.double())]
 
 
-def on_rank(group: Any, subject: Subject, given: Inputs, tokens_first: bool, options: dict[str, Any]) -> list[Tensor]:
+def on_rank(
+    group: Any, subject: Subject, given: Inputs, tokens_first: bool, options: dict[str, Any]
+) -> list[Tensor]:
     """out and gradients of the rank's shard, and its share of the sink's gradient."""
     rank, layout = group.rank, subject.plan.layout
     shards = [layout.shard(x, rank, 1) for x in (given.q, given.k, given.v, given.dout)]
     *leaves, dout = (x.transpose(0, 1) if tokens_first else x for x in shards)
     leaves = [x.detach().requires_grad_() for x in leaves]
     sink = None if given.sink is None else given.sink.detach().requires_grad_()
-    out = ring_attention(*leaves, group, sink=sink, qkv_format="sbhd" if tokens_first else "bshd", **options)
+    out = ring_attention(
+        *leaves, group, sink=sink, qkv_format="sbhd" if tokens_first else "bshd", **options
+    )
     found = [out, *torch.autograd.grad(out, [*leaves, *([] if sink is None else [sink])], dout)]
-    return [x.detach().transpose(0, 1) if tokens_first and place < 4 else x.detach() for place, x in enumerate(found)]
+    return [
+        x.detach().transpose(0, 1) if tokens_first and place < 4 else x.detach()
+        for place, x in enumerate(found)
+    ]
 
 
 def _nan_in_padding(given: Inputs, allowed: np.ndarray) -> Inputs:
     """The same with NaN in the tokens that neither see nor are seen."""
     alone = torch.from_numpy(~(allowed.any(0) | allowed.any(1)))[:, None, None]
-    q, k, v, dout = (x.masked_fill(alone, torch.nan) for x in (given.q, given.k, given.v, given.dout))
+    q, k, v, dout = (
+        x.masked_fill(alone, torch.nan) for x in (given.q, given.k, given.v, given.dout)
+    )
     return Inputs(q, k, v, dout, given.sink)
 
 
 def difference(
-    subject: Subject, given: Inputs, tolerance: float, tokens_first: bool, options: dict[str, Any], nan: bool = False
+    subject: Subject,
+    given: Inputs,
+    tolerance: float,
+    tokens_first: bool,
+    options: dict[str, Any],
+    nan: bool = False,
 ) -> str:
-    """In what attention over a local ring differs from brute force; "" where it does not. nan: padding holds NaN."""
+    """In what attention over a local ring differs from brute force; "" where it does not. nan:
+    padding holds NaN.
+    """
     shown = _nan_in_padding(given, subject.allowed) if nan else given
     parts = LocalRing(subject.plan.cp).run(on_rank, subject, shown, tokens_first, options)
     columns = list(zip(*parts, strict=True))
-    found = [subject.plan.layout.unshard(column, 1) for column in columns[:4]] + [sum(column) for column in columns[4:]]
+    found = [subject.plan.layout.unshard(column, 1) for column in columns[:4]] + [
+        sum(column) for column in columns[4:]
+    ]
     truth = brute_force(given, subject.allowed)
     for name, x, wanted in zip(("out", "dq", "dk", "dv", "dsink"), found, truth, strict=False):
         error = float((x.double() - wanted).norm() / wanted.norm().clamp(min=1.0))
@@ -197,7 +251,9 @@ def _attention_case(rng: Rng, subject: Subject) -> str:
     tolerance = TOLERANCE[dtype]
     if rng.random() < 0.2:
         options["wire_dtype"], tolerance = "float32", TOLERANCE[torch.float32]
-    return difference(subject, given, tolerance, bool(rng.random() < 0.5), options, nan=bool(rng.random() < 0.5))
+    return difference(
+        subject, given, tolerance, bool(rng.random() < 0.5), options, nan=bool(rng.random() < 0.5)
+    )
 
 
 @attack("random attention against float64", cases=200)
@@ -222,7 +278,9 @@ def named_mutations(folder: Path, cases: int) -> Iterator[Try]:
     for number in range(cases):
         rng = np.random.default_rng([2, number])
         subject, name = draw(rng, max_cp=8, max_tokens=64, min_cp=2), names[number % len(names)]
-        yield Try(f"case {number}: {name}: {subject.words}", _rejected_by_name(subject.plan, name, rng))
+        yield Try(
+            f"case {number}: {name}: {subject.words}", _rejected_by_name(subject.plan, name, rng)
+        )
 
 
 def _rejected_by_name(plan: Plan, name: str, rng: Rng) -> str:
@@ -235,7 +293,9 @@ def _rejected_by_name(plan: Plan, name: str, rng: Rng) -> str:
                 spoiled.verify()
                 return "the proof accepts it"
         else:
-            parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], rng)
+            parts = RANK_PLAN_MUTATIONS[name](
+                [plan.rank_plan(rank) for rank in range(plan.cp)], rng
+            )
             if parts is not None:
                 verify_rank_plans(plan.ring, parts)
                 return "the proof accepts it"
@@ -248,12 +308,17 @@ def _rejected_by_name(plan: Plan, name: str, rng: Rng) -> str:
 
 @attack("plans with a random number changed", cases=800)
 def random_corruption(folder: Path, cases: int) -> Iterator[Try]:
-    """Any number of a plan's tables is replaced by another: the proof rejects it, or the plan is another right one."""
+    """Any number of a plan's tables is replaced by another: the proof rejects it, or the plan is
+    another right one.
+    """
     for number in range(cases):
         rng = np.random.default_rng([3, number])
         subject = draw(rng, max_cp=5, max_tokens=32, min_cp=2)
         what, spoiled = corrupt(subject.plan, rng)
-        yield Try(f"case {number}: {what}: {subject.words}", _rejected_or_right(replace(subject, plan=spoiled), rng))
+        yield Try(
+            f"case {number}: {what}: {subject.words}",
+            _rejected_or_right(replace(subject, plan=spoiled), rng),
+        )
 
 
 def _rejected_or_right(subject: Subject, rng: Rng) -> str:
@@ -273,9 +338,13 @@ def _rejected_or_right(subject: Subject, rng: Rng) -> str:
 
 def corrupt(plan: Plan, rng: Rng) -> tuple[str, Plan]:
     """The plan with one number changed, and which one."""
-    columns = {f"tiles.{name}": place for place, name in enumerate(("q0", "q1", "k0", "k1", "lo", "hi"))}
+    columns = {
+        f"tiles.{name}": place for place, name in enumerate(("q0", "q1", "k0", "k1", "lo", "hi"))
+    }
     tables = {
-        f"{table}.{field.name}": None for table in ("transfers", "gradients") for field in fields(getattr(plan.ring, table))
+        f"{table}.{field.name}": None
+        for table in ("transfers", "gradients")
+        for field in fields(getattr(plan.ring, table))
     }
     others = ("tile_rank", "tile_hop", "tile_source", "layout.edges", "layout.owner", "schedule")
     name = str(rng.choice([*columns, *tables, *others]))
@@ -290,10 +359,14 @@ def corrupt(plan: Plan, rng: Rng) -> tuple[str, Plan]:
         if owner == "layout":
             return name, replace(_with_tables(plan, layout=changed), layout=changed)
         if rng.random() < 0.7:  # else the table may no longer be sorted
-            changed = changed.in_buffer_order("receiver" if owner == "transfers" else "sender", plan.ring.order)
+            changed = changed.in_buffer_order(
+                "receiver" if owner == "transfers" else "sender", plan.ring.order
+            )
         return name, _with_tables(plan, **{owner: changed})
     values = _changed(np.array(getattr(plan.ring, name)), rng, plan.cp)
-    return name, _with_tables(plan, **{name: tuple(values.tolist()) if name == "schedule" else values})
+    return name, _with_tables(
+        plan, **{name: tuple(values.tolist()) if name == "schedule" else values}
+    )
 
 
 def _with_tables(plan: Plan, **changed: Any) -> Plan:
@@ -304,6 +377,10 @@ def _changed(values: np.ndarray, rng: Rng, most: int) -> np.ndarray:
     values = values.copy()
     if len(values):
         place = rng.integers(len(values))
-        anything = int(rng.choice([rng.integers(-2, most + 3), -1 << 60, 1 << 60, values[rng.integers(len(values))]]))
+        anything = int(
+            rng.choice(
+                [rng.integers(-2, most + 3), -1 << 60, 1 << 60, values[rng.integers(len(values))]]
+            )
+        )
         values[place] = anything if rng.random() < 0.5 else values[place] + int(rng.choice([-1, 1]))
     return values

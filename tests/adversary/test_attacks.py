@@ -1,4 +1,6 @@
-"""The attacks of this package as part of the test run: cp_ring holds in every try, and the canary notices what it should."""
+"""The attacks of this package as part of the test run: cp_ring holds in every try, and the canary
+notices what it should.
+"""
 
 import io
 import json
@@ -26,7 +28,9 @@ RANDOM = [name for name, attack in ATTACKS.items() if attack.cases]
 MARKS = {LISTED: [pytest.mark.slow]} | {name: [pytest.mark.ci] for name in RANDOM}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in ATTACKS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS.get(name, [])) for name in ATTACKS]
+)
 def test_holds(name):
     (entry,), failures = run([name])
     assert not failures, failures[:5]
@@ -47,13 +51,19 @@ def test_the_snapshot_notices_what_torch_lets_a_pickle_do():
 
     enumeration = "megatron.core.transformer.enums", "AttnMaskType"
     member = AttnMaskType.causal
-    data = b"\x80\x02" + gadgets.renaming(gadgets.name(*enumeration), member.value, {"_name_": "no_mask"}) + b"."
+    data = (
+        b"\x80\x02"
+        + gadgets.renaming(gadgets.name(*enumeration), member.value, {"_name_": "no_mask"})
+        + b"."
+    )
     before = process_state.snapshot()
     declared = [(look_up, ".".join(enumeration)), types.SimpleNamespace]
     try:
         with torch.serialization.safe_globals(declared):
             torch.load(io.BytesIO(gadgets.archive(data)), weights_only=True)
-        assert member.name == "no_mask" and process_state.first_change(before).endswith("AttnMaskType.causal._name_")
+        assert member.name == "no_mask" and process_state.first_change(before).endswith(
+            "AttnMaskType.causal._name_"
+        )
     finally:
         member._name_ = "causal"
     assert process_state.first_change(before) == ""
@@ -102,7 +112,9 @@ def test_the_program_prints_entries():
     assert json.loads(done.stdout) == [{"attack": "extension codes", "tries": 6, "held": 6}]
 
 
-@pytest.mark.parametrize("target", ["canary", "class of the canary", "os.system", "exec", "open", "import_module"])
+@pytest.mark.parametrize(
+    "target", ["canary", "class of the canary", "os.system", "exec", "open", "import_module"]
+)
 def test_the_canary_notices_what_a_careless_reader_does(tmp_path, target):
     module, name, args = gadgets.targets(tmp_path)[target]
     sys.modules.pop("this", None)

@@ -19,15 +19,28 @@ from tests.megatron.launch import fork
 SCRIPT = "pretrain_gpt.py"
 
 
-def examine(job: Job, cases: list[tuple[str, int]], script: str, folder: Path) -> list[dict[str, Any]]:
-    """What the certificate of `job` found in each case, (fault or "", seed); {"error"} where the job did not get there."""
+def examine(
+    job: Job, cases: list[tuple[str, int]], script: str, folder: Path
+) -> list[dict[str, Any]]:
+    """What the certificate of `job` found in each case, (fault or "", seed); {"error"} where the
+    job did not get there.
+    """
     path = str(Path(script).with_name(job.script)) if job.script else script
-    entry = {"name": job.name, "argv": job.argv(), "script": path if job.by_script else "", "cases": cases, "seconds": SECONDS}
+    entry = {
+        "name": job.name,
+        "argv": job.argv(),
+        "script": path if job.by_script else "",
+        "cases": cases,
+        "seconds": SECONDS,
+    }
     log = folder / f"{job.name}.log"
     code = fork(job.ranks, (entry, folder, log), target=doors.rank)
     result = folder / f"{job.name}.json"
     if code or not result.exists():
-        return [{"fault": fault, "error": f"exit code {code}: {log.read_text()[-6000:]}"} for fault, _ in cases]
+        return [
+            {"fault": fault, "error": f"exit code {code}: {log.read_text()[-6000:]}"}
+            for fault, _ in cases
+        ]
     found: list[dict[str, Any]] = json.loads(result.read_text())
     return found
 
@@ -38,9 +51,24 @@ def faults(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any
     for job in jobs:
         for found in examine(job, [(fault, 1) for fault in job.faults], script, folder):
             stopped = bool(found.get("rejections"))
-            how = found["rejections"][0] if stopped else found.get("error") or found["failure"] or "the certificate passes"
-            entries.append({"door": _door(job), "job": job.name, "fault": found["fault"], "stopped": stopped, "how": how})
-        _tell(f"{job.name}: {sum(e['stopped'] for e in entries if e['job'] == job.name)} of {len(job.faults)} faults stopped")
+            how = (
+                found["rejections"][0]
+                if stopped
+                else found.get("error") or found["failure"] or "the certificate passes"
+            )
+            entries.append(
+                {
+                    "door": _door(job),
+                    "job": job.name,
+                    "fault": found["fault"],
+                    "stopped": stopped,
+                    "how": how,
+                }
+            )
+        _tell(
+            f"{job.name}: {sum(e['stopped'] for e in entries if e['job'] == job.name)} of "
+            f"{len(job.faults)} faults stopped"
+        )
     return entries
 
 
@@ -50,7 +78,13 @@ def right(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any]
     for job in jobs:
         (found,) = examine(job, [("", 1)], script, folder)
         why = found.get("error") or "; ".join(found["rejections"]) or found["failure"]
-        entry = {"door": _door(job), "job": job.name, "flags": job.flags, "passed": not why, "why": why}
+        entry = {
+            "door": _door(job),
+            "job": job.name,
+            "flags": job.flags,
+            "passed": not why,
+            "why": why,
+        }
         entries.append(entry | {"not_covered": found.get("not_covered", [])})
         _tell(f"{job.name}: {'passes' if not why else f'does not pass: {why}'}")
     return entries
@@ -66,20 +100,40 @@ def _tell(line: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.certificate", description=__doc__)
-    parser.add_argument("--megatron-lm", default="", help=f"a checkout of Megatron-LM, whose {SCRIPT} is the second door")
+    parser.add_argument(
+        "--megatron-lm",
+        default="",
+        help=f"a checkout of Megatron-LM, whose {SCRIPT} is the second door",
+    )
     parser.add_argument("--right", type=int, default=200, help="right jobs of random flags")
     parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
-    parser.add_argument("--faulty", nargs="*", default=[job.name for job in FAULTY], help="jobs whose faults are planted")
-    parser.add_argument("--json", action="store_true", help="print {faults, right}, a list of entries each")
+    parser.add_argument(
+        "--faulty",
+        nargs="*",
+        default=[job.name for job in FAULTY],
+        help="jobs whose faults are planted",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print {faults, right}, a list of entries each"
+    )
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if not given.megatron_lm:
         _tell("the door of Megatron-LM's script is left out: give --megatron-lm")
-    jobs = [job for job in FAULTY if job.name in given.faulty and (given.megatron_lm or not job.by_script)]
-    script, numbers = str(Path(given.megatron_lm) / SCRIPT), range(given.first, given.first + given.right)
+    jobs = [
+        job
+        for job in FAULTY
+        if job.name in given.faulty and (given.megatron_lm or not job.by_script)
+    ]
+    script, numbers = (
+        str(Path(given.megatron_lm) / SCRIPT),
+        range(given.first, given.first + given.right),
+    )
     with tempfile.TemporaryDirectory(prefix="cp_ring-certificate-") as folder:
         planted = faults(jobs, script, Path(folder))
-        passed = right((right_job(i, bool(given.megatron_lm)) for i in numbers), script, Path(folder))
+        passed = right(
+            (right_job(i, bool(given.megatron_lm)) for i in numbers), script, Path(folder)
+        )
     missed = [entry for entry in planted if not entry["stopped"]]
     failed = [entry for entry in passed if not entry["passed"]]
     if given.json:
@@ -88,9 +142,14 @@ def main() -> int:
         for entry in missed + failed:
             print(entry)
         for door in ("own", "script"):
-            mine, good = ([e for e in entries if e["door"] == door] for entries in (planted, passed))
+            mine, good = (
+                [e for e in entries if e["door"] == door] for entries in (planted, passed)
+            )
             stopped, passing = sum(e["stopped"] for e in mine), sum(e["passed"] for e in good)
-            print(f"{door}: {stopped} of {len(mine)} faults stopped, {passing} of {len(good)} right jobs pass")
+            print(
+                f"{door}: {stopped} of {len(mine)} faults stopped, {passing} of {len(good)} right "
+                "jobs pass"
+            )
     return int(bool(missed or failed))
 
 

@@ -1,8 +1,10 @@
-"""The certificate in checkouts of Megatron-LM: each of their `pretrain_gpt.py` with each model under each split.
+"""The certificate in checkouts of Megatron-LM: each of their `pretrain_gpt.py` with each model
+under each split.
 
-`python -m tests.certificate.checkouts CHECKOUT...` prints a table, and exits with 1 if a job does not pass or a part of one is
-not covered. Each checkout's own megatron.core and megatron.training run, so that each has a process of its own. A checkout must
-have built its data set helpers (`make` in megatron/core/datasets).
+`python -m tests.certificate.checkouts CHECKOUT...` prints a table, and exits with 1 if a job does
+not pass or a part of one is not covered. Each checkout's own megatron.core and megatron.training
+run, so that each has a process of its own. A checkout must have built its data set helpers (`make`
+in megatron/core/datasets).
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ MODELS = {
     "sft-balanced": f"{UNTIED} --sft --cp-ring-layout balanced",
 }
 
-EXPERTS_ON_TP = "--num-layers 1 --sequence-parallel --spec tests.certificate.specs experts"  # Megatron's norms need whole rows
+# Megatron's norms need whole rows
+EXPERTS_ON_TP = "--num-layers 1 --sequence-parallel --spec tests.certificate.specs experts"
 
 
 def job(model: str, split: str) -> Job:
@@ -44,7 +47,13 @@ def job(model: str, split: str) -> Job:
     ranks, sizes = SPLITS[split]
     more = EXPERTS_ON_TP if model == "moe" and "tensor" in sizes else ""
     flags = f"{MODELS[model]} {sizes} {more} --calculate-per-token-loss"
-    return Job(f"{model}-{split}", ranks, flags, by_script=True, script=OF_HYBRID if model == "hybrid" else "")
+    return Job(
+        f"{model}-{split}",
+        ranks,
+        flags,
+        by_script=True,
+        script=OF_HYBRID if model == "hybrid" else "",
+    )
 
 
 def examine_here(checkout: str, models: list[str], splits: list[str]) -> list[dict[str, Any]]:
@@ -57,12 +66,26 @@ def examine_here(checkout: str, models: list[str], splits: list[str]) -> list[di
 
 
 def examine(checkout: str, models: list[str], splits: list[str]) -> list[dict[str, Any]]:
-    """The entries of a checkout: {"job", "passed", "why", "not_covered"}, from a process with its Megatron."""
+    """The entries of a checkout: {"job", "passed", "why", "not_covered"}, from a process with its
+    Megatron.
+    """
     path = os.pathsep.join([str(Path(checkout).resolve()), str(ROOT)])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", __name__ if __name__ != "__main__" else "tests.certificate.checkouts", "--json", checkout]
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        __name__ if __name__ != "__main__" else "tests.certificate.checkouts",
+        "--json",
+        checkout,
+    ]
     command += ["--models", *models, "--splits", *splits]
-    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
     entries: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return entries
 
@@ -79,15 +102,23 @@ def cell(entry: dict[str, Any]) -> str:
     lines = entry["why"].strip().splitlines() or [""]
     if not entry["passed"]:
         return f"fails: {lines[-1][:160]}"
-    return "covered" if not entry["not_covered"] else "not covered: " + ", ".join(entry["not_covered"])
+    return (
+        "covered" if not entry["not_covered"] else "not covered: " + ", ".join(entry["not_covered"])
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.certificate.checkouts", description=__doc__)
-    parser.add_argument("checkouts", nargs="+", help="folders with Megatron-LM's pretrain_gpt.py and megatron/")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.certificate.checkouts", description=__doc__
+    )
+    parser.add_argument(
+        "checkouts", nargs="+", help="folders with Megatron-LM's pretrain_gpt.py and megatron/"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
-    parser.add_argument("--json", action="store_true", help="of one checkout, in this process: print its entries")
+    parser.add_argument(
+        "--json", action="store_true", help="of one checkout, in this process: print its entries"
+    )
     given = parser.parse_args()
     if given.json:
         print(json.dumps(examine_here(given.checkouts[0], given.models, given.splits)))

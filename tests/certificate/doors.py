@@ -1,4 +1,6 @@
-"""One rank of a job that comes through a door as far as its certificate, which examines it in each of its cases."""
+"""One rank of a job that comes through a door as far as its certificate, which examines it in each
+of its cases.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from tests.certificate.faults import planted
 
 
 def run(job: dict[str, Any], folder: Path) -> None:
-    """Job {"name", "argv", "script", "cases": [(fault, seed)], "seconds"}: script is "" for cp_ring's own entry.
+    """Job {"name", "argv", "script", "cases": [(fault, seed)], "seconds"}: script is "" for
+    cp_ring's own entry.
 
-    FOLDER/name.json gets, from rank 0, a list of {"fault", "seed", "rejections", "failure", "not_covered", "seconds"}.
+    FOLDER/name.json gets, from rank 0, a list of {"fault", "seed", "rejections", "failure",
+    "not_covered", "seconds"}.
     """
     import torch.distributed as dist
 
@@ -34,9 +38,21 @@ def run(job: dict[str, Any], folder: Path) -> None:
                 try:
                     certificate = module.run_probes(args, seed, step, job["seconds"])
                 except ConfigError as error:  # cp_ring stops the job
-                    found.append({"fault": fault, "seed": seed, "rejections": [str(error)], "failure": "", "not_covered": []})
+                    found.append(
+                        {
+                            "fault": fault,
+                            "seed": seed,
+                            "rejections": [str(error)],
+                            "failure": "",
+                            "not_covered": [],
+                        }
+                    )
                     continue
-            entry = {"fault": fault, "seed": seed, "rejections": [probe.rejection() for probe in certificate.failures]}
+            entry = {
+                "fault": fault,
+                "seed": seed,
+                "rejections": [probe.rejection() for probe in certificate.failures],
+            }
             entry |= {"failure": certificate.failure, "not_covered": certificate.not_covered}
             found.append(entry | {"seconds": certificate.seconds})
         if os.environ["RANK"] == "0":

@@ -1,7 +1,9 @@
-"""Planted faults for both doors: those of attention are the same, those of batch and loss are in the code that the door runs.
+"""Planted faults for both doors: those of attention are the same, those of batch and loss are in
+the code that the door runs.
 
-A fault of a script's own functions is put into its namespace while it runs; its file stays as it is. It acts at context-parallel
-sizes above 1 alone: what is the same at size 1 is what the script means.
+A fault of a script's own functions is put into its namespace while it runs; its file stays as it
+is. It acts at context-parallel sizes above 1 alone: what is the same at size 1 is what the script
+means.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def _cp() -> int:
     return int(parallel_state.get_context_parallel_world_size())
 
 
-# Faults of the split: what a rank gets instead, from its own parts, the whole tensors, and the parts that another rank gets.
+# Faults of the split: what a rank gets instead, from its own parts, the whole tensors, and the
+# parts that another rank gets.
 
 
 def _chunks_swapped(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
@@ -45,7 +48,11 @@ def _ranks_reversed(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) 
 
 
 def _mask_not_split(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    return {"loss_mask": whole["loss_mask"][:, : mine["loss_mask"].shape[1]]} if "loss_mask" in mine else {}
+    return (
+        {"loss_mask": whole["loss_mask"][:, : mine["loss_mask"].shape[1]]}
+        if "loss_mask" in mine
+        else {}
+    )
 
 
 def _mask_of_ones(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
@@ -77,7 +84,11 @@ def _positions_local(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts])
     """Position ids count from 0 on each rank."""
     if "position_ids" not in mine:
         return {}
-    return {"position_ids": torch.arange(mine["position_ids"].shape[1]).expand_as(mine["position_ids"]).contiguous()}
+    return {
+        "position_ids": torch.arange(mine["position_ids"].shape[1])
+        .expand_as(mine["position_ids"])
+        .contiguous()
+    }
 
 
 def _tokens_contiguous(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
@@ -86,7 +97,9 @@ def _tokens_contiguous(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts
 
 def _of_mask(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Parts]:
     """A rank gets another loss mask."""
-    return lambda mine, whole, of_rank: {"loss_mask": change(mine["loss_mask"])} if "loss_mask" in mine else {}
+    return lambda mine, whole, of_rank: (
+        {"loss_mask": change(mine["loss_mask"])} if "loss_mask" in mine else {}
+    )
 
 
 def _shifted_on_one_rank(mask: torch.Tensor) -> torch.Tensor:
@@ -98,7 +111,9 @@ def _twice_at_the_border(mask: torch.Tensor) -> torch.Tensor:
     return torch.cat([mask[:, : border - 1], 2 * mask[:, border - 1 : border], mask[:, border:]], 1)
 
 
-def _border_label_of_long_chunks(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+def _border_label_of_long_chunks(
+    mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]
+) -> Parts:
     return _border_label(mine, whole, of_rank) if mine["tokens"].shape[1] >= 256 else {}
 
 
@@ -110,7 +125,11 @@ def _last_label(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> P
 
 
 def _labels_of_the_first_row(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    return {"labels": mine["labels"][:1].expand_as(mine["labels"]).contiguous()} if "labels" in mine else {}
+    return (
+        {"labels": mine["labels"][:1].expand_as(mine["labels"]).contiguous()}
+        if "labels" in mine
+        else {}
+    )
 
 
 def _positions_repeated(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
@@ -133,7 +152,9 @@ OF_LONG_ROWS: dict[str, Callable[..., Parts]] = {
     "label at the end of the last chunk": _last_label,
     "labels of the second batch row": _labels_of_the_first_row,
 }
-OF_BORDERS: dict[str, Callable[..., Parts]] = {"position ids repeated at a document's border": _positions_repeated}
+OF_BORDERS: dict[str, Callable[..., Parts]] = {
+    "position ids repeated at a document's border": _positions_repeated
+}
 
 SPLITS: dict[str, Callable[[Parts, Parts, Callable[[int], Parts]], Parts]] = (
     {
@@ -157,7 +178,8 @@ SPLITS: dict[str, Callable[[Parts, Parts, Callable[[int], Parts]], Parts]] = (
 def _own_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
     def faulty(split: Any, batch: Parts, rank: int, cp: int) -> Parts:
         mine = split(batch, rank, cp)
-        if cp == 1 or "labels" not in batch:  # else the certificate asks for positions, which are no part of training
+        # else the certificate asks for positions, which are no part of training
+        if cp == 1 or "labels" not in batch:
             return mine
         return mine | fault(mine, batch, lambda other: split(batch, other, cp))
 
@@ -184,19 +206,28 @@ def _script_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
             return split(batch, *args, **kwargs)
         whole = {name: batch[name] for name in SHARDED if batch.get(name) is not None}
         mine = split(dict(batch), *args, **kwargs)
-        return mine | fault({name: mine[name] for name in whole}, whole, lambda other: _zigzag(whole, other, cp))
+        return mine | fault(
+            {name: mine[name] for name in whole}, whole, lambda other: _zigzag(whole, other, cp)
+        )
 
     return faulty
 
 
-PACKED = {"labels of packed rows rolled within a rank": _labels_rolled_locally, "loss mask of packed rows of ones": _mask_of_ones}
+PACKED = {
+    "labels of packed rows rolled within a rank": _labels_rolled_locally,
+    "loss mask of packed rows of ones": _mask_of_ones,
+}
 """Faults of the split of packed batches alone, which scripts have (--sft)."""
 
 
 def _packed_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
     def faulty(split: Any, batch: Parts, *args: Any, **kwargs: Any) -> Parts:
         wrong = batch.get("cu_seqlens") is not None
-        return _script_split(fault)(split, batch, *args, **kwargs) if wrong else split(batch, *args, **kwargs)
+        return (
+            _script_split(fault)(split, batch, *args, **kwargs)
+            if wrong
+            else split(batch, *args, **kwargs)
+        )
 
     return faulty
 
@@ -261,7 +292,9 @@ def _group_permuted(make_plan: Any, mask: str, n: int, cp: int, window: Any, spe
 
 
 def _stale_at_four(stream: Any, self: Any) -> Any:
-    """From the third remote hop on the keys are those of the hop before; with fewer ranks nothing is wrong."""
+    """From the third remote hop on the keys are those of the hop before; with fewer ranks nothing
+    is wrong.
+    """
     before = None
     for hop, *keys in stream(self):
         wrong = hop.index >= 3 and before is not None and len(before[0]) == len(keys[0])
@@ -309,7 +342,11 @@ def _pos_emb(faulty: Any) -> Any:
         import sys
 
         name = "get_pos_emb_on_this_cp_rank"
-        loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core.models") and module]
+        loaded = [
+            module
+            for key, module in list(sys.modules.items())
+            if key.startswith("megatron.core.models") and module
+        ]
         return [(module, name, faulty) for module in loaded if hasattr(module, name)]
 
     return found
@@ -319,7 +356,9 @@ def _shifted_beyond_256(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -
     n = pos_emb.shape[seq_dim]
     place = torch.arange(n)
     place[256:] = (place[256:] + 1).clamp(max=n - 1)
-    return right(pos_emb.index_select(seq_dim, place) if cp_group.size() > 1 else pos_emb, seq_dim, cp_group)
+    return right(
+        pos_emb.index_select(seq_dim, place) if cp_group.size() > 1 else pos_emb, seq_dim, cp_group
+    )
 
 
 def _layer(attribute: str, faulty: Any) -> Any:
@@ -339,7 +378,9 @@ def _window_of_one_layer(window: Any, config: Any, layer_number: int, mask: str)
     return left + (layer_number == LAYER and config.context_parallel_size > 1), right
 
 
-def _window_of_the_last_layer(window: Any, config: Any, layer_number: int, mask: str) -> tuple[int, int]:
+def _window_of_the_last_layer(
+    window: Any, config: Any, layer_number: int, mask: str
+) -> tuple[int, int]:
     wrong = layer_number == config.num_layers and config.context_parallel_size > 1
     return (-1, -1) if wrong else window(config, layer_number, mask)
 
@@ -357,7 +398,9 @@ def _in_one_layer(attribute: str, wrong: Callable[[Any], Any]) -> Callable[..., 
     return forward
 
 
-def _key_heads_of_one_layer(forward: Any, self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+def _key_heads_of_one_layer(
+    forward: Any, self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+) -> Any:
     key, value = (x.roll(1, -2) if self.layer_number == LAYER else x for x in (key, value))
     return forward(self, query, key, value, *args, **kwargs)
 
@@ -365,8 +408,13 @@ def _key_heads_of_one_layer(forward: Any, self: Any, query: Any, key: Any, value
 OF_ONE_LAYER: dict[str, Any] = {
     "window of one layer": known._core("_window", _window_of_one_layer),
     "window of the last layer": known._core("_window", _window_of_the_last_layer),
-    "scale of one layer": _layer("forward", _in_one_layer("options", lambda x: replace(x, softmax_scale=x.softmax_scale * 1.05))),
-    "sink left out in one layer": _layer("forward", _in_one_layer("softmax_offset", lambda sink: None)),
+    "scale of one layer": _layer(
+        "forward",
+        _in_one_layer("options", lambda x: replace(x, softmax_scale=x.softmax_scale * 1.05)),
+    ),
+    "sink left out in one layer": _layer(
+        "forward", _in_one_layer("softmax_offset", lambda sink: None)
+    ),
     "key heads of one layer": _layer("forward", _key_heads_of_one_layer),
 }
 
@@ -383,9 +431,17 @@ def _further_label() -> list[Any]:
 
     def twice(right: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         rolled = right(tensor, *args, **kwargs)
-        return rolled if _cp() == 1 or tensor is None or tensor.shape[-1] < 256 else right(rolled[0], *args, **kwargs)
+        return (
+            rolled
+            if _cp() == 1 or tensor is None or tensor.shape[-1] < 256
+            else right(rolled[0], *args, **kwargs)
+        )
 
-    loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core") and module]
+    loaded = [
+        module
+        for key, module in list(sys.modules.items())
+        if key.startswith("megatron.core") and module
+    ]
     return [(module, "roll_tensor", twice) for module in loaded if hasattr(module, "roll_tensor")]
 
 
@@ -395,7 +451,9 @@ OF_LENGTH: dict[str, Any] = {
 }
 OF_SEED: dict[str, Any] = {"dropout by a seed of the rank": _seed_of_the_rank}
 
-ATTENTION: dict[str, Any] = {name: known.FAULTS[name] for name in known.FAULTS if name not in (*SPLITS, *LOSSES)} | {
+ATTENTION: dict[str, Any] = {
+    name: known.FAULTS[name] for name in known.FAULTS if name not in (*SPLITS, *LOSSES)
+} | {
     "window too small by one": known._core("make_plan", _window_narrowed),
     "mask widened": known._parity("mask widened"),
     "group permuted": known._core("make_plan", _group_permuted),
@@ -434,11 +492,17 @@ def _router(name: str, faulty: Any) -> Any:
 
 
 def _states_out_of_order() -> list[Any]:
-    """The states of recurrent layers run over the tokens in the order of the ranks, and not of the sequence."""
+    """The states of recurrent layers run over the tokens in the order of the ranks, and not of the
+    sequence.
+    """
     import sys
 
     name = "_undo_attention_load_balancing"
-    loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core.ssm") and module]
+    loaded = [
+        module
+        for key, module in list(sys.modules.items())
+        if key.startswith("megatron.core.ssm") and module
+    ]
 
     def as_it_is(right: Any, tensor: Any, cp_size: int, *rest: Any, **named: Any) -> Any:
         return tensor if cp_size > 1 else right(tensor, cp_size, *rest, **named)
@@ -460,16 +524,24 @@ SUBTLE = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_BORDERS, *OF_ONE_LAYER, *OF_LENGTH, *O
 
 @contextlib.contextmanager
 def planted(name: str, step: Any = None) -> Iterator[None]:
-    """Plants the fault `name` (none for ""); `step` is the forward step of the job, where it is a script's own."""
+    """Plants the fault `name` (none for ""); `step` is the forward step of the job, where it is a
+    script's own.
+    """
     if not name:
         yield
         return
     with contextlib.ExitStack() as stack:
         for owner, attribute, faulty in _places(name, step):
             if isinstance(owner, dict):
-                stack.enter_context(patch.dict(owner, {attribute: known._instead(owner[attribute], faulty)}))
+                stack.enter_context(
+                    patch.dict(owner, {attribute: known._instead(owner[attribute], faulty)})
+                )
             else:
-                stack.enter_context(patch.object(owner, attribute, known._instead(getattr(owner, attribute), faulty)))
+                stack.enter_context(
+                    patch.object(
+                        owner, attribute, known._instead(getattr(owner, attribute), faulty)
+                    )
+                )
         yield
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.certificate.faults import FAULTS, LAYERS, OF_BORDERS, OF_LONG_ROWS, OF_ONE_LAYER, OF_SEED, OF_WEIGHTS, PACKED, SUBTLE
+from tests.certificate.faults import (
+    FAULTS,
+    LAYERS,
+    OF_BORDERS,
+    OF_LONG_ROWS,
+    OF_ONE_LAYER,
+    OF_SEED,
+    OF_WEIGHTS,
+    PACKED,
+    SUBTLE,
+)
 from tests.certificate.faults import OF_LENGTH as OF_LONG_POSITIONS
 from tests.parity.models import COMMON, EXPERTS, LATENT, UNTIED
 
@@ -30,7 +40,8 @@ SECONDS = 600.0  # for probes at the job's own length, which machines of any spe
 
 @dataclass(frozen=True)
 class Job:
-    """A job on `ranks` ranks, through cp_ring's own entry or, with `by_script`, through Megatron-LM's script.
+    """A job on `ranks` ranks, through cp_ring's own entry or, with `by_script`, through
+    Megatron-LM's script.
 
     script: its name, if it is not `pretrain_gpt.py`.
     without: flags of all jobs that this one does not have.
@@ -46,8 +57,20 @@ class Job:
 
     def argv(self) -> list[str]:
         common = [word for word in COMMON if word not in self.without]
-        common += ["--num-layers", "2", "--seq-length", "64", "--cp-ring", "--context-parallel-size", str(self.ranks)]
-        return [*common, *shlex.split(self.flags), *(shlex.split(OF_SCRIPT) if self.by_script else [])]
+        common += [
+            "--num-layers",
+            "2",
+            "--seq-length",
+            "64",
+            "--cp-ring",
+            "--context-parallel-size",
+            str(self.ranks),
+        ]
+        return [
+            *common,
+            *shlex.split(self.flags),
+            *(shlex.split(OF_SCRIPT) if self.by_script else []),
+        ]
 
 
 OF_DOCUMENTS = ("documents merged", "boundary shifted by one", "padding attended")
@@ -57,35 +80,84 @@ OF_BATCH = ("second batch row like the first",)
 OF_POSITIONS = ("position ids of each rank from 0",)
 OF_FOUR = ("stale slot at four ranks",)
 OF_DROPOUT, OF_EXPERTS = ("dropout by places on the rank",), ("aux loss weighed twice",)
-OF_CAPACITY, OF_SINKHORN, OF_STATES = ("capacity of all ranks on each",), ("sinkhorn skipped",), tuple(LAYERS)[2:3]
-OF_OTHER_LAYERS = ("rotary positions of one rank shifted", "label at a chunk's border", "loss mask not split")
-OF_LATENTS, OF_LATENTS_ON_TP = ("weight gradient twice", "rotated part not returned"), ("latent not summed over tp",)
+OF_CAPACITY, OF_SINKHORN, OF_STATES = (
+    ("capacity of all ranks on each",),
+    ("sinkhorn skipped",),
+    tuple(LAYERS)[2:3],
+)
+OF_OTHER_LAYERS = (
+    "rotary positions of one rank shifted",
+    "label at a chunk's border",
+    "loss mask not split",
+)
+OF_LATENTS, OF_LATENTS_ON_TP = (
+    ("weight gradient twice", "rotated part not returned"),
+    ("latent not summed over tp",),
+)
 OF_BF16 = ("gradients of keys summed in bf16",)
-OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")  # not in scripts
-ELSEWHERE = (*OF_DECLARED, *OF_DOCUMENTS, *OF_PREDICTION, *OF_LENGTH, *OF_BATCH, *OF_POSITIONS, *OF_FOUR)
+# not in scripts
+OF_DECLARED = (
+    "siblings seen",
+    "spans cut at borders",
+    "global tokens hidden",
+    "positions not continued",
+)
+ELSEWHERE = (
+    *OF_DECLARED,
+    *OF_DOCUMENTS,
+    *OF_PREDICTION,
+    *OF_LENGTH,
+    *OF_BATCH,
+    *OF_POSITIONS,
+    *OF_FOUR,
+)
 ELSEWHERE += (*OF_DROPOUT, *OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP, *LAYERS, *SUBTLE)
 OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 
 _LATENTS = f"{LATENT} --cp-ring-wire latent --calculate-per-token-loss"
 _ON_TP = f"{_LATENTS} --context-parallel-size 2 --tensor-model-parallel-size 2"
-_LONG = f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
-_ROWS = f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --mtp-num-layers 1"
+_LONG = (
+    f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 "
+    "--bf16"
+)
+_ROWS = (
+    f"{UNTIED} --num-layers 1 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 "
+    "--mtp-num-layers 1"
+)
 _ROWS += " --calculate-per-token-loss"
 OF_ROWS = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_LONG_POSITIONS)
-_LAYERS = f"{UNTIED} --num-layers 5 --window-size 5,0 --window-attn-skip-freq [1,0,0,1,1] --softmax-type learnable"
+_LAYERS = (
+    f"{UNTIED} --num-layers 5 --window-size 5,0 --window-attn-skip-freq [1,0,0,1,1] --softmax-type "
+    "learnable"
+)
 _LAYERS += " --calculate-per-token-loss"
 _DROPOUT = f"{UNTIED} --calculate-per-token-loss --attention-dropout 0.2"
 FAULTY = (
     Job("oss", 2, f"{OSS} --calculate-per-token-loss", OF_OSS),
     Job("long", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16)),
-    Job("learned", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS),
+    Job(
+        "learned",
+        2,
+        "--position-embedding-type learned_absolute --calculate-per-token-loss",
+        OF_POSITIONS,
+    ),
     Job("four", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR),
-    Job("documents", 2, f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1", (*OF_DOCUMENTS, *OF_PREDICTION, *OF_BORDERS)),
+    Job(
+        "documents",
+        2,
+        f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1",
+        (*OF_DOCUMENTS, *OF_PREDICTION, *OF_BORDERS),
+    ),
     Job("declared", 2, f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
     Job("dropout", 2, _DROPOUT, (*OF_DROPOUT, *OF_SEED)),
     Job("rows", 2, _ROWS, OF_ROWS),
     Job("layers", 2, _LAYERS, tuple(OF_ONE_LAYER)),
-    Job("experts", 2, f"{EXPERTS} --calculate-per-token-loss --expert-model-parallel-size 2", OF_EXPERTS),
+    Job(
+        "experts",
+        2,
+        f"{EXPERTS} --calculate-per-token-loss --expert-model-parallel-size 2",
+        OF_EXPERTS,
+    ),
     Job("capacity", 2, f"{CAPACITY} --calculate-per-token-loss", OF_CAPACITY),
     Job("sinkhorn", 2, f"{SINKHORN} --calculate-per-token-loss", OF_SINKHORN),
     Job("hybrid", 2, f"{HYBRID} --calculate-per-token-loss", (*OF_STATES, *OF_OTHER_LAYERS)),
@@ -95,20 +167,63 @@ FAULTY = (
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
     Job("capacity-script", 2, f"{CAPACITY} --calculate-per-token-loss", OF_CAPACITY, True),
     Job("sinkhorn-script", 2, f"{SINKHORN} --calculate-per-token-loss", OF_SINKHORN, True),
-    Job("hybrid-script", 2, f"{HYBRID} --calculate-per-token-loss", (*OF_STATES, *OF_OTHER_LAYERS), True, OF_HYBRID),
-    Job("heterogeneous-script", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS, True),
+    Job(
+        "hybrid-script",
+        2,
+        f"{HYBRID} --calculate-per-token-loss",
+        (*OF_STATES, *OF_OTHER_LAYERS),
+        True,
+        OF_HYBRID,
+    ),
+    Job(
+        "heterogeneous-script",
+        2,
+        f"{HETEROGENEOUS} --calculate-per-token-loss",
+        OF_OTHER_LAYERS,
+        True,
+    ),
     Job("latents-script", 2, _LATENTS, OF_LATENTS, True),
     Job("latents-on-tp-script", 4, _ON_TP, OF_LATENTS_ON_TP, True),
     Job("experts-script", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS, True),
     Job("oss-script", 2, f"{OSS} --calculate-per-token-loss", OF_OSS, True),
-    Job("long-script", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16), True),
-    Job("learned-script", 2, "--position-embedding-type learned_absolute --calculate-per-token-loss", OF_POSITIONS, True),
-    Job("four-script", 4, f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring", OF_FOUR, True),
-    Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss --sft", (*OF_DOCUMENTS, *PACKED, *OF_BORDERS), True),
+    Job(
+        "long-script",
+        2,
+        f"{_LONG} --calculate-per-token-loss",
+        (*OF_LENGTH, *OF_BATCH, *OF_BF16),
+        True,
+    ),
+    Job(
+        "learned-script",
+        2,
+        "--position-embedding-type learned_absolute --calculate-per-token-loss",
+        OF_POSITIONS,
+        True,
+    ),
+    Job(
+        "four-script",
+        4,
+        f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring",
+        OF_FOUR,
+        True,
+    ),
+    Job(
+        "sft-script",
+        2,
+        f"{UNTIED} --calculate-per-token-loss --sft",
+        (*OF_DOCUMENTS, *PACKED, *OF_BORDERS),
+        True,
+    ),
     Job("dropout-script", 2, _DROPOUT, tuple(OF_SEED), True),
     Job("rows-script", 2, _ROWS, OF_ROWS, True),
     Job("layers-script", 2, _LAYERS, tuple(OF_ONE_LAYER), True),
-    Job("prediction-script", 2, f"{UNTIED} --mtp-num-layers 1 --calculate-per-token-loss", OF_PREDICTION, True),
+    Job(
+        "prediction-script",
+        2,
+        f"{UNTIED} --mtp-num-layers 1 --calculate-per-token-loss",
+        OF_PREDICTION,
+        True,
+    ),
 )
 assert set(FAULTS) == {fault for job in FAULTY for fault in job.faults if not job.by_script}
 
@@ -116,12 +231,25 @@ assert set(FAULTS) == {fault for job in FAULTY for fault in job.faults if not jo
 def _of_other_layers(number: int, hybrid: bool, ranks: int, by_script: bool, more: str) -> Job:
     """A right job with layers of several kinds."""
     model = HYBRID.replace("M*M-", "M*-M*M*-"[: 4 + number % 4]) if hybrid else HETEROGENEOUS
-    words = [f"--num-layers {4 + number % 4}" if hybrid else "", f"--micro-batch-size {1 + number % 2}", more]
-    return Job(f"right{number}", ranks, " ".join([model, *words]), (), by_script, OF_HYBRID if hybrid and by_script else "")
+    words = [
+        f"--num-layers {4 + number % 4}" if hybrid else "",
+        f"--micro-batch-size {1 + number % 2}",
+        more,
+    ]
+    return Job(
+        f"right{number}",
+        ranks,
+        " ".join([model, *words]),
+        (),
+        by_script,
+        OF_HYBRID if hybrid and by_script else "",
+    )
 
 
 def right_job(number: int, with_script: bool) -> Job:
-    """The right job of this number, the same in every run; every second one through the script, where there is one."""
+    """The right job of this number, the same in every run; every second one through the script,
+    where there is one.
+    """
     rng = np.random.default_rng([4, number])
     by_script = with_script and number % 2 == 1
 
@@ -131,7 +259,10 @@ def right_job(number: int, with_script: bool) -> Job:
     other = rng.random()
     if other < 0.16:
         ranks = int(rng.choice([2, 4]))
-        more = f"{pick('', '--calculate-per-token-loss')} {pick('', '--bf16')} --seq-length {64 * rng.integers(1, 5)}"
+        more = (
+            f"{pick('', '--calculate-per-token-loss')} {pick('', '--bf16')} --seq-length "
+            f"{64 * rng.integers(1, 5)}"
+        )
         more += f" --max-position-embeddings 256 --cp-ring-route {pick('direct', 'ring')}"
         if not by_script and rng.random() < 0.4:
             more += f" --cp-ring-document-mask --cp-ring-layout {pick('zigzag', 'balanced')}"
@@ -143,10 +274,17 @@ def right_job(number: int, with_script: bool) -> Job:
             "--context-parallel-size 2 --tensor-model-parallel-size 2",
             "--context-parallel-size 2 --pipeline-model-parallel-size 2",
         )  # fmt: skip
-    heads = pick("", "--group-query-attention --num-query-groups 2", "--group-query-attention --num-query-groups 4")
+    heads = pick(
+        "",
+        "--group-query-attention --num-query-groups 2",
+        "--group-query-attention --num-query-groups 4",
+    )
     latent = rng.random() < 0.15
     model = (
-        LATENT if latent else f"{heads} {pick('--position-embedding-type rope', '--position-embedding-type learned_absolute')}"
+        LATENT
+        if latent
+        else f"{heads} "
+        f"{pick('--position-embedding-type rope', '--position-embedding-type learned_absolute')}"
     )
     words = [
         sizes, model,
@@ -155,26 +293,45 @@ def right_job(number: int, with_script: bool) -> Job:
              f"--window-size {rng.integers(1, 70)},0 --window-attn-skip-freq 2"),
         pick("", "", "--softmax-type learnable", "--softmax-type off-by-one"),
         pick("", "--bf16"), pick("", "", "--qk-layernorm") if not latent else "",
-        f"--num-layers {2 if 'pipeline' in sizes else rng.integers(1, 4)} --seq-length {64 * rng.integers(1, 5)}",
+        f"--num-layers {2 if 'pipeline' in sizes else rng.integers(1, 4)} --seq-length "
+        f"{64 * rng.integers(1, 5)}",
         "--max-position-embeddings 256",
         f"--micro-batch-size {rng.integers(1, 3)}", pick("", "--calculate-per-token-loss"),
-        f"--cp-ring-route {pick('direct', 'direct', 'ring')} --cp-ring-schedule {pick('auto', 'ring', 'gather')}",
+        f"--cp-ring-route {pick('direct', 'direct', 'ring')} --cp-ring-schedule "
+        f"{pick('auto', 'ring', 'gather')}",
         f"--cp-ring-num-slots {rng.integers(2, 4)} --cp-ring-wire-dtype {pick('input', 'float32')}",
         pick("", "", "--cp-ring-kernel reference"), pick("", "", "--use-distributed-optimizer"),
     ]  # fmt: skip
     if not by_script and rng.random() < 0.4:
         words.append(f"--cp-ring-document-mask --cp-ring-layout {pick('zigzag', 'balanced')}")
-    if not latent and "pipeline" not in sizes and rng.random() < 0.15 and "learned" not in model:  # Megatron has no such model
+    # Megatron has no such model
+    if not latent and "pipeline" not in sizes and rng.random() < 0.15 and "learned" not in model:
         words.append("--mtp-num-layers 1")
-    elif not latent and "tensor" not in sizes and rng.random() < 0.25:  # Megatron wants sequence parallel norms then
+    # Megatron wants sequence parallel norms then
+    elif not latent and "tensor" not in sizes and rng.random() < 0.25:
         balance = pick("aux_loss", "seq_aux_loss", "none", "sinkhorn", "quantile_balancing")
         words.append(f"--num-experts 8 --moe-router-topk {rng.integers(2, 4)}")
         words.append("--moe-aux-loss-coeff 1e-2" if "aux" in balance else "")
-        words.append(f"--moe-router-load-balancing-type {balance} {pick('', '--moe-z-loss-coeff 1e-3')}")
+        words.append(
+            f"--moe-router-load-balancing-type {balance} {pick('', '--moe-z-loss-coeff 1e-3')}"
+        )
         if balance not in ("sinkhorn", "quantile_balancing") and rng.random() < 0.4:
-            words.append(f"--moe-expert-capacity-factor {pick('0.5', '1.0', '2.0')} --moe-token-dispatcher-type alltoall")
+            words.append(
+                f"--moe-expert-capacity-factor {pick('0.5', '1.0', '2.0')} "
+                "--moe-token-dispatcher-type alltoall"
+            )
         words.append(pick("", "", "--moe-layer-freq 2"))
         words.append(pick("", "", "--moe-shared-expert-intermediate-size 64"))
-        words.append("--expert-model-parallel-size 2" if ranks == 4 and "tensor" not in sizes and rng.random() < 0.5 else "")
+        words.append(
+            "--expert-model-parallel-size 2"
+            if ranks == 4 and "tensor" not in sizes and rng.random() < 0.5
+            else ""
+        )
     without = tuple(word for word in ("--disable-bias-linear", "--swiglu") if rng.random() < 0.5)
-    return Job(f"right{number}", ranks, " ".join(word for word in words if word), by_script=by_script, without=without)
+    return Job(
+        f"right{number}",
+        ranks,
+        " ".join(word for word in words if word),
+        by_script=by_script,
+        without=without,
+    )

@@ -1,4 +1,6 @@
-"""A layer specification for `--spec tests.certificate.specs NAME`, an object as Megatron before 0.19 wants it."""
+"""A layer specification for `--spec tests.certificate.specs NAME`, an object as Megatron before
+0.19 wants it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 class Norm(torch.nn.RMSNorm):
-    """torch's RMSNorm of a part of the sequence: Megatron sums its weight's gradient over the tensor-parallel ranks."""
+    """torch's RMSNorm of a part of the sequence: Megatron sums its weight's gradient over the
+    tensor-parallel ranks.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -21,7 +25,9 @@ class Norm(torch.nn.RMSNorm):
 def _experts() -> TransformerBlockSubmodules:
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
     norms = dataclasses.replace(spec.submodules, input_layernorm=Norm, pre_mlp_layernorm=Norm)
-    return TransformerBlockSubmodules([dataclasses.replace(spec, submodules=norms)], layer_norm=Norm)
+    return TransformerBlockSubmodules(
+        [dataclasses.replace(spec, submodules=norms)], layer_norm=Norm
+    )
 
 
 experts = _experts()

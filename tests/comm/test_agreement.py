@@ -33,12 +33,18 @@ CALLS = {
     "mask is .*with other contents": ({"cu_seqlens": [0, 31, 64]}, {"cu_seqlens": [0, 33, 64]}),
     "layout": ({"layout": "zigzag"}, {"layout": "contiguous"}),
     "route": ({}, {"route": "ring"}),
-    "dtype is torch.b?float16 on rank [01] and torch.b?float16 on": ({"dtype": torch.float16}, {"dtype": torch.bfloat16}),
+    "dtype is torch.b?float16 on rank [01] and torch.b?float16 on": (
+        {"dtype": torch.float16},
+        {"dtype": torch.bfloat16},
+    ),
     "query heads is [24] on rank [01] and [24] on rank [01]": ({}, {"heads": (2, 2)}),
     "key/value heads is [24] on rank [01] and [24] on rank [01]": ({}, {"heads": (4, 4)}),
     "head size is (8|16) on rank [01] and (8|16) on": ({}, {"d": 16}),
     "batch is [12] on rank [01] and [12] on": ({}, {"b": 2}),
-    "softmax_scale is 0.[0-9]+ on rank [01] and 0.[0-9]+ on": ({"softmax_scale": 0.125}, {"softmax_scale": 0.0625}),
+    "softmax_scale is 0.[0-9]+ on rank [01] and 0.[0-9]+ on": (
+        {"softmax_scale": 0.125},
+        {"softmax_scale": 0.0625},
+    ),
     "wire_dtype is torch.b?float(16|32) on rank [01] and": (
         {"dtype": torch.bfloat16},
         {"dtype": torch.bfloat16, "wire_dtype": "float32"},
@@ -60,7 +66,10 @@ def attend(group, calls, grad=False):
     call = dict(calls[group.rank() if isinstance(group, dist.ProcessGroup) else group.rank])
     heads, dtype, d, b = (call.pop(name, value) for name, value in
                           (("heads", (4, 2)), ("dtype", torch.float32), ("d", 8), ("b", 1)))  # fmt: skip
-    q, k, v = (torch.ones(b, N // CP, h, d, dtype=dtype, requires_grad=grad) for h in (heads[0], heads[1], heads[1]))
+    q, k, v = (
+        torch.ones(b, N // CP, h, d, dtype=dtype, requires_grad=grad)
+        for h in (heads[0], heads[1], heads[1])
+    )
     try:
         out = ring_attention(q, k, v, group, **call)
         if grad:
@@ -84,7 +93,9 @@ def test_the_ranks_are_right_after_a_disagreement(pool):
     assert all(pool.run(attend, CP, fresh([{}, {"causal": True}])))
     got = whole(plan.layout, pool.run(on_rank, CP, case, plan))
     truth = brute_force(case, plan.mask.dense())
-    assert max(error(*pair) for pair in zip(got, truth, strict=True)) < 3e-6 and len(got) == len(Grads._fields)
+    assert max(error(*pair) for pair in zip(got, truth, strict=True)) < 3e-6 and len(got) == len(
+        Grads._fields
+    )
 
 
 def moved(group):
@@ -110,7 +121,9 @@ def test_unshard_and_roll_too(pool):
 
 
 def known(group):
-    """How often ranks met: for a new plan, the plan again, an equal plan that was made anew, and with another dtype."""
+    """How often ranks met: for a new plan, the plan again, an equal plan that was made anew, and
+    with another dtype.
+    """
     count, meet = [], Agreement._meet
     Agreement._meet = lambda self, facts: count.append(1) or meet(self, facts)
     try:
@@ -187,7 +200,8 @@ def test_a_rank_to_which_the_call_is_known_is_told_apart_from_one_that_is_late(m
     line = "ranks of the group make different calls: plan is b on rank 0 and c on rank 1"
     assert said == "" and str(error) == line
     printed, end = "", time.monotonic() + LIMIT_S
-    while not printed.endswith("\n") and time.monotonic() < end:  # a thread prints it, after it has told the other rank
+    # a thread prints it, after it has told the other rank
+    while not printed.endswith("\n") and time.monotonic() < end:
         printed += capfd.readouterr().err
         time.sleep(0.01)
     assert printed == f"cp_ring: rank 0: {line}\n"
@@ -209,7 +223,10 @@ def test_many_calls_leave_the_store_small():
 def test_a_rank_that_makes_no_new_call_is_reported_after_the_timeout_of_the_store():
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=0.2))
-    with pytest.raises(PlanError, match=r"rank 1 of 2 made a call that is new to it \(plan 7\), and .* none within 0.2 s"):
+    with pytest.raises(
+        PlanError,
+        match=r"rank 1 of 2 made a call that is new to it \(plan 7\), and .* none within 0.2 s",
+    ):
         Agreement(store, 1, 2).check(7, lambda: [Fact.of("plan", 7)])
 
 
@@ -222,7 +239,9 @@ def known_but_different(group, active):
 
 
 def test_under_debugging_known_calls_are_compared(pool):
-    assert all("mask is <Mask of 64 tokens" in line for line in pool.run(known_but_different, CP, True))
+    assert all(
+        "mask is <Mask of 64 tokens" in line for line in pool.run(known_but_different, CP, True)
+    )
 
 
 @pytest.mark.parametrize("kind", ["keys", "gradients"])
@@ -317,7 +336,11 @@ def test_tags_are_those_of_the_messages(monkeypatch):
     monkeypatch.setattr(transport_module.dist, "batch_isend_irecv", lambda ops: [])
     transport = object.__new__(transport_module.GroupTransport)
     group = SimpleNamespace()
-    transport._group, transport.ranks, transport._agreement = (lambda: group), [0, 1], SimpleNamespace(tag=5)
+    transport._group, transport.ranks, transport._agreement = (
+        (lambda: group),
+        [0, 1],
+        SimpleNamespace(tag=5),
+    )
     batch = transport_module.MessageBatch(
         [(Transfer(1, ((0, 2),)), [torch.ones(2)])], [(Transfer(1, ((0, 2),)), [torch.ones(2)])]
     )

@@ -1,6 +1,7 @@
 """What travels: every codec keeps the promises of `cp_ring.comm.codecs`, alone and in attention.
 
-A new codec needs no test of its own: its class in `CODECS` and its widths and error in `WIRES` are enough.
+A new codec needs no test of its own: its class in `CODECS` and its widths and error in `WIRES` are
+enough.
 """
 
 from __future__ import annotations
@@ -30,7 +31,21 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BYTES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 numbers = st.one_of(
     st.floats(width=32, allow_nan=True, allow_infinity=True),
-    st.sampled_from([0.0, -0.0, 1.0, 1e-45, -1e-40, 6e-8, 65504.0, 3.4028234663852886e38, math.inf, -math.inf, math.nan]),
+    st.sampled_from(
+        [
+            0.0,
+            -0.0,
+            1.0,
+            1e-45,
+            -1e-40,
+            6e-8,
+            65504.0,
+            3.4028234663852886e38,
+            math.inf,
+            -math.inf,
+            math.nan,
+        ]
+    ),
 )
 
 
@@ -46,11 +61,21 @@ def roundtrip(name: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor
 
 
 def bound(name: str, x: torch.Tensor) -> torch.Tensor:
-    """By how much each element of finite x may be off: the codec's promise, and the rounding to the dtype of x."""
+    """By how much each element of finite x may be off: the codec's promise, and the rounding to the
+    dtype of x.
+    """
     top = x.double().abs().amax(-1, keepdim=True)
     scale = (top / CODECS[name].largest).clamp(min=torch.finfo(torch.float32).tiny)
-    step = (scale / 2).expand(x.shape) if name == "int8" else torch.maximum(x.double().abs() / 16, scale * 2**-10)
-    return step * (1 + 2**-20) + torch.finfo(x.dtype).eps * (top + scale) + torch.finfo(x.dtype).smallest_normal
+    step = (
+        (scale / 2).expand(x.shape)
+        if name == "int8"
+        else torch.maximum(x.double().abs() / 16, scale * 2**-10)
+    )
+    return (
+        step * (1 + 2**-20)
+        + torch.finfo(x.dtype).eps * (top + scale)
+        + torch.finfo(x.dtype).smallest_normal
+    )
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -76,13 +101,18 @@ def test_no_tokens(name):
 
 @pytest.mark.parametrize("name", OF_KEYS)
 def test_zeros_stay_zeros_and_the_same_input_gives_the_same_bytes(name):
-    k, v = torch.zeros(4, 1, 2, 8), torch.randn(4, 1, 2, 8, generator=torch.Generator().manual_seed(0))
+    k, v = (
+        torch.zeros(4, 1, 2, 8),
+        torch.randn(4, 1, 2, 8, generator=torch.Generator().manual_seed(0)),
+    )
     zeros, first = roundtrip(name, k, v)
     assert not zeros.any() and torch.equal(first, roundtrip(name, k, v)[1])
 
 
 def attend(plan, case: Case, **options):
-    """Out and gradients of the whole sequence, and the bytes that each rank sent and received, by kind."""
+    """Out and gradients of the whole sequence, and the bytes that each rank sent and received, by
+    kind.
+    """
 
     def on_rank(group):
         q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)
@@ -96,7 +126,9 @@ def attend(plan, case: Case, **options):
 
 PLANS = {
     "causal": lambda: Plan.build(Mask.causal(96), Layout.zigzag(96, 3)),
-    "full, one source a hop": lambda: Plan.build(Mask.full(96), Layout.zigzag(96, 4), schedule="ring"),
+    "full, one source a hop": lambda: Plan.build(
+        Mask.full(96), Layout.zigzag(96, 4), schedule="ring"
+    ),
     "window": lambda: Plan.build(Mask.causal(96, (20, 0)), Layout.contiguous(96, 4)),
     "documents, passed on": lambda: Plan.build(
         Mask.documents([0, 7, 50, 51, 96]), Layout.zigzag(96, 4), route="ring", schedule="ring"
@@ -110,7 +142,9 @@ PLANS = {
 @pytest.mark.parametrize("shape", PLANS)
 def test_attention_is_as_near_as_promised(name, shape):
     plan, case = PLANS[shape](), Case.draw(96, b=2, e=12)
-    truth = brute_force(case, plan.mask.dense() if hasattr(plan, "mask") else Mask.causal(96).dense())
+    truth = brute_force(
+        case, plan.mask.dense() if hasattr(plan, "mask") else Mask.causal(96).dense()
+    )
     with debugging():
         found = attend(plan, case, wire=name)
     assert max(error(x, y) for x, y in zip(found, truth, strict=True)) < WIRES[name].error + 1e-6
@@ -118,10 +152,20 @@ def test_attention_is_as_near_as_promised(name, shape):
 
 @pytest.mark.parametrize("name", OF_KEYS)
 def test_forward_and_backward_use_the_same_keys(name):
-    """dq and out are those of attention in which each rank sees other ranks' keys as they were decoded."""
-    plan, case = Plan.build(Mask.full(64), Layout.contiguous(64, 2)), Case.draw(64, dtype=torch.float64)
+    """dq and out are those of attention in which each rank sees other ranks' keys as they were
+    decoded.
+    """
+    plan, case = (
+        Plan.build(Mask.full(64), Layout.contiguous(64, 2)),
+        Case.draw(64, dtype=torch.float64),
+    )
     found = attend(plan, case, wire=name)
-    k, v = (x.transpose(0, 1) for x in roundtrip(name, case.k.transpose(0, 1).contiguous(), case.v.transpose(0, 1).contiguous()))
+    k, v = (
+        x.transpose(0, 1)
+        for x in roundtrip(
+            name, case.k.transpose(0, 1).contiguous(), case.v.transpose(0, 1).contiguous()
+        )
+    )
     for rank in range(2):
         mine = slice(32 * rank, 32 * rank + 32)
         seen_k, seen_v = k.clone(), v.clone()
@@ -134,7 +178,10 @@ def test_forward_and_backward_use_the_same_keys(name):
 @pytest.mark.parametrize("name", OF_KEYS)
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_messages_have_the_bytes_of_the_plan(name, dtype):
-    plan, case = Plan.build(Mask.causal(96, (40, 0)), Layout.zigzag(96, 4)), Case.draw(96, b=2, e=24, dtype=dtype)
+    plan, case = (
+        Plan.build(Mask.causal(96, (40, 0)), Layout.zigzag(96, 4)),
+        Case.draw(96, b=2, e=24, dtype=dtype),
+    )
     sizes = AttentionSizes(4, 2, 16, 24, dtype=BYTES[dtype], batch=2, wire=name)
     planned = cost(plan.verify(), sizes)
 
@@ -152,14 +199,19 @@ def _both(group, plan, case, name):
 def test_every_codec_has_widths():
     assert set(CODECS) == set(WIRES)
     for name, codec in CODECS.items():
-        assert (codec.needs_latents, codec.carries_positions) == (WIRES[name].latent, WIRES[name].plain)
+        assert (codec.needs_latents, codec.carries_positions) == (
+            WIRES[name].latent,
+            WIRES[name].plain,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", PLANS)
 def test_gradients_in_bfloat16(shape, dtype):
     plan, case = PLANS[shape](), Case.draw(96, b=2, dtype=dtype)
-    truth = brute_force(case, plan.mask.dense() if hasattr(plan, "mask") else Mask.causal(96).dense())
+    truth = brute_force(
+        case, plan.mask.dense() if hasattr(plan, "mask") else Mask.causal(96).dense()
+    )
     found, plain = attend(plan, case, wire_dtype="bfloat16"), attend(plan, case)
     assert torch.equal(found.out, plain.out) and found.dk.dtype == dtype
     assert error(found.dk, truth.dk) < 1e-2 and error(found.dv, truth.dv) < 1e-2
@@ -171,8 +223,13 @@ def test_nan_of_one_token_reaches_only_queries_that_see_it():
     plan = Plan.build(Mask.documents([0, 32, 64]), Layout.zigzag(64, 4))
     for name in OF_KEYS:
         out = attend(plan, case, wire=name).out
-        # Query 40 itself is left out: the CPU kernel gives finite numbers where the only new score of a query is NaN.
-        assert out[:, :40].isfinite().all() and out[:, :, :2].isfinite().all() and out[:, 41:, 2:].isnan().any(-1).all()
+        # Query 40 itself is left out: the CPU kernel gives finite numbers where the only new score
+        # of a query is NaN.
+        assert (
+            out[:, :40].isfinite().all()
+            and out[:, :, :2].isfinite().all()
+            and out[:, 41:, 2:].isnan().any(-1).all()
+        )
 
 
 def test_ranks_must_agree_on_the_codec():

@@ -1,4 +1,6 @@
-"""Process groups that are made and destroyed leave nothing behind: programs that run long make many."""
+"""Process groups that are made and destroyed leave nothing behind: programs that run long make
+many.
+"""
 
 from __future__ import annotations
 

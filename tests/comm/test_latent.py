@@ -1,4 +1,6 @@
-"""Latents of multi-latent attention on the wire: outputs, gradients and bytes, against attention in float64."""
+"""Latents of multi-latent attention on the wire: outputs, gradients and bytes, against attention in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,36 @@ class LatentCase(NamedTuple):
     dout: torch.Tensor
 
     @classmethod
-    def draw(cls, dtype: torch.dtype = torch.float32, seed: int = 0, n: int = N, batch: int = B) -> LatentCase:
+    def draw(
+        cls, dtype: torch.dtype = torch.float32, seed: int = 0, n: int = N, batch: int = B
+    ) -> LatentCase:
         c, r, nope, e = SIZES
         generator = torch.Generator().manual_seed(seed)
-        shapes = (batch, n, H, nope + r), (batch, n, c), (batch, n, r), (H * (nope + e), c), (batch, n, H, e)
-        q, latent, rope, weight, dout = (torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes)
+        shapes = (
+            (batch, n, H, nope + r),
+            (batch, n, c),
+            (batch, n, r),
+            (H * (nope + e), c),
+            (batch, n, H, e),
+        )
+        q, latent, rope, weight, dout = (
+            torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes
+        )
         return cls(*(x.to(dtype) for x in (q, latent, rope, weight / c**0.5, dout)))
 
 
 def truth_of(case: LatentCase, mask: Mask) -> list[torch.Tensor]:
-    """Out and gradients of q, latent, rope and weight in float64; attention itself is that of `brute_force`."""
+    """Out and gradients of q, latent, rope and weight in float64; attention itself is that of
+    `brute_force`.
+    """
     q, latent, rope, weight = leaves = [x.detach().double().requires_grad_() for x in case[:4]]
     both = torch.einsum("bsc,gnc->bsgn", latent, weight.view(H, -1, SIZES.latent))
     k = torch.cat([both[..., : SIZES.nope], rope[:, :, None].expand(-1, -1, H, -1)], -1)
     v = both[..., SIZES.nope :]
     grads = brute_force(Case(q, k, v, case.dout), mask.dense())
-    dlatent, drope, dweight = torch.autograd.grad((k, v), (latent, rope, weight), (grads.dk, grads.dv))
+    dlatent, drope, dweight = torch.autograd.grad(
+        (k, v), (latent, rope, weight), (grads.dk, grads.dv)
+    )
     assert len(leaves) == 4
     return [grads.out, grads.dq, dlatent, drope, dweight]
 
@@ -55,14 +71,26 @@ def on_rank(group, case: LatentCase, plan: Plan, **options):
     first = options.get("qkv_format") == "sbhd"
     parts = [plan.layout.shard(x, rank, 1) for x in (case.q, case.latent, case.rope, case.dout)]
     q, latent, rope, dout = (x.transpose(0, 1) if first else x for x in parts)
-    q, latent, rope, weight = (x.detach().clone().requires_grad_() for x in (q, latent, rope, case.weight))
-    out = ring_attention(q, LatentKeys(latent, rope, weight, q.shape[2], SIZES.nope), group=group, plan=plan, **options)
+    q, latent, rope, weight = (
+        x.detach().clone().requires_grad_() for x in (q, latent, rope, case.weight)
+    )
+    out = ring_attention(
+        q,
+        LatentKeys(latent, rope, weight, q.shape[2], SIZES.nope),
+        group=group,
+        plan=plan,
+        **options,
+    )
     found = [out.detach(), *torch.autograd.grad(out, (q, latent, rope, weight), dout)]
     return [x.transpose(0, 1) for x in found[:4]] + found[4:] if first else found
 
 
 def attend(case: LatentCase, plan: Plan, **options) -> list[torch.Tensor]:
-    parts = LocalRing(plan.cp).run(on_rank, case, plan, **options) if plan.cp > 1 else [on_rank(None, case, plan, **options)]
+    parts = (
+        LocalRing(plan.cp).run(on_rank, case, plan, **options)
+        if plan.cp > 1
+        else [on_rank(None, case, plan, **options)]
+    )
     columns = list(zip(*parts, strict=True))
     whole = [plan.layout.unshard(list(column), 1) for column in columns[:4]]
     return [*whole, torch.stack([x.double() for x in columns[4]]).sum(0)]
@@ -89,10 +117,14 @@ def test_equals_brute_force(mask, cp):
 
 @pytest.mark.parametrize("mask", ["causal", "documents", "window"])
 def test_two_tensor_parallel_ranks_of_two_are_one(mask):
-    """Each has half of the heads. What they owe to latents and rotated parts is summed, the rest lies side by side."""
+    """Each has half of the heads. What they owe to latents and rotated parts is summed, the rest
+    lies side by side.
+    """
     case, plan = LatentCase.draw(), Plan.build(MASKS[mask], Layout.zigzag(N, 2))
     halves = zip(case.q.chunk(2, 2), case.weight.chunk(2), case.dout.chunk(2, 2), strict=True)
-    parts = [attend(case._replace(q=q, weight=weight, dout=dout), plan) for q, weight, dout in halves]
+    parts = [
+        attend(case._replace(q=q, weight=weight, dout=dout), plan) for q, weight, dout in halves
+    ]
     out, dq, dlatent, drope, dweight = zip(*parts, strict=True)
     found = [torch.cat(out, 2), torch.cat(dq, 2), sum(dlatent), sum(drope), torch.cat(dweight)]
     for name, x, truth in zip(PARTS, found, truth_of(case, MASKS[mask]), strict=True):
@@ -102,7 +134,11 @@ def test_two_tensor_parallel_ranks_of_two_are_one(mask):
 @pytest.mark.parametrize("dtype", LIMIT, ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"route": "ring", "schedule": "ring"}, {"route": "relay", "node_size": 2}, {"schedule": "gather"}],
+    [
+        {"route": "ring", "schedule": "ring"},
+        {"route": "relay", "node_size": 2},
+        {"schedule": "gather"},
+    ],
     ids=lambda options: options.get("route", "gather"),
 )
 def test_routes_and_dtypes(options, dtype):
@@ -114,25 +150,41 @@ def test_routes_and_dtypes(options, dtype):
 
 
 def test_as_accurate_as_plain():
-    """The error of the latent's wire is that of the same attention without it: the limits of the design."""
+    """The error of the latent's wire is that of the same attention without it: the limits of the
+    design.
+    """
     ratios = []
     for seed in range(3):
-        case, plan = LatentCase.draw(seed=seed, n=512, batch=1), Plan.build(Mask.causal(512), Layout.zigzag(512, 4))
+        case, plan = (
+            LatentCase.draw(seed=seed, n=512, batch=1),
+            Plan.build(Mask.causal(512), Layout.zigzag(512, 4)),
+        )
         truth = truth_of(case, plan.mask)
         found, plain = (attend(case, plan, wire=wire) for wire in ("latent", "plain"))
-        ratios.append([error(x, t) / error(y, t) for x, y, t in zip(found, plain, truth, strict=True)])
+        ratios.append(
+            [error(x, t) / error(y, t) for x, y, t in zip(found, plain, truth, strict=True)]
+        )
     means = dict(zip(PARTS, torch.tensor(ratios).mean(0).tolist(), strict=True))
     assert all(ratio < 1.15 for ratio in means.values()), means
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"qkv_format": "sbhd"}, {"num_slots": 3}, {"wire_dtype": "bfloat16"}, {"wire": "int8"}, {"sink": torch.ones(H)}],
+    [
+        {"qkv_format": "sbhd"},
+        {"num_slots": 3},
+        {"wire_dtype": "bfloat16"},
+        {"wire": "int8"},
+        {"sink": torch.ones(H)},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_options(options):
     case, plan = LatentCase.draw(), Plan.build(MASKS["causal"], Layout.zigzag(N, 3))
-    found, truth = attend(case, plan, **options), attend(case, plan, **{**options, "wire": "plain", "wire_dtype": "input"})
+    found, truth = (
+        attend(case, plan, **options),
+        attend(case, plan, **{**options, "wire": "plain", "wire_dtype": "input"}),
+    )
     limit = {"wire_dtype": 1e-2, "wire": 1.5e-2}.get(next(iter(options)), LIMIT[torch.float32])
     assert all(error(x, y) < limit for x, y in zip(found, truth, strict=True))
 
@@ -157,7 +209,9 @@ def test_batch_rows_with_masks_of_their_own():
 
     ranks = LocalRing(2).run(both)
     for latent, plain in ranks:
-        assert all(error(x, y) < LIMIT[torch.float32] for x, y in zip(latent[:4], plain[:4], strict=True))
+        assert all(
+            error(x, y) < LIMIT[torch.float32] for x, y in zip(latent[:4], plain[:4], strict=True)
+        )
     sums = [sum(of_rank[which][4] for of_rank in ranks) for which in (0, 1)]
     assert error(*sums) < LIMIT[torch.float32]
 
@@ -173,7 +227,9 @@ def test_messages_have_the_bytes_of_the_plan(mask):
     assert moved.bytes_by_kind["keys"] == 2 * planned.bytes_out.sum()
     assert moved.bytes_by_kind["gradients"] == planned.gradient_bytes_out.sum()
     plain = cost(plan.verify(), replace(sizes, wire="plain"))
-    assert plain.bytes_out.sum() == planned.bytes_out.sum() * H * (dim + SIZES.value) / (SIZES.latent + SIZES.rope)
+    assert plain.bytes_out.sum() == planned.bytes_out.sum() * H * (dim + SIZES.value) / (
+        SIZES.latent + SIZES.rope
+    )
 
 
 def test_bad_input_is_one_line():

@@ -1,6 +1,8 @@
-"""NCCL runs a rank's batches one after another on its stream, and sends contiguous memory alone; gloo does neither.
+"""NCCL runs a rank's batches one after another on its stream, and sends contiguous memory alone;
+gloo does neither.
 
-Each rank of a ring is played in turn, and what it posts is noted. Then all ranks' batches run as NCCL would run them.
+Each rank of a ring is played in turn, and what it posts is noted. Then all ranks' batches run as
+NCCL would run them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Noting(LoopbackTransport):
 
     def post(self, batch):
         both = [(False, messages(batch.receives)), (True, messages(batch.sends))]
-        noted = [(peer, sent, (part.shape, part.dtype)) for sent, each in both for peer, part in each]
+        noted = [
+            (peer, sent, (part.shape, part.dtype)) for sent, each in both for peer, part in each
+        ]
         assert all(part.is_contiguous() and part.numel() for _, each in both for _, part in each)
         self.batches += [noted] if noted else []
         return super().post(batch)
@@ -46,7 +50,9 @@ def batches_of(plan, rank: int, **options):
 
 
 def run_in_order(ranks) -> None:
-    """Between two ranks messages meet in the order of their batches, and a batch begins when the one before is complete."""
+    """Between two ranks messages meet in the order of their batches, and a batch begins when the
+    one before is complete.
+    """
     ends, numbers = defaultdict(dict), defaultdict(int)
     for rank, batches in enumerate(ranks):
         for place, batch in enumerate(batches):
@@ -57,9 +63,14 @@ def run_in_order(ranks) -> None:
     assert all(len(both) == 2 and both[False][2] == both[True][2] for both in ends.values())
     open_, now = list(ends.values()), [0] * CP
     while open_:
-        waiting = [both for both in open_ if any(now[rank] != place for rank, place, _ in both.values())]
+        waiting = [
+            both for both in open_ if any(now[rank] != place for rank, place, _ in both.values())
+        ]
         held = {(rank, place) for both in waiting for rank, place, _ in both.values()}
-        after = [next((i for i in range(now[r], len(b)) if (r, i) in held), len(b)) for r, b in enumerate(ranks)]
+        after = [
+            next((i for i in range(now[r], len(b)) if (r, i) in held), len(b))
+            for r, b in enumerate(ranks)
+        ]
         assert len(waiting) < len(open_), f"ranks wait for one another: {now}"
         open_, now = waiting, after
 
@@ -71,7 +82,14 @@ def plans(names, routes, schedules):
                 options = {"node_size": 2} if route == "relay" else {}
                 yield (
                     f"{name} {route} {schedule}",
-                    Plan.build(MASKS[name], Layout.zigzag(N, CP), route=route, schedule=schedule, slot_shards=CP, **options),
+                    Plan.build(
+                        MASKS[name],
+                        Layout.zigzag(N, CP),
+                        route=route,
+                        schedule=schedule,
+                        slot_shards=CP,
+                        **options,
+                    ),
                 )
         yield f"{name} over heads", Plan.build(MASKS[name], Layout.zigzag(N, CP), ulysses=2)
 
@@ -93,7 +111,9 @@ def test_every_route_and_schedule():
 
 
 def test_batches_in_two_orders_never_complete():
-    """The check sees what gloo would not: two ranks whose batches are complete only together with a later one of the other."""
+    """The check sees what gloo would not: two ranks whose batches are complete only together with a
+    later one of the other.
+    """
     to, back = (1, True, "x"), (1, False, "x")
     other_to, other_back = (0, True, "x"), (0, False, "x")
     run_in_order([[[to], [back]], [[other_back], [other_to]], [], []])

@@ -1,4 +1,6 @@
-"""Messages of CUDA tensors over gloo pass through host memory: only the rows that move, and only when there are some."""
+"""Messages of CUDA tensors over gloo pass through host memory: only the rows that move, and only
+when there are some.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ def test_only_moved_rows_pass_through_the_host(monkeypatch):
     made, waits, box = [], [], Mailbox()
 
     def empty(shape, dtype, device, pin_memory):
-        assert device == "cpu", "torch.set_default_device may name a GPU, whose memory cannot be pinned"
+        assert device == "cpu", (
+            "torch.set_default_device may name a GPU, whose memory cannot be pinned"
+        )
         return made.append(shape) or torch.zeros(shape)
 
     monkeypatch.setattr(transport.torch, "empty", empty)
     monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: type("S", (), {"synchronize": lambda _: waits.append(device)})()
+        torch.cuda,
+        "current_stream",
+        lambda device: type("S", (), {"synchronize": lambda _: waits.append(device)})(),
     )
     monkeypatch.setattr(transport.GroupTransport, "post", lambda self, batch: box.post(batch))
     staged = object.__new__(StagedTransport)
@@ -41,10 +47,14 @@ def test_only_moved_rows_pass_through_the_host(monkeypatch):
     assert made == [(5, 2), (5, 3), (5, 2), (5, 3)]
     assert waits == [torch.device("cpu")]
     sent, arriving = transport.messages(box.batch.sends), transport.messages(box.batch.receives)
-    for (peer, rows), (_, wanted) in zip(sent, transport.messages([(out, (keys, values))]), strict=True):
+    for (peer, rows), (_, wanted) in zip(
+        sent, transport.messages([(out, (keys, values))]), strict=True
+    ):
         assert peer == 1
         assert torch.equal(rows, wanted)
     for number, (_, rows) in enumerate(arriving):
         rows.fill_(number)
     pending.wait()
-    assert [x[:, 0].tolist() for x in target] == [[a, a, -1, -1, -1, b, b, b, -1, -1, -1, -1] for a, b in ((0, 2), (1, 3))]
+    assert [x[:, 0].tolist() for x in target] == [
+        [a, a, -1, -1, -1, b, b, b, -1, -1, -1, -1] for a, b in ((0, 2), (1, 3))
+    ]

@@ -1,7 +1,8 @@
-"""Every Python block of README.md and docs/ runs as it stands, and so does every `cp-ring plan` line of a bash block.
+"""Every Python block of README.md and docs/ runs as it stands, and so does every `cp-ring plan`
+line of a bash block.
 
-The Python blocks of a page run in order and share their names. A comment `<!-- not run: reason -->` on the line before a block
-leaves it out.
+The Python blocks of a page run in order and share their names. A comment `<!-- not run: reason -->`
+on the line before a block leaves it out.
 """
 
 import re
@@ -20,7 +21,8 @@ from cp_ring.tools.cli import app
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<reason>.*?) -->\n+)?```(?P<language>python|bash)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^(?:<!-- not run: (?P<reason>.*?) -->\n+)?```(?P<language>python|bash)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 FIRST = (ROOT / "docs" / "examples" / "ring_attention.py").read_text()
 
@@ -33,9 +35,15 @@ def blocks(language):
 
 
 def to_run():
-    """(page, code) of every Python block that runs here: not what is marked, and not what `test_examples.py` runs."""
+    """(page, code) of every Python block that runs here: not what is marked, and not what
+    `test_examples.py` runs.
+    """
     for page, found in blocks("python"):
-        if found["reason"] is None and not found["code"].startswith("--8<--") and found["code"] != FIRST:
+        if (
+            found["reason"] is None
+            and not found["code"].startswith("--8<--")
+            and found["code"] != FIRST
+        ):
             yield page, found["code"]
 
 
@@ -49,13 +57,16 @@ def registries():
         registry.update(entries)
 
 
-@pytest.mark.parametrize("page", list(dict.fromkeys(page for page, _ in to_run())), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", list(dict.fromkeys(page for page, _ in to_run())), ids=lambda page: page.name
+)
 def test_python_blocks(page, tmp_path, monkeypatch, registries):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": f"snippet_of_{page.stem}"}
     for code in (code for where, code in to_run() if where == page):
         line = page.read_text()[: page.read_text().index(code)].count("\n")
-        exec(compile("\n" * line + code, str(page), "exec"), names)  # errors name the line of the page
+        # errors name the line of the page
+        exec(compile("\n" * line + code, str(page), "exec"), names)
 
 
 def plan_lines():
@@ -83,6 +94,10 @@ def test_the_readme_shows_the_first_example():
 
 
 def test_few_blocks_are_left_out():
-    found = [(page.name, block["reason"]) for language in ("python", "bash") for page, block in blocks(language)]
+    found = [
+        (page.name, block["reason"])
+        for language in ("python", "bash")
+        for page, block in blocks(language)
+    ]
     left_out = [(page, reason) for page, reason in found if reason]
     assert len(left_out) <= 4, left_out

@@ -1,4 +1,6 @@
-"""The rejected settings in docs/troubleshooting.md, from the table of rules; python -m tests.docs.troubleshooting writes them."""
+"""The rejected settings in docs/troubleshooting.md, from the table of rules; python -m
+tests.docs.troubleshooting writes them.
+"""
 
 import re
 from pathlib import Path
@@ -11,7 +13,9 @@ BEGIN, END = "<!-- made of the table of rules -->\n", "<!-- the rest is written 
 
 def shown(text: str) -> str:
     """A line with `...` for values."""
-    return re.sub(r"\{[^-}][^}]*\}", "...", re.sub(r"\{(--[\w-]+)\}", r"\1 ...", text)).replace("... ...", "...")
+    return re.sub(r"\{[^-}][^}]*\}", "...", re.sub(r"\{(--[\w-]+)\}", r"\1 ...", text)).replace(
+        "... ...", "..."
+    )
 
 
 def tables() -> str:
@@ -22,7 +26,14 @@ def tables() -> str:
             for rule in rules
             if re.search("[a-z]", line := shown(rule.text))
         ]
-        parts += [f"### {name}", "", "| line | why | what to do |", "|---|---|---|", *dict.fromkeys(rows), ""]
+        parts += [
+            f"### {name}",
+            "",
+            "| line | why | what to do |",
+            "|---|---|---|",
+            *dict.fromkeys(rows),
+            "",
+        ]
     return "\n".join(["", *parts, ""])
 
 

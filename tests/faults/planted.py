@@ -1,4 +1,6 @@
-"""What goes wrong: a rank is killed, stopped or slow, the disk fills up, a folder goes; at a step or at a file operation."""
+"""What goes wrong: a rank is killed, stopped or slow, the disk fills up, a folder goes; at a step
+or at a file operation.
+"""
 
 import os
 import shutil
@@ -19,17 +21,27 @@ BEAT_S, STALE_S = 0.5, 20.0  # of jobs on hosts that know nothing of one another
 
 
 def rank(number: int, ranks: int, port: int, fault: dict, *job) -> None:
-    """As `worker.rank`, with the fault {"what", "rank", and "step", "operation" or "verified", "delay"} planted in that rank.
+    """As `worker.rank`, with the fault {"what", "rank", and "step", "operation" or "verified",
+    "delay"} planted in that rank.
 
-    rank: its number, or `EVERY`. operation: counts what writes or, with "reading", what opens a file, or, with "renaming", what
-    gives a file or folder another name, as only a commit does; `delay` seconds later it happens, wherever the rank is then.
-    verified: it happens between the check of a checkpoint and its loading. host: the rank believes to be on a machine so called.
+    rank: its number, or `EVERY`. operation: counts what writes or, with "reading", what opens a
+    file, or, with "renaming", what
+    gives a file or folder another name, as only a commit does; `delay` seconds later it happens,
+    wherever the rank is then.
+    verified: it happens between the check of a checkpoint and its loading. host: the rank believes
+    to be on a machine so called.
     """
     if "host" in fault:
         elsewhere(fault["host"])
     if fault.get("rank") in (number, EVERY):
         what = WHAT[fault["what"]]
-        (at_step if "step" in fault else after_verification if "verified" in fault else at_operation)(fault, what)
+        (
+            at_step
+            if "step" in fault
+            else after_verification
+            if "verified" in fault
+            else at_operation
+        )(fault, what)
     worker.rank(number, ranks, port, *job)
 
 
@@ -48,7 +60,9 @@ def at_step(fault: dict, what) -> None:
 
 
 def at_operation(fault: dict, what) -> None:
-    """Runs `what` just before the rank's n-th operation on the checkpoints: making, writing, renaming or removing a file."""
+    """Runs `what` just before the rank's n-th operation on the checkpoints: making, writing,
+    renaming or removing a file.
+    """
     left = [fault["operation"]]
 
     def hook(event, args):
@@ -82,7 +96,9 @@ def after_verification(fault: dict, what) -> None:
 
 
 def elsewhere(host: str) -> None:
-    """Makes this process one of another machine, of which nothing is known here but its lock; silence is noticed sooner."""
+    """Makes this process one of another machine, of which nothing is known here but its lock;
+    silence is noticed sooner.
+    """
     lock._machine = lambda: host
     lock.BEAT_S, lock.STALE_S = BEAT_S, STALE_S
 
@@ -92,7 +108,9 @@ def kill(fault: dict) -> None:
 
 
 def fill(fault: dict) -> None:
-    """Fills the disk that holds the checkpoints, but for the "spare" bytes; without them to the last byte."""
+    """Fills the disk that holds the checkpoints, but for the "spare" bytes; without them to the
+    last byte.
+    """
     filler = Path(fault["disk"]) / "filler"
     with filler.open("wb", buffering=0) as file:
         try:
@@ -106,7 +124,9 @@ def fill(fault: dict) -> None:
 
 def freeze(fault: dict) -> None:
     """Makes the disk read-only, once nobody is writing."""
-    while subprocess.run(["mount", "-o", "remount,ro", fault["disk"]], capture_output=True).returncode:
+    while subprocess.run(
+        ["mount", "-o", "remount,ro", fault["disk"]], capture_output=True
+    ).returncode:
         time.sleep(0.01)
 
 
@@ -128,7 +148,9 @@ def remove(fault: dict) -> None:
 
 
 def swap(fault: dict) -> None:
-    """Another checkpoint's file is put, by a rename, where the one of the same name was; or a bit of it is flipped in place."""
+    """Another checkpoint's file is put, by a rename, where the one of the same name was; or a bit
+    of it is flipped in place.
+    """
     victim, other = Path(fault["file"]), Path(fault["by"])
     if fault["in_place"]:
         with victim.open("r+b") as file:
@@ -143,4 +165,12 @@ def swap(fault: dict) -> None:
     os.replace(outside, victim)
 
 
-WHAT = {"swap": swap, "kill": kill, "fill": fill, "freeze": freeze, "stop": stop, "linger": linger, "remove": remove}
+WHAT = {
+    "swap": swap,
+    "kill": kill,
+    "fill": fill,
+    "freeze": freeze,
+    "stop": stop,
+    "linger": linger,
+    "remove": remove,
+}

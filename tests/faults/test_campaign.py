@@ -55,4 +55,8 @@ def test_each_kind_of_damage_is_one(tmp_path):
         (tmp_path / folders.TRACKER).write_text("6")
         name, damage = campaign.damages(tmp_path, random.Random(turn))[turn]
         damage()
-        assert folders.tracker_is_broken(tmp_path) if name == "empty tracker" else manifest.defect(newest), name
+        assert (
+            folders.tracker_is_broken(tmp_path)
+            if name == "empty tracker"
+            else manifest.defect(newest)
+        ), name

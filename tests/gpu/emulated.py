@@ -1,6 +1,8 @@
-"""TransformerEngine, cuDNN's and flash attention's operators of torch, and flash-attn on the CPU, as their adapters call them.
+"""TransformerEngine, cuDNN's and flash attention's operators of torch, and flash-attn on the CPU,
+as their adapters call them.
 
-The adapters compute bands, padding, packing and layouts as on a GPU. The libraries behind them are plain products.
+The adapters compute bands, padding, packing and layouts as on a GPU. The libraries behind them are
+plain products.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class FlashAten(flash_aten.FlashAtenKernel):
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias: None, compute_lse: bool, dropout: float, causal: bool, debug: bool,
                    *, scale: float) -> tuple[Tensor, ...]:  # fmt: skip
     """Tensors [b, heads, tokens, size]; lse [b, h, s, 1]."""
-    out, lse = REFERENCE.forward(*(x.transpose(1, 2) for x in (q, k, v)), lo=-OPEN, hi=0 if causal else OPEN, scale=scale)
+    out, lse = REFERENCE.forward(
+        *(x.transpose(1, 2) for x in (q, k, v)), lo=-OPEN, hi=0 if causal else OPEN, scale=scale
+    )
     return out.transpose(1, 2), lse.float()[..., None]
 
 
@@ -45,14 +49,18 @@ def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
                     scale: float) -> tuple[Tensor, ...]:  # fmt: skip
     band = {"lo": -OPEN, "hi": 0 if rest[-1] else OPEN, "scale": scale}
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    return tuple(x.transpose(1, 2) for x in REFERENCE.backward(dout, q, k, v, out, lse[..., 0], **band))
+    return tuple(
+        x.transpose(1, 2) for x in REFERENCE.backward(dout, q, k, v, out, lse[..., 0], **band)
+    )
 
 
 def _packing(q: Tensor, k: Tensor, lengths: tuple[Any, ...], window: dict[str, int]) -> Packing:
     left, right = window["window_size_left"], window["window_size_right"]
     cu_q, cu_k, max_q, max_k = lengths
     if cu_q is None:
-        cu_q, cu_k = (torch.arange(0, (len(q) + 1) * x, x, dtype=torch.int32) for x in (max_q, max_k))
+        cu_q, cu_k = (
+            torch.arange(0, (len(q) + 1) * x, x, dtype=torch.int32) for x in (max_q, max_k)
+        )
     return Packing(cu_q, cu_k, max_q, max_k, left, right)
 
 
@@ -60,9 +68,14 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: T
                    dropout: float, causal: bool, debug: bool, *, scale: float, **window: int) -> tuple[Tensor, ...]:  # fmt: skip
     """Tensors [b, s, heads, size], lse [b, h, s]; with offsets [t, heads, size] and [h, t]."""
     flat = [x.flatten(0, 1) for x in (q, k, v)] if cu_q is None else [q, k, v]
-    out, lse = REFERENCE.forward_varlen(*flat, _packing(q, k, (cu_q, cu_k, max_q, max_k), window), scale)
+    out, lse = REFERENCE.forward_varlen(
+        *flat, _packing(q, k, (cu_q, cu_k, max_q, max_k), window), scale
+    )
     if cu_q is None:
-        out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+        out, lse = (
+            out.unflatten(0, q.shape[:2]),
+            lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous(),
+        )
     return out.to(q.dtype), lse.float()
 
 
@@ -81,13 +94,19 @@ def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 @contextmanager
 def emulated() -> Iterator[None]:
     """In the block, the kernels of a GPU run on the CPU in float16 and bfloat16."""
-    kernels = {"cudnn": Cudnn(), "flash": stand_in("2: flash-attn 2.8.3"), "flash_aten": FlashAten()}
+    kernels = {
+        "cudnn": Cudnn(),
+        "flash": stand_in("2: flash-attn 2.8.3"),
+        "flash_aten": FlashAten(),
+    }
     homes = {f"{__name__}.{name}": types.ModuleType(name) for name in kernels}
     for home, kernel in zip(homes.values(), kernels.values(), strict=True):
         home.KERNEL = kernel  # type: ignore[attr-defined]
     with ExitStack() as stack:
         stack.enter_context(emulated_te.installed("2.20.2"))
-        stack.enter_context(mock.patch.dict(REGISTRY, {name: f"{__name__}.{name}" for name in kernels}))
+        stack.enter_context(
+            mock.patch.dict(REGISTRY, {name: f"{__name__}.{name}" for name in kernels})
+        )
         sys.modules.update(homes)  # they stay: modules that are imported in the block must too
         for module, forward, backward in (
             (cudnn, _cudnn_forward, _cudnn_backward),

@@ -19,8 +19,14 @@ if __name__ == "__main__":
     found = {"device": device, **facts(), "cuda": torch.version.cuda}
     if device == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
-        found |= {"nccl": torch.cuda.nccl.version(), "driver_memory": torch.cuda.get_device_properties(0).total_memory}
+        found |= {
+            "nccl": torch.cuda.nccl.version(),
+            "driver_memory": torch.cuda.get_device_properties(0).total_memory,
+        }
         # Triton compiles its launchers with a C compiler.
-        found |= {"capability": torch.cuda.get_device_capability(), "triton": importlib.util.find_spec("triton") is not None}
+        found |= {
+            "capability": torch.cuda.get_device_capability(),
+            "triton": importlib.util.find_spec("triton") is not None,
+        }
         found |= {"compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")}
     print(json.dumps(found))

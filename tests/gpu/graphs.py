@@ -1,4 +1,5 @@
-"""The step about CUDA graphs: ring attention in a graph gives the bits of a call, on values that it was not captured with.
+"""The step about CUDA graphs: ring attention in a graph gives the bits of a call, on values that it
+was not captured with.
 
 On the CPU the operations of a call are recorded and repeated in place of a graph.
 """
@@ -22,7 +23,9 @@ RANK, CP = 3, 8
 
 
 class Captured:
-    """A call, forward and backward, whose device work is repeated by `replay`; `results` are the tensors that it fills."""
+    """A call, forward and backward, whose device work is repeated by `replay`; `results` are the
+    tensors that it fills.
+    """
 
     def __init__(self, job: Job, call: Callable[[], list[Tensor]]):
         self._job = job
@@ -50,16 +53,23 @@ class Captured:
 
 
 def captured(job: Job) -> None:
-    """A replayed rank in a graph: elements that differ from a call with the same values, and times of both, for each kernel."""
+    """A replayed rank in a graph: elements that differ from a call with the same values, and times
+    of both, for each kernel.
+    """
     if not job.cuda:
-        job.row(skipped="the capture: there is no CUDA, so the operations are recorded and repeated in its place")
+        job.row(
+            skipped="the capture: there is no CUDA, so the operations are recorded and repeated "
+            "in its place"
+        )
     for name in sorted({kernel.name for kernel in job.kernels()}):
         compare(job, name, False)
     compare(job, "auto", True)
 
 
 def compare(job: Job, kernel: str, exact: bool) -> None:
-    """A graph beside calls, by one kernel; `exact` asks for determinism, with which all bits must be equal."""
+    """A graph beside calls, by one kernel; `exact` asks for determinism, with which all bits must
+    be equal.
+    """
     tokens = job.sizes.tokens
     plan, transport = causal_plan(CP, tokens).rank_plan(RANK), LoopbackTransport(RANK, CP)
     *values, dout = job.draw(tokens, tokens)
@@ -79,9 +89,17 @@ def compare(job: Job, kernel: str, exact: bool) -> None:
     wanted = call()
     for name, got, its in zip(("out", "dq", "dk", "dv"), graph.results, wanted, strict=True):
         if exact or name == "out":
-            job.check("elements that differ from a call", int((got != its).sum()), 0, of=name, **where)
+            job.check(
+                "elements that differ from a call", int((got != its).sum()), 0, of=name, **where
+            )
         else:  # additions in another order
-            job.check("error norm over norm, from a call", float((got - its).norm() / its.norm()), 1e-2, of=name, **where)
+            job.check(
+                "error norm over norm, from a call",
+                float((got - its).norm() / its.norm()),
+                1e-2,
+                of=name,
+                **where,
+            )
     hops = len(plan.hops) + len(plan.backward)
     times = {"graph": _seconds(job, graph.replay) / hops, "call": _seconds(job, call) / hops}
     job.row(**where, seconds_a_hop=times, graph_over_call=times["graph"] / times["call"])

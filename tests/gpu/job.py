@@ -1,4 +1,6 @@
-"""What a step of the GPU checks gets: the device, sizes for it, and the file of results, to which it appends lines of JSON."""
+"""What a step of the GPU checks gets: the device, sizes for it, and the file of results, to which
+it appends lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,28 @@ from cp_ring.kernels import REGISTRY, AttentionKernel
 from cp_ring.tools.bench.replay import RankSizes
 
 ERRORS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
-"""Limit of the error norm divided by the norm, of one kernel call in a dtype. A key left out of 4,096 gives 2e-2."""
+"""Limit of the error norm divided by the norm, of one kernel call in a dtype. A key left out of
+4,096 gives 2e-2.
+"""
 
 
 class Job:
     """One step of the checks.
 
     Attributes:
-        sizes: those of one rank: 8,192 tokens, 32 query heads, 8 key/value heads of 128 in bf16; small ones on the CPU.
-        tiles: (queries, keys, causal) of the tiles of a causal ring with several sources a hop, and two that are uneven.
+        sizes: those of one rank: 8,192 tokens, 32 query heads, 8 key/value heads of 128 in bf16;
+        small ones on the CPU.
+        tiles: (queries, keys, causal) of the tiles of a causal ring with several sources a hop, and
+        two that are uneven.
         failed: whether a check did not hold.
     """
 
     def __init__(self, step: str, device: str, out: str):
         self.step, self.out, self.failed = step, out, False
         self.device, self.cuda = torch.device(device), device == "cuda"
-        self.sizes = RankSizes() if self.cuda else RankSizes(128, 4, 2, 16, 16, torch.bfloat16, "cpu")
+        self.sizes = (
+            RankSizes() if self.cuda else RankSizes(128, 4, 2, 16, 16, torch.bfloat16, "cpu")
+        )
         part = 1 if self.cuda else 32
         tiles = ((8192, 4096, False), (4096, 8192, False), (5888, 5888, True), (2304, 5888, False))
         self.tiles = [(queries // part, keys // part, causal) for queries, keys, causal in tiles]
@@ -45,7 +53,9 @@ class Job:
             os.fsync(file.fileno())
 
     def check(self, what: str, value: float, limit: float, **facts: Any) -> None:
-        """Appends a line with a value and its limit; the step fails if the value exceeds the limit or is NaN."""
+        """Appends a line with a value and its limit; the step fails if the value exceeds the limit
+        or is NaN.
+        """
         holds = not math.isnan(value) and value <= limit
         self.failed = self.failed or not holds
         self.row(check=what, value=value, limit=limit, holds=holds, **facts)
@@ -58,20 +68,30 @@ class Job:
         """The state of torch's default generator of the device, which hidden dropout draws from."""
         return torch.cuda.get_rng_state() if self.cuda else torch.get_rng_state()
 
-    def draw(self, queries: int, keys: int, h: int = 0, g: int = 0, seed: int = 0) -> list[torch.Tensor]:
-        """q, k, v, dout of a tile, [1, tokens, heads, head size]; h and g are those of `sizes` by default."""
+    def draw(
+        self, queries: int, keys: int, h: int = 0, g: int = 0, seed: int = 0
+    ) -> list[torch.Tensor]:
+        """q, k, v, dout of a tile, [1, tokens, heads, head size]; h and g are those of `sizes` by
+        default.
+        """
         s, generator = self.sizes, torch.Generator(self.device).manual_seed(seed)
         h, g = h or s.h, g or s.g
         shapes = (1, queries, h, s.d), (1, keys, g, s.d), (1, keys, g, s.e), (1, queries, h, s.e)
-        return [torch.randn(x, generator=generator, device=self.device, dtype=s.dtype) for x in shapes]
+        return [
+            torch.randn(x, generator=generator, device=self.device, dtype=s.dtype) for x in shapes
+        ]
 
     def kernels(self, dtype: torch.dtype | None = None) -> Iterator[AttentionKernel]:
-        """The kernels that support the sizes, fastest first, without the reference; a line for each that does not."""
+        """The kernels that support the sizes, fastest first, without the reference; a line for each
+        that does not.
+        """
         for name, home in REGISTRY.items():
             if name == "reference":
                 continue
             kernel = importlib.import_module(home).KERNEL
-            reason = kernel.rejection(self.device, dtype or self.sizes.dtype, self.sizes.d, self.sizes.e)
+            reason = kernel.rejection(
+                self.device, dtype or self.sizes.dtype, self.sizes.d, self.sizes.e
+            )
             if reason is None:
                 yield kernel
             else:

@@ -1,7 +1,8 @@
 """`cp_ring.pretrain_gpt` with several ranks on one GPU over gloo.
 
-Megatron binds process groups and barriers to a device, which gloo does not know: these parameters are left out. Nor does it
-bind the process to cores, for which fine-grained offloading would ask the driver.
+Megatron binds process groups and barriers to a device, which gloo does not know: these parameters
+are left out. Nor does it bind the process to cores, for which fine-grained offloading would ask the
+driver.
 """
 
 from __future__ import annotations

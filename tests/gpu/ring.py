@@ -18,10 +18,19 @@ from cp_ring.testing.oracle import Case, brute_force, error
 HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
 
 
-def main(backend: str, rank: int, size: int, store: str, device: str, kernel: str, out: str) -> None:
+def main(
+    backend: str, rank: int, size: int, store: str, device: str, kernel: str, out: str
+) -> None:
     timeout = datetime.timedelta(seconds=60)
     options = {"device_id": torch.device(device, 0)} if backend == "nccl" else {}
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout, **options)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        **options,
+    )
     group, n = dist.group.WORLD, 1024
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     masks = {

@@ -1,4 +1,6 @@
-"""Steps in which several ranks share the device: accuracy of whole rings, merges and sums, and processes over gloo and NCCL."""
+"""Steps in which several ranks share the device: accuracy of whole rings, merges and sums, and
+processes over gloo and NCCL.
+"""
 
 from __future__ import annotations
 
@@ -28,42 +30,61 @@ from cp_ring.testing.oracle import Case, error
 from cp_ring.tools.bench import accuracy as bench
 from tests.gpu.job import ERRORS, Job
 
-DRY = ("full rectangles", "causal squares", "merged backward", "varlen")  # properties of the dry run
+# properties of the dry run
+DRY = ("full rectangles", "causal squares", "merged backward", "varlen")
 HEADS = ((8, 8, 64, 64), (8, 1, 128, 128), (8, 2, 192, 128), (8, 2, 256, 256))
 
 
 def accuracy(job: Job) -> None:
-    """The error of rings of 2, 4 and 8 ranks against float64, over that of one call, for every kind of mask."""
+    """The error of rings of 2, 4 and 8 ranks against float64, over that of one call, for every kind
+    of mask.
+    """
     n, seeds, sizes = (2048, 5, [2, 4, 8]) if job.cuda else (256, 1, [2, 4])
     kernels, limits = (["auto"], (1.15, 1.10)) if job.cuda else (["cpu"], (1.5, 1.5))
     # DESIGN's limits are of means at 2,048 tokens or more; one draw of few tokens varies.
     dtype = "bfloat16" if job.cuda else "float32"
     for schedule in ("auto", "gather") if job.cuda else ("auto",):
-        for result in bench.run(n, 8, 2, job.sizes.d, kernels, [dtype], sizes, seeds, job.device.type, schedule):
-            where = {"schedule": schedule, **{name: result[name] for name in ("kernel", "mask", "cp") if name in result}}
+        for result in bench.run(
+            n, 8, 2, job.sizes.d, kernels, [dtype], sizes, seeds, job.device.type, schedule
+        ):
+            where = {
+                "schedule": schedule,
+                **{name: result[name] for name in ("kernel", "mask", "cp") if name in result},
+            }
             if "rejected" in result:
                 job.check("rejected", 1, 0, **where, why=result["rejected"])
                 continue
             job.check("out over one call", result["out"], limits[0], **where)
-            job.check("gradients over one call", max(result[x] for x in ("dq", "dk", "dv")), limits[1], **where)
+            job.check(
+                "gradients over one call",
+                max(result[x] for x in ("dq", "dk", "dv")),
+                limits[1],
+                **where,
+            )
 
 
 def merging(job: Job) -> None:
-    """Merges and sums by Triton against torch operations, in rings of 4: batch 2, value heads of 192, queries without keys."""
+    """Merges and sums by Triton against torch operations, in rings of 4: batch 2, value heads of
+    192, queries without keys.
+    """
     n = 4096 if job.cuda else 64
     masks = {
         "causal": Mask.causal(n),
         "queries without keys": Mask.documents([0, n // 8, n // 2], n=n),
         "window": Mask.causal(n, window=(n // 5, 0)),
     }
-    case = Case.draw(n, b=2, h=4, g=2, d=64 if job.cuda else 8, e=192 if job.cuda else 24, dtype=job.sizes.dtype)
+    case = Case.draw(
+        n, b=2, h=4, g=2, d=64 if job.cuda else 8, e=192 if job.cuda else 24, dtype=job.sizes.dtype
+    )
     moved, ring = Case(*(x.to(job.device) for x in case)), LocalRing(4)
     for name, mask in masks.items():
         for schedule in ("ring", "auto"):
             plan = Plan.build(mask, Layout.zigzag(n, 4), schedule=schedule)
             results, seconds = {}, {}
             for way in ("triton", "torch"):
-                with _torch_operations() if way == "torch" else mock.patch.object(os, "sep", os.sep):
+                with (
+                    _torch_operations() if way == "torch" else mock.patch.object(os, "sep", os.sep)
+                ):
                     ring.run(_on_rank, moved, plan)  # compiles
                     job.wait()
                     start = time.perf_counter()
@@ -73,7 +94,10 @@ def merging(job: Job) -> None:
             where = {"mask": name, "schedule": schedule}
             job.row(**where, seconds=seconds, triton_rejected=_rejected())
             for part, ours, theirs in zip(
-                ("out", "dq", "dk", "dv"), zip(*results["triton"], strict=True), zip(*results["torch"], strict=True), strict=True
+                ("out", "dq", "dk", "dv"),
+                zip(*results["triton"], strict=True),
+                zip(*results["torch"], strict=True),
+                strict=True,
             ):
                 x, y = torch.cat(ours).float(), torch.cat(theirs).double()
                 job.check(f"{part}: not finite", float(not x.isfinite().all()), 0, **where)
@@ -81,7 +105,9 @@ def merging(job: Job) -> None:
                 job.check(f"{part}: Triton against torch", error(x, y), 4e-3, **where)
 
     if job.cuda:
-        job.check("Triton functions that cannot be compiled", len(_rejected()), 0, rejected=_rejected())
+        job.check(
+            "Triton functions that cannot be compiled", len(_rejected()), 0, rejected=_rejected()
+        )
 
 
 def wires(job: Job) -> None:
@@ -90,11 +116,20 @@ def wires(job: Job) -> None:
     for codec in (Int8, Fp8):
         results = []
         for keys, values in ((k, v), (k.cpu(), v.cpu())):
-            coded, decoded = codec(keys, values).encode(), (torch.empty_like(keys), torch.empty_like(values))
+            coded, decoded = (
+                codec(keys, values).encode(),
+                (torch.empty_like(keys), torch.empty_like(values)),
+            )
             codec(keys, values).decode(coded, *decoded)
             results.append([x.cpu() for x in (*coded, *decoded)])
         different = [int((x != y).sum()) for x, y in zip(*results, strict=True)]
-        job.check("elements that differ from those of the CPU", sum(different), 0, wire=codec.name, different=different)
+        job.check(
+            "elements that differ from those of the CPU",
+            sum(different),
+            0,
+            wire=codec.name,
+            different=different,
+        )
 
 
 def _on_rank(group: Any, case: Case, plan: Plan) -> list[torch.Tensor]:
@@ -114,7 +149,9 @@ def _torch_operations() -> Iterator[None]:
 def _rejected() -> list[str]:
     """The Triton functions that could not be compiled here."""
     modules = [importlib.import_module(f"cp_ring.ops.{name}") for name in ("merge", "sums")]
-    functions = [x for module in modules for x in vars(module).values() if isinstance(x, FusedFunction)]
+    functions = [
+        x for module in modules for x in vars(module).values() if isinstance(x, FusedFunction)
+    ]
     return [f"{x._module}.{x._name}" for x in functions if x.rejected]
 
 
@@ -125,13 +162,23 @@ def suite(job: Job) -> None:
     for name, home in REGISTRY.items():
         kernel = importlib.import_module(home).KERNEL
         for dtype in dtypes:
-            wanted = heads if dtype == dtypes[0] else heads[:1]  # cuDNN compiles each size in a tenth of a second or more
+            # cuDNN compiles each size in a tenth of a second or more
+            wanted = heads if dtype == dtypes[0] else heads[:1]
             supported = [x for x in wanted if kernel.rejection(job.device, dtype, *x[2:]) is None]
             for sizes in wanted:
                 if sizes not in supported:
-                    job.row(kernel=name, dtype=dtype, heads=sizes, rejected=kernel.rejection(job.device, dtype, *sizes[2:]))
+                    job.row(
+                        kernel=name,
+                        dtype=dtype,
+                        heads=sizes,
+                        rejected=kernel.rejection(job.device, dtype, *sizes[2:]),
+                    )
             for prop in (conformance.PROPERTIES if job.cuda else DRY) if supported else ():
-                what = _fault(partial(conformance.check, kernel, job.device, dtype, only=prop, heads=supported))
+                what = _fault(
+                    partial(
+                        conformance.check, kernel, job.device, dtype, only=prop, heads=supported
+                    )
+                )
                 job.check(prop, float(bool(what)), 0, kernel=name, dtype=dtype, fault=what)
 
 
@@ -146,28 +193,53 @@ def _fault(work: Any) -> str:
 
 
 def processes(job: Job, nccl: str = "") -> None:
-    """Two processes on this device: over gloo through host memory with each kernel; over NCCL with the library `nccl`."""
+    """Two processes on this device: over gloo through host memory with each kernel; over NCCL with
+    the library `nccl`.
+    """
     names = [kernel.name for kernel in job.kernels()] if job.cuda else ["cpu"]
     for kernel in names:
         _ring(job, "gloo", kernel, {})
     if not job.cuda:
         return
     if not nccl:
-        job.row(backend="nccl", skipped="--nccl names no library of NCCL 2.32 or later, which lets ranks share a device")
+        job.row(
+            backend="nccl",
+            skipped="--nccl names no library of NCCL 2.32 or later, which lets ranks share a device",
+        )
         return
-    settings = {"LD_PRELOAD": nccl, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+    settings = {
+        "LD_PRELOAD": nccl,
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MAX_CTAS": "2",
+    }
     best = choose("auto", device=job.device, dtype=job.sizes.dtype, d=64, e=64).name
     _ring(job, "nccl", best, settings)
 
 
-def _ring(job: Job, backend: str, kernel: str, settings: dict[str, str], size: int = 2, limit_s: float = 60) -> None:
+def _ring(
+    job: Job,
+    backend: str,
+    kernel: str,
+    settings: dict[str, str],
+    size: int = 2,
+    limit_s: float = 60,
+) -> None:
     where = {"backend": backend, "kernel": kernel}
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{rank}.json" for rank in range(size)]
         rest = [str(size), f"{folder}/store", job.device.type, kernel]
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.ring", backend, str(rank), *rest, str(outs[rank])],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.gpu.ring",
+                    backend,
+                    str(rank),
+                    *rest,
+                    str(outs[rank]),
+                ],
                 env=os.environ | settings,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -185,5 +257,9 @@ def _ring(job: Job, backend: str, kernel: str, settings: dict[str, str], size: i
         failed = any(rank.returncode for rank in ranks)
         job.check("a rank failed", float(failed), 0, **where, **({"says": says} if failed else {}))
         dtype = torch.bfloat16 if job.cuda else torch.float32
-        for mask, errors in [pair for out in outs if out.exists() for pair in json.loads(out.read_text()).items()]:
-            job.check("worst of out, dq, dk, dv", max(errors), 1.5 * ERRORS[dtype], mask=mask, **where)
+        for mask, errors in [
+            pair for out in outs if out.exists() for pair in json.loads(out.read_text()).items()
+        ]:
+            job.check(
+                "worst of out, dq, dk, dv", max(errors), 1.5 * ERRORS[dtype], mask=mask, **where
+            )

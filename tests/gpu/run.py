@@ -1,7 +1,8 @@
-"""The checks and measurements that need a GPU: one process a step, with a time limit of its own; results as lines of JSON.
+"""The checks and measurements that need a GPU: one process a step, with a time limit of its own;
+results as lines of JSON.
 
-`--device cpu` runs the same steps on small shapes, with emulated libraries. A step that fails, crashes or hangs loses only
-itself. The exit status is 0 only if every check of every step holds.
+`--device cpu` runs the same steps on small shapes, with emulated libraries. A step that fails,
+crashes or hangs loses only itself. The exit status is 0 only if every check of every step holds.
 """
 
 from __future__ import annotations
@@ -30,32 +31,80 @@ class Step:
 
 
 STEPS = {
-    "a": Step(("tiles:accuracy",), 90, "each kernel on the ring's tiles against float64; times of plans"),
+    "a": Step(
+        ("tiles:accuracy",), 90, "each kernel on the ring's tiles against float64; times of plans"
+    ),
     "b": Step(("tiles:speeds",), 75, "speeds of these tiles, and of single calls"),
-    "c": Step(("replays:profiles",), 60, "device time by kernel name, host time a hop, launches, memory"),
+    "c": Step(
+        ("replays:profiles",), 60, "device time by kernel name, host time a hop, launches, memory"
+    ),
     "d": Step(("rings:accuracy",), 150, "rings of 2, 4 and 8 ranks against float64, over one call"),
-    "e": Step(("rings:merging", "rings:wires"), 90, "merges and sums by Triton against torch operations; quantized keys"),
-    "f": Step(("tiles:packed_and_dense",), 45, "packed calls against dense ones; deterministic gradients"),
-    "g": Step(("replays:efficiencies",), 240, "replays at cp 1 to 16 under each schedule, beside single calls"),
-    "h": Step(("training:recomputation",), 150, "recompute keep and replay with hidden dropout: the same bits"),
-    "i": Step(("training:training",), 240, "Megatron GPT at cp 1 and 2, with TransformerEngine's and local layers"),
+    "e": Step(
+        ("rings:merging", "rings:wires"),
+        90,
+        "merges and sums by Triton against torch operations; quantized keys",
+    ),
+    "f": Step(
+        ("tiles:packed_and_dense",), 45, "packed calls against dense ones; deterministic gradients"
+    ),
+    "g": Step(
+        ("replays:efficiencies",),
+        240,
+        "replays at cp 1 to 16 under each schedule, beside single calls",
+    ),
+    "h": Step(
+        ("training:recomputation",),
+        150,
+        "recompute keep and replay with hidden dropout: the same bits",
+    ),
+    "i": Step(
+        ("training:training",),
+        240,
+        "Megatron GPT at cp 1 and 2, with TransformerEngine's and local layers",
+    ),
     "k": Step(("replays:million",), 90, "ranks of cp 64 over 1,048,576 tokens"),
-    "l": Step(("offloading:offloading",), 60, "saved tensors of layers in host memory: bits, bytes, time"),
+    "l": Step(
+        ("offloading:offloading",), 60, "saved tensors of layers in host memory: bits, bytes, time"
+    ),
     "j": Step(("rings:suite",), 300, "the conformance suite for each kernel"),
-    "m": Step(("graphs:captured", "training:graphs"), 120, "ring attention in CUDA graphs: bits, time a hop, Megatron's losses"),
-    "n": Step(("training:overlap",), 120, "experts that exchange tokens beside another microbatch, on two streams"),
-    "o": Step(("replays:memory", "rings:processes"), 150, "peak memory for more and more ranks, two processes"),
-    "p": Step(("training:sharding",), 120, "Megatron GPT with FSDP of torch and of Megatron, beside one without"),
-    "q": Step(("training:megatrons_offloading",), 150, "Megatron GPT with Megatron's own offloading, beside one without"),
+    "m": Step(
+        ("graphs:captured", "training:graphs"),
+        120,
+        "ring attention in CUDA graphs: bits, time a hop, Megatron's losses",
+    ),
+    "n": Step(
+        ("training:overlap",),
+        120,
+        "experts that exchange tokens beside another microbatch, on two streams",
+    ),
+    "o": Step(
+        ("replays:memory", "rings:processes"),
+        150,
+        "peak memory for more and more ranks, two processes",
+    ),
+    "p": Step(
+        ("training:sharding",),
+        120,
+        "Megatron GPT with FSDP of torch and of Megatron, beside one without",
+    ),
+    "q": Step(
+        ("training:megatrons_offloading",),
+        150,
+        "Megatron GPT with Megatron's own offloading, beside one without",
+    ),
 }
 
 
 def run_step(name: str, command: list[str], seconds: float, out: Path, log: Path) -> bool:
-    """Runs a step's process and appends how it ended to the results: passed, failed, crashed or timed out."""
+    """Runs a step's process and appends how it ended to the results: passed, failed, crashed or
+    timed out.
+    """
     start = time.monotonic()
     with log.open("ab") as file:
         before = file.tell()
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             ended = _ends(process, seconds)
         finally:
@@ -63,15 +112,41 @@ def run_step(name: str, command: list[str], seconds: float, out: Path, log: Path
             code = process.wait()
         code = code if ended else None
     passed = code == 0
-    state = "passed" if passed else "timed out" if code is None else "failed" if code == 1 else "crashed"
-    tail = {} if passed else {"exit_code": code, "output": log.read_bytes()[before:][-2000:].decode(errors="replace")}
-    append(out, step=name, state=state, holds=passed, seconds=round(time.monotonic() - start, 1), **tail)
-    print(f"step {name}: {state} in {time.monotonic() - start:.1f} s: {STEPS[name].what}", flush=True)
+    state = (
+        "passed"
+        if passed
+        else "timed out"
+        if code is None
+        else "failed"
+        if code == 1
+        else "crashed"
+    )
+    tail = (
+        {}
+        if passed
+        else {
+            "exit_code": code,
+            "output": log.read_bytes()[before:][-2000:].decode(errors="replace"),
+        }
+    )
+    append(
+        out,
+        step=name,
+        state=state,
+        holds=passed,
+        seconds=round(time.monotonic() - start, 1),
+        **tail,
+    )
+    print(
+        f"step {name}: {state} in {time.monotonic() - start:.1f} s: {STEPS[name].what}", flush=True
+    )
     return passed
 
 
 def _ends(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits until the process ends, and returns false after so many seconds. The process stays, so that its group does too."""
+    """Waits until the process ends, and returns false after so many seconds. The process stays, so
+    that its group does too.
+    """
     end = time.monotonic() + seconds
     while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if time.monotonic() > end:
@@ -88,27 +163,53 @@ def append(out: Path, **facts: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ".") / "results.jsonl")
-    parser.add_argument("--only", nargs="+", choices=list(STEPS), default=list(STEPS), help="steps; all by default")
-    parser.add_argument("--seconds", type=float, default=3600, help="start no step after so many seconds")
-    parser.add_argument("--nccl", default="", help="a libnccl.so.2 of 2.32 or later, which lets ranks share a device")
+    parser.add_argument(
+        "--out", type=Path, default=Path(os.environ.get("OUT") or ".") / "results.jsonl"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(STEPS), default=list(STEPS), help="steps; all by default"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="start no step after so many seconds"
+    )
+    parser.add_argument(
+        "--nccl",
+        default="",
+        help="a libnccl.so.2 of 2.32 or later, which lets ranks share a device",
+    )
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     log, end, passed = options.out.with_suffix(".log"), time.monotonic() + options.seconds, True
-    facts = subprocess.run([sys.executable, "-m", "tests.gpu.facts", options.device], capture_output=True, text=True)
+    facts = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.facts", options.device], capture_output=True, text=True
+    )
     if facts.returncode:
         print(f"tests.gpu.run: {facts.stderr[-2000:]}", file=sys.stderr)
         return 2
     append(options.out, **json.loads(facts.stdout))
     for name in options.only:
-        # On the CPU nothing is measured, and cores may be shared: the limit is only against hanging.
-        limit = min(STEPS[name].seconds if options.device == "cuda" else HANGING_S, end - time.monotonic())
+        # On the CPU nothing is measured, and cores may be shared: the limit is only against
+        # hanging.
+        limit = min(
+            STEPS[name].seconds if options.device == "cuda" else HANGING_S, end - time.monotonic()
+        )
         if limit < 5:
             passed = False
             append(options.out, step=name, state="not started: no time left", holds=False)
             continue
-        command = [sys.executable, "-m", "tests.gpu.step", name, options.device, str(options.out), str(limit)]
-        passed = run_step(name, command + [options.nccl] * bool(options.nccl), limit, options.out, log) and passed
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu.step",
+            name,
+            options.device,
+            str(options.out),
+            str(limit),
+        ]
+        passed = (
+            run_step(name, command + [options.nccl] * bool(options.nccl), limit, options.out, log)
+            and passed
+        )
     append(options.out, holds=passed)
     return int(not passed)
 

@@ -1,4 +1,5 @@
-"""One step of the GPU checks in this process: `python -m tests.gpu.step NAME DEVICE RESULTS SECONDS [NCCL]`.
+"""One step of the GPU checks in this process:
+`python -m tests.gpu.step NAME DEVICE RESULTS SECONDS [NCCL]`.
 
 Exits with 1 if a check does not hold, and after an error, which is appended to the results.
 """

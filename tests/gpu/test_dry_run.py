@@ -1,4 +1,6 @@
-"""The steps of the GPU checks run on the CPU, on small shapes with emulated libraries; a step that fails loses only itself."""
+"""The steps of the GPU checks run on the CPU, on small shapes with emulated libraries; a step that
+fails loses only itself.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def test_a_step_loses_only_itself(tmp_path, source, limit, state, says):
 def test_a_step_ends_with_the_processes_that_it_started(tmp_path):
     """Ranks that a hung step started would otherwise hold the GPU's memory."""
     pid = tmp_path / "pid"
-    child = f"import subprocess, sys, time; x = subprocess.Popen(['sleep', '600']); open({str(pid)!r}, 'w').write(str(x.pid))"
+    child = (
+        f"import subprocess, sys, time; x = subprocess.Popen(['sleep', '600']); open({str(pid)!r}, "
+        "'w').write(str(x.pid))"
+    )
     run.run_step("a", python(child), 60, tmp_path / "out", tmp_path / "log")
     assert not alive(int(pid.read_text()))
 
@@ -70,15 +75,26 @@ def alive(pid: int) -> bool:
 
 def test_no_step_starts_without_time(tmp_path, monkeypatch):
     out = tmp_path / "results.jsonl"
-    monkeypatch.setattr(sys, "argv", ["run", "--device", "cpu", "--out", str(out), "--only", "a", "k", "--seconds", "0"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["run", "--device", "cpu", "--out", str(out), "--only", "a", "k", "--seconds", "0"],
+    )
     facts = subprocess.CompletedProcess([], 0, stdout='{"device": "cpu"}')
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: facts)
     assert run.main() == 1
-    assert [line.get("state") for line in lines(out)] == [None, *["not started: no time left"] * 2, None]
+    assert [line.get("state") for line in lines(out)] == [
+        None,
+        *["not started: no time left"] * 2,
+        None,
+    ]
     assert lines(out)[-1] == {"holds": False}
 
 
-@pytest.mark.parametrize(("value", "failed"), [(0.5, False), (1.0, False), (1.1, True), (math.nan, True), (math.inf, True)])
+@pytest.mark.parametrize(
+    ("value", "failed"),
+    [(0.5, False), (1.0, False), (1.1, True), (math.nan, True), (math.inf, True)],
+)
 def test_a_check_holds_up_to_its_limit(tmp_path, value, failed):
     job = Job("a", "cpu", str(tmp_path / "out"))
     job.check("something", value, 1.0, where="here")
@@ -96,9 +112,15 @@ def test_tiles(tmp_path):
         "transformer_engine", "transformer_engine, thd", "cudnn", "flash", "flash_aten", "cpu"
     }  # fmt: skip
     assert {line["check"] for line in checks} == {
-        "out", "lse", "dq, merged lse", "dk, merged lse", "dv, merged lse", "draws from the default generator"
+        "out", "lse", "dq, merged lse", "dk, merged lse", "dv, merged lse",
+        "draws from the default generator"
     }  # fmt: skip
-    assert {line["tile"] for line in checks} == {"256 x 128", "128 x 256", "causal 184 x 184", "72 x 184"}
+    assert {line["tile"] for line in checks} == {
+        "256 x 128",
+        "128 x 256",
+        "causal 184 x 184",
+        "72 x 184",
+    }
 
 
 def test_one_key_too_few_fails_on_tiles(tmp_path, monkeypatch):
@@ -141,7 +163,11 @@ def test_same_bits_are_wanted_of_deterministic_kernels_alone(tmp_path, monkeypat
     monkeypatch.setattr(offloading, "ring_attention", recorded)
     assert step.run("l", "cpu", str(tmp_path / "out"))
     assert asked == [True] * 2 * offloading.LAYERS
-    monkeypatch.setattr(training, "_train", lambda job, cp, flags: asked.append("--deterministic-mode" in flags) or [1.0])
+    monkeypatch.setattr(
+        training,
+        "_train",
+        lambda job, cp, flags: asked.append("--deterministic-mode" in flags) or [1.0],
+    )
     assert step.run("h", "cpu", str(tmp_path / "out"))
     assert asked[2 * offloading.LAYERS :] == [True, True]
 
@@ -152,8 +178,12 @@ def test_profiles(tmp_path):
     assert step.run("c", "cpu", str(out)), out.read_text()
     found = {(line["pass"], line["rank"]): line for line in lines(out) if "spans" in line}
     assert {rank for _, rank in found} == {0, 3, 7}
-    assert {"cp_ring: forward, hop 0", "cp_ring: forward, hop 1"} <= set(found["forward", 3]["spans"])
-    assert {"cp_ring: backward, hop 0", "cp_ring: backward, hop 1"} <= set(found["backward", 3]["spans"])
+    assert {"cp_ring: forward, hop 0", "cp_ring: forward, hop 1"} <= set(
+        found["forward", 3]["spans"]
+    )
+    assert {"cp_ring: backward, hop 0", "cp_ring: backward, hop 1"} <= set(
+        found["backward", 3]["spans"]
+    )
     assert all(line["host_us_a_hop"] > 0 and line["device_s"] for line in found.values())
 
 
@@ -170,9 +200,20 @@ def test_graphs(tmp_path):
 @pytest.mark.slow
 def test_every_step(tmp_path):
     """The whole dry run, as on a machine with a GPU; about 4 minutes on 2 cores."""
-    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "OUT": str(tmp_path)}
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "OUT": str(tmp_path),
+    }
     command = [str(ROOT / "tests/gpu/run.sh"), "--device", "cpu"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=2 * run.HANGING_S)
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=2 * run.HANGING_S,
+    )
     out = tmp_path / "results.jsonl"
     assert done.returncode == 0, done.stdout + done.stderr + out.read_text()[-4000:]
     found = lines(out)

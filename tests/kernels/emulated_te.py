@@ -1,4 +1,6 @@
-"""TransformerEngine as its callers see it, on the CPU: any version's signatures, computing only from the arguments."""
+"""TransformerEngine as its callers see it, on the CPU: any version's signatures, computing only
+from the arguments.
+"""
 
 from __future__ import annotations
 
@@ -42,30 +44,54 @@ class Names:
 
 @contextmanager
 def installed(version: str, packed_stats: bool = True, cudnn: int = 92600) -> Iterator[list[dict]]:
-    """TransformerEngine `version` is importable, with version `cudnn`; `packed_stats` is false for cuDNN before 9.6."""
+    """TransformerEngine `version` is importable, with version `cudnn`; `packed_stats` is false for
+    cuDNN before 9.6.
+    """
     calls.clear()
     fused = types.ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
     for name, implementation in (("fused_attn_fwd", forward), ("fused_attn_bwd", backward)):
         scope: dict = {"run": implementation, "packed_stats": packed_stats}
-        source = f"def {name}({', '.join(SIGNATURES[version][name].split())}): return run(dict(locals()), packed_stats)"
+        source = (
+            f"def {name}({', '.join(SIGNATURES[version][name].split())}): return "
+            "run(dict(locals()), packed_stats)"
+        )
         exec(source, scope)
         setattr(fused, name, scope[name])
     fused.QKVLayout, fused.AttnBiasType = Names("layout"), Names("bias")
-    fused.AttnMaskType, fused.SoftmaxType, fused.QKVFormat = Names("mask"), Names("softmax"), Names("format")
+    fused.AttnMaskType, fused.SoftmaxType, fused.QKVFormat = (
+        Names("mask"),
+        Names("softmax"),
+        Names("format"),
+    )
     fused.FusedAttnBackend = {"No_Backend": NO_BACKEND, "F16_arbitrary_seqlen": F16}
     constants = types.ModuleType("transformer_engine.pytorch.constants")
-    constants.TE_DType = {torch.float16: ("dtype", torch.float16), torch.bfloat16: ("dtype", torch.bfloat16)}
+    constants.TE_DType = {
+        torch.float16: ("dtype", torch.float16),
+        torch.bfloat16: ("dtype", torch.bfloat16),
+    }
     extension = types.ModuleType("transformer_engine_torch")
     extension.get_fused_attn_backend = lambda *x: backend(version, *x)
     extension.get_cudnn_version = lambda: cudnn
     utils = types.ModuleType("transformer_engine.pytorch.attention.dot_product_attention.utils")
     if "FusedAttentionParams" in SIGNATURES[version]:
-        # All fields have defaults in the real one; those that stay away here are not looked at for this kind of call.
-        fields = [(name, object, None) for name in SIGNATURES[version]["FusedAttentionParams"].split()]
+        # All fields have defaults in the real one; those that stay away here are not looked at for
+        # this kind of call.
+        fields = [
+            (name, object, None) for name in SIGNATURES[version]["FusedAttentionParams"].split()
+        ]
         utils.FusedAttentionParams = dataclasses.make_dataclass("FusedAttentionParams", fields)
         extension.get_fused_attn_backend = lambda params: (backend_of(params), "")
-    folders = ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.attention", ".pytorch.attention.dot_product_attention")
-    parents = {f"transformer_engine{name}": types.ModuleType(f"transformer_engine{name}") for name in folders}
+    folders = (
+        "",
+        ".pytorch",
+        ".pytorch.cpp_extensions",
+        ".pytorch.attention",
+        ".pytorch.attention.dot_product_attention",
+    )
+    parents = {
+        f"transformer_engine{name}": types.ModuleType(f"transformer_engine{name}")
+        for name in folders
+    }
     modules = parents | {module.__name__: module for module in (fused, constants, extension, utils)}
     before = {name: sys.modules.get(name) for name in modules}
     home, library = REGISTRY["transformer_engine"], adapter._library
@@ -88,16 +114,44 @@ def backend(version: str, *x):
     """Positional, 17 arguments in 2.9, then cuda_graph, and deterministic since 2.12."""
     number = tuple(map(int, version.split("."))) if version[0].isdigit() else (2, 19)
     assert len(x) == 17 + (number >= (2, 10)) + (number >= (2, 12)), (version, len(x))
-    training, q_type, kv_type, layout, bias, mask, softmax, dropout, h, g, rows, columns, d, e, left, right, max_logit = x[:17]
+    (
+        training,
+        q_type,
+        kv_type,
+        layout,
+        bias,
+        mask,
+        softmax,
+        dropout,
+        h,
+        g,
+        rows,
+        columns,
+        d,
+        e,
+        left,
+        right,
+        max_logit,
+    ) = x[:17]
     assert training is True
     assert q_type == kv_type
-    assert (bias, softmax, dropout, max_logit) == (("bias", "no_bias"), ("softmax", "vanilla"), 0.0, False)
+    assert (bias, softmax, dropout, max_logit) == (
+        ("bias", "no_bias"),
+        ("softmax", "vanilla"),
+        0.0,
+        False,
+    )
     kind = layout[1].split("_")[0]
     assert mask[1] in {"sbhd": ("no_mask", "causal"), "thd": ("padding", "padding_causal")}[kind]
     assert (left, right) == (-1, 0 if "causal" in mask[1] else -1)
     assert h % g == 0
     assert min(rows, columns) >= 1
-    good = d % 8 == 0 and e % 8 == 0 and max(d, e) <= 256 and not (d != e and min(d, e) >= 128 and (d, e) != (192, 128))
+    good = (
+        d % 8 == 0
+        and e % 8 == 0
+        and max(d, e) <= 256
+        and not (d != e and min(d, e) >= 128 and (d, e) != (192, 128))
+    )
     return F16 if good else NO_BACKEND
 
 
@@ -112,21 +166,40 @@ def backend_of(p):
     assert p.attn_scale > 0
     assert p.batch_size >= 1
     assert (p.num_tokens_q > 0) == (p.num_tokens_kv > 0) == packed
-    sizes = p.num_attn_heads, p.num_gqa_groups, p.max_seqlen_q, p.max_seqlen_kv, p.head_dim_qk, p.head_dim_v
+    sizes = (
+        p.num_attn_heads,
+        p.num_gqa_groups,
+        p.max_seqlen_q,
+        p.max_seqlen_kv,
+        p.head_dim_qk,
+        p.head_dim_v,
+    )
     types_ = p.qkv_dtype, p.qkv_dtype, p.qkv_layout, p.bias_type, p.attn_mask_type, p.softmax_type
-    return backend("2.9", p.is_training, *types_, p.dropout, *sizes, p.window_size_left, p.window_size_right, False)
+    return backend(
+        "2.9",
+        p.is_training,
+        *types_,
+        p.dropout,
+        *sizes,
+        p.window_size_left,
+        p.window_size_right,
+        False,
+    )
 
 
 def forward(a: dict, packed_stats: bool):
     calls.append(a)
     check(a)
-    torch.rand((), generator=a["rng_gen"])  # without a generator, the default one advances, though dropout is 0
+    # without a generator, the default one advances, though dropout is 0
+    torch.rand((), generator=a["rng_gen"])
     assert a["is_training"] is True
     out_parts, stats_parts = [], []
     for q, k, v, _ in tiles(a):
         scores = scores_of(a, q, k)
         lse = scores.logsumexp(-1)
-        out_parts.append(torch.einsum("hqk,khe->qhe", (scores - lse[..., None]).exp(), repeat(v, q)))
+        out_parts.append(
+            torch.einsum("hqk,khe->qhe", (scores - lse[..., None]).exp(), repeat(v, q))
+        )
         stats_parts.append(lse)
     shape = (*a["q"].shape[:-1], a["v"].shape[-1])
     out = assemble(a, out_parts, shape).to(a["fake_dtype"])
@@ -152,9 +225,14 @@ def backward(a: dict, packed_stats: bool):
         dp = torch.einsum("qhe,khe->hqk", do, repeat(v, q))
         ds = p * (dp - (o * do).sum(-1).T[..., None]) * a["attn_scale"]
         dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhe->khe", p, do)
-        grads.append((torch.einsum("hqk,khd->qhd", ds, repeat(k, q)), add_heads(dk, k), add_heads(dv, v)))
+        grads.append(
+            (torch.einsum("hqk,khd->qhd", ds, repeat(k, q)), add_heads(dk, k), add_heads(dv, v))
+        )
     parts = zip(*grads, strict=True)
-    return [assemble(a, list(x), a[n].shape).to(a["fake_dtype"]) for n, x in zip("qkv", parts, strict=True)] + [None, None]
+    return [
+        assemble(a, list(x), a[n].shape).to(a["fake_dtype"])
+        for n, x in zip("qkv", parts, strict=True)
+    ] + [None, None]
 
 
 def check(a: dict) -> None:
@@ -190,7 +268,9 @@ def tiles(a: dict):
     """q, k, v [rows, heads, size] in float32, and a number, of each sequence."""
     if a["qkv_layout"] == "thd_thd_thd":
         ends = a["cu_seqlens_q_padded"].tolist(), a["cu_seqlens_kv_padded"].tolist()
-        for i, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(ends[0]), pairwise(ends[1]), strict=True)):
+        for i, ((q0, q1), (k0, k1)) in enumerate(
+            zip(pairwise(ends[0]), pairwise(ends[1]), strict=True)
+        ):
             yield a["q"][q0:q1].float(), a["k"][k0:k1].float(), a["v"][k0:k1].float(), i
     else:
         for i in range(a["q"].shape[1]):
@@ -213,19 +293,24 @@ def scores_of(a: dict, q, k):
     if not causal:
         assert a["attn_mask_type"] in ("no_mask", "padding")
         return scores
-    return scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -math.inf)  # aligned top left
+    # aligned top left
+    return scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -math.inf)
 
 
 def assemble(a: dict, parts, shape):
     if a["qkv_layout"] == "thd_thd_thd":
-        return torch.cat([*parts, torch.full((shape[0] - sum(map(len, parts)), *shape[1:]), math.nan)])
+        return torch.cat(
+            [*parts, torch.full((shape[0] - sum(map(len, parts)), *shape[1:]), math.nan)]
+        )
     x = torch.stack(parts, 1)
     assert x.shape == shape
     return x
 
 
 def stats_of(a: dict, parts, packed_stats: bool):
-    """Parts [h, rows] as [b, h, s, 1], or for thd as [t, h, 1] (cuDNN 9.6 and later), [tiles, h, max_q, 1] (before)."""
+    """Parts [h, rows] as [b, h, s, 1], or for thd as [t, h, 1] (cuDNN 9.6 and later), [tiles, h,
+    max_q, 1] (before).
+    """
     if a["qkv_layout"] != "thd_thd_thd":
         return torch.stack(parts)[..., None]
     if packed_stats:

@@ -1,4 +1,6 @@
-"""Bytes that merges and sums move: as the plan says, and much fewer than before partial results were grouped."""
+"""Bytes that merges and sums move: as the plan says, and much fewer than before partial results
+were grouped.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,18 @@ MASKS = {
     "documents": Mask.documents([0, 100, 130, 600, 1000], n=1024),
 }
 
-# Forward and backward of `causal`, 65,536 tokens, cp 8, with schedule "ring", when each partial result was merged into zeros or
-# added to zeros by itself, and results were cast at the end.
-BEFORE = [7259815936, 7513047040, 7766278144, 8019509248, 8272740352, 8525971456, 8779202560, 8998879232]
+# Forward and backward of `causal`, 65,536 tokens, cp 8, with schedule "ring", when each partial
+# result was merged into zeros or added to zeros by itself, and results were cast at the end.
+BEFORE = [
+    7259815936,
+    7513047040,
+    7766278144,
+    8019509248,
+    8272740352,
+    8525971456,
+    8779202560,
+    8998879232,
+]
 
 
 @pytest.fixture
@@ -38,7 +49,9 @@ def moved(monkeypatch) -> Counter[str]:
 
     def counted(work, name):
         def run(segments, *tensors):
-            *columns, running, result = tensors if name == "add" else (tensors[0], tensors[2], tensors[4])
+            *columns, running, result = (
+                tensors if name == "add" else (tensors[0], tensors[2], tensors[4])
+            )
             lses, lse = tensors[1::2][:2] if name == "merge" else ((), None)
             for segment in segments:
                 for place in segment.places:
@@ -47,7 +60,9 @@ def moved(monkeypatch) -> Counter[str]:
                 stored = 0 if segment.first else 1
                 counts[name] += running[segment.tokens].nbytes * stored if stored else 0
                 counts[name] += segment.target(running, result).nbytes
-                counts[name] += lse[..., segment.tokens].nbytes * (1 + stored) if lse is not None else 0
+                counts[name] += (
+                    lse[..., segment.tokens].nbytes * (1 + stored) if lse is not None else 0
+                )
             return work(segments, *tensors)
 
         return run
@@ -66,20 +81,31 @@ def test_bytes_are_those_of_the_plan(moved, mask, schedule):
     plan = Plan.build(MASKS[mask], Layout.zigzag(1024, 4), schedule=schedule)
     for rank in range(4):
         generator = torch.Generator().manual_seed(0)
-        q, k, v, dout = (torch.randn(256, 1, h, 16, generator=generator).bfloat16() for h in (4, 2, 2, 4))
+        q, k, v, dout = (
+            torch.randn(256, 1, h, 16, generator=generator).bfloat16() for h in (4, 2, 2, 4)
+        )
         inputs = [x.requires_grad_() for x in (q, k, v)]
         moved.clear()
-        out = ring_attention(q, k, v, LoopbackTransport(rank, 4), plan=plan, kernel="emulated", qkv_format="sbhd")
+        out = ring_attention(
+            q, k, v, LoopbackTransport(rank, 4), plan=plan, kernel="emulated", qkv_format="sbhd"
+        )
         torch.autograd.grad(out, inputs, dout)
         # The running lse is float64 on the CPU.
-        forward, backward = accumulator_bytes(rank_updates(plan.rank_plan(rank), Capabilities()), SIZES, lse_element=8)
-        assert moved == {name: n for name, n in (("merge", forward), ("add", backward)) if n or name in moved}
+        forward, backward = accumulator_bytes(
+            rank_updates(plan.rank_plan(rank), Capabilities()), SIZES, lse_element=8
+        )
+        assert moved == {
+            name: n for name, n in (("merge", forward), ("add", backward)) if n or name in moved
+        }
 
 
 def test_less_than_half_of_what_it_was():
     result = CliRunner().invoke(app, ["plan", "--seq-length", "65536", "--cp", "8", "--json"])
     facts = json.loads(result.stdout)
-    assert all(now <= 0.45 * before for now, before in zip(facts["accumulator_bytes_per_rank"], BEFORE, strict=True))
+    assert all(
+        now <= 0.45 * before
+        for now, before in zip(facts["accumulator_bytes_per_rank"], BEFORE, strict=True)
+    )
     predicted = facts["predicted_efficiency"]["nvlink"]
     assert predicted["forward"] >= 0.96 and predicted["both"] >= 0.94
     line = ["plan", "--seq-length", "65536", "--cp", "8", "--ranks-per-node", "1", "--json"]

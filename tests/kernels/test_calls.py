@@ -20,11 +20,15 @@ from cp_ring.plan.tables import Hop, RankPlan
 from cp_ring.plan.tiles import Tiles
 from cp_ring.testing.oracle import Case, Grads, brute_force, error
 
-CAPABILITIES = [Capabilities(bands, 0, varlen) for bands in (False, True) for varlen in (False, True)]
+CAPABILITIES = [
+    Capabilities(bands, 0, varlen) for bands in (False, True) for varlen in (False, True)
+]
 
 
 def alone(tiles: Tiles, shift=0) -> RankPlan:
-    """A plan of one rank, whose hop 0 has these tiles. Keys are `shift` tokens later in the gradient buffer."""
+    """A plan of one rank, whose hop 0 has these tiles. Keys are `shift` tokens later in the
+    gradient buffer.
+    """
     tokens = int(max(tiles.q1.max(), tiles.k1.max())) + shift
     hop = Hop(0, (0,), tiles, tokens, (), (), tokens, np.full(len(tiles), shift), (), ())
     return RankPlan(0, 1, tokens, (hop,))
@@ -33,15 +37,22 @@ def alone(tiles: Tiles, shift=0) -> RankPlan:
 def run(plan: RankPlan, case: Case, capabilities: Capabilities, shift: int = 0) -> Grads:
     q, k, v, dout = (x.transpose(0, 1).double() for x in case)
     # The shard has more tokens than some tiles read: what no tile sees is NaN.
-    padding = [x.new_full((plan.num_tokens - len(x), *x.shape[1:]), math.nan) for x in (q, k, v, dout)]
+    padding = [
+        x.new_full((plan.num_tokens - len(x), *x.shape[1:]), math.nan) for x in (q, k, v, dout)
+    ]
     q, k, v, dout = (torch.cat([x, more]) for x, more in zip((q, k, v, dout), padding, strict=True))
-    forward, backward = (work_of(plan, capabilities, q.device, backward=direction) for direction in (False, True))
+    forward, backward = (
+        work_of(plan, capabilities, q.device, backward=direction) for direction in (False, True)
+    )
     merged = Merge(forward.queries, dout.shape, q, q.dtype)
     for hop in forward.hops:
         for call in forward.calls[hop]:
             merged.add(*call.attend(KERNEL, q, k, v, 0.25))
     out, lse = merged.finish()
-    dqs, grads = Sum(backward.queries, [q.shape], q, q.dtype), Sum(backward.keys[0], [k.shape, v.shape], k, k.dtype)
+    dqs, grads = (
+        Sum(backward.queries, [q.shape], q, q.dtype),
+        Sum(backward.keys[0], [k.shape, v.shape], k, k.dtype),
+    )
     for hop in backward.hops:
         for call in backward.calls[hop]:
             dq, *key_grads = call.gradients(KERNEL, dout, q, k, v, out, Statistics(lse), 0.25)
@@ -49,7 +60,11 @@ def run(plan: RankPlan, case: Case, capabilities: Capabilities, shift: int = 0) 
             grads.add(*key_grads)
     (dq,), (dk, dv) = dqs.finish(), grads.finish()
     assert not dk[:shift].any() and not dv[:shift].any()
-    parts = (out[: case.q.shape[1]], dq[: case.q.shape[1]], *(x[shift : shift + case.k.shape[1]] for x in (dk, dv)))
+    parts = (
+        out[: case.q.shape[1]],
+        dq[: case.q.shape[1]],
+        *(x[shift : shift + case.k.shape[1]] for x in (dk, dv)),
+    )
     return Grads(*(x.transpose(0, 1) for x in parts))
 
 
@@ -109,7 +124,11 @@ def test_calls_do_not_grow_with_documents(window):
     """Side by side, they are one call on a slice of tokens: nothing is gathered."""
     for count in (8, 64):
         cu = documents(count, 16)
-        hop = Plan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1)).rank_plan(0).hops[0]
+        hop = (
+            Plan.build(Mask.documents(cu, window=window), Layout.contiguous(cu[-1], 1))
+            .rank_plan(0)
+            .hops[0]
+        )
         (call,) = kernel_calls(hop, Capabilities(bands=True, varlen=True))
         assert isinstance(call, _Packed)
         assert call.q.tokens.index is call.k.tokens.index is None
@@ -122,8 +141,12 @@ def test_work_is_made_once_and_dies_with_its_plan():
     import weakref
 
     plan = alone(Tiles.of([Tile(0, 8, 0, 8)]))
-    made = [work_of(plan, Capabilities(), torch.device("cpu"), backward) for backward in (False, True)]
-    assert made == [work_of(plan, Capabilities(), torch.device("cpu"), backward) for backward in (False, True)]
+    made = [
+        work_of(plan, Capabilities(), torch.device("cpu"), backward) for backward in (False, True)
+    ]
+    assert made == [
+        work_of(plan, Capabilities(), torch.device("cpu"), backward) for backward in (False, True)
+    ]
     assert made[0] is not made[1]
     gone = weakref.ref(plan)
     del plan, made

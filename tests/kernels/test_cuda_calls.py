@@ -1,4 +1,5 @@
-"""Without a GPU: fake CUDA tensors check the calls of aten kernels against the operators' own signatures and shapes.
+"""Without a GPU: fake CUDA tensors check the calls of aten kernels against the operators' own
+signatures and shapes.
 
 Results are not checked here; tests/gpu does that where there is a GPU.
 """
@@ -25,12 +26,19 @@ def _no_kept_fakes():
 
 
 def test_flash_aten_turns_torchs_switch_on_for_its_backward_alone(monkeypatch):
-    """The operator obeys nothing else. What it allocates is not filled first, because it writes all of it."""
+    """The operator obeys nothing else. What it allocates is not filled first, because it writes all
+    of it.
+    """
     seen = []
     plain = flash_aten._attention_backward
 
     def backward(*a, **b):
-        seen.append((torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory))
+        seen.append(
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.utils.deterministic.fill_uninitialized_memory,
+            )
+        )
         return plain(*a, **b)
 
     monkeypatch.setattr(flash_aten, "_attention_backward", backward)
@@ -46,8 +54,13 @@ def test_flash_aten_turns_torchs_switch_on_for_its_backward_alone(monkeypatch):
 
 
 def tensors(h, g, d, e, queries, keys, dtype=torch.bfloat16):
-    q, dout = (torch.empty(queries, 2, h, size, dtype=dtype, device="cuda").transpose(0, 1) for size in (d, e))
-    k, v = (torch.empty(keys, 2, g, size, dtype=dtype, device="cuda").transpose(0, 1) for size in (d, e))
+    q, dout = (
+        torch.empty(queries, 2, h, size, dtype=dtype, device="cuda").transpose(0, 1)
+        for size in (d, e)
+    )
+    k, v = (
+        torch.empty(keys, 2, g, size, dtype=dtype, device="cuda").transpose(0, 1) for size in (d, e)
+    )
     return q, k, v, dout
 
 
@@ -87,12 +100,23 @@ def test_cudnn_leaves_gradients_that_may_be_nan_to_flash_attention(monkeypatch):
     for name, module in (("cudnn", cudnn), ("flash_aten", flash_aten)):
         plain = module._attention_backward
         monkeypatch.setattr(
-            module, "_attention_backward", lambda *a, name=name, plain=plain, **b: seen.append(name) or plain(*a, **b)
+            module,
+            "_attention_backward",
+            lambda *a, name=name, plain=plain, **b: seen.append(name) or plain(*a, **b),
         )
-    shapes = ((192, OPEN, 9), (64, OPEN, 9), (128, OPEN, 9), (96, OPEN, 9), (192, 0, 9), (192, OPEN, 10))
+    shapes = (
+        (192, OPEN, 9),
+        (64, OPEN, 9),
+        (128, OPEN, 9),
+        (96, OPEN, 9),
+        (192, 0, 9),
+        (192, OPEN, 10),
+    )
     with FakeTensorMode():
         for keys, hi, capability in shapes:
-            monkeypatch.setattr(versions, "compute_capability", lambda device, major=capability: (major, 0))
+            monkeypatch.setattr(
+                versions, "compute_capability", lambda device, major=capability: (major, 0)
+            )
             q, k, v, dout = tensors(8, 2, 192, 128, keys, keys)
             out, lse = cudnn.KERNEL.forward(q, k, v, lo=-OPEN, hi=hi, scale=0.1)
             grads = cudnn.KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=hi, scale=0.1)
@@ -107,7 +131,10 @@ def test_cudnn_leaves_single_queries_and_keys_to_plain_products():
             kernel = choose("cudnn", device=q.device, dtype=q.dtype, d=64, e=64)
             out, lse = kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=0.1)
             assert out.dtype == torch.float64
-            assert [x.shape for x in kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=OPEN, scale=0.1)] == [
+            assert [
+                x.shape
+                for x in kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=OPEN, scale=0.1)
+            ] == [
                 q.shape,
                 k.shape,
                 v.shape,
@@ -121,6 +148,9 @@ def test_order_on_cuda_and_rejections():
         assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64).name == "flash_aten"
         with pytest.raises(KernelError, match="cudnn does not give the same bits in every run"):
             choose("cudnn", device=cuda, dtype=torch.bfloat16, d=64, e=64)
-    assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64, packed=True).name == "flash_aten"
+    assert (
+        choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64, packed=True).name
+        == "flash_aten"
+    )
     assert choose("auto", device=cuda, dtype=torch.float32, d=64, e=64).name == "reference"
     assert choose("auto", device=cuda, dtype=torch.bfloat16, d=256, e=192).name == "flash_aten"

@@ -1,6 +1,8 @@
-"""The flash-attn adapter on the functions of every listed version, which a stand-in computes in float64 from their arguments.
+"""The flash-attn adapter on the functions of every listed version, which a stand-in computes in
+float64 from their arguments.
 
-Where a version registers its functions as `torch.library.custom_op`, the stand-in does too, with the version's schemas.
+Where a version registers its functions as `torch.library.custom_op`, the stand-in does too, with
+the version's schemas.
 """
 
 from __future__ import annotations
@@ -43,8 +45,14 @@ def stand_in(label: str) -> FlashKernel:
     """The adapter on functions with a version's exact parameters."""
     found = functions_of(label)
     names = list(found)
-    dense = next(n for n in names if "f" in n and ("fwd" in n or n.endswith("_forward")) and "varlen" not in n)
-    dense_backward = next(n for n in names if ("bwd" in n or n.endswith("_backward")) and "varlen" not in n)
+    dense = next(
+        n
+        for n in names
+        if "f" in n and ("fwd" in n or n.endswith("_forward")) and "varlen" not in n
+    )
+    dense_backward = next(
+        n for n in names if ("bwd" in n or n.endswith("_backward")) and "varlen" not in n
+    )
     varlen = found.get("_flash_attn_varlen_forward", found[dense])
     varlen_backward = found.get("_flash_attn_varlen_backward", found[dense_backward])
     functions = Functions(label[0], found[dense], found[dense_backward], varlen, varlen_backward)
@@ -56,17 +64,31 @@ def functions_of(label: str) -> dict[str, Callable]:
     found = {}
     for name, signature in SIGNATURES[label].items():
         back = "bwd" in name or "backward" in name
-        scope: dict = {"run": backward if back else forward, "label": label, "Optional": Optional, "Tensor": torch.Tensor}
+        scope: dict = {
+            "run": backward if back else forward,
+            "label": label,
+            "Optional": Optional,
+            "Tensor": torch.Tensor,
+        }
         if label in CUSTOM_OPS:
             wants = [annotated(word, label[0] == "3") for word in signature.split()]
             returns = torch.Tensor if back else tuple[(torch.Tensor,) * CUSTOM_OPS[label]]
             source = f"def {name}({', '.join(wants)}) -> returns: return run(label, dict(locals()))"
-            exec(compile(source, name, "exec", dont_inherit=True), scope | {"returns": returns}, scope)
+            exec(
+                compile(source, name, "exec", dont_inherit=True),
+                scope | {"returns": returns},
+                scope,
+            )
             home = "cp_ring_test_" + re.sub(r"\W+", "_", label)
             mutated = ("dq", "dk", "dv") if back else ()
-            found[name] = torch.library.custom_op(f"{home}::{name}", scope[name], mutates_args=mutated)
+            found[name] = torch.library.custom_op(
+                f"{home}::{name}", scope[name], mutates_args=mutated
+            )
         else:
-            exec(f"def {name}({', '.join(signature.split())}): return run(label, dict(locals()))", scope)
+            exec(
+                f"def {name}({', '.join(signature.split())}): return run(label, dict(locals()))",
+                scope,
+            )
             found[name] = scope[name]
     return found
 
@@ -87,7 +109,9 @@ def annotated(word: str, third: bool) -> str:
     of_version = {"softmax_scale": "float", "max_seqlen_q": "int", "max_seqlen_k": "int"}
     of_version |= {"cu_seqlens_q": "Tensor", "cu_seqlens_k": "Tensor"}
     kind = TYPES.get(name) or (
-        f"Optional[{of_version.get(name, 'Tensor')}]" if third or name not in of_version else of_version[name]
+        f"Optional[{of_version.get(name, 'Tensor')}]"
+        if third or name not in of_version
+        else of_version[name]
     )
     return f"{name}: {kind}" + (f" = {default}" if default else "")
 
@@ -100,9 +124,13 @@ def packing_of(label: str, a: dict) -> tuple[Packing, bool]:
     assert q.shape[-1] % 8 == v_size(a) % 8 == 0
     if label[0] != "4":
         assert q.shape[-1] == v_size(a)
-    left, right = a["window_size"] if "window_size" in a else (a["window_size_left"], a["window_size_right"])
+    left, right = (
+        a["window_size"] if "window_size" in a else (a["window_size_left"], a["window_size_right"])
+    )
     if label[0] == "4":
-        assert all(x is None or x >= 0 for x in (left, right)), "negative bounds mean something else there"
+        assert all(x is None or x >= 0 for x in (left, right)), (
+            "negative bounds mean something else there"
+        )
     left, right = (-1 if x is None else x for x in (left, right))
     if a.get("causal") or a.get("is_causal"):
         right = 0
@@ -111,7 +139,9 @@ def packing_of(label: str, a: dict) -> tuple[Packing, bool]:
         ends = (torch.arange(0, (b + 1) * size, size, dtype=torch.int32) for size in (s, u))
         return Packing(*ends, s, u, left, right), True
     assert a["cu_seqlens_q"].dtype == a["cu_seqlens_k"].dtype == torch.int32
-    return Packing(a["cu_seqlens_q"], a["cu_seqlens_k"], a["max_seqlen_q"], a["max_seqlen_k"], left, right), False
+    return Packing(
+        a["cu_seqlens_q"], a["cu_seqlens_k"], a["max_seqlen_q"], a["max_seqlen_k"], left, right
+    ), False
 
 
 def v_size(a: dict) -> int:
@@ -135,11 +165,15 @@ def forward(label: str, a: dict):
 
 def backward(label: str, a: dict):
     packing, dense = packing_of(label, a)
-    dout, q, k, v, out = (a[x].flatten(0, 1) if dense else a[x] for x in ("dout", "q", "k", "v", "out"))
+    dout, q, k, v, out = (
+        a[x].flatten(0, 1) if dense else a[x] for x in ("dout", "q", "k", "v", "out")
+    )
     lse = a["softmax_lse"] if "softmax_lse" in a else a["lse"]
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
-    assert lse.shape == ((a["q"].shape[0], a["q"].shape[2], a["q"].shape[1]) if dense else (q.shape[1], len(q)))
+    assert lse.shape == (
+        (a["q"].shape[0], a["q"].shape[2], a["q"].shape[1]) if dense else (q.shape[1], len(q))
+    )
     lse = lse.transpose(0, 1).flatten(1, 2) if dense else lse
     grads = REFERENCE.backward_varlen(dout, q, k, v, out, lse, packing, a["softmax_scale"])
     assert a["deterministic"] is deterministic()
@@ -153,7 +187,9 @@ def test_custom_ops_hide_their_parameters(label):
     """As the real ones do; the binding reads the functions that they were made from."""
     for name, function in functions_of(label).items():
         assert list(inspect.signature(function).parameters) == ["args", "kwargs"]
-        assert list(parameters_of(function)) == [word.partition("=")[0] for word in SIGNATURES[label][name].split()]
+        assert list(parameters_of(function)) == [
+            word.partition("=")[0] for word in SIGNATURES[label][name].split()
+        ]
 
 
 def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
@@ -163,11 +199,29 @@ def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
     monkeypatch.setitem(REGISTRY, "flash", "tests_flash_stand_in")
     assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64) is kernel
 
-    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window_size, deterministic, mood):
+    def backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        softmax_scale,
+        causal,
+        window_size,
+        deterministic,
+        mood,
+    ):
         raise AssertionError("not called")
 
     kernel.__class__.functions = replace(functions, backward=backward)
-    assert kernel.rejection(CPU, torch.float16, 64, 64) == "backward of the installed version wants mood, unknown here"
+    assert (
+        kernel.rejection(CPU, torch.float16, 64, 64)
+        == "backward of the installed version wants mood, unknown here"
+    )
     _chosen.cache_clear()
     assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64).name == "cpu"
     _chosen.cache_clear()
@@ -176,12 +230,21 @@ def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
 @pytest.mark.parametrize("label", SIGNATURES)
 def test_conformance(label):
     kernel = stand_in(label)
-    for prop in ("full rectangles", "bands", "queries without keys", "merged backward", "varlen", "deterministic"):
+    for prop in (
+        "full rectangles",
+        "bands",
+        "queries without keys",
+        "merged backward",
+        "varlen",
+        "deterministic",
+    ):
         conformance.check(kernel, CPU, torch.float16, only=prop, heads=[(4, 2, 16, 24)])
 
 
 def test_no_deterministic_backward_no_determinism():
-    """A version without the parameter is rejected where the same bits are wanted, and not otherwise."""
+    """A version without the parameter is rejected where the same bits are wanted, and not
+    otherwise.
+    """
     kernel = stand_in("2: flash-attn 2.8.3")
     with determinism(True):
         assert kernel.rejection(CPU, torch.float16, 64, 64) is None
@@ -197,7 +260,9 @@ def test_no_deterministic_backward_no_determinism():
 
 
 def test_whole_conformance():
-    conformance.check(stand_in("2: flash-attn 2.8.3"), CPU, torch.bfloat16, heads=[(8, 1, 32, 32), (6, 2, 24, 40)])
+    conformance.check(
+        stand_in("2: flash-attn 2.8.3"), CPU, torch.bfloat16, heads=[(8, 1, 32, 32), (6, 2, 24, 40)]
+    )
 
 
 def test_window_of_every_small_band():
@@ -225,9 +290,17 @@ def test_window_of_every_small_band():
 def test_rejections_are_one_line():
     kernel = stand_in("4: flash-attn August 2026")
     assert kernel.rejection(CPU, torch.bfloat16, 192, 128) is None
-    assert kernel.rejection(CPU, torch.bfloat16, 256, 256) == "4 knows head sizes up to 128, not 256 and 256"
-    assert kernel.rejection(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
-    with pytest.raises(KernelError, match="kernel='flash': flash needs flash-attn, which is not installed"):
+    assert (
+        kernel.rejection(CPU, torch.bfloat16, 256, 256)
+        == "4 knows head sizes up to 128, not 256 and 256"
+    )
+    assert (
+        kernel.rejection(CPU, torch.float32, 64, 64)
+        == "knows float16 and bfloat16, not torch.float32"
+    )
+    with pytest.raises(
+        KernelError, match="kernel='flash': flash needs flash-attn, which is not installed"
+    ):
         choose("flash", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
 
 
@@ -236,13 +309,19 @@ def test_a_parameter_of_the_future_is_named():
         return q, mood, softmax_scale, causal, window_size
 
     values = {"q": 1, "softmax_scale": 1.0, "causal": False, "window_size": (-1, -1)}
-    with pytest.raises(KernelError, match="kernel='flash': forward of the installed version wants mood, unknown here"):
+    with pytest.raises(
+        KernelError,
+        match="kernel='flash': forward of the installed version wants mood, unknown here",
+    ):
         arguments(forward, values)
 
     def windowless(q, softmax_scale, causal):
         return q, softmax_scale, causal
 
-    with pytest.raises(KernelError, match="windowless of the installed version has no window_size or window_size_left"):
+    with pytest.raises(
+        KernelError,
+        match="windowless of the installed version has no window_size or window_size_left",
+    ):
         arguments(windowless, values)
 
 
@@ -262,7 +341,9 @@ def homes(monkeypatch):
     found = {}
 
     def load(name):
-        result = found.get(name, ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0]))
+        result = found.get(
+            name, ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+        )
         if isinstance(result, Exception):
             raise result
         return result
@@ -281,16 +362,26 @@ def reason_of(device: str = "cuda") -> str | None:
 def library(home: str) -> SimpleNamespace:
     """All functions of a home, with the parameters of a listed version."""
     names = next(names for _, where, names in flash._HOMES if where == home)
-    label = next(label for label in SIGNATURES if label[0] == next(v for v, where, _ in flash._HOMES if where == home))
+    label = next(
+        label
+        for label in SIGNATURES
+        if label[0] == next(v for v, where, _ in flash._HOMES if where == home)
+    )
     functions = functions_of(label)
     return SimpleNamespace(**{name: functions[name] for name in names})
 
 
 def test_why_an_installed_flash_attn_cannot_be_used(homes):
     assert reason_of() == "needs flash-attn, which is not installed"
-    homes["flash_attn.flash_attn_interface"] = ImportError("libcudart.so.12: cannot open shared object file")
-    assert reason_of() == "cannot load flash-attn 2: libcudart.so.12: cannot open shared object file"
-    homes["flash_attn.flash_attn_interface"] = ModuleNotFoundError("No module named 'einops'", name="einops")
+    homes["flash_attn.flash_attn_interface"] = ImportError(
+        "libcudart.so.12: cannot open shared object file"
+    )
+    assert (
+        reason_of() == "cannot load flash-attn 2: libcudart.so.12: cannot open shared object file"
+    )
+    homes["flash_attn.flash_attn_interface"] = ModuleNotFoundError(
+        "No module named 'einops'", name="einops"
+    )
     assert reason_of() == "cannot load flash-attn 2: it needs einops, which is not installed"
     homes["flash_attn.flash_attn_interface"] = ModuleNotFoundError("no", name="flash_attn_2_cuda")
     assert "flash_attn_2_cuda" in reason_of()

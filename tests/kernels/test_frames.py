@@ -1,4 +1,6 @@
-"""A call passes at most eight Python frames of cp_ring from the public function to the library that computes."""
+"""A call passes at most eight Python frames of cp_ring from the public function to the library that
+computes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def note(what: str) -> None:
 
 
 class Probe(WindowKernel):
-    """Built as the adapters of flash-attn are, the deepest ones; the library that it calls is the reference kernel."""
+    """Built as the adapters of flash-attn are, the deepest ones; the library that it calls is the
+    reference kernel.
+    """
 
     name = "probe"
 
@@ -41,13 +45,17 @@ class Probe(WindowKernel):
         note("forward, packed" if packing else "forward, single")
         if packing:
             return REFERENCE.forward_varlen(q, k, v, packing, scale)
-        return REFERENCE.forward(q, k, v, lo=-(1 << 40), hi=0 if right == 0 else 1 << 40, scale=scale)
+        return REFERENCE.forward(
+            q, k, v, lo=-(1 << 40), hi=0 if right == 0 else 1 << 40, scale=scale
+        )
 
     def gradients(self, dout, q, k, v, out, lse, left, right, packing, scale):
         note("backward, packed" if packing else "backward, single")
         if packing:
             return REFERENCE.backward_varlen(dout, q, k, v, out, lse, packing, scale)
-        return REFERENCE.backward(dout, q, k, v, out, lse, lo=-(1 << 40), hi=0 if right == 0 else 1 << 40, scale=scale)
+        return REFERENCE.backward(
+            dout, q, k, v, out, lse, lo=-(1 << 40), hi=0 if right == 0 else 1 << 40, scale=scale
+        )
 
 
 @pytest.mark.parametrize("documents", [[0, 24], [0, 7, 15, 24]], ids=["single", "packed"])
@@ -59,11 +67,18 @@ def test_frames_from_the_call_to_the_kernel(monkeypatch, documents):
     seen.clear()
     q, k, v, dout = Case.draw(24, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    torch.autograd.grad(ring_attention(q, k, v, cu_seqlens=documents, causal=True, kernel="probe"), inputs, dout)
+    torch.autograd.grad(
+        ring_attention(q, k, v, cu_seqlens=documents, causal=True, kernel="probe"), inputs, dout
+    )
     kind = "single" if len(documents) == 2 else "packed"
     assert set(seen) == {f"forward, {kind}", f"backward, {kind}"}
     forward, backward = seen[f"forward, {kind}"], seen[f"backward, {kind}"]
-    assert forward[:4] == ["ring_attention", "Attention.__call__", "RingAttention.forward", "_run_forward"]
+    assert forward[:4] == [
+        "ring_attention",
+        "Attention.__call__",
+        "RingAttention.forward",
+        "_run_forward",
+    ]
     # Backward is called by autograd; what it has above is the test.
     assert backward[:2] == ["RingAttention.backward", "_run_backward"]
     assert len(forward) <= FRAMES and len(backward) <= FRAMES

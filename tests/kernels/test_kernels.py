@@ -54,19 +54,26 @@ def test_rectangles_and_strided_views(name):
         assert error(out, truth) < 2e-6
         assert error(lse, truth_lse) < 1e-6
         got = kernel(name).backward(dout, q, k, v, out, lse, **options)
-        for x, y in zip(got, oracle.backward(dout, q, k, v, truth, truth_lse, **options), strict=True):
+        for x, y in zip(
+            got, oracle.backward(dout, q, k, v, truth, truth_lse, **options), strict=True
+        ):
             assert error(x, y) < 5e-6
 
 
 def test_merge_equals_float64():
     torch.manual_seed(0)
-    outs, lses = torch.randn(6, 2, 9, 3, 4, dtype=torch.float64), 20 * torch.randn(6, 2, 3, 9, dtype=torch.float64)
+    outs, lses = (
+        torch.randn(6, 2, 9, 3, 4, dtype=torch.float64),
+        20 * torch.randn(6, 2, 3, 9, dtype=torch.float64),
+    )
     lses[:, 0, 0, 0] = -math.inf  # seen by no tile
     lses[1:, 0, 0, 1] = -math.inf  # by the first alone
     lses[:-1, 0, 0, 2] = -math.inf  # by the last alone
     outs = outs.where(lses.transpose(2, 3)[..., None] > -math.inf, 0.0)
     truth_lse = lses.logsumexp(0)
-    weights = torch.where(lses == -math.inf, 0.0, (lses - truth_lse).exp()).transpose(2, 3)[..., None]
+    weights = torch.where(lses == -math.inf, 0.0, (lses - truth_lse).exp()).transpose(2, 3)[
+        ..., None
+    ]
     truth = (outs * weights).sum(0)
     out, lse = torch.zeros(2, 9, 3, 4), torch.full((2, 3, 9), -math.inf)
     for out_tile, lse_tile in zip(outs.float(), lses.float(), strict=True):
@@ -84,9 +91,14 @@ def test_auto_takes_the_fastest_that_can():
 
 
 def test_explicit_choice_is_never_replaced():
-    with pytest.raises(KernelError, match=r"kernel='cpu': cpu runs on the CPU, the tensors are on cuda"):
+    with pytest.raises(
+        KernelError, match=r"kernel='cpu': cpu runs on the CPU, the tensors are on cuda"
+    ):
         choose("cpu", device=torch.device("cuda"), dtype=torch.float32, d=8, e=8)
-    with pytest.raises(KernelError, match=r"kernel='auto': .*cpu does not know torch.int64; reference reads floating"):
+    with pytest.raises(
+        KernelError,
+        match=r"kernel='auto': .*cpu does not know torch.int64; reference reads floating",
+    ):
         choose("auto", device=CPU, dtype=torch.int64, d=8, e=8)
 
 

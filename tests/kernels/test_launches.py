@@ -1,7 +1,9 @@
-"""What a hop costs beyond the attention kernel and the messages: launches, allocations, and waits of the host.
+"""What a hop costs beyond the attention kernel and the messages: launches, allocations, and waits
+of the host.
 
-The ring runs on the CPU as it would on CUDA: through the TransformerEngine adapter, or as fake CUDA tensors through those
-of PyTorch's operators, with the fused merge and sums counted as the one kernel that each is.
+The ring runs on the CPU as it would on CUDA: through the TransformerEngine adapter, or as fake CUDA
+tensors through those of PyTorch's operators, with the fused merge and sums counted as the one
+kernel that each is.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from tests.kernels.emulated_te import installed
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that would launch a CUDA kernel, and fresh memory; `marks` are the counts when each hop began."""
+    """Counts operators that would launch a CUDA kernel, and fresh memory; `marks` are the counts
+    when each hop began.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +46,9 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.removeprefix("aten::")
-        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
         if not self._quiet and func.namespace == "aten" and not view:
             self.counts["memory" if "empty" in name else name] += 1
         return func(*args, **(kwargs or {}))
@@ -69,7 +75,9 @@ class Launches(TorchDispatchMode):
     def hops(self) -> list[Counter[str]]:
         """What each hop added; then what came after the last hop. Forgets the marks."""
         marks, self.marks = self.marks, []
-        return [after - before for before, after in zip(marks, [*marks[1:], self.counts], strict=True)]
+        return [
+            after - before for before, after in zip(marks, [*marks[1:], self.counts], strict=True)
+        ]
 
 
 @pytest.fixture
@@ -78,7 +86,9 @@ def launches(monkeypatch) -> Iterator[Launches]:
     monkeypatch.setattr(totals, "merge", mode.counted_as("merge", totals.merge))
     monkeypatch.setattr(totals, "add", mode.counted_as("add", totals.add))
     monkeypatch.setattr(calls, "_copied", mode.counted_as("upload", calls._copied))
-    monkeypatch.setattr(LoopbackTransport, "post", mode.counted_as("messages", LoopbackTransport.post))
+    monkeypatch.setattr(
+        LoopbackTransport, "post", mode.counted_as("messages", LoopbackTransport.post)
+    )
 
     class Marked(KeyStream):
         def __iter__(self):
@@ -102,12 +112,22 @@ def draw(tokens: int) -> list[torch.Tensor]:
     return [torch.randn(tokens, 1, h, 16, generator=generator).bfloat16() for h in (4, 2, 2, 4)]
 
 
-def both(plan: Plan, rank: int, launches: Launches) -> tuple[list[Counter[str]], list[Counter[str]]]:
+def both(
+    plan: Plan, rank: int, launches: Launches
+) -> tuple[list[Counter[str]], list[Counter[str]]]:
     """Launches of each hop, forward and backward."""
     q, k, v, dout = draw(plan.n // plan.cp)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with launches:
-        out = ring_attention(q, k, v, LoopbackTransport(rank, plan.cp), plan=plan, kernel="emulated", qkv_format="sbhd")
+        out = ring_attention(
+            q,
+            k,
+            v,
+            LoopbackTransport(rank, plan.cp),
+            plan=plan,
+            kernel="emulated",
+            qkv_format="sbhd",
+        )
         forward = launches.hops()
         torch.autograd.grad(out, inputs, dout)
     *forward, after = forward
@@ -128,8 +148,8 @@ def beyond(hop: Counter[str]) -> int:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_launches_per_hop(launches, rank):
-    """One in forward, none at hop 0; at most 3 in backward; besides, the lse of a call's queries is copied where the last call
-    had others."""
+    """One in forward, none at hop 0; at most 3 in backward; besides, the lse of a call's queries is
+    copied where the last call had others."""
     plan = Plan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4), schedule="ring")
     both(plan, rank, launches)  # tensors that are made once
     forward, backward = both(plan, rank, launches)
@@ -139,15 +159,21 @@ def test_launches_per_hop(launches, rank):
     assert len(backward) == 5
     # dq of four calls, and dk and dv that arrived. What leaves is as the kernel made it.
     assert max(beyond(hop) for hop in backward) <= 3, backward
-    assert not any(hop.keys() - {"attention", "messages", "memory", "add"} for hop in backward), backward
+    assert not any(hop.keys() - {"attention", "messages", "memory", "add"} for hop in backward), (
+        backward
+    )
     assert [hop["attention"] for hop in backward] == [1, 1, 1, 1, 2]
     assert not any("_local_scalar_dense" in hop for hop in forward + backward)
 
 
 @pytest.mark.parametrize("rank", range(8))
 def test_launches_of_hops_with_several_sources(launches, rank):
-    """Sources that the same queries see go to the kernel in one call, so 7 remote ones take 3 calls at most."""
-    plan = Plan.build(Mask.causal(8 * 256), Layout.zigzag(8 * 256, 8), schedule=(0, 1, 1, 1, 2, 2, 2, 2))
+    """Sources that the same queries see go to the kernel in one call, so 7 remote ones take 3 calls
+    at most.
+    """
+    plan = Plan.build(
+        Mask.causal(8 * 256), Layout.zigzag(8 * 256, 8), schedule=(0, 1, 1, 1, 2, 2, 2, 2)
+    )
     both(plan, rank, launches)
     forward, backward = both(plan, rank, launches)
     assert len(forward) == 3
@@ -158,7 +184,9 @@ def test_launches_of_hops_with_several_sources(launches, rank):
 
 
 def test_packed_documents_upload_nothing_in_the_hops(launches):
-    """Indices and lengths of packed tiles go to the device before the first hop, once for each plan."""
+    """Indices and lengths of packed tiles go to the device before the first hop, once for each
+    plan.
+    """
     ends = np.cumsum([0, *np.random.default_rng(0).integers(20, 200, 20).tolist()])
     n = int(ends[-1]) // 8 * 8
     plan = Plan.build(Mask.documents(np.minimum(ends, n)), Layout.zigzag(n, 4))
@@ -172,7 +200,9 @@ def test_packed_documents_upload_nothing_in_the_hops(launches):
 def test_nothing_is_worked_out_twice(launches, monkeypatch):
     """A second call of a plan reads no signature, makes no tensor of lengths, and uploads nothing."""
     signatures_read = []
-    counted = SimpleNamespace(signature=lambda function: signatures_read.append(function) or inspect.signature(function))
+    counted = SimpleNamespace(
+        signature=lambda function: signatures_read.append(function) or inspect.signature(function)
+    )
     monkeypatch.setattr(signatures, "inspect", counted)
     signatures.parameters_of.cache_clear()
     signatures._names.cache_clear()
@@ -191,15 +221,21 @@ def test_nothing_is_worked_out_twice(launches, monkeypatch):
 
 
 def test_strided_queries_are_copied_once(launches):
-    """As models without rotary embeddings give them: a part of one tensor of queries, keys and values."""
+    """As models without rotary embeddings give them: a part of one tensor of queries, keys and
+    values.
+    """
     plan = Plan.build(Mask.causal(4 * 1024), Layout.zigzag(4 * 1024, 4))
     q, k, v, _ = draw(1024)
     q = torch.cat([q, q], -1)[..., :16]
     with launches, torch.no_grad():
-        ring_attention(q, k, v, LoopbackTransport(1, 4), plan=plan, kernel="emulated", qkv_format="sbhd")
+        ring_attention(
+            q, k, v, LoopbackTransport(1, 4), plan=plan, kernel="emulated", qkv_format="sbhd"
+        )
         launches.hops()
         launches.counts.clear()
-        ring_attention(q, k, v, LoopbackTransport(1, 4), plan=plan, kernel="emulated", qkv_format="sbhd")
+        ring_attention(
+            q, k, v, LoopbackTransport(1, 4), plan=plan, kernel="emulated", qkv_format="sbhd"
+        )
         hops = launches.hops()[:-1]
     assert not any(hop["clone"] for hop in hops)
     assert launches.counts["clone"] == 1
@@ -215,7 +251,8 @@ def test_no_buffer_is_made_per_hop(launches):
     assert counters.slots_alive == 0
     assert len(forward) == cp
     for hop in forward[4:] + backward[4:-1]:
-        # The copy of the lse of half the queries is the one thing that is made: where the queries change.
+        # The copy of the lse of half the queries is the one thing that is made: where the queries
+        # change.
         assert hop["memory"] == 0, hop
     assert sum(hop["clone"] for hop in backward) <= 4, backward
 
@@ -224,8 +261,14 @@ def test_no_buffer_is_made_per_hop(launches):
 def test_adapters_of_torch_operators_launch_nothing_else(name):
     no_random_state.cache_clear()
     with FakeTensorMode():
-        q, dout = (torch.empty(256, 1, 8, 64, dtype=torch.bfloat16, device="cuda").transpose(0, 1) for _ in range(2))
-        k, v = (torch.empty(128, 1, 2, 64, dtype=torch.bfloat16, device="cuda").transpose(0, 1) for _ in range(2))
+        q, dout = (
+            torch.empty(256, 1, 8, 64, dtype=torch.bfloat16, device="cuda").transpose(0, 1)
+            for _ in range(2)
+        )
+        k, v = (
+            torch.empty(128, 1, 2, 64, dtype=torch.bfloat16, device="cuda").transpose(0, 1)
+            for _ in range(2)
+        )
         kernel = choose(name, device=q.device, dtype=q.dtype, d=64, e=64)
         options = {"lo": -OPEN, "hi": OPEN, "scale": 0.1}
         out, lse = kernel.forward(q, k, v, **options)

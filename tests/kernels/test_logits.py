@@ -1,4 +1,6 @@
-"""The largest attention logit of each head: over all ranks it is that of the dense scores under the mask."""
+"""The largest attention logit of each head: over all ranks it is that of the dense scores under the
+mask.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,15 @@ def of_ranks(case, plan, dropped=False, **options):
 
     def rank(group):
         shards = [plan.layout.shard(x, group.rank, 1) for x in case[:3]]
-        dropout = Dropout(0.2, 1, torch.from_numpy(plan.layout.positions(group.rank))) if dropped else None
+        dropout = (
+            Dropout(0.2, 1, torch.from_numpy(plan.layout.positions(group.rank)))
+            if dropped
+            else None
+        )
         inputs = Inputs(*shards, dropout=dropout)
-        output = attention_of(plan, group, AttentionOptions(max_logit=True, **options), inputs)(inputs)
+        output = attention_of(plan, group, AttentionOptions(max_logit=True, **options), inputs)(
+            inputs
+        )
         return output.out, output.max_logit
 
     parts = LocalRing(plan.cp).run(rank)
@@ -38,8 +46,16 @@ def of_ranks(case, plan, dropped=False, **options):
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, kernel, monkeypatch):
     case = Case.draw(N, b=2, h=4, g=2, d=8)
-    masks = [Mask.causal(N), Mask.causal(N, window=(5, 0)), Mask.documents([0, 7, 30, N]), Mask.full(N)]
-    scores = torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2)) * 8**-0.5
+    masks = [
+        Mask.causal(N),
+        Mask.causal(N, window=(5, 0)),
+        Mask.documents([0, 7, 30, N]),
+        Mask.full(N),
+    ]
+    scores = (
+        torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2))
+        * 8**-0.5
+    )
     for mask in masks:
         plan = Plan.build(mask, Layout.zigzag(N, cp) if cp > 1 else Layout.contiguous(N, 1))
         truth = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).amax((0, 2, 3))
@@ -49,13 +65,17 @@ def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, kernel, monkeypatch):
     monkeypatch.setattr(logits, "_BLOCK", 50)
     out, found = of_ranks(case, plan, kernel=kernel)
     torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
-    assert torch.equal(out, plain) or kernel == "reference"  # which takes other calls than without logits
+    # which takes other calls than without logits
+    assert torch.equal(out, plain) or kernel == "reference"
 
 
 @pytest.mark.parametrize("heads", [2, 4])
 def test_each_rank_has_those_of_its_own_heads(heads):
     case, mask = Case.draw(N, b=2, h=8, g=4, d=8), Mask.causal(N, window=(9, 0))
-    scores = torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2)) * 8**-0.5
+    scores = (
+        torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2))
+        * 8**-0.5
+    )
     truth = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).amax((0, 2, 3))
     _, found = of_ranks(case, Plan.build(mask, Layout.zigzag(N, 4), ulysses=heads))
     torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
@@ -67,17 +87,25 @@ def test_each_rank_has_those_of_its_own_heads(heads):
 def test_beside_dropout_it_is_that_of_all_pairs():
     case = Case.draw(N, b=2, h=4, g=1, d=8)
     plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 2))
-    assert torch.equal(torch.stack(of_ranks(case, plan, dropped=True)[1]), torch.stack(of_ranks(case, plan)[1]))
+    assert torch.equal(
+        torch.stack(of_ranks(case, plan, dropped=True)[1]), torch.stack(of_ranks(case, plan)[1])
+    )
 
 
 def test_no_more_than_a_block_is_held(monkeypatch):
-    """Also not a copy of the keys for each query of the block, on a GPU the time of many forward passes."""
+    """Also not a copy of the keys for each query of the block, on a GPU the time of many forward
+    passes.
+    """
     made = []
 
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            made.extend(result.untyped_storage().nbytes() // 4 for _ in [0] if isinstance(result, torch.Tensor))
+            made.extend(
+                result.untyped_storage().nbytes() // 4
+                for _ in [0]
+                if isinstance(result, torch.Tensor)
+            )
             return result
 
     monkeypatch.setattr(logits, "_BLOCK", 4096)
@@ -87,5 +115,7 @@ def test_no_more_than_a_block_is_held(monkeypatch):
         kernel._see(q, k, -OPEN, 0, 0.5)
     assert max(made) <= 4096
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * 0.5
-    truth = scores.masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -math.inf).amax((0, 2, 3))
+    truth = scores.masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -math.inf).amax(
+        (0, 2, 3)
+    )
     torch.testing.assert_close(kernel.largest, truth)

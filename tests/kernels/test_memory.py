@@ -19,7 +19,9 @@ from cp_ring.testing.oracle import Case, brute_force, error
 @pytest.mark.ci
 @pytest.mark.parametrize("calls", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_calls_leak_nothing(calls):
-    """Forward and backward of a rank among four, with their messages, buffers and autograd; some calls have no backward."""
+    """Forward and backward of a rank among four, with their messages, buffers and autograd; some
+    calls have no backward.
+    """
     plan = Plan.build(Mask.documents([0, 7, 64]), Layout.zigzag(64, 4))
     transport = LoopbackTransport(1, 4)
     q, k, v, dout = (plan.layout.shard(x, 1, 1) for x in Case.draw(64, h=2, g=1, d=8))
@@ -46,12 +48,18 @@ def _on_rank(group, case, plan, kernel):
 
 
 def test_a_hundred_shapes_with_nan_in_fresh_memory():
-    """Random ranks, documents, windows, heads and sizes: a whole ring leaves no element unwritten, nor reads such a one."""
+    """Random ranks, documents, windows, heads and sizes: a whole ring leaves no element unwritten,
+    nor reads such a one.
+    """
     generator = np.random.default_rng(0)
     for index in range(100):
         cp, groups, b = (int(generator.integers(1, high)) for high in (5, 4, 3))
         n = int(generator.integers(2 * cp, 60))
-        h, d, e = groups * int(generator.integers(1, 4)), int(generator.integers(1, 20)), int(generator.integers(1, 20))
+        h, d, e = (
+            groups * int(generator.integers(1, 4)),
+            int(generator.integers(1, 20)),
+            int(generator.integers(1, 20)),
+        )
         cuts = np.unique([0, *generator.integers(0, n + 1, 3).tolist()]).tolist()
         mask = Mask.documents(cuts, window=(int(generator.integers(-1, 12)), 0), n=n)
         plan = Plan.build(mask, Layout.zigzag(n, cp), ("direct", "ring")[index // 2 % 2])

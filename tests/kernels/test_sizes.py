@@ -25,7 +25,9 @@ def class_of(tokens: int) -> int:
 
 @given(TOKENS, TOKENS, TOKENS)
 def test_a_call_that_is_filled_up_has_the_class_of_its_size(queries, keys, shard):
-    for tokens, size in zip((queries := min(queries, shard), keys), sizes.sizes_of(queries, keys, shard), strict=True):
+    for tokens, size in zip(
+        (queries := min(queries, shard), keys), sizes.sizes_of(queries, keys, shard), strict=True
+    ):
         filled = max(tokens, sizes.tokens_of(size))
         assert tokens <= filled <= size == class_of(filled)
 
@@ -49,12 +51,25 @@ def test_a_hundred_microbatches_have_at_most_eight_graphs(layout):
     graphs, unfilled = set(), set()
     for _ in range(100):
         mask = Mask.documents(lengths(generator, n))
-        plan = Plan.build_rank_plan(mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(n, cp), rank)
-        for call in (call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, plan)):
+        plan = Plan.build_rank_plan(
+            mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(n, cp), rank
+        )
+        for call in (
+            call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, plan)
+        ):
             if isinstance(call, _Packed):
-                counts = [max(side.count, sizes.tokens_of(side.longest)) for side in (call.q, call.k)]
+                counts = [
+                    max(side.count, sizes.tokens_of(side.longest)) for side in (call.q, call.k)
+                ]
                 graphs.add((len(call.q.ends), *map(class_of, counts), call.right))
-                unfilled.add((len(set(call.q.ends)), class_of(call.q.count), class_of(call.k.count), call.right))
+                unfilled.add(
+                    (
+                        len(set(call.q.ends)),
+                        class_of(call.q.count),
+                        class_of(call.k.count),
+                        call.right,
+                    )
+                )
             else:
                 graphs.add((call.q.stop - call.q.start, call.k.stop - call.k.start, call.hi))
     assert len(graphs) <= 8 < len(unfilled), sorted(graphs)

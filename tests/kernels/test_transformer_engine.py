@@ -1,4 +1,6 @@
-"""The TransformerEngine adapter: against every version's signatures, and a whole ring through an emulation of them."""
+"""The TransformerEngine adapter: against every version's signatures, and a whole ring through an
+emulation of them.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ VERSIONS = list(SIGNATURES)
 def test_calls_bind_to_every_version(version):
     """Forward and backward, dense and packed, by name to the version's own parameters."""
     with installed(version) as calls:
-        conformance.check(KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)])
+        conformance.check(
+            KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)]
+        )
         q, k, v, dout = Case.draw(128, b=2, dtype=torch.bfloat16)
         out, lse = KERNEL.forward(q, k, v, lo=-(1 << 60), hi=0, scale=0.25)
         KERNEL.backward(dout, q, k, v, out, lse, lo=-(1 << 60), hi=0, scale=0.25)
-        names = [parameter.split("=")[0] for parameter in SIGNATURES[version]["fused_attn_bwd"].split()]
+        names = [
+            parameter.split("=")[0] for parameter in SIGNATURES[version]["fused_attn_bwd"].split()
+        ]
         assert {"thd_thd_thd", "sbhd_sbhd_sbhd"} == {call["qkv_layout"] for call in calls}
         assert ("dqkv_dtype" in names) == ("dqkv_dtype" in calls[-1])
 
@@ -56,7 +62,9 @@ def _through_adapter(group, version, case, plan, **options):
     # Shards of a few tokens have the sizes that a real one has.
     with installed(version) as calls, mock.patch.object(sizes, "_SMALLEST", 16):
         result = on_rank(group, case, plan, kernel="transformer_engine", **options)
-        return result, [len(call["cu_seqlens_q"]) - 1 if "thd" in call["qkv_layout"] else 0 for call in calls]
+        return result, [
+            len(call["cu_seqlens_q"]) - 1 if "thd" in call["qkv_layout"] else 0 for call in calls
+        ]
 
 
 @pytest.mark.parametrize(
@@ -76,18 +84,27 @@ def test_whole_ring(pool, cp, version, mask):
     got = whole(plan.layout, [part for part, _ in parts])
     assert all(sequences for _, sequences in parts), "every rank went through the adapter"
     if version == "2.20.2":
-        assert {16} <= {count for _, counts in parts for count in counts} <= {0, 16}, "documents go together, with empty tiles"
+        assert {16} <= {count for _, counts in parts for count in counts} <= {0, 16}, (
+            "documents go together, with empty tiles"
+        )
     for x, y in zip(got, brute_force(case, plan.mask.dense()), strict=True):
         assert error(x, y) < 1.2e-2
 
 
 def test_rejections_are_one_line():
     with installed("2.20.2"):
-        assert KERNEL.rejection(CPU, torch.float32, 64, 64) == "knows float16 and bfloat16, not torch.float32"
-        assert KERNEL.rejection(CPU, torch.float16, 264, 264).startswith("has no fused backend for head sizes 264 and 264")
+        assert (
+            KERNEL.rejection(CPU, torch.float32, 64, 64)
+            == "knows float16 and bfloat16, not torch.float32"
+        )
+        assert KERNEL.rejection(CPU, torch.float16, 264, 264).startswith(
+            "has no fused backend for head sizes 264 and 264"
+        )
         assert KERNEL.rejection(CPU, torch.float16, 200, 160) is None  # as (200, 200)
     with pytest.raises(
-        KernelError, match="transformer_engine': transformer_engine needs TransformerEngine, which is not installed"
+        KernelError,
+        match="transformer_engine': transformer_engine needs TransformerEngine, which is not "
+        "installed",
     ):
         choose("transformer_engine", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
 
@@ -103,7 +120,9 @@ def test_default_generator_stays(version):
 
 
 def test_a_graph_gets_the_generator_that_it_knows(monkeypatch):
-    """A CUDA graph rejects a generator that was not registered with it; the results are the same bits."""
+    """A CUDA graph rejects a generator that was not registered with it; the results are the same
+    bits.
+    """
     q, k, v, _ = Case.draw(128, dtype=torch.bfloat16)
     with installed("2.20.2"):
         eager, _ = KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.25)
@@ -117,14 +136,22 @@ def test_a_graph_gets_the_generator_that_it_knows(monkeypatch):
 def test_conformance_takes_the_dense_path():
     """The sizes of training go there: full and causal, forward and backward, and with a merged lse."""
     with installed("2.20.2") as calls:
-        conformance.check(KERNEL, CPU, torch.bfloat16, only="multiples of 128", heads=[(4, 2, 16, 16)])
+        conformance.check(
+            KERNEL, CPU, torch.bfloat16, only="multiples of 128", heads=[(4, 2, 16, 16)]
+        )
         assert {call["qkv_layout"] for call in calls} == {"sbhd_sbhd_sbhd"}
-        kinds = {(call["attn_mask_type"], "d_o" in call, call["max_seqlen_kv"] % 128) for call in calls}
-        assert kinds == {(mask, back, 0) for mask in ("no_mask", "causal") for back in (False, True)}
+        kinds = {
+            (call["attn_mask_type"], "d_o" in call, call["max_seqlen_kv"] % 128) for call in calls
+        }
+        assert kinds == {
+            (mask, back, 0) for mask in ("no_mask", "causal") for back in (False, True)
+        }
 
 
 def test_versions_of_cudnn(monkeypatch):
-    """NaN in gradients of packed tiles before 9.18, a huge deterministic workspace before 9.25; on Hopper only."""
+    """NaN in gradients of packed tiles before 9.18, a huge deterministic workspace before 9.25; on
+    Hopper only.
+    """
 
     def rejection(cudnn: int, exact: bool) -> str | None:
         with installed("2.20.2", cudnn=cudnn), determinism(exact):
@@ -133,14 +160,18 @@ def test_versions_of_cudnn(monkeypatch):
     assert rejection(91701, False).startswith("needs cuDNN 9.18.0 or later on Hopper")
     assert rejection(91701, False).endswith("; 9.17.1 is installed")
     assert rejection(91800, False) is None
-    assert rejection(92400, True).startswith("needs cuDNN 9.25.0 or later for deterministic gradients on Hopper")
+    assert rejection(92400, True).startswith(
+        "needs cuDNN 9.25.0 or later for deterministic gradients on Hopper"
+    )
     assert rejection(92400, False) is rejection(92500, True) is None
     monkeypatch.setattr(versions, "compute_capability", lambda device: (10, 0))
     assert rejection(91701, False) is rejection(91701, True) is None
 
 
 def test_dense_gradients_that_may_be_nan(monkeypatch):
-    """Without a backend for packed tiles, 192 keys are a dense call; flash attention takes its backward."""
+    """Without a backend for packed tiles, 192 keys are a dense call; flash attention takes its
+    backward.
+    """
     seen = []
 
     def backward(dout, q, k, v, out, lse, **options):
@@ -150,8 +181,16 @@ def test_dense_gradients_that_may_be_nan(monkeypatch):
     monkeypatch.setattr(adapter.FLASH, "backward", backward)
     monkeypatch.setattr(KERNEL, "_wants_packing", lambda call: False)
     with installed("2.20.2") as calls:
-        for size, hi, capability in ((192, OPEN, 9), (256, OPEN, 9), (160, OPEN, 9), (192, 0, 9), (192, OPEN, 10)):
-            monkeypatch.setattr(versions, "compute_capability", lambda device, major=capability: (major, 0))
+        for size, hi, capability in (
+            (192, OPEN, 9),
+            (256, OPEN, 9),
+            (160, OPEN, 9),
+            (192, 0, 9),
+            (192, OPEN, 10),
+        ):
+            monkeypatch.setattr(
+                versions, "compute_capability", lambda device, major=capability: (major, 0)
+            )
             q, k, v, dout = Case.draw(size, dtype=torch.bfloat16)
             out, lse = KERNEL.forward(q, k, v, lo=-OPEN, hi=hi, scale=0.25)
             KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=hi, scale=0.25)
@@ -169,7 +208,9 @@ def test_names_that_are_tried_are_those_of_the_calls(monkeypatch):
 
     monkeypatch.setattr(adapter, "bind", noted)
     with installed("2.20.2"):
-        conformance.check(KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)])
+        conformance.check(
+            KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)]
+        )
     assert [len(names[name]) for name in ("fused_attn_fwd", "fused_attn_bwd")] == [1, 1]
 
 
@@ -178,7 +219,11 @@ def test_library_whose_parameters_do_not_fit_is_rejected(monkeypatch):
         return q, temperature
 
     with installed("2.20.2"):
-        monkeypatch.setattr(sys.modules["transformer_engine.pytorch.cpp_extensions.fused_attn"], "fused_attn_bwd", fused_attn_bwd)
+        monkeypatch.setattr(
+            sys.modules["transformer_engine.pytorch.cpp_extensions.fused_attn"],
+            "fused_attn_bwd",
+            fused_attn_bwd,
+        )
         adapter._library.cache_clear()
         said = KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
         assert said == "fused_attn_bwd of the installed version wants temperature, unknown here"
@@ -188,22 +233,31 @@ def test_a_parameter_of_the_future_is_named():
     def fused_attn_fwd(q, temperature):
         return q, temperature
 
-    with pytest.raises(KernelError, match="fused_attn_fwd of the installed version wants temperature, unknown here"):
+    with pytest.raises(
+        KernelError, match="fused_attn_fwd of the installed version wants temperature, unknown here"
+    ):
         bind("transformer_engine", fused_attn_fwd, {"q": 1, "k": 2})
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="TransformerEngine is not installed",
+)
 def test_installed_version_binds():
     """The real package, as far as it loads without a GPU."""
     library = adapter._library()
     assert not isinstance(library, str), library
     for function in (library.forward, library.backward):
-        known = [parameter.split("=")[0] for parameter in SIGNATURES["2.20.2"][function.__name__].split()]
+        known = [
+            parameter.split("=")[0] for parameter in SIGNATURES["2.20.2"][function.__name__].split()
+        ]
         assert bind("transformer_engine", function, dict.fromkeys([*known, "dqkv_dtype"]))
 
 
 def test_without_packed_tiles_documents_take_the_next_kernel(monkeypatch):
-    """As on an A100. Packed calls of other plans, whose tiles are uneven, go to torch's flash attention."""
+    """As on an A100. Packed calls of other plans, whose tiles are uneven, go to torch's flash
+    attention.
+    """
     plain = emulated_te.backend
 
     def backend(version, training, q_type, kv_type, layout, *rest):
@@ -218,12 +272,16 @@ def test_without_packed_tiles_documents_take_the_next_kernel(monkeypatch):
         _chosen.cache_clear()
         assert choose("auto", **tensors) is KERNEL
         assert choose("auto", packed=True, **tensors).name == "cpu"
-        with pytest.raises(KernelError, match="transformer_engine has no fused backend for packed tiles in "):
+        with pytest.raises(
+            KernelError, match="transformer_engine has no fused backend for packed tiles in "
+        ):
             choose("transformer_engine", packed=True, **tensors)
         q, k, v = (torch.randn(9, 2, 64, dtype=torch.bfloat16) for _ in range(3))
         ends = torch.tensor([0, 4, 9], dtype=torch.int32)
         packing = Packing(ends, ends, 5, 5, -1, 0)
         out, lse = KERNEL.forward_varlen(q, k, v, packing, 0.1)
         dq, _, _ = KERNEL.backward_varlen(out, q, k, v, out, lse, packing, 0.1)
-        assert out.shape == dq.shape == q.shape and torch.equal(out, REFERENCE.forward_varlen(q, k, v, packing, 0.1)[0])
+        assert out.shape == dq.shape == q.shape and torch.equal(
+            out, REFERENCE.forward_varlen(q, k, v, packing, 0.1)[0]
+        )
     _chosen.cache_clear()

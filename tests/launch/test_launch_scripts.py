@@ -1,4 +1,6 @@
-"""launch/env.sh: the Python that it chooses, and what it does with an environment that is complete or was interrupted."""
+"""launch/env.sh: the Python that it chooses, and what it does with an environment that is complete
+or was interrupted.
+"""
 
 import os
 import re
@@ -24,7 +26,9 @@ def script(path, text):
 
 @pytest.fixture
 def machine(tmp_path):
-    """A machine with a PATH of a few tools only, an empty home, and a checkout; returns a function that runs bash on it."""
+    """A machine with a PATH of a few tools only, an empty home, and a checkout; returns a function
+    that runs bash on it.
+    """
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in TOOLS:
@@ -64,7 +68,12 @@ def test_no_python_is_one_clear_line(machine):
 
 
 @pytest.mark.parametrize(
-    "place", ["bin/python3", "home/.pyenv/versions/3.12.9/bin/python3", "home/.pyenv/versions/3.13.0/bin/python3"]
+    "place",
+    [
+        "bin/python3",
+        "home/.pyenv/versions/3.12.9/bin/python3",
+        "home/.pyenv/versions/3.13.0/bin/python3",
+    ],
 )
 def test_a_failing_shim_is_passed_over(machine, place):
     script(machine.tools / "python3.12", FAILING_SHIM)
@@ -72,7 +81,9 @@ def test_a_failing_shim_is_passed_over(machine, place):
     script(real, f'exec "{sys.executable}" "$@"')
     done = machine("find_python")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in (str(real), "python3") and (done.stdout.strip() == "python3") == (place == "bin/python3")
+    assert done.stdout.strip() in (str(real), "python3") and (done.stdout.strip() == "python3") == (
+        place == "bin/python3"
+    )
 
 
 def test_3_12_is_preferred(machine):
@@ -90,7 +101,9 @@ def test_outside_a_checkout_is_one_clear_line(machine):
 
 @pytest.fixture
 def installer(machine):
-    """A Python whose `-m venv` and `-m pip` only write down that they were called; pip fails while `fail` exists."""
+    """A Python whose `-m venv` and `-m pip` only write down that they were called; pip fails while
+    `fail` exists.
+    """
     log = machine.root / "calls"
     target = 'while (($#)); do [[ "$1" != --target ]] || mkdir -p "$2"; shift; done'
     inner = f'echo "pip $*" >> "{log}"; {target}; [[ ! -e "{machine.root}/fail" ]]'
@@ -146,8 +159,16 @@ def test_interrupted_installation_is_made_anew(installer):
 
 def test_shellcheck():
     needs.programs("shellcheck")
-    scripts = [str(path) for path in sorted(LAUNCH.glob("*.sh"))] + [str(LAUNCH.parent / ".ci" / "run")]
-    done = subprocess.run(["shellcheck", "-x", *scripts], cwd=LAUNCH.parent, capture_output=True, text=True, env=os.environ)
+    scripts = [str(path) for path in sorted(LAUNCH.glob("*.sh"))] + [
+        str(LAUNCH.parent / ".ci" / "run")
+    ]
+    done = subprocess.run(
+        ["shellcheck", "-x", *scripts],
+        cwd=LAUNCH.parent,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -167,7 +188,9 @@ PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "shellcheck", "ip")
 
 
 def system(machine, root=True, apt="exit 0"):
-    """The run of prepare_system on a machine with an apt-get that writes its calls down, and those calls."""
+    """The run of prepare_system on a machine with an apt-get that writes its calls down, and those
+    calls.
+    """
     log = machine.root / "apt-calls"
     script(machine.tools / "id", f"echo {0 if root else 1000}")
     if apt:
@@ -179,7 +202,10 @@ def system(machine, root=True, apt="exit 0"):
 
 def test_what_tests_need_is_installed_once(machine):
     done, calls = system(machine)
-    assert calls[0] == "-qq update" and "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge" in calls[1]
+    assert (
+        calls[0] == "-qq update"
+        and "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge" in calls[1]
+    )
     assert "installing slurmctld" in done.stdout and not done.stderr
     for name in PROGRAMS:
         script(machine.tools / name, "exit 0")
@@ -192,11 +218,15 @@ def test_tests_go_on_with_a_notice_where_it_cannot_be_installed(machine, how):
     for name in PROGRAMS[:-1]:
         script(machine.tools / name, "exit 0")
     done, calls = system(machine, **how)
-    assert done.stderr == "cp_ring: not installed, so that the tests that need them are skipped: ip\n"
+    assert (
+        done.stderr == "cp_ring: not installed, so that the tests that need them are skipped: ip\n"
+    )
     assert bool(calls) == (how.get("apt") == "exit 100")
 
 
-@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+@pytest.mark.parametrize(
+    ("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)]
+)
 def test_a_missing_program_skips_a_test_and_fails_it_in_ci(monkeypatch, ci, outcome):
     monkeypatch.setenv("CI", ci)
     needs.programs("bash")
@@ -206,11 +236,15 @@ def test_a_missing_program_skips_a_test_and_fails_it_in_ci(monkeypatch, ci, outc
 
 def test_constraints_name_no_host_or_path():
     for line in (LAUNCH / "constraints.txt").read_text().splitlines():
-        assert line.startswith("#") or (line.count("==") == 1 and "/" not in line and "@" not in line), line
+        assert line.startswith("#") or (
+            line.count("==") == 1 and "/" not in line and "@" not in line
+        ), line
 
 
 def test_another_torch_is_installed_once_over_the_environment(machine):
-    """The lane's Python is that of .venv; pip is told to install into the lane, and what an interruption left is made anew."""
+    """The lane's Python is that of .venv; pip is told to install into the lane, and what an
+    interruption left is made anew.
+    """
     (machine.tools / "python3.12").symlink_to(sys.executable)
     calls, fail = machine.root / "calls", machine.root / "fail"
     venv = machine.root / ".venv"
@@ -236,12 +270,17 @@ def test_another_torch_is_installed_once_over_the_environment(machine):
 
 @pytest.fixture
 def checks(machine):
-    """launch/test.sh in a checkout whose programs only write down how they were called; one named in FAIL fails."""
+    """launch/test.sh in a checkout whose programs only write down how they were called; one named
+    in FAIL fails.
+    """
     shutil.copy(LAUNCH / "test.sh", machine.root / "launch" / "test.sh")
     script(machine.tools / "id", "echo 1000")
     for tool in ("ln", "ls"):
         (machine.tools / tool).symlink_to(shutil.which(tool))
-    tell = f'call="${{0##*/}} $*"; echo "$call" >> "{machine.root}/calls"; [[ "$call" != *"${{FAIL:-nothing}}"* ]]'
+    tell = (
+        f'call="${{0##*/}} $*"; echo "$call" >> "{machine.root}/calls"; [[ "$call" != '
+        f'*"${{FAIL:-nothing}}"* ]]'
+    )
     for program in ("python", "ruff", "mypy", "lint-imports"):
         script(machine.root / ".venv" / "bin" / program, tell)
     script(machine.root / ".compat" / "torch-2.15.0" / "bin" / "python", tell)
@@ -265,16 +304,36 @@ def test_quick_checks_come_first_and_each_tells_its_time(checks):
     assert [word[0] for word in words[:4]] == ["ruff", "python", "mypy", "lint-imports"]
     assert words[1][1:] == ["launch/budget.py"]
     assert words[4][:4] == ["python", "-m", "mkdocs", "build"] and "--strict" in words[4]
-    assert words[5][:3] == ["python", "-m", "pytest"] and words[5][-4:] == ["-m", "slow", "-k", "layout"]
+    assert words[5][:3] == ["python", "-m", "pytest"] and words[5][-4:] == [
+        "-m",
+        "slow",
+        "-k",
+        "layout",
+    ]
     assert "--durations=15" in words[5] and "loadgroup" in words[5]
-    times = [line.split("cp_ring: ")[1].split("  ")[0] for line in done.stdout.splitlines() if line.endswith(" s")]
-    assert times == ["ruff", "budget", "mypy", "import-linter", "documentation", "tests", "all, without installation"]
+    times = [
+        line.split("cp_ring: ")[1].split("  ")[0]
+        for line in done.stdout.splitlines()
+        if line.endswith(" s")
+    ]
+    assert times == [
+        "ruff",
+        "budget",
+        "mypy",
+        "import-linter",
+        "documentation",
+        "tests",
+        "all, without installation",
+    ]
     assert len(re.findall(r" {2,}\d+ s +\d+ CPU s$", done.stdout, re.MULTILINE)) == len(times)
 
 
 def test_cpu_seconds_are_those_of_all_commands_that_have_ended(machine):
     work = f"{sys.executable} -c 'import time; exec(\"while time.process_time() < 2.2: pass\")'"
-    done = machine(f'cpu_seconds; echo "$cpu"; {work}; cpu_seconds; echo "$cpu"; ({work}); cpu_seconds; echo "$cpu"')
+    done = machine(
+        f'cpu_seconds; echo "$cpu"; {work}; cpu_seconds; echo "$cpu"; ({work}); cpu_seconds; echo '
+        f'"$cpu"'
+    )
     first, second, third = map(int, done.stdout.split())
     assert second - first >= 2 and third - second >= 2, done.stdout
 

@@ -19,17 +19,24 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "cp_ring", "patches", "conf
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder into which the wheel is unpacked; built from a copy, so that the checkout stays as it is."""
+    """A folder into which the wheel is unpacked; built from a copy, so that the checkout stays as
+    it is.
+    """
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(work), str(source)], check=True)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(work), str(source)],
+        check=True,
+    )
     (wheel,) = work.glob("cp_ring-*.whl")
     zipfile.ZipFile(wheel).extractall(work / "target")
     shutil.rmtree(source)
@@ -51,14 +58,18 @@ print(json.dumps({"files": files, "patches": patches, "dry run": shown.getvalue(
 
 @pytest.fixture(scope="module")
 def told(installed, tmp_path_factory):
-    """What a program in another folder finds, where the installed wheel comes before everything else."""
+    """What a program in another folder finds, where the installed wheel comes before everything
+    else.
+    """
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "texts").mkdir()
     for name in ("a.txt", "b.txt"):
         (elsewhere / "texts" / name).write_text(name)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(
+        command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stderr
     return {"folder": elsewhere, **json.loads(done.stdout.splitlines()[-1])}
 
@@ -66,7 +77,10 @@ def told(installed, tmp_path_factory):
 def test_packages_come_from_the_wheel(installed, told):
     assert [Path(file) for file in told["files"]] == [
         installed / "cp_ring" / "__init__.py",
-        *(installed / "cp_ring" / name / "__init__.py" for name in ("patches", "configs", "launch", "job")),
+        *(
+            installed / "cp_ring" / name / "__init__.py"
+            for name in ("patches", "configs", "launch", "job")
+        ),
     ]
 
 
@@ -90,7 +104,10 @@ def test_every_module_is_in_the_wheel(installed):
 
 
 def test_dry_run_from_another_folder(told):
-    assert "-m cp_ring.pretrain_gpt" in told["dry run"] and "--context-parallel-size 2" in told["dry run"]
+    assert (
+        "-m cp_ring.pretrain_gpt" in told["dry run"]
+        and "--context-parallel-size 2" in told["dry run"]
+    )
     assert str(told["folder"] / "runs" / "quickstart" / "checkpoints") in told["dry run"]
 
 

@@ -1,4 +1,6 @@
-"""Faults that the certificate must reject, planted one at a time, each with the job in which it is one."""
+"""Faults that the certificate must reject, planted one at a time, each with the job in which it is
+one.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ from tests.parity import faults as parity
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Puts the fault called `name` (none for "") into cp_ring for as long as the context lasts; its patches must be in force."""
+    """Puts the fault called `name` (none for "") into cp_ring for as long as the context lasts; its
+    patches must be in force.
+    """
     with contextlib.ExitStack() as stack:
         for owner, attribute, faulty in FAULTS[name]() if name else ():
-            stack.enter_context(patch.object(owner, attribute, _instead(getattr(owner, attribute), faulty)))
+            stack.enter_context(
+                patch.object(owner, attribute, _instead(getattr(owner, attribute), faulty))
+            )
         yield
 
 
@@ -64,7 +70,9 @@ def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec:
 
 
 def _chunks_swapped(split: Any, batch: Any, rank: int, cp: int) -> Any:
-    return {name: torch.cat(part.chunk(2, 1)[::-1], 1) for name, part in split(batch, rank, cp).items()}
+    return {
+        name: torch.cat(part.chunk(2, 1)[::-1], 1) for name, part in split(batch, rank, cp).items()
+    }
 
 
 def _ranks_reversed(split: Any, batch: Any, rank: int, cp: int) -> Any:
@@ -73,7 +81,11 @@ def _ranks_reversed(split: Any, batch: Any, rank: int, cp: int) -> Any:
 
 def _rotary() -> list[Any]:
     name = "get_pos_emb_on_this_cp_rank"
-    loaded = [module for key, module in list(sys.modules.items()) if key.startswith("megatron.core.models") and module]
+    loaded = [
+        module
+        for key, module in list(sys.modules.items())
+        if key.startswith("megatron.core.models") and module
+    ]
 
     def contiguous(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
         return pos_emb.chunk(cp_group.size(), seq_dim)[cp_group.rank()]
@@ -97,7 +109,9 @@ def _hop_lost(start: Any, self: Any, hop: Any) -> None:
 
 
 def _scaled(attention_of: Any, plan: Any, group: Any, options: Any, inputs: Any) -> Any:
-    return attention_of(plan, group, replace(options, softmax_scale=options.softmax_scale * 1.05), inputs)
+    return attention_of(
+        plan, group, replace(options, softmax_scale=options.softmax_scale * 1.05), inputs
+    )
 
 
 def _totals(operation: str, rounded: Any) -> Any:
@@ -134,7 +148,12 @@ def _padding() -> list[Any]:
 
     def attended(in_thd: Any, packed: Any, *args: Any) -> Any:
         return in_thd(
-            dataclasses.replace(packed, cu_seqlens_q=packed.cu_seqlens_q_padded, cu_seqlens_kv=packed.cu_seqlens_kv_padded), *args
+            dataclasses.replace(
+                packed,
+                cu_seqlens_q=packed.cu_seqlens_q_padded,
+                cu_seqlens_kv=packed.cu_seqlens_kv_padded,
+            ),
+            *args,
         )
 
     return [(Documents, "in_thd", attended)]
@@ -146,20 +165,32 @@ def _wrong_beyond_256(make_plan: Any, mask: str, n: int, cp: int, window: Any, s
 
 
 def _second_row_like_the_first(inputs: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
-    return inputs(q, k[:, :1].expand(k.shape).contiguous(), v[:, :1].expand(v.shape).contiguous(), *more)
+    return inputs(
+        q, k[:, :1].expand(k.shape).contiguous(), v[:, :1].expand(v.shape).contiguous(), *more
+    )
 
 
 def _loss_mask_not_split(split: Any, batch: Any, rank: int, cp: int) -> Any:
     """Every rank gets the first tokens of the loss mask."""
     parts = split(batch, rank, cp)
-    return parts | {name: batch[name][:, : parts[name].shape[1]] for name in ("loss_mask",) if name in parts}
+    return parts | {
+        name: batch[name][:, : parts[name].shape[1]] for name in ("loss_mask",) if name in parts
+    }
 
 
 def _key_gradients_in_bf16(finish: Any, self: Any) -> Any:
     return [total.copy_(total.bfloat16()) for total in finish(self)]
 
 
-def _aux_loss_twice(attach: Any, self: Any, activation: Any, coefficient: float, loss: Any, *args: Any, **kwargs: Any) -> Any:
+def _aux_loss_twice(
+    attach: Any,
+    self: Any,
+    activation: Any,
+    coefficient: float,
+    loss: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The load-balancing loss weighs twice as much with context parallelism as without."""
     twice = 2 if self.config.context_parallel_size > 1 else 1
     return attach(self, activation, coefficient, loss * twice, *args, **kwargs)
@@ -186,8 +217,12 @@ FAULTS: dict[str, Any] = {
     "sink ignored": _parity("sink dropped"),
     "sink gradient dropped": _parity("sink gradient dropped"),
     "softmax scale": _core("attention_of", _scaled),
-    "softmax denominators accumulated in bf16": _totals("merge", lambda outs, lses, running, lse, out: [lse]),
-    "outputs accumulated in bf16": _totals("merge", lambda outs, lses, running, lse, out: [running, out]),
+    "softmax denominators accumulated in bf16": _totals(
+        "merge", lambda outs, lses, running, lse, out: [lse]
+    ),
+    "outputs accumulated in bf16": _totals(
+        "merge", lambda outs, lses, running, lse, out: [running, out]
+    ),
     "gradients accumulated in bf16": _totals("add", lambda parts, running, total: [running, total]),
     "loss divided by cp twice": _gpt("loss_function", _loss_divided),
     "reported loss halved": _gpt("loss_function", _reported_loss_divided),

@@ -1,4 +1,6 @@
-"""Forward steps of users' scripts, for the certificate: one that behaves as Megatron-LM's own script, and ones that are wrong."""
+"""Forward steps of users' scripts, for the certificate: one that behaves as Megatron-LM's own
+script, and ones that are wrong.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ def get_batch(data_iterator):
     batch = next(data_iterator)
     for key in KEYS:
         batch[key] = batch[key].cuda() if batch.get(key) is not None else None
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
 
 
 def run_model(model, batch):
-    return model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+    )
 
 
 def writes_into_its_batch(data_iterator, model):
@@ -54,7 +60,9 @@ def whole_loss_mask(data_iterator, model):
     whole = next(data_iterator)
     mask = whole["loss_mask"].clone()
     batch = get_batch(iter([whole]))
-    return run_model(model, batch), functools.partial(loss_function, mask[:, : batch["tokens"].shape[1]])
+    return run_model(model, batch), functools.partial(
+        loss_function, mask[:, : batch["tokens"].shape[1]]
+    )
 
 
 def loss_mask_of_ones(data_iterator, model):
@@ -66,7 +74,9 @@ def loss_mask_of_ones(data_iterator, model):
 
 
 def mean_over_all_ranks(data_iterator, model):
-    """As in older scripts: the loss function returns a mean over the tokens of all ranks, and no number of tokens."""
+    """As in older scripts: the loss function returns a mean over the tokens of all ranks, and no
+    number of tokens.
+    """
     batch = get_batch(data_iterator)
 
     def loss(output):

@@ -1,10 +1,10 @@
 """One rank of certificates: a job of flags is examined in each of its cases, and not trained.
 
-A job is {"name", "argv", "cases"}, a case a planted fault ("" for none) and a seed. "step" may name a forward step of
-certificate_steps, and "seconds" the time for probes at the job's length.
+A job is {"name", "argv", "cases"}, a case a planted fault ("" for none) and a seed. "step" may name
+a forward step of certificate_steps, and "seconds" the time for probes at the job's length.
 
-FOLDER/name.json gets, from rank 0, a list of {"fault", "seed", "rejections", "untouched"} with the certificate; "untouched" tells
-whether all states and arguments are as before.
+FOLDER/name.json gets, from rank 0, a list of {"fault", "seed", "rejections", "untouched"} with the
+certificate; "untouched" tells whether all states and arguments are as before.
 """
 
 import json
@@ -27,8 +27,15 @@ def states():
 
     from cp_ring.megatron import settings
 
-    tracker = {name: state.tolist() for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
-    groups = {name: id(value) for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+    tracker = {
+        name: state.tolist()
+        for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+    }
+    groups = {
+        name: id(value)
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and name.isupper()
+    }
     return (
         torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), tracker, dict(vars(get_args())),
         id(get_args()), groups, get_num_microbatches(), settings.current(), losses_of_experts(),
@@ -60,7 +67,11 @@ def run(job, folder):
         before = states()
         with planted(fault):
             certificate = run_probes(args, seed, step, job.get("seconds", 5.0))
-        entry = {"fault": fault, "seed": seed, "rejections": [probe.rejection() for probe in certificate.failures]}
+        entry = {
+            "fault": fault,
+            "seed": seed,
+            "rejections": [probe.rejection() for probe in certificate.failures],
+        }
         entry["failure"] = certificate.failure
         found.append(entry | certificate.as_dict() | {"untouched": states() == before})
     if os.environ["RANK"] == "0":

@@ -1,4 +1,6 @@
-"""A small set of conversations made from text on this machine: what does this function do? its documentation."""
+"""A small set of conversations made from text on this machine: what does this function do? its
+documentation.
+"""
 
 import ast
 import json
@@ -8,12 +10,25 @@ from pathlib import Path
 
 from cp_ring.tools.job.corpus import _save_tokenizer, _train_tokenizer
 
-FILES = ("argparse", "ast", "calendar", "configparser", "csv", "dis", "fractions", "heapq", "inspect", "textwrap")
+FILES = (
+    "argparse",
+    "ast",
+    "calendar",
+    "configparser",
+    "csv",
+    "dis",
+    "fractions",
+    "heapq",
+    "inspect",
+    "textwrap",
+)
 SPECIAL = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_233>", "<unk>"]
 
 
 def documented():
-    """(name, documentation) of each documented function and class of some modules of the standard library."""
+    """(name, documentation) of each documented function and class of some modules of the standard
+    library.
+    """
     for name in FILES:
         tree = ast.parse((Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text())
         for node in ast.walk(tree):
@@ -23,14 +38,23 @@ def documented():
 
 def conversation(name, text):
     system = {"role": "system", "content": f"You know the module {name.partition('.')[0]}."}
-    return [system, {"role": "user", "content": f"What is {name}?"}, {"role": "assistant", "content": text}]
+    return [
+        system,
+        {"role": "user", "content": f"What is {name}?"},
+        {"role": "assistant", "content": text},
+    ]
 
 
 def write(folder, most=120, each=1):
-    """A .jsonl file of at most `most` conversations, `each` in a line, and a tokenizer for it: (file, folder)."""
+    """A .jsonl file of at most `most` conversations, `each` in a line, and a tokenizer for it:
+    (file, folder).
+    """
     pairs = list(documented())[:most]
     file = folder / "conversations.jsonl"
-    lines = [list(chain(*(conversation(*pair) for pair in pairs[i : i + each]))) for i in range(0, len(pairs), each)]
+    lines = [
+        list(chain(*(conversation(*pair) for pair in pairs[i : i + each])))
+        for i in range(0, len(pairs), each)
+    ]
     file.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
     tokenizer = _train_tokenizer([text for _, text in pairs], 500)
     tokenizer.add_special_tokens(SPECIAL)
@@ -42,5 +66,6 @@ def write(folder, most=120, each=1):
 def data(folder, **more):
     """Megatron's flags for the data set."""
     file, tokenizer = write(folder, **more)
-    return ["--sft", "--data-path", str(file), "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(tokenizer),
+    return ["--sft", "--data-path", str(file), "--tokenizer-type", "SFTTokenizer",
+        "--tokenizer-model", str(tokenizer),
             "--split", "100,0,0", "--data-cache-path", str(folder / "cache")]  # fmt: skip

@@ -1,7 +1,9 @@
-"""One of two ranks that train GPT models of megatron.core for one step without megatron.training: `core_worker.py OUT.json`.
+"""One of two ranks that train GPT models of megatron.core for one step without megatron.training:
+`core_worker.py OUT.json`.
 
-Each case is run with a context parallel size of 1, with stock attention where Megatron has such a model on the CPU, and of 2,
-with ring attention, as it is and with a fault planted. OUT.json holds the loss and the gradient norms of all parameters.
+Each case is run with a context parallel size of 1, with stock attention where Megatron has such a
+model on the CPU, and of 2, with ring attention, as it is and with a fault planted. OUT.json holds
+the loss and the gradient norms of all parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from tests.parity.faults import planted
 
 N, VOCAB = 64, 128
 LATENT = {
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 24, "rope_type": "rope",
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 24,
+    "rope_type":
+    "rope",
     "qk_layernorm": True,
 }  # fmt: skip
 WINDOW = {"window_size": (11, 0)}
@@ -34,8 +38,8 @@ WINDOW = {"window_size": (11, 0)}
 
 @dataclass(frozen=True)
 class Case:
-    """A model: settings of its configuration, the mask type of its layers, how its tokens come, the fault that it must show, and
-    how its keys travel."""
+    """A model: settings of its configuration, the mask type of its layers, how its tokens come, the
+    fault that it must show, and how its keys travel."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     fault: str = "mask widened"
@@ -47,9 +51,13 @@ class Case:
 
 CASES = {
     "causal": Case(),
-    "no_mask": Case(mask="no_mask", fault="window widened", settings={"window_size": (9, 9)}, stock=False),
+    "no_mask": Case(
+        mask="no_mask", fault="window widened", settings={"window_size": (9, 9)}, stock=False
+    ),
     "window": Case(WINDOW, "window widened"),
-    "window_on_alternate_layers": Case({**WINDOW, "window_attn_skip_freq": 2}, "window on every layer"),
+    "window_on_alternate_layers": Case(
+        {**WINDOW, "window_attn_skip_freq": 2}, "window on every layer"
+    ),
     "off_by_one": Case({"softmax_type": "off-by-one"}, "sink dropped"),
     "learnable_sinks": Case({"softmax_type": "learnable", **WINDOW}, "sink gradient dropped"),
     "mla": Case(LATENT, "scale of the head size", stock=False),
@@ -57,7 +65,9 @@ CASES = {
     "moe": Case({"num_moe_experts": 4, "moe_router_topk": 2}),
     "packed_thd": Case(data="thd", fault="boundary shifted by one", stock=False),
     "document_mask": Case(data="documents", fault="documents merged", stock=False),
-    "document_mask_window": Case(WINDOW, data="documents", fault="boundary shifted by one", stock=False),
+    "document_mask_window": Case(
+        WINDOW, data="documents", fault="boundary shifted by one", stock=False
+    ),
 }
 
 
@@ -67,9 +77,12 @@ def configuration(case: Case, cp: int) -> Any:
     kind = MLATransformerConfig if "kv_lora_rank" in case.settings else TransformerConfig
     heads = {} if kind is MLATransformerConfig else {"num_query_groups": 2}
     common = {
-        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "normalization": "RMSNorm",
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128,
+        "normalization":
+        "RMSNorm",
         "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "masked_softmax_fusion": False, "use_cpu_initialization": True,
+        "attention_dropout": 0.0, "hidden_dropout": 0.0, "masked_softmax_fusion": False,
+        "use_cpu_initialization": True,
         "context_parallel_size": cp, "init_method_std": 0.1,
     }  # fmt: skip
     return kind(**common, **heads, **case.settings)
@@ -86,12 +99,19 @@ def build(case: Case, cp: int, ring: bool) -> Any:
     torch.manual_seed(5)
     model_parallel_cuda_manual_seed(5)
     config = configuration(case, cp)
-    options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm, "normalization": "RMSNorm"}
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention="kv_lora_rank" in case.settings, **options)
+    options = {
+        "num_experts": config.num_moe_experts,
+        "qk_layernorm": config.qk_layernorm,
+        "normalization": "RMSNorm",
+    }
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        multi_latent_attention="kv_lora_rank" in case.settings, **options
+    )
     if case.mask == "no_mask":
         spec.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
     model = GPTModel(
-        config, with_ring_attention(spec) if ring else spec, VOCAB, N, position_embedding_type="rope",
+        config, with_ring_attention(spec) if ring else spec, VOCAB, N,
+            position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )  # fmt: skip
     for name, parameter in model.named_parameters():
@@ -101,7 +121,9 @@ def build(case: Case, cp: int, ring: bool) -> Any:
 
 
 def batch(case: Case, rank: int, cp: int) -> dict[str, Any]:
-    """This rank's part of two rows, or one row of documents: input_ids, position_ids, labels [b, n / cp] and their mask."""
+    """This rank's part of two rows, or one row of documents: input_ids, position_ids, labels [b, n
+    / cp] and their mask.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from cp_ring.megatron.documents import DocumentParams, Documents
@@ -109,25 +131,41 @@ def batch(case: Case, rank: int, cp: int) -> dict[str, Any]:
     random = torch.Generator().manual_seed(9)
     rows = 1 if case.data == "thd" else 2
     tokens = torch.randint(0, VOCAB, (rows, N + 1), generator=random)
-    whole = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(N).expand(rows, N)}
+    whole = {
+        "input_ids": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": torch.arange(N).expand(rows, N),
+    }
     counted = torch.ones(rows, N)
     if case.data == "documents":
         documents = Documents.in_rows(np.array([0, 5, 30, 64, 100, 101, 128]), rows, "zigzag", cp)
         parts = {name: documents.shard(value, rank) for name, value in whole.items()}
-        return {**parts, "mask": documents.shard(counted, rank), "packed_seq_params": DocumentParams.carry(documents)}
+        return {
+            **parts,
+            "mask": documents.shard(counted, rank),
+            "packed_seq_params": DocumentParams.carry(documents),
+        }
     if case.data == "rows":
         layout = Layout.zigzag(N, cp) if cp > 1 else Layout.contiguous(N, 1)
-        return {name: layout.shard(value, rank, 1) for name, value in {**whole, "mask": counted}.items()}
+        return {
+            name: layout.shard(value, rank, 1) for name, value in {**whole, "mask": counted}.items()
+        }
     real, padded = cut(N, 3)
     for start, stop, length in zip(padded[:-1], padded[1:], np.diff(real), strict=True):
         counted[:, start + length - 1 : stop] = 0
     layout = Layout.per_document_zigzag(padded, cp) if cp > 1 else Layout.contiguous(N, 1)
-    ends, ends_padded, longest = torch.from_numpy(real).int(), torch.from_numpy(padded).int(), int(np.diff(padded).max())
+    ends, ends_padded, longest = (
+        torch.from_numpy(real).int(),
+        torch.from_numpy(padded).int(),
+        int(np.diff(padded).max()),
+    )
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends_padded,
         cu_seqlens_kv_padded=ends_padded, max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
-    parts = {name: layout.shard(value, rank, 1) for name, value in {**whole, "mask": counted}.items()}
+    parts = {
+        name: layout.shard(value, rank, 1) for name, value in {**whole, "mask": counted}.items()
+    }
     return {**parts, "packed_seq_params": packed}
 
 
@@ -141,7 +179,10 @@ def step(case: Case, cp: int, ring: bool, fault: str = "") -> dict[str, Any]:
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     try:
         kernel = "reference" if cp == 1 else "auto"
-        settings.configure(ContextParallelConfig.make(enabled=True, kernel=kernel, wire=case.wire), whole_rows=False)
+        settings.configure(
+            ContextParallelConfig.make(enabled=True, kernel=kernel, wire=case.wire),
+            whole_rows=False,
+        )
         inputs = batch(case, parallel_state.get_context_parallel_rank(), cp)
         mask, group = inputs.pop("mask"), parallel_state.get_context_parallel_group()
         hidden = causal_mask(case) if not ring else None
@@ -153,7 +194,10 @@ def step(case: Case, cp: int, ring: bool, fault: str = "") -> dict[str, Any]:
             total.backward()
         count, total = mask.sum(), total.detach()
         # A fault may leave a parameter without a gradient.
-        gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+        gradients = {
+            name: p.grad if p.grad is not None else torch.zeros_like(p)
+            for name, p in model.named_parameters()
+        }
         for tensor in (count, total, *gradients.values()):
             dist.all_reduce(tensor, group=group)
         norms = {name: float((gradient / count).norm()) for name, gradient in gradients.items()}
@@ -168,7 +212,9 @@ def causal_mask(case: Case) -> torch.Tensor:
 
 
 def believe_in_no_transformer_engine() -> None:
-    """Before 0.17 Megatron's latent attention and router take TransformerEngine as there where it is not."""
+    """Before 0.17 Megatron's latent attention and router take TransformerEngine as there where it
+    is not.
+    """
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -196,7 +242,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         import megatron.core
 
-        Path(sys.argv[1]).write_text(json.dumps({"version": megatron.core.__version__, "cases": results}))
+        Path(sys.argv[1]).write_text(
+            json.dumps({"version": megatron.core.__version__, "cases": results})
+        )
     dist.destroy_process_group()
 
 

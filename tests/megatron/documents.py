@@ -8,8 +8,11 @@ import torch
 EOD = 254  # NullTokenizer's, with --vocab-size 255
 
 
-def write(prefix: Path, documents: int = 600, longest: int = 60, seed: int = 3, skewed: bool = False) -> str:
-    """A data set of random documents of 1 to `longest` tokens, each with its end-of-document token; returns its prefix.
+def write(
+    prefix: Path, documents: int = 600, longest: int = 60, seed: int = 3, skewed: bool = False
+) -> str:
+    """A data set of random documents of 1 to `longest` tokens, each with its end-of-document token;
+    returns its prefix.
 
     With `skewed`, every eighth document is three times as long.
     """
@@ -28,4 +31,13 @@ def write(prefix: Path, documents: int = 600, longest: int = 60, seed: int = 3, 
 
 def data(prefix: str) -> list[str]:
     """Megatron's flags for the data set."""
-    return ["--tokenizer-type", "NullTokenizer", "--vocab-size", "255", "--data-path", prefix, "--split", "90,5,5"]
+    return [
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "255",
+        "--data-path",
+        prefix,
+        "--split",
+        "90,5,5",
+    ]

@@ -1,4 +1,6 @@
-"""A user's script whose model and batches are not those of a GPT model: layers with cross attention, texts by two names."""
+"""A user's script whose model and batches are not those of a GPT model: layers with cross
+attention, texts by two names.
+"""
 
 from functools import partial
 
@@ -15,12 +17,19 @@ from tests.megatron.small_script import datasets, get_args, loss_function
 def build(pre_process=True, post_process=True, config=None, **ignored):
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    return GPTModel(config, decoder_model_with_local_spec(), args.padded_vocab_size, args.max_position_embeddings)
+    return GPTModel(
+        config,
+        decoder_model_with_local_spec(),
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+    )
 
 
 def forward_step(data_iterator, model):
     batch = next(data_iterator)
-    output = model(batch["text_enc"], batch["text_dec"], batch["enc_dec_mask"], labels=batch["labels"])
+    output = model(
+        batch["text_enc"], batch["text_dec"], batch["enc_dec_mask"], labels=batch["labels"]
+    )
     return output, partial(loss_function, batch["loss_mask"])
 
 

@@ -1,4 +1,5 @@
-"""pretrain_gpt of cp_ring with Megatron's fine-grained activation offloading, whose flags Megatron accepts with CUDA alone.
+"""pretrain_gpt of cp_ring with Megatron's fine-grained activation offloading, whose flags Megatron
+accepts with CUDA alone.
 
 Each rank ends with a line of the bytes that it moved to host memory.
 """
@@ -28,5 +29,6 @@ if __name__ == "__main__":
     argument_utils.core_transformer_config_from_args = offloading_config
     with host_memory.fine_grained() as offloading:
         pretrain_gpt.main()
-        sys.stdout.write(f"moved {sum(host_memory.moved_bytes(offloading).values())}\n")  # ranks share a log: one write
+        # ranks share a log: one write
+        sys.stdout.write(f"moved {sum(host_memory.moved_bytes(offloading).values())}\n")
         sys.stdout.flush()

@@ -1,4 +1,6 @@
-"""Megatron's own ways of moving saved tensors to host memory, on the CPU, with stand-ins for CUDA and TransformerEngine."""
+"""Megatron's own ways of moving saved tensors to host memory, on the CPU, with stand-ins for CUDA
+and TransformerEngine.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,17 @@ from unittest import mock
 import torch
 
 MODULES = ["core_attn", "attn_proj"]
-SETTINGS = {"fine_grained_activation_offloading": True, "offload_modules": MODULES, "min_offloaded_tensor_size": 1}
+SETTINGS = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": MODULES,
+    "min_offloaded_tensor_size": 1,
+}
 
 
 @contextmanager
 def fine_grained() -> Iterator[Any]:
-    """The module of the feature, which moves tensors of the CPU, to memory that is not pinned; streams are those of cpu_runtime.
+    """The module of the feature, which moves tensors of the CPU, to memory that is not pinned;
+    streams are those of cpu_runtime.
 
     Where it frees the storage of a tensor, the storage is gone: a later use of it crashes.
     """
@@ -28,8 +35,16 @@ def fine_grained() -> Iterator[Any]:
     with ExitStack() as stack:
         for owner, name, value in (
             (extensions, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False)),
-            (chunk, "_can_manage_tensor_for_offload", staticmethod(lambda x: not isinstance(x, torch.nn.Parameter))),
-            (pool, "__init__", lambda self, device="cpu", pin_memory=False: make_pool(self, device, False)),
+            (
+                chunk,
+                "_can_manage_tensor_for_offload",
+                staticmethod(lambda x: not isinstance(x, torch.nn.Parameter)),
+            ),
+            (
+                pool,
+                "__init__",
+                lambda self, device="cpu", pin_memory=False: make_pool(self, device, False),
+            ),
             (torch.Tensor, "record_stream", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -39,12 +54,15 @@ def fine_grained() -> Iterator[Any]:
 
 
 def moved_bytes(offloading: Any) -> dict[str, int]:
-    """Bytes that this rank moves for the microbatches in flight at a time, by module; known after the first step."""
+    """Bytes that this rank moves for the microbatches in flight at a time, by module; known after
+    the first step.
+    """
     return dict(offloading.PipelineOffloadManager.get_instance().offload_summary_bytes)
 
 
 class MarkedOnly:
-    """As TransformerEngine before 2.10 keeps saved tensors: those that are marked wait in host memory, here a copy.
+    """As TransformerEngine before 2.10 keeps saved tensors: those that are marked wait in host
+    memory, here a copy.
 
     moved: shapes of the tensors that were moved; left: of those that stayed.
     """
@@ -56,7 +74,9 @@ class MarkedOnly:
 
     def __enter__(self) -> None:
         self.inside_context = True
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.on_save_for_backward, self.on_get_saved_tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            self.on_save_for_backward, self.on_get_saved_tensor
+        )
         self._hooks.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -80,7 +100,11 @@ def marked_only() -> Iterator[MarkedOnly]:
 
     context = MarkedOnly()
     with (
-        mock.patch.object(transformer_block, "get_cpu_offload_context", lambda *_: (context, lambda hidden: hidden)),
+        mock.patch.object(
+            transformer_block,
+            "get_cpu_offload_context",
+            lambda *_: (context, lambda hidden: hidden),
+        ),
         mock.patch.object(layers, "HAVE_TE", True),
     ):
         yield context

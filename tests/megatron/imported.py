@@ -23,7 +23,9 @@ with warnings.catch_warnings(), functions_uncompiled():
 
     for package in (cp_ring, patches):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.startswith(("cp_ring.tools.bench", "cp_ring.tools.cli", "cp_ring.configs")):
+            if not module.name.startswith(
+                ("cp_ring.tools.bench", "cp_ring.tools.cli", "cp_ring.configs")
+            ):
                 importlib.import_module(module.name)
 
 with contextlib.suppress(ImportError):  # megatron-core before 0.18 does not have it
@@ -32,7 +34,9 @@ with contextlib.suppress(ImportError):  # megatron-core before 0.18 does not hav
     read, known = Factory._get_field_docstrings, {}
 
     def read_once(factory, source):
-        """Megatron parses the source of its settings for help texts, which is most of what a short job would take."""
+        """Megatron parses the source of its settings for help texts, which is most of what a short
+        job would take.
+        """
         if source not in known:
             known[source] = read(factory, source)
         return dict(known[source])

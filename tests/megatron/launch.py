@@ -1,4 +1,6 @@
-"""Starts test jobs of several ranks on loopback: commands with torch's elastic launcher, training in forked ranks."""
+"""Starts test jobs of several ranks on loopback: commands with torch's elastic launcher, training
+in forked ranks.
+"""
 
 import contextlib
 import json
@@ -37,11 +39,17 @@ TINY = MODEL + DATA + TRAIN
 
 def environment() -> dict[str, str]:
     """The environment of a rank: one thread, loopback, and no settings of a surrounding job."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 
 
-def launch(ranks: int, command: list[str], timeout_s: float = LIMIT_S, python_path: str = "") -> subprocess.CompletedProcess:
+def launch(
+    ranks: int, command: list[str], timeout_s: float = LIMIT_S, python_path: str = ""
+) -> subprocess.CompletedProcess:
     """Runs `python command` on `ranks` ranks and waits for it; the output holds both streams."""
     elastic = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
@@ -63,19 +71,33 @@ def train(
     data: dict[str, str] | None = None,
     codes: dict[str, int] | None = None,
 ) -> None:
-    """Runs the jobs (name: flags beside `common`) one after another on `ranks` ranks; traces go to `folder`.
+    """Runs the jobs (name: flags beside `common`) one after another on `ranks` ranks; traces go to
+    `folder`.
 
-    A job whose first word is no flag runs that script by cp_ring.run; `faults` and `data` (job: name) are
-    those of tests.parity.faults and deliveries, `codes` (job: exit code) those that end with another code than 0.
+    A job whose first word is no flag runs that script by cp_ring.run; `faults` and `data` (job:
+    name) are those of tests.parity.faults and deliveries, `codes` (job: exit code) those that end
+    with another code than 0.
     """
     for name, flags in jobs.items():
-        done = attempt(ranks, name, flags, folder, common, (faults or {}).get(name, ""), (data or {}).get(name, ""))
-        assert done.code == (codes or {}).get(name, 0), f"{name}: exit code {done.code} {done.rejected}\n{done.output}"
+        done = attempt(
+            ranks,
+            name,
+            flags,
+            folder,
+            common,
+            (faults or {}).get(name, ""),
+            (data or {}).get(name, ""),
+        )
+        assert done.code == (codes or {}).get(name, 0), (
+            f"{name}: exit code {done.code} {done.rejected}\n{done.output}"
+        )
 
 
 @dataclass
 class Outcome:
-    """Of a job: loss and gradient norm of each step, losses of the validation passes; exit code, end of the output, rejection."""
+    """Of a job: loss and gradient norm of each step, losses of the validation passes; exit code,
+    end of the output, rejection.
+    """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -86,13 +108,21 @@ class Outcome:
 
 
 def attempt(
-    ranks: int, name: str, flags: list[str], folder: Path, common: list[str] = TINY, fault: str = "", data: str = ""
+    ranks: int,
+    name: str,
+    flags: list[str],
+    folder: Path,
+    common: list[str] = TINY,
+    fault: str = "",
+    data: str = "",
 ) -> Outcome:
     """Runs one job as `train` does, and tells what became of it."""
     log = folder / f"{name}.log"
     code = fork(ranks, (_job(name, flags, common, fault, data), folder, log))
     steps, lines = trace(folder, name).values(), _lines(folder, name)
-    passes = {line["pass"]: line["validation"] for line in lines if line.get("validation") is not None}
+    passes = {
+        line["pass"]: line["validation"] for line in lines if line.get("validation") is not None
+    }
     return Outcome(
         losses=[step["loss"] for step in steps],
         grad_norms=[step["grad_norm"] for step in steps],
@@ -103,18 +133,27 @@ def attempt(
     )
 
 
-def fork(ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..., None] = worker.rank) -> int:
-    """Runs `target(rank, ranks, port, *job)` in processes forked from one that has imported Megatron, else seconds of CPU each.
+def fork(
+    ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..., None] = worker.rank
+) -> int:
+    """Runs `target(rank, ranks, port, *job)` in processes forked from one that has imported
+    Megatron, else seconds of CPU each.
 
-    Returns 0, or the code of a rank that failed: one that was killed, if there is, which others fail after. They are killed then.
+    Returns 0, or the code of a rank that failed: one that was killed, if there is, which others
+    fail after. They are killed then.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.megatron.imported"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here, so that nobody else takes its port
+    # held here, so that nobody else takes its port
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list = []
     for rank in range(ranks):
         leader = processes[0].pid if processes else 0
-        processes.append(context.Process(target=_in_a_group, args=(target, leader, rank, ranks, store.port, *job)))
+        processes.append(
+            context.Process(
+                target=_in_a_group, args=(target, leader, rank, ranks, store.port, *job)
+            )
+        )
         start(processes[-1])
     end = time.monotonic() + timeout_s
     failed = 0
@@ -123,7 +162,8 @@ def fork(ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..
             mp.connection.wait([p.sentinel for p in processes if p.exitcode is None], timeout=1)
             failed = 124 if time.monotonic() > end else _first_failure(processes)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # also what a rank that was killed has started
+        # also what a rank that was killed has started
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(processes[0].pid, signal.SIGKILL)
         for process in processes:
             process.kill()
@@ -149,19 +189,32 @@ def _first_failure(processes: list) -> int:
 
 def _job(name: str, flags: list[str], common: list[str], fault: str, data: str) -> dict:
     script = [] if flags[0].startswith("-") else flags[:1]
-    return {"name": name, "argv": script + common + flags[len(script) :], "fault": fault, "data": data}
+    return {
+        "name": name,
+        "argv": script + common + flags[len(script) :],
+        "fault": fault,
+        "data": data,
+    }
 
 
 def trace(folder: Path, name: str) -> dict[int, dict]:
-    """Per step of job `name`: loss, grad_norm, and the sorted checksums of all sequences that any rank read."""
+    """Per step of job `name`: loss, grad_norm, and the sorted checksums of all sequences that any
+    rank read.
+    """
     steps: dict[int, dict] = {}
     for line in _lines(folder, name):
         if "step" in line:
-            step = steps.setdefault(line["step"], {"loss": None, "grad_norm": line["grad_norm"], "rows": set()})
+            step = steps.setdefault(
+                line["step"], {"loss": None, "grad_norm": line["grad_norm"], "rows": set()}
+            )
             step["loss"] = line["loss"] if line["loss"] is not None else step["loss"]
             step["rows"] |= set(line["rows"])
     return steps
 
 
 def _lines(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for path in sorted(folder.glob(f"{name}.*.jsonl")) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for path in sorted(folder.glob(f"{name}.*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]

@@ -1,7 +1,9 @@
-"""One of two ranks with a layer that is no part of context parallelism: `rank(number, 2, port, folder, how)`.
+"""One of two ranks with a layer that is no part of context parallelism:
+`rank(number, 2, port, folder, how)`.
 
-Each rank gives attention layers, whose configuration has context_parallel_size 1, images of its own: as batch rows, and packed.
-FOLDER/RANK.json gets the largest errors of output and gradients against dense attention in float64, and what cp_ring printed.
+Each rank gives attention layers, whose configuration has context_parallel_size 1, images of its
+own: as batch rows, and packed. FOLDER/RANK.json gets the largest errors of output and gradients
+against dense attention in float64, and what cp_ring printed.
 """
 
 import contextlib
@@ -16,7 +18,13 @@ EDGES = (0, 5, 17, 48)
 
 
 def rank(number, ranks, port, folder, how):
-    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    place = {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": port,
+    }
     os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -40,7 +48,10 @@ def examine(number, ranks, port, how):
         for packed in (False, True):
             torch.manual_seed(10 * number + packed)  # images of its own
             shape = (EDGES[-1],) if packed else (N, BATCH)
-            leaves = [torch.randn(*shape, heads, D, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
+            leaves = [
+                torch.randn(*shape, heads, D, requires_grad=True)
+                for heads in (HEADS, GROUPS, GROUPS)
+            ]
             gradient = torch.randn(*shape, HEADS * D)
             errors[f"{mask} packed={packed}"] = error(layer, leaves, gradient, mask, packed)
     dist.barrier()
@@ -55,7 +66,16 @@ def start(how):
     else:
         from cp_ring.patches.install import install
 
-        install(["--cp-ring", "--cp-ring-cpu", "--cp-ring-layout", "balanced", "--cp-ring-schedule", "gather"])
+        install(
+            [
+                "--cp-ring",
+                "--cp-ring-cpu",
+                "--cp-ring-layout",
+                "balanced",
+                "--cp-ring-schedule",
+                "gather",
+            ]
+        )
 
 
 def make_layer(mask):
@@ -87,7 +107,13 @@ def packed_params():
     from megatron.core.packed_seq_params import PackedSeqParams
 
     edges, longest = torch.tensor(EDGES, dtype=torch.int32), 31
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=edges,
+        cu_seqlens_kv=edges,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def attend(q, k, v, mask, packed):
@@ -95,7 +121,11 @@ def attend(q, k, v, mask, packed):
     k, v = (x.repeat_interleave(HEADS // GROUPS, 2) for x in (k, v))
     n = len(q)
     place = torch.arange(n)
-    image = torch.bucketize(place, torch.tensor(EDGES[1:]), right=True) if packed else torch.zeros(n, dtype=torch.long)
+    image = (
+        torch.bucketize(place, torch.tensor(EDGES[1:]), right=True)
+        if packed
+        else torch.zeros(n, dtype=torch.long)
+    )
     allowed = (image[:, None] == image) & ((place[:, None] >= place) | (mask == "no_mask"))
     scores = torch.einsum("sbhd,nbhd->bhsn", q, k) / D**0.5
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)

@@ -1,7 +1,8 @@
 """A training script as users have them, for packed documents: Megatron alone, nothing of cp_ring.
 
-With --reset-attention-mask the batches hold dense masks; with --dataloader-inter-document-masking or --sft they are packed (thd),
-and split over context-parallel ranks as Megatron's own pretrain_gpt.py does it.
+With --reset-attention-mask the batches hold dense masks; with --dataloader-inter-document-masking
+or --sft they are packed (thd), and split over context-parallel ranks as Megatron's own
+pretrain_gpt.py does it.
 """
 
 from functools import partial
@@ -39,7 +40,9 @@ def datasets(num_samples):
         mid_level_dataset_surplus=0.005,
         inter_document_masking=args.dataloader_inter_document_masking,
     )
-    return BlendedMegatronDatasetBuilder(SFTDataset if args.sft else GPTDataset, num_samples, lambda: True, config).build()
+    return BlendedMegatronDatasetBuilder(
+        SFTDataset if args.sft else GPTDataset, num_samples, lambda: True, config
+    ).build()
 
 
 datasets.is_distributed = True
@@ -53,10 +56,14 @@ def loss_function(loss_mask, output):
 
 
 def forward_step(data_iterator, model):
-    batch = flatten_batch_for_packed_sequences({name: value.cuda() for name, value in next(data_iterator).items()})
+    batch = flatten_batch_for_packed_sequences(
+        {name: value.cuda() for name, value in next(data_iterator).items()}
+    )
     packed, sft = batch.get("cu_seqlens") is not None, get_args().sft
     group = parallel_state.get_context_parallel_group()
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, use_per_sequence_balancing=packed and not sft)
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=group, use_per_sequence_balancing=packed and not sft
+    )
     params = None
     if packed:
         offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
@@ -69,7 +76,9 @@ def forward_step(data_iterator, model):
             tokens_per_sample=get_args().seq_length,
         )
     inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
-    output = model(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"], packed_seq_params=params)
+    output = model(
+        *inputs, labels=batch["labels"], loss_mask=batch["loss_mask"], packed_seq_params=params
+    )
     return output, partial(loss_function, batch["loss_mask"])
 
 

@@ -1,4 +1,5 @@
-"""One of four ranks of a program on megatron.core alone, whose attention `enable` replaced: `program_worker.py FOLDER`.
+"""One of four ranks of a program on megatron.core alone, whose attention `enable` replaced:
+`program_worker.py FOLDER`.
 
 Rank 0 writes what they find to FOLDER/found.json.
 """
@@ -34,9 +35,15 @@ def main(folder: Path) -> None:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         cp_2 = example.main(2)
-    found: dict[str, Any] = {"version": megatron.core.__version__, "cp 2": cp_2, "printed": text.getvalue()}
+    found: dict[str, Any] = {
+        "version": megatron.core.__version__,
+        "cp 2": cp_2,
+        "printed": text.getvalue(),
+    }
     config = configuration(2)
-    found["wrong split"] = rejection(lambda: cp_ring.megatron.certify(config, example.build, wrong_split(example)))
+    found["wrong split"] = rejection(
+        lambda: cp_ring.megatron.certify(config, example.build, wrong_split(example))
+    )
     found |= other_kinds(example)
     found["wrong settings"] = rejection(lambda: example.build(configuration(2, window_size=(5, 3))))
     model = example.build(config)
@@ -50,7 +57,9 @@ def main(folder: Path) -> None:
 
 
 def other_kinds(example: Any) -> dict[str, Any]:
-    """Certificates of a hybrid and of a heterogeneous model, and of packed documents; each with a wrong split too."""
+    """Certificates of a hybrid and of a heterogeneous model, and of packed documents; each with a
+    wrong split too.
+    """
     import cp_ring.megatron
 
     found: dict[str, Any] = {}
@@ -58,19 +67,32 @@ def other_kinds(example: Any) -> dict[str, Any]:
     for name, (config, build) in kinds.items():
         found[name] = covered(cp_ring.megatron.certify(config, build, example.forward_step))
         found[f"wrong {name}"] = rejection(
-            lambda config=config, build=build: cp_ring.megatron.certify(config, build, wrong_split(example))
+            lambda config=config, build=build: cp_ring.megatron.certify(
+                config, build, wrong_split(example)
+            )
         )
     cp_ring.megatron.enable(cpu=True, seq_length=128, packed=True)
-    found["packed"] = covered(cp_ring.megatron.certify(configuration(2), example.build, example.forward_step))
-    for name, step in {"wrong packed": wrong_split(example), "documents dropped": without_documents(example)}.items():
-        found[name] = rejection(lambda step=step: cp_ring.megatron.certify(configuration(2), example.build, step))
+    found["packed"] = covered(
+        cp_ring.megatron.certify(configuration(2), example.build, example.forward_step)
+    )
+    for name, step in {
+        "wrong packed": wrong_split(example),
+        "documents dropped": without_documents(example),
+    }.items():
+        found[name] = rejection(
+            lambda step=step: cp_ring.megatron.certify(configuration(2), example.build, step)
+        )
     cp_ring.megatron.enable(cpu=True, seq_length=128, micro_batch_size=2)
     return found
 
 
 def covered(certificate: Any) -> list[Any]:
     """What of the loss was covered, and what was not."""
-    models = {f"{probe.layer} under {probe.mask}" for probe in certificate.probes if probe.layer.startswith("tiny")}
+    models = {
+        f"{probe.layer} under {probe.mask}"
+        for probe in certificate.probes
+        if probe.layer.startswith("tiny")
+    }
     return [*models, *certificate.not_covered]
 
 
@@ -86,10 +108,23 @@ def hybrid() -> tuple[Any, Callable[[Any], Any]]:
 
     def build(config: Any) -> Any:
         spec = recurrent.hybrid
-        words = {"hybrid_stack_spec": spec, "mamba_stack_spec": spec, "position_embedding_type": "rope"}
+        words = {
+            "hybrid_stack_spec": spec,
+            "mamba_stack_spec": spec,
+            "position_embedding_type": "rope",
+        }
         words |= {"hybrid_layer_pattern": "M*-*"}
-        words |= {} if "hybrid_layer_pattern" in known_arguments(Model, words) else {"hybrid_override_pattern": "M*-*"}
-        return Model(config, vocab_size=example_vocabulary(), max_sequence_length=128, **known_arguments(Model, words))
+        words |= (
+            {}
+            if "hybrid_layer_pattern" in known_arguments(Model, words)
+            else {"hybrid_override_pattern": "M*-*"}
+        )
+        return Model(
+            config,
+            vocab_size=example_vocabulary(),
+            max_sequence_length=128,
+            **known_arguments(Model, words),
+        )
 
     return configuration(2, num_layers=4, is_hybrid_model=True, mamba_num_groups=4), build
 
@@ -101,15 +136,28 @@ def example_vocabulary() -> int:
 
 
 def heterogeneous() -> tuple[Any, Callable[[Any], Any]]:
-    """Four layers with 2 and 4 key/value heads, without attention, and with a linear layer in its place."""
+    """Four layers with 2 and 4 key/value heads, without attention, and with a linear layer in its
+    place.
+    """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
-    from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+        get_gpt_heterogeneous_layer_spec,
+    )
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+        HeterogeneousTransformerConfig,
+    )
 
-    kinds = ({"num_query_groups": 2}, {"no_op": True}, {"replace_with_linear": True}, {"num_query_groups": 4})
+    kinds = (
+        {"num_query_groups": 2},
+        {"no_op": True},
+        {"replace_with_linear": True},
+        {"num_query_groups": 4},
+    )
     common = {"no_op": False, "replace_with_linear": False, "num_query_groups": None}
     mlp = {"no_op": False, "replace_with_linear": False, "ffn_hidden_size": 64}
-    encoded = json.dumps({"block_configs": [{"attention": common | kind, "mlp": mlp} for kind in kinds]})
+    encoded = json.dumps(
+        {"block_configs": [{"attention": common | kind, "mlp": mlp} for kind in kinds]}
+    )
 
     def build(config: Any) -> Any:
         layers = get_gpt_heterogeneous_layer_spec(config, use_te=False)
@@ -120,7 +168,9 @@ def heterogeneous() -> tuple[Any, Callable[[Any], Any]]:
 
 
 def without_documents(example: Any) -> Callable[..., Any]:
-    """The forward step of the example, whose microbatches lose their documents with context parallelism."""
+    """The forward step of the example, whose microbatches lose their documents with context
+    parallelism.
+    """
 
     def step(iterator: Any, model: Any) -> Any:
         batch = dict(next(iterator))
@@ -179,8 +229,14 @@ def checkpoints(model: Any, other: Any, folder: Path) -> dict[str, Any]:
         part = next((folder / "iter_0000010").glob("*.distcp"))
         part.write_bytes(part.read_bytes()[:-1] + b"?")
     dist.barrier()
-    damaged = rejection(lambda: cp_ring.megatron.load_checkpoint(other.sharded_state_dict(), folder))
-    return {"loaded": same, "damaged": damaged, "files": sorted(path.name for path in folder.iterdir())}
+    damaged = rejection(
+        lambda: cp_ring.megatron.load_checkpoint(other.sharded_state_dict(), folder)
+    )
+    return {
+        "loaded": same,
+        "damaged": damaged,
+        "files": sorted(path.name for path in folder.iterdir()),
+    }
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ OFFSETS = np.array([0, 5, 30, 64, 100, 101, 128])  # of documents in the stream 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, how its tokens are split, whether they have documents, and the fault that must show (see tests.parity.faults)."""
+    """A layer, how its tokens are split, whether they have documents, and the fault that must show
+    (see tests.parity.faults).
+    """
 
     layer: str
     layout: str
@@ -37,10 +39,18 @@ class Case:
 
 CASES = {
     f"{layer} {layout}{' documents' if documents else ''}": Case(
-        layer, layout, documents, "state begins anew too late" if documents else "state in the order of another layout"
+        layer,
+        layout,
+        documents,
+        "state begins anew too late" if documents else "state in the order of another layout",
     )
     for layer in ("mamba", "delta_net")
-    for layout, documents in (("zigzag", False), ("contiguous", False), ("zigzag", True), ("balanced", True))
+    for layout, documents in (
+        ("zigzag", False),
+        ("contiguous", False),
+        ("zigzag", True),
+        ("balanced", True),
+    )
 }
 
 
@@ -50,7 +60,8 @@ def configuration(cp: int) -> Any:
     from cp_ring.megatron import compat
 
     sizes = {
-        "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8,
+        "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 4, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
     }  # fmt: skip
     return TransformerConfig(
@@ -79,7 +90,13 @@ def build(kind: str, cp: int) -> Any:
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
     linear = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
     if kind == "mamba":
-        return MambaMixer(configuration(cp), MambaMixerSubmodules(**linear), HIDDEN, layer_number=1, pg_collection=groups)
+        return MambaMixer(
+            configuration(cp),
+            MambaMixerSubmodules(**linear),
+            HIDDEN,
+            layer_number=1,
+            pg_collection=groups,
+        )
     submodules = GatedDeltaNetSubmodules(**linear, out_norm=Norm)
     return GatedDeltaNet(configuration(cp), submodules, layer_number=1, pg_collection=groups)
 
@@ -97,7 +114,9 @@ def call(layer: Any, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
 
 
 def step(case: Case, cp: int, fault: str = "") -> dict[str, Any]:
-    """Output of both ranks in order, and the norm of each parameter's gradient, of all tokens together."""
+    """Output of both ranks in order, and the norm of each parameter's gradient, of all tokens
+    together.
+    """
     from megatron.core import parallel_state
 
     from cp_ring.megatron import settings
@@ -106,8 +125,14 @@ def step(case: Case, cp: int, fault: str = "") -> dict[str, Any]:
 
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     try:
-        settings.configure(ContextParallelConfig.make(enabled=True, layout=case.layout, document_mask=case.documents))
-        documents = Documents.in_rows(OFFSETS if case.documents else np.arange(ROWS + 1) * N, ROWS, case.layout, cp)
+        settings.configure(
+            ContextParallelConfig.make(
+                enabled=True, layout=case.layout, document_mask=case.documents
+            )
+        )
+        documents = Documents.in_rows(
+            OFFSETS if case.documents else np.arange(ROWS + 1) * N, ROWS, case.layout, cp
+        )
         rank = parallel_state.get_context_parallel_rank()
         weights = torch.randn(N, ROWS, HIDDEN, generator=torch.Generator().manual_seed(3))
         mine, wanted = (part(x, documents, rank) for x in (whole_rows(), weights))
@@ -119,11 +144,19 @@ def step(case: Case, cp: int, fault: str = "") -> dict[str, Any]:
         group = parallel_state.get_context_parallel_group()
         dist.all_gather(parts, out.detach().contiguous(), group=group)
         order = torch.cat([documents.places(r) for r in range(cp)])
-        whole = torch.zeros(N, ROWS, HIDDEN).scatter(0, order[..., None].expand(-1, -1, HIDDEN), torch.cat(parts))
-        gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in layer.named_parameters()}
+        whole = torch.zeros(N, ROWS, HIDDEN).scatter(
+            0, order[..., None].expand(-1, -1, HIDDEN), torch.cat(parts)
+        )
+        gradients = {
+            name: p.grad if p.grad is not None else torch.zeros_like(p)
+            for name, p in layer.named_parameters()
+        }
         for gradient in gradients.values():
             dist.all_reduce(gradient, group=group)
-        return {"out": whole, "gradients": {name: float(gradient.norm()) for name, gradient in gradients.items()}}
+        return {
+            "out": whole,
+            "gradients": {name: float(gradient.norm()) for name, gradient in gradients.items()},
+        }
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -136,8 +169,12 @@ def part(x: torch.Tensor, documents: Any, rank: int) -> torch.Tensor:
 def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     """Largest difference of the outputs, or of a gradient's norm, over the largest one of all."""
     largest = max(theirs["gradients"].values())
-    gradients = [abs(ours["gradients"][name] - norm) / largest for name, norm in theirs["gradients"].items()]
-    return max(float((ours["out"] - theirs["out"]).abs().max() / theirs["out"].abs().max()), *gradients)
+    gradients = [
+        abs(ours["gradients"][name] - norm) / largest for name, norm in theirs["gradients"].items()
+    ]
+    return max(
+        float((ours["out"] - theirs["out"]).abs().max() / theirs["out"].abs().max()), *gradients
+    )
 
 
 def main() -> None:

@@ -42,8 +42,12 @@ def loss_function(loss_mask, output):
 
 def forward_step(data_iterator, model):
     batch = {name: value.cuda() for name, value in next(data_iterator).items()}
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
-    output = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
+    output = model(
+        batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"]
+    )
     return output, partial(loss_function, batch["loss_mask"])
 
 

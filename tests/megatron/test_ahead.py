@@ -1,4 +1,6 @@
-"""Plans one microbatch ahead: what is read ahead is not lost, also where a step is repeated; waiting is counted."""
+"""Plans one microbatch ahead: what is read ahead is not lost, also where a step is repeated;
+waiting is counted.
+"""
 
 import threading
 from concurrent.futures import Future

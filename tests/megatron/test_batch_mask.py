@@ -1,4 +1,6 @@
-"""A mask tensor from the data loader is accepted where it is the declared causal mask, and only there."""
+"""A mask tensor from the data loader is accepted where it is the declared causal mask, and only
+there.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ LAYOUT = Layout.zigzag(N, CP)
 
 
 def causal(rank):
-    """As Megatron's GPT data set makes it, and as its zigzag split leaves it to a rank: [1, 1, N / CP, N], true where masked."""
+    """As Megatron's GPT data set makes it, and as its zigzag split leaves it to a rank: [1, 1, N /
+    CP, N], true where masked.
+    """
     whole = torch.tril(torch.ones(N, N)) < 0.5
     first, last = whole.chunk(2 * CP)[rank], whole.chunk(2 * CP)[2 * CP - 1 - rank]
     return torch.cat([first, last])[None, None]
@@ -30,7 +34,9 @@ def test_the_causal_mask_of_a_rank_is_accepted_with_one_note(rank, capsys):
     accept_causal(causal(rank), LAYOUT, rank)
     accept_causal(causal(rank).expand(2, 4, -1, -1), LAYOUT, rank)
     out = capsys.readouterr().out
-    assert out.count("\n") == 1 and "--no-create-attention-mask-in-dataloader saves making it" in out
+    assert (
+        out.count("\n") == 1 and "--no-create-attention-mask-in-dataloader saves making it" in out
+    )
 
 
 def test_each_other_mask_is_rejected():
@@ -41,8 +47,17 @@ def test_each_other_mask_is_rejected():
             with pytest.raises(ConfigError, match="an attention mask that is not the declared one"):
                 accept_causal(mask, LAYOUT, 1)
     whole = (torch.tril(torch.ones(N, N)) < 0.5)[None, None]
-    for mask in (causal(0), whole, ~causal(1), causal(1).float(), causal(1)[0], causal(1)[..., :-1]):
-        with pytest.raises(ConfigError, match=r"the causal mask of this rank's tokens, or none \(--no-create"):
+    for mask in (
+        causal(0),
+        whole,
+        ~causal(1),
+        causal(1).float(),
+        causal(1)[0],
+        causal(1)[..., :-1],
+    ):
+        with pytest.raises(
+            ConfigError, match=r"the causal mask of this rank's tokens, or none \(--no-create"
+        ):
             accept_causal(mask, LAYOUT, 1)
 
 

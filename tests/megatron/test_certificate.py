@@ -1,4 +1,6 @@
-"""The certificate passes right jobs, whatever the seed, rejects planted faults, and leaves no trace in the training."""
+"""The certificate passes right jobs, whatever the seed, rejects planted faults, and leaves no trace
+in the training.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,46 @@ from tests.megatron.launch import fork, trace, train
 from tests.parity.models import COMMON, GROUPED, LATENT, UNTIED
 
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
-OF_DOCUMENTS = ("documents merged", "boundary shifted by one", "padding attended", "roll across documents")
+OF_DOCUMENTS = (
+    "documents merged",
+    "boundary shifted by one",
+    "padding attended",
+    "roll across documents",
+)
 IN_BF16 = tuple(name for name in FAULTS if "in bf16" in name)
-OF_DECLARED = ("siblings seen", "spans cut at borders", "global tokens hidden", "positions not continued")
-OF_LONGER_JOBS = ("window beyond 256 tokens", "second batch row like the first")  # in test_certificate_steps.py
+OF_DECLARED = (
+    "siblings seen",
+    "spans cut at borders",
+    "global tokens hidden",
+    "positions not continued",
+)
+# in test_certificate_steps.py
+OF_LONGER_JOBS = ("window beyond 256 tokens", "second batch row like the first")
 OF_DROPOUT = ("dropout by places on the rank",)
 OF_EXPERTS = ("aux loss weighed twice",)
 OF_LATENT_WIRE = ("weight gradient twice", "rotated part not returned", "latent not summed over tp")
-ELSEWHERE = (*OF_DOCUMENTS, *OF_DECLARED, *OF_LONGER_JOBS, *OF_DROPOUT, *OF_EXPERTS, *OF_LATENT_WIRE)
+ELSEWHERE = (
+    *OF_DOCUMENTS,
+    *OF_DECLARED,
+    *OF_LONGER_JOBS,
+    *OF_DROPOUT,
+    *OF_EXPERTS,
+    *OF_LATENT_WIRE,
+)
 OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 QUICK = ("window off by one", *(name for name in OF_OSS[::3] if name != "window off by one"))
 EVERY = {
-    "mask", "mask of gradients", "out", "dq", "dk", "dv", "loss of each token", "loss", "gradient norm", "gradients"
+    "mask", "mask of gradients", "out", "dq", "dk", "dv", "loss of each token", "loss",
+    "gradient norm",
+    "gradients"
 }  # fmt: skip
 OF_LATENTS = EVERY - {"dk", "dv"} | {"dlatent", "drope", "dweight"}
 
 OF_PATTERN = (
-    "--hybrid-override-pattern M*E-M*- --num-layers 7 --num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 0.5 "
-    "--moe-token-dispatcher-type alltoall --window-size 5,0 --window-attn-skip-freq 2"  # the second layer alone has none
+    "--hybrid-override-pattern M*E-M*- --num-layers 7 --num-experts 4 --moe-router-topk 2 "
+    "--moe-expert-capacity-factor 0.5 "
+    # the second layer alone has none
+    "--moe-token-dispatcher-type alltoall --window-size 5,0 --window-attn-skip-freq 2"
 )
 
 TWO_RANKS = {
@@ -40,33 +64,49 @@ TWO_RANKS = {
     "balanced": (f"{UNTIED} --cp-ring-document-mask --cp-ring-layout balanced --bf16", ()),
     "declared": (f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
     "declared_balanced": (
-        f"{UNTIED} --cp-ring-mask-kinds tree,shared-prefix --cp-ring-layout balanced --window-size 5,0 --window-attn-skip-freq 2 "
-        "--mtp-num-layers 1 --micro-batch-size 2",
+        f"{UNTIED} --cp-ring-mask-kinds tree,shared-prefix --cp-ring-layout balanced --window-size "
+        "5,0 --window-attn-skip-freq 2 --mtp-num-layers 1 --micro-batch-size 2",
         ("positions not continued",),
     ),
     "moe": (
-        f"{UNTIED} --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-3 --expert-model-parallel-size 2 --bf16 "
-        "--window-size 20,0 --softmax-type off-by-one --cp-ring-route ring",
+        f"{UNTIED} --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-3 "
+        "--expert-model-parallel-size 2 --bf16 --window-size 20,0 --softmax-type off-by-one "
+        "--cp-ring-route ring",
         OF_EXPERTS,
     ),
     "hybrid": (f"{HYBRID} {OF_PATTERN}", ("loss mask not split",)),
     "reference": (
-        "--position-embedding-type learned_absolute --cp-ring-kernel reference --cp-ring-layout contiguous --window-size 70,0",
+        "--position-embedding-type learned_absolute --cp-ring-kernel reference --cp-ring-layout "
+        "contiguous --window-size 70,0",
         (),
     ),
 }
 FOUR_RANKS = {
     "cp4": (f"{OSS} --bf16", ("stale slot", "gradients of one hop lost")),
     "tp2cp2": (f"{OSS} --context-parallel-size 2 --tensor-model-parallel-size 2", ()),
-    "pp2cp2": (f"{UNTIED} --context-parallel-size 2 --pipeline-model-parallel-size 2 --cp-ring-document-mask", ()),
+    "pp2cp2": (
+        f"{UNTIED} --context-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--cp-ring-document-mask",
+        (),
+    ),
 }
 SEEDED = ("oss", "balanced")
 MORE_ON_TWO = {
     "oss_others": (OSS, tuple(name for name in OF_OSS if name not in QUICK)),
-    "declared_others": (f"{UNTIED} --cp-ring-mask-kinds block-causal,block-diffusion,documents,prefix,causal,full,any", ()),
-    "declared_mla": (f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced", ("positions not continued",)),
+    "declared_others": (
+        f"{UNTIED} --cp-ring-mask-kinds "
+        "block-causal,block-diffusion,documents,prefix,causal,full,any",
+        (),
+    ),
+    "declared_mla": (
+        f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced",
+        ("positions not continued",),
+    ),
     "dropout": (f"{OSS} --attention-dropout 0.2 --micro-batch-size 2", OF_DROPOUT),
-    "dropout_documents": (f"{UNTIED} --attention-dropout 0.2 --cp-ring-document-mask --bf16", OF_DROPOUT),
+    "dropout_documents": (
+        f"{UNTIED} --attention-dropout 0.2 --cp-ring-document-mask --bf16",
+        OF_DROPOUT,
+    ),
     "heterogeneous": (HETEROGENEOUS, ("rotary positions contiguous",)),
     "sinkhorn": (f"{SINKHORN} --bf16 --micro-batch-size 2", ()),
     "quantile": (SINKHORN.replace("sinkhorn", "quantile_balancing"), ()),
@@ -86,20 +126,41 @@ MORE_ON_FOUR = {
         f"{LATENT} --cp-ring-wire latent --context-parallel-size 2 --tensor-model-parallel-size 2",
         OF_LATENT_WIRE[2:],
     ),
-    "tied": (f"{GROUPED} --context-parallel-size 2 --tensor-model-parallel-size 2 --qk-layernorm", ()),
+    "tied": (
+        f"{GROUPED} --context-parallel-size 2 --tensor-model-parallel-size 2 --qk-layernorm",
+        (),
+    ),
 }
 JOBS = TWO_RANKS | FOUR_RANKS
 
 
 def examine(ranks, jobs, folder, seeds, faults=True):
-    """What each job's certificates found, by (fault, seed): without a fault with each of `seeds`, with each fault with seed 1."""
-    common = [*COMMON, "--num-layers", "2", "--seq-length", "64", "--cp-ring", "--calculate-per-token-loss"]
+    """What each job's certificates found, by (fault, seed): without a fault with each of `seeds`,
+    with each fault with seed 1.
+    """
+    common = [
+        *COMMON,
+        "--num-layers",
+        "2",
+        "--seq-length",
+        "64",
+        "--cp-ring",
+        "--calculate-per-token-loss",
+    ]
     sizes = ["--context-parallel-size", str(ranks)]  # which a job's own flags override
     for name, (flags, of_job) in jobs.items():
         cases = [("", seed) for seed in seeds] + [(fault, 1) for fault in of_job if faults]
-        job, log = {"name": name, "argv": [*common, *sizes, *shlex.split(flags)], "cases": cases}, folder / f"{name}.log"
+        job, log = (
+            {"name": name, "argv": [*common, *sizes, *shlex.split(flags)], "cases": cases},
+            folder / f"{name}.log",
+        )
         assert fork(ranks, (job, folder, log)) == 0, log.read_text()[-6000:]
-    return {name: {(e["fault"], e["seed"]): e for e in json.loads((folder / f"{name}.json").read_text())} for name in jobs}
+    return {
+        name: {
+            (e["fault"], e["seed"]): e for e in json.loads((folder / f"{name}.json").read_text())
+        }
+        for name in jobs
+    }
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +168,11 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("certificates")
     once = {name: job for name, job in TWO_RANKS.items() if name not in SEEDED}
     seeded = {name: TWO_RANKS[name] for name in SEEDED}
-    return examine(2, seeded, folder, range(1, 6)) | examine(2, once, folder, [1]) | examine(4, FOUR_RANKS, folder, [1])
+    return (
+        examine(2, seeded, folder, range(1, 6))
+        | examine(2, once, folder, [1])
+        | examine(4, FOUR_RANKS, folder, [1])
+    )
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -119,7 +184,9 @@ def test_a_right_job_passes_with_any_seed(found, job):
         assert entry["seconds"] < 10
 
 
-@pytest.mark.parametrize(("job", "fault"), [(job, fault) for job, (_, faults) in JOBS.items() for fault in faults])
+@pytest.mark.parametrize(
+    ("job", "fault"), [(job, fault) for job, (_, faults) in JOBS.items() for fault in faults]
+)
 def test_a_planted_fault_is_rejected(found, job, fault):
     assert found[job][fault, 1]["rejections"]
 
@@ -133,7 +200,11 @@ def test_a_wrong_mask_names_layer_positions_and_rank(found):
 
 
 def test_what_is_not_covered_is_said(found):
-    assert found["moe"]["", 1]["about"]["not_covered"] == found["oss"]["", 1]["about"]["not_covered"] == []
+    assert (
+        found["moe"]["", 1]["about"]["not_covered"]
+        == found["oss"]["", 1]["about"]["not_covered"]
+        == []
+    )
 
 
 @pytest.mark.slow
@@ -141,7 +212,12 @@ def test_no_seed_of_fifty_fails_a_right_job(tmp_path):
     found = examine(2, TWO_RANKS | MORE_ON_TWO, tmp_path, range(100, 150), faults=False)
     found |= examine(4, {"cp4": FOUR_RANKS["cp4"]}, tmp_path, range(100, 150), faults=False)
     assert {name: len(entries) for name, entries in found.items()} == dict.fromkeys(found, 50)
-    assert [(name, e["rejections"]) for name, entries in found.items() for e in entries.values() if e["rejections"]] == []
+    assert [
+        (name, e["rejections"])
+        for name, entries in found.items()
+        for e in entries.values()
+        if e["rejections"]
+    ] == []
 
 
 @pytest.mark.slow
@@ -149,19 +225,38 @@ def test_more_jobs(tmp_path):
     found = examine(2, MORE_ON_TWO, tmp_path, [1]) | examine(4, MORE_ON_FOUR, tmp_path, [1])
     for name, (_, faults) in (MORE_ON_TWO | MORE_ON_FOUR).items():
         every = OF_LATENTS if "latent" in found[name]["", 1]["about"]["ring"]["wire"] else EVERY
-        assert found[name]["", 1]["rejections"] == [] and {p["name"] for p in found[name]["", 1]["probes"]} >= every
+        assert (
+            found[name]["", 1]["rejections"] == []
+            and {p["name"] for p in found[name]["", 1]["probes"]} >= every
+        )
         assert all(found[name][fault, 1]["rejections"] for fault in faults)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A job trained with and without its certificate, one with a fault, and one that resumes the first with another window."""
+    """A job trained with and without its certificate, one with a fault, and one that resumes the
+    first with another window.
+    """
     folder = tmp_path_factory.mktemp("trained")
-    common = shlex.split(f"--num-layers 2 --seq-length 64 --context-parallel-size 2 --cp-ring {OSS} --hidden-dropout 0.1")
+    common = shlex.split(
+        f"--num-layers 2 --seq-length 64 --context-parallel-size 2 --cp-ring {OSS} "
+        "--hidden-dropout 0.1"
+    )
     three = [*common, "--train-iters", "5", "--exit-interval", "3"]
     saved = ["--save", str(folder / "saved"), "--save-interval", "100"]
-    jobs = {"with": [*three, *saved, "--cp-ring-certify"], "without": three, "fault": [*common, "--cp-ring-certify"]}
-    jobs["resumed"] = [*common, "--cp-ring-certify", "--load", str(folder / "saved"), "--window-size", "7,0"]
+    jobs = {
+        "with": [*three, *saved, "--cp-ring-certify"],
+        "without": three,
+        "fault": [*common, "--cp-ring-certify"],
+    }
+    jobs["resumed"] = [
+        *common,
+        "--cp-ring-certify",
+        "--load",
+        str(folder / "saved"),
+        "--window-size",
+        "7,0",
+    ]
     more = [*common, "--load", str(folder / "saved"), "--train-iters", "5"]
     jobs |= {"loaded": [*more, "--cp-ring-certify"], "loaded, without": more}
     train(2, jobs, folder, COMMON, {"fault": "window widened"}, codes={"fault": 2, "resumed": 2})
@@ -169,9 +264,15 @@ def trained(tmp_path_factory):
 
 
 def test_after_loading_a_checkpoint_it_is_made_again_and_changes_no_bit(trained):
-    said = [line for line in (trained / "loaded.log").read_text().splitlines() if line.startswith("cp_ring: certificate")]
+    said = [
+        line
+        for line in (trained / "loaded.log").read_text().splitlines()
+        if line.startswith("cp_ring: certificate")
+    ]
     first, again = said
-    assert first.startswith("cp_ring: certificate: ") and again.startswith("cp_ring: certificate after loading the checkpoint: ")
+    assert first.startswith("cp_ring: certificate: ") and again.startswith(
+        "cp_ring: certificate after loading the checkpoint: "
+    )
     ours, plain = trace(trained, "loaded"), trace(trained, "loaded, without")
     assert sorted(ours) == [4, 5]
     for step, line in plain.items():
@@ -187,9 +288,16 @@ def test_the_training_is_the_same_to_the_last_bit(trained):
 
 
 def test_says_in_one_line_what_it_probed_and_how_long_it_took(trained):
-    lines = [line for line in (trained / "with.log").read_text().splitlines() if line.startswith("cp_ring: certificate: ")]
+    lines = [
+        line
+        for line in (trained / "with.log").read_text().splitlines()
+        if line.startswith("cp_ring: certificate: ")
+    ]
     assert len(lines) == 1
-    assert "probes passed in" in lines[0] and "layer 1 (window 5, learnable sinks) under causal" in lines[0]
+    assert (
+        "probes passed in" in lines[0]
+        and "layer 1 (window 5, learnable sinks) under causal" in lines[0]
+    )
     stored = json.loads((trained / "saved" / "cp_ring_certificate.json").read_text())
     assert stored["seconds"] < 10 and all(probe["passed"] for probe in stored["probes"])
     assert stored["about"]["attention"]["window_size"] == [5, 0]
@@ -203,9 +311,14 @@ def rejected(folder, name):
 
 def test_a_fault_stops_the_job_before_it_trains(trained):
     line = rejected(trained, "fault")
-    assert "layer 1 (window 5, learnable sinks), causal: mask wrong in 32 pairs, rank 1: query 16 sees key 10" in line
+    assert (
+        "layer 1 (window 5, learnable sinks), causal: mask wrong in 32 pairs, rank 1: query 16 "
+        "sees key 10" in line
+    )
     assert len(line.splitlines()) == 1
 
 
 def test_a_job_that_resumes_with_another_mask_is_rejected(trained):
-    assert "its certificate is for another mask (--window-size was [5, 0], now [7, 0])" in rejected(trained, "resumed")
+    assert "its certificate is for another mask (--window-size was [5, 0], now [7, 0])" in rejected(
+        trained, "resumed"
+    )

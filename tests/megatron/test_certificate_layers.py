@@ -1,4 +1,6 @@
-"""The layers of the certificate's tiny model: one of each kind that the flags or the configuration describe."""
+"""The layers of the certificate's tiny model: one of each kind that the flags or the configuration
+describe.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from cp_ring.megatron.layer_pattern import attention_layers, main_layers
 
 def flags(pattern, **more):
     values = {
-        "hybrid_layer_pattern": pattern, "num_layers": len(main_layers(pattern)), "window_size": None, "spec": None,
-        "cp_comm_type": None, "tensor_model_parallel_size": 1, "context_parallel_size": 2, "micro_batch_size": 1,
+        "hybrid_layer_pattern": pattern, "num_layers": len(main_layers(pattern)), "window_size": None,
+        "spec": None,
+        "cp_comm_type": None, "tensor_model_parallel_size": 1, "context_parallel_size": 2,
+        "micro_batch_size": 1,
         "mamba_num_groups": 4,
     }  # fmt: skip
     return Namespace(**values | more)
@@ -40,12 +44,16 @@ def test_the_letters_of_a_pattern():
     assert attention_layers(flags("MM-")) == []
 
 
-@pytest.mark.parametrize(("pattern", "tiny"), [("*-*-*-", "*-"), ("E*-E|*-/*-*", "E*-/*-"), ("--E*", "-E*"), ("*", "*")])
+@pytest.mark.parametrize(
+    ("pattern", "tiny"), [("*-*-*-", "*-"), ("E*-E|*-/*-*", "E*-/*-"), ("--E*", "-E*"), ("*", "*")]
+)
 def test_a_tiny_pattern_has_each_kind_of_layer_once(pattern, tiny):
     args, config = flags(pattern), configuration()
     kinds = find_layer_kinds(args, config, ("causal",))
     changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
-    assert changes["hybrid_layer_pattern"] == tiny and changes["num_layers"] == len(main_layers(tiny))
+    assert changes["hybrid_layer_pattern"] == tiny and changes["num_layers"] == len(
+        main_layers(tiny)
+    )
 
 
 def test_windows_follow_the_numbers_of_layers():
@@ -54,24 +62,37 @@ def test_windows_follow_the_numbers_of_layers():
     kinds = find_layer_kinds(args, config, ("causal",))
     assert [(kind.layer, kind.window) for kind in kinds] == [(2, (5, 0)), (4, (-1, -1))]
     changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
-    assert changes["hybrid_layer_pattern"] == "-**E" and changes["window_attn_skip_freq"] == [1, 1, 0, 1]
+    assert changes["hybrid_layer_pattern"] == "-**E" and changes["window_attn_skip_freq"] == [
+        1,
+        1,
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("experts", "every", "tiny"), [(8, 1, 1), (8, [0, 0, 1, 1], [0, 1]), (8, 2, [1, 0]), (None, [0, 0, 1, 1], 1)]
+    ("experts", "every", "tiny"),
+    [(8, 1, 1), (8, [0, 0, 1, 1], [0, 1]), (8, 2, [1, 0]), (None, [0, 0, 1, 1], 1)],
 )
 def test_dense_layers_beside_those_with_experts(experts, every, tiny):
-    args, config = flags("", num_layers=4, num_experts=experts, moe_layer_freq=every), configuration()
+    args, config = (
+        flags("", num_layers=4, num_experts=experts, moe_layer_freq=every),
+        configuration(),
+    )
     kinds = find_layer_kinds(args, config, ("causal",))
     changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
-    assert changes["moe_layer_freq"] == tiny and changes["num_layers"] == (len(tiny) if isinstance(tiny, list) else 1)
+    assert changes["moe_layer_freq"] == tiny and changes["num_layers"] == (
+        len(tiny) if isinstance(tiny, list) else 1
+    )
 
 
 def test_layers_without_kernels_are_named(monkeypatch):
     monkeypatch.setattr(tiny_layers, "_has_kernels", lambda letter: letter == "G")
     args, config = flags("MG*-/M*"), configuration()
     assert tiny_layers.uncovered_layers(args) == ["Mamba layers (mamba_ssm cannot be imported)"]
-    changes = tiny_layers.changes_of_layers(args, config, find_layer_kinds(args, config, ("causal",)), 1)
+    changes = tiny_layers.changes_of_layers(
+        args, config, find_layer_kinds(args, config, ("causal",)), 1
+    )
     assert changes["hybrid_layer_pattern"] == "G*-/*"
 
 
@@ -84,31 +105,60 @@ def test_recurrent_heads_are_shared_as_the_ranks_need_it():
 def test_a_tiny_heterogeneous_model_has_each_kind_of_block():
     def block(groups=None, mlp=64, **attention):
         return SimpleNamespace(
-            attention=SimpleNamespace(**{"no_op": False, "replace_with_linear": False, "num_query_groups": groups} | attention),
+            attention=SimpleNamespace(
+                **{"no_op": False, "replace_with_linear": False, "num_query_groups": groups}
+                | attention
+            ),
             mlp=SimpleNamespace(no_op=mlp is None, replace_with_linear=False, ffn_hidden_size=mlp),
         )
 
-    blocks = [block(2), block(no_op=True), block(2, 128), block(8), block(2, None), block(replace_with_linear=True)]
+    blocks = [
+        block(2),
+        block(no_op=True),
+        block(2, 128),
+        block(8),
+        block(2, None),
+        block(replace_with_linear=True),
+    ]
     config = configuration(num_attention_heads=8, per_block_parameters=blocks)
-    config.get_config_for_layer = lambda layer: SimpleNamespace(num_query_groups=blocks[layer - 1].attention.num_query_groups)
+    config.get_config_for_layer = lambda layer: SimpleNamespace(
+        num_query_groups=blocks[layer - 1].attention.num_query_groups
+    )
     args = flags("", num_layers=6)
     kinds = find_layer_kinds(args, config, ("causal",))
-    assert [(kind.layer, kind.numbers, kind.groups) for kind in kinds] == [(1, (1, 3, 5), 2), (4, (4,), 8)]
-    assert tiny_layers.chosen_layers(args, config, kinds) == [1, 2, 4, 5, 6] and tiny_layers.sharing_of(config) == 4
-    made = json.loads(tiny_layers.changes_of_blocks(args, config, kinds, 4, 32)["heterogeneous_layers_config_encoded_json"])
-    found = [(b["attention"]["num_query_groups"], b["ffn"]["ffn_hidden_size"]) for b in made["block_configs"]]
+    assert [(kind.layer, kind.numbers, kind.groups) for kind in kinds] == [
+        (1, (1, 3, 5), 2),
+        (4, (4,), 8),
+    ]
+    assert (
+        tiny_layers.chosen_layers(args, config, kinds) == [1, 2, 4, 5, 6]
+        and tiny_layers.sharing_of(config) == 4
+    )
+    made = json.loads(
+        tiny_layers.changes_of_blocks(args, config, kinds, 4, 32)[
+            "heterogeneous_layers_config_encoded_json"
+        ]
+    )
+    found = [
+        (b["attention"]["num_query_groups"], b["ffn"]["ffn_hidden_size"])
+        for b in made["block_configs"]
+    ]
     assert found == [(1, 32), (None, 32), (4, 32), (1, None), (None, 32)]
 
 
 def test_routers_see_the_tokens_of_each_rank_alone(one_rank):
     from megatron.core.transformer.moe import router
 
-    positions = [torch.tensor([[0, 1, 6, 7]] * 2), torch.tensor([[2, 3, 4, 5]] * 2)]  # two batch rows
+    # two batch rows
+    positions = [torch.tensor([[0, 1, 6, 7]] * 2), torch.tensor([[2, 3, 4, 5]] * 2)]
     scores = torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).softmax(1)
     chosen = torch.zeros(16, 4, dtype=torch.bool).scatter(1, scores.topk(2, 1).indices, True)
     limits = {"router_topk": 2, "capacity_factor": 0.5, "drop_policy": "probs"}
     drop, sinkhorn = router.apply_router_token_dropping, router.sinkhorn
-    mine = [[2 * position + batch_row for position in of_rank[0].tolist() for batch_row in (0, 1)] for of_rank in positions]
+    mine = [
+        [2 * position + batch_row for position in of_rank[0].tolist() for batch_row in (0, 1)]
+        for of_rank in positions
+    ]
     with routing.routed_by_rank(Namespace(tensor_model_parallel_size=1), positions):
         probs, left = router.apply_router_token_dropping(scores * chosen, chosen, **limits)
         balanced = router.sinkhorn(scores)

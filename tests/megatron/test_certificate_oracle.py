@@ -1,4 +1,6 @@
-"""What the certificate judges by: masks pair by pair, attention by brute force, and the kinds of layers that flags describe."""
+"""What the certificate judges by: masks pair by pair, attention by brute force, and the kinds of
+layers that flags describe.
+"""
 
 import argparse
 from types import SimpleNamespace
@@ -19,32 +21,53 @@ def test_declared_mask(window):
     for row, i in enumerate(queries.tolist()):
         for j in range(11):
             together = any(start <= i < end and start <= j < end for start, end in spans)
-            assert bool(found[row, j]) == (together and j <= i and (window[0] < 0 or i - j <= window[0])), (i, j)
+            assert bool(found[row, j]) == (
+                together and j <= i and (window[0] < 0 or i - j <= window[0])
+            ), (i, j)
 
 
 def test_attention_row_by_row():
     draw = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((4, 4, 3), (5, 2, 3), (5, 2, 2)))
+    q, k, v = (
+        torch.randn(shape, generator=draw, dtype=torch.float64)
+        for shape in ((4, 4, 3), (5, 2, 3), (5, 2, 2))
+    )
     allowed = torch.rand(4, 5, generator=draw) < 0.5
     allowed[2] = False
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
     out = attend(q, k, v, allowed, 0.7, sink)
     for i in range(4):
         for h in range(4):
-            weight = {j: float((0.7 * (q[i, h] @ k[j, h // 2])).exp()) for j in range(5) if allowed[i, j]}
+            weight = {
+                j: float((0.7 * (q[i, h] @ k[j, h // 2])).exp()) for j in range(5) if allowed[i, j]
+            }
             total = sum(weight.values()) + float(sink[h].exp())
-            wanted = sum((w / total * v[j, h // 2] for j, w in weight.items()), torch.zeros(2, dtype=torch.float64))
+            wanted = sum(
+                (w / total * v[j, h // 2] for j, w in weight.items()),
+                torch.zeros(2, dtype=torch.float64),
+            )
             assert torch.allclose(out[i, h], wanted, rtol=1e-12, atol=1e-15)
 
 
 def job(**config):
-    args = argparse.Namespace(num_layers=4, tensor_model_parallel_size=2, context_parallel_size=4, micro_batch_size=1)
-    wanted = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 64, "softmax_type": "vanilla"}
-    return args, SimpleNamespace(**(wanted | {"window_size": None, "window_attn_skip_freq": None} | config))
+    args = argparse.Namespace(
+        num_layers=4, tensor_model_parallel_size=2, context_parallel_size=4, micro_batch_size=1
+    )
+    wanted = {
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "kv_channels": 64,
+        "softmax_type": "vanilla",
+    }
+    return args, SimpleNamespace(
+        **(wanted | {"window_size": None, "window_attn_skip_freq": None} | config)
+    )
 
 
 def test_each_distinct_kind_once_under_each_mask():
-    found = find_layer_kinds(*job(window_size=(128, 0), window_attn_skip_freq=2), ("causal", "packed"))
+    found = find_layer_kinds(
+        *job(window_size=(128, 0), window_attn_skip_freq=2), ("causal", "packed")
+    )
     assert [(kind.layer, kind.numbers, kind.window, kind.mask) for kind in found] == [
         (1, (1, 3), (128, 0), "causal"), (1, (1, 3), (128, 0), "packed"),
         (2, (2, 4), (-1, -1), "causal"), (2, (2, 4), (-1, -1), "packed"),

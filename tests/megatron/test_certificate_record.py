@@ -1,4 +1,6 @@
-"""The certificate beside the checkpoints: written whole, and compared with the job that resumes from them."""
+"""The certificate beside the checkpoints: written whole, and compared with the job that resumes
+from them.
+"""
 
 import argparse
 import json
@@ -15,22 +17,36 @@ from cp_ring.megatron.certificate.report import Certificate, Probe
 def job(tmp_path):
     """The arguments of a job that resumes from a certified checkpoint."""
     args = argparse.Namespace(
-        save=str(tmp_path), load=str(tmp_path), window_size=(128, 0), window_attn_skip_freq=2, softmax_type="learnable",
-        num_attention_heads=4, kv_channels=16, multi_latent_attention=False, position_embedding_type="rope", rotary_base=10000,
+        save=str(tmp_path), load=str(tmp_path), window_size=(128, 0), window_attn_skip_freq=2,
+        softmax_type="learnable",
+        num_attention_heads=4, kv_channels=16, multi_latent_attention=False,
+        position_embedding_type="rope", rotary_base=10000,
         context_parallel_size=2, cp_ring_layout="zigzag",
     )  # fmt: skip
-    record.save(args, Certificate([Probe("mask", "layer 1", "causal", 0.0, 0.0)], {"attention": record.attention_settings(args)}))
+    record.save(
+        args,
+        Certificate(
+            [Probe("mask", "layer 1", "causal", 0.0, 0.0)],
+            {"attention": record.attention_settings(args)},
+        ),
+    )
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     return args
 
 
 def test_is_written_whole(job, tmp_path):
     content = json.loads((tmp_path / record.NAME).read_text())
-    assert content["probes"][0]["passed"] and content["about"]["attention"]["window_size"] == [128, 0]
+    assert content["probes"][0]["passed"] and content["about"]["attention"]["window_size"] == [
+        128,
+        0,
+    ]
     with pytest.raises(TypeError):
         record.write(tmp_path / record.NAME, {"bad": object()})
     assert json.loads((tmp_path / record.NAME).read_text()) == content
-    assert {path.name for path in tmp_path.iterdir()} == {record.NAME, "latest_checkpointed_iteration.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        record.NAME,
+        "latest_checkpointed_iteration.txt",
+    }
 
 
 def test_the_same_attention_at_another_size_and_layout_resumes(job, capsys):

@@ -1,4 +1,6 @@
-"""The certificate of jobs with a script's own forward step, without per-token loss, at the job's own length and batch size."""
+"""The certificate of jobs with a script's own forward step, without per-token loss, at the job's
+own length and batch size.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,19 @@ RIGHT_STEPS = ("writes_into_its_batch", "writes_into_its_tensors", "mean_over_al
 WRONG_STEPS = ("wrong_label", "whole_loss_mask", "loss_mask_of_ones")
 FAILING_STEPS = ("fails_everywhere", "fails_before_the_ring", "fails_behind_the_ring")
 FAULTS = (
-    "window beyond 256 tokens", "second batch row like the first", "loss mask not split", "gradients of keys summed in bf16"
+    "window beyond 256 tokens", "second batch row like the first", "loss mask not split",
+    "gradients of keys summed in bf16"
 )  # fmt: skip
 
 
 def probes(folder, name, flags, cases, step=None):
-    job = {"name": name, "argv": [*COMMON, *shlex.split(flags)], "cases": cases, "step": step, "seconds": 600}
+    job = {
+        "name": name,
+        "argv": [*COMMON, *shlex.split(flags)],
+        "cases": cases,
+        "step": step,
+        "seconds": 600,
+    }
     log = folder / f"{name}.log"
     assert fork(2, (job, folder, log)) == 0, log.read_text()[-4000:]
     return json.loads((folder / f"{name}.json").read_text())
@@ -41,7 +50,9 @@ def probes(folder, name, flags, cases, step=None):
 @pytest.mark.parametrize("step", RIGHT_STEPS)
 def test_a_right_step_passes(tmp_path, step):
     (entry,) = probes(tmp_path, step, FLAGS, [("", 1)], step)
-    assert entry["rejections"] == [] and entry["failure"] == "" and entry["about"]["not_covered"] == []
+    assert (
+        entry["rejections"] == [] and entry["failure"] == "" and entry["about"]["not_covered"] == []
+    )
     assert "gradients" in {probe["name"] for probe in entry["probes"]} and entry["untouched"]
 
 
@@ -53,41 +64,59 @@ def test_a_wrong_step_is_rejected(tmp_path, step):
 
 @pytest.mark.parametrize("step", FAILING_STEPS)
 def test_a_step_that_raises_ends_the_probe_on_all_ranks(tmp_path, step):
-    """Far below the time that a rank would wait for a message; a second certificate shows that the job's groups still work."""
+    """Far below the time that a rank would wait for a message; a second certificate shows that the
+    job's groups still work.
+    """
     first, second = probes(tmp_path, step, FLAGS, [("", 1), ("", 2)], step)
     for entry in (first, second):
-        assert entry["failure"].startswith(f"{step} (certificate_steps.py, line ") and "ValueError: " in entry["failure"]
+        assert (
+            entry["failure"].startswith(f"{step} (certificate_steps.py, line ")
+            and "ValueError: " in entry["failure"]
+        )
         assert entry["seconds"] < 150  # the watchdog would end it after 600
         assert entry["about"]["not_covered"] == [f"the loss ({entry['failure']})"]
-        assert entry["rejections"] == [] and {"mask", "out"} <= {probe["name"] for probe in entry["probes"]}
+        assert entry["rejections"] == [] and {"mask", "out"} <= {
+            probe["name"] for probe in entry["probes"]
+        }
         assert entry["untouched"]
 
 
 def test_faults_at_the_jobs_own_length_and_batch(tmp_path):
     right, *faulty = probes(tmp_path, "long", LONG, [("", 1), *((fault, 1) for fault in FAULTS)])
     assert right["rejections"] == [] and right["about"]["up_to"] == {}
-    assert right["about"]["ring"]["schedule"] == "auto" and right["about"]["ring"]["slot_shards"] == 4
+    assert (
+        right["about"]["ring"]["schedule"] == "auto" and right["about"]["ring"]["slot_shards"] == 4
+    )
     names = {probe["name"] for probe in right["probes"]}
     assert {"mask at 512 tokens", "dk at 512 tokens", "dk in float32"} <= names
     beyond, batch, mask, sums = faulty
     assert beyond["rejections"] and all("at 512 tokens" in line for line in beyond["rejections"])
     assert any("out off by" in line for line in batch["rejections"])
     assert any("tiny model" in line for line in mask["rejections"])
-    assert any("microbatch of 2x512 tokens, causal: loss mask wrong in" in line for line in mask["rejections"])
-    found = {probe["name"]: probe["error"] / probe["bound"] for probe in sums["probes"] if probe["bound"]}
+    assert any(
+        "microbatch of 2x512 tokens, causal: loss mask wrong in" in line
+        for line in mask["rejections"]
+    )
+    found = {
+        probe["name"]: probe["error"] / probe["bound"] for probe in sums["probes"] if probe["bound"]
+    }
     assert found["dk in float32"] > 10 and found["dv in float32"] > 10
 
 
 def test_length_grows_as_far_as_time_allows(monkeypatch):
     from cp_ring.megatron.certificate import attention_probe
 
-    monkeypatch.setattr(attention_probe, "_forward_seconds", lambda subject, clock: (subject.tokens / 1000) ** 2)
+    monkeypatch.setattr(
+        attention_probe, "_forward_seconds", lambda subject, clock: (subject.tokens / 1000) ** 2
+    )
     monkeypatch.setattr(attention_probe, "at_length", lambda subject, n: SimpleNamespace(tokens=n))
     monkeypatch.setattr(attention_probe, "_bytes", lambda kind, n, dtype: 0)
     monkeypatch.setattr(attention_probe, "_on_any_rank", lambda condition, subject: condition)
     monkeypatch.setattr(attention_probe, "_memory", lambda device: 1)
     kind = SimpleNamespace(tokens=64, mask="causal")
-    subject = SimpleNamespace(kind=kind, group=SimpleNamespace(size=lambda: 2), dtype=None, device=None)
+    subject = SimpleNamespace(
+        kind=kind, group=SimpleNamespace(size=lambda: 2), dtype=None, device=None
+    )
     assert longest_in_time(subject, 1000, 10.0) == 1000
     assert longest_in_time(subject, 100_000, 10.0) == 512  # 1024 would take 10 * 1.024 ** 2 seconds
 
@@ -96,12 +125,22 @@ def test_the_least_reach_of_all_ranks_counts():
     """Each context-parallel group probes as far as its own time allows."""
     args = SimpleNamespace(seq_length=4096, micro_batch_size=40)
     kind = SimpleNamespace(layer_name="layer 1 (no window)", mask="causal", batch_size=32)
-    limits = functools.partial(module._limits, SimpleNamespace(**vars(args), context_parallel_size=2))
+    limits = functools.partial(
+        module._limits, SimpleNamespace(**vars(args), context_parallel_size=2)
+    )
     of_ranks = [limits(kind, tokens) for tokens in (1024, 512, 4096)]
     found = module.least_reach([*of_ranks, {}], args)
-    assert found == {"layer 1 (no window) under causal": "512 of 4096 tokens and 32 of 40 batch rows"}
-    assert module.least_reach(of_ranks[:1], args)["layer 1 (no window) under causal"].startswith("1024 of 4096 tokens")
-    assert limits(SimpleNamespace(**vars(kind) | {"batch_size": 40}), 4096) == {} == module.least_reach([{}], args)
+    assert found == {
+        "layer 1 (no window) under causal": "512 of 4096 tokens and 32 of 40 batch rows"
+    }
+    assert module.least_reach(of_ranks[:1], args)["layer 1 (no window) under causal"].startswith(
+        "1024 of 4096 tokens"
+    )
+    assert (
+        limits(SimpleNamespace(**vars(kind) | {"batch_size": 40}), 4096)
+        == {}
+        == module.least_reach([{}], args)
+    )
 
 
 @pytest.fixture
@@ -134,25 +173,48 @@ def test_a_line_begins_with_what_is_not_covered_where_no_loss_is(ended):
     why = "forward_step: ValueError: x (rank 1)"
     certificate = Certificate([probe], about, [f"the loss ({why})"], why)
     (summary,) = ended(certificate)
-    assert summary.startswith("certificate: not covered: the loss (forward_step: ValueError: x (rank 1)); 1 probes passed in ")
+    assert summary.startswith(
+        "certificate: not covered: the loss (forward_step: ValueError: x (rank 1)); 1 probes "
+        "passed in "
+    )
     assert "under causal, up to 4096 of 131072 tokens" in summary
     (line,) = ended(certificate, "strict")
-    assert line.startswith("--cp-ring-certify strict: not covered: the loss (forward_step: ValueError: x (rank 1))")
+    assert line.startswith(
+        "--cp-ring-certify strict: not covered: the loss (forward_step: ValueError: x (rank 1))"
+    )
     assert len(ended(Certificate([probe], about), "strict")) == 1  # the length alone stops nothing
-    of_loss = Certificate([probe, Probe("loss", "tiny model of 1 layer", "causal", 0.0, 1.0)], {}, ["Mamba layers"])
+    of_loss = Certificate(
+        [probe, Probe("loss", "tiny model of 1 layer", "causal", 0.0, 1.0)], {}, ["Mamba layers"]
+    )
     (summary,) = ended(of_loss)
-    assert summary.startswith("certificate: 2 probes passed in ") and summary.endswith("; not covered: Mamba layers")
+    assert summary.startswith("certificate: 2 probes passed in ") and summary.endswith(
+        "; not covered: Mamba layers"
+    )
 
 
 def test_a_script_of_another_model_ends_in_one_line(tmp_path):
-    """Its forward step cannot be called, which the certificate says first; then its layers are rejected, once groups exist."""
-    flags = ["--num-layers", "1", "--seq-length", "64", "--cp-ring", "--cp-ring-certify", "--context-parallel-size", "2"]
+    """Its forward step cannot be called, which the certificate says first; then its layers are
+    rejected, once groups exist.
+    """
+    flags = [
+        "--num-layers",
+        "1",
+        "--seq-length",
+        "64",
+        "--cp-ring",
+        "--cp-ring-certify",
+        "--context-parallel-size",
+        "2",
+    ]
     done = attempt(2, "other", [ENCODER_DECODER, *flags], tmp_path, COMMON)
     assert done.code == 2 and len(done.rejected.splitlines()) == 1
-    assert "cp_ring: certificate: not covered: the loss (forward_step (encoder_decoder_script.py, line " in done.output
     assert (
-        "could not be called with a microbatch of tokens, labels, loss_mask and position_ids: KeyError: 'text_enc' (rank "
-        in done.output
+        "cp_ring: certificate: not covered: the loss (forward_step (encoder_decoder_script.py, "
+        "line " in done.output
+    )
+    assert (
+        "could not be called with a microbatch of tokens, labels, loss_mask and position_ids: "
+        "KeyError: 'text_enc' (rank " in done.output
     )
     assert "layer 1 is cross attention" in done.rejected and "Traceback" not in done.output
 
@@ -162,12 +224,20 @@ def test_errors_are_one_line_also_once_process_groups_exist(monkeypatch, capsys)
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(SystemExit) as end, rejection.rejecting():
         raise ConfigError("layer 1 is cross attention")
-    assert end.value.code == 2 and capsys.readouterr().err == "cp_ring: error: layer 1 is cross attention\n"
+    assert (
+        end.value.code == 2
+        and capsys.readouterr().err == "cp_ring: error: layer 1 is cross attention\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "choice"),
-    [([], "on"), (["--cp-ring-certify"], "on"), (["--no-cp-ring-certify"], "off"), (["--cp-ring-certify", "strict"], "strict")],
+    [
+        ([], "on"),
+        (["--cp-ring-certify"], "on"),
+        (["--no-cp-ring-certify"], "off"),
+        (["--cp-ring-certify", "strict"], "strict"),
+    ],
 )
 def test_choices(flags, choice):
     from cp_ring.config import ContextParallelConfig
@@ -175,7 +245,9 @@ def test_choices(flags, choice):
 
     config = read(flags)
     assert config.certify == choice and read(config.to_args()).certify == choice
-    assert ContextParallelConfig.make(certify=choice != "off").certify == ("off" if choice == "off" else "on")
+    assert ContextParallelConfig.make(certify=choice != "off").certify == (
+        "off" if choice == "off" else "on"
+    )
     with pytest.raises(ConfigError, match="--cp-ring-certify 'maybe'"):
         read(["--cp-ring-certify", "maybe"])
 

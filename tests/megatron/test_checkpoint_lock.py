@@ -1,4 +1,6 @@
-"""One job at a time writes to a folder of checkpoints, and a job that was killed does not block its successor."""
+"""One job at a time writes to a folder of checkpoints, and a job that was killed does not block its
+successor.
+"""
 
 import json
 import multiprocessing as mp
@@ -27,7 +29,9 @@ def quick(monkeypatch):
 
 def write(folder, **values):
     """The lock of an owner on another machine, with `values` changed."""
-    owner = lock.Owner(token="0123456789abcdef", host="elsewhere", machine="another", pid=1, started="1")
+    owner = lock.Owner(
+        token="0123456789abcdef", host="elsewhere", machine="another", pid=1, started="1"
+    )
     (folder / lock.NAME).write_text(json.dumps(owner.model_copy(update=values).model_dump()))
 
 
@@ -54,7 +58,10 @@ def test_a_second_job_is_rejected_in_one_line(tmp_path, other):
     with pytest.raises(ConfigError) as stop:
         lock.acquire(tmp_path)
     line = str(stop.value)
-    assert line.startswith(f"--save {tmp_path}: another job writes its checkpoints there (") and "\n" not in line
+    assert (
+        line.startswith(f"--save {tmp_path}: another job writes its checkpoints there (")
+        and "\n" not in line
+    )
     assert f"process {other.pid} on " in line and lock.held(tmp_path) is None
 
 
@@ -84,7 +91,9 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path, other, mon
 
 
 @pytest.mark.parametrize(("theirs", "ours", "free"), [(0, 1, True), (1, 1, False), (2, 1, False)])
-def test_a_job_that_slurm_has_restarted_takes_over_at_once(tmp_path, monkeypatch, theirs, ours, free):
+def test_a_job_that_slurm_has_restarted_takes_over_at_once(
+    tmp_path, monkeypatch, theirs, ours, free
+):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(ours))
     write(tmp_path, slurm_job="77", slurm_restart=theirs)
@@ -139,8 +148,12 @@ def test_a_job_notices_that_its_lock_is_lost_and_takes_one_back_that_is_gone(tmp
     assert (tmp_path / lock.NAME).exists()  # the other's
 
 
-def test_a_job_that_was_stopped_does_not_take_back_the_lock_that_its_successor_has_given_up(tmp_path):
-    """It would write its older checkpoints over those of the successor, and the tracker would name them."""
+def test_a_job_that_was_stopped_does_not_take_back_the_lock_that_its_successor_has_given_up(
+    tmp_path,
+):
+    """It would write its older checkpoints over those of the successor, and the tracker would name
+    them.
+    """
     held = lock.acquire(tmp_path)
     held._stop.set()  # as a stopped process it renews nothing
     held.path.unlink()
@@ -151,7 +164,9 @@ def test_a_job_that_was_stopped_does_not_take_back_the_lock_that_its_successor_h
 
 
 def test_a_job_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(tmp_path):
-    """It was stopped between the beginning of a save and its end, and the lock was looked at before."""
+    """It was stopped between the beginning of a save and its end, and the lock was looked at
+    before.
+    """
     held, final = lock.acquire(tmp_path), folders.folder_of(tmp_path, 2)
     folder = folders.unfinished(final, held.owner.token)
     checkpoint(folder)
@@ -160,7 +175,9 @@ def test_a_job_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
     with pytest.raises(lock.Lost, match="now belongs to another job"):
         folders.publish(folder, final, held)
     told = []
-    with folders.open_tracker(str(tmp_path / folders.TRACKER), "w", lambda *outcome: told.append(outcome)) as file:
+    with folders.open_tracker(
+        str(tmp_path / folders.TRACKER), "w", lambda *outcome: told.append(outcome)
+    ) as file:
         file.write("2")
     assert folders.published(tmp_path) == [] and folders.tracked(tmp_path) == 8
     ((iteration, error),) = told
@@ -168,7 +185,9 @@ def test_a_job_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
 
 
 def test_of_two_successors_one_gets_the_lock(tmp_path):
-    """The slower one has seen the dead owner too, and removes the lock only if it is still the dead owner's."""
+    """The slower one has seen the dead owner too, and removes the lock only if it is still the dead
+    owner's.
+    """
     write(tmp_path)
     dead = lock._read(tmp_path / lock.NAME)
     quicker = lock.acquire(tmp_path)
@@ -192,7 +211,10 @@ def checkpoint(folder):
 
 
 def test_a_save_counts_only_once_the_folder_is_seen_whole_under_its_name(tmp_path, monkeypatch):
-    final, folder = folders.folder_of(tmp_path, 2), folders.unfinished(folders.folder_of(tmp_path, 2), "ab")
+    final, folder = (
+        folders.folder_of(tmp_path, 2),
+        folders.unfinished(folders.folder_of(tmp_path, 2), "ab"),
+    )
     checkpoint(final)
     checkpoint(folder)
     rename = type(folder).rename
@@ -205,32 +227,53 @@ def test_a_save_counts_only_once_the_folder_is_seen_whole_under_its_name(tmp_pat
     monkeypatch.setattr(type(folder), "rename", spoiled)
     with pytest.raises(OSError, match=r"is not what was published: .* is missing"):
         folders.publish(folder, final, lock.acquire(tmp_path))
-    assert manifest.defect(final) == "" and folders.published(tmp_path) == [2]  # the one before is back
+    # the one before is back
+    assert manifest.defect(final) == "" and folders.published(tmp_path) == [2]
 
 
 def test_temporary_names_cannot_be_predicted(tmp_path):
-    """A link at the old temporary name let whoever can write to the folder choose which file is overwritten."""
+    """A link at the old temporary name let whoever can write to the folder choose which file is
+    overwritten.
+    """
     victim = tmp_path / "victim"
     victim.write_text("kept")
     for name in (folders.TRACKER, manifest.NAME):
         (tmp_path / f"{name}.next").symlink_to(victim)
     manifest.write(tmp_path, {"a": {"size": 0, "crc32": "00000000"}})
-    with folders.open_tracker(str(tmp_path / folders.TRACKER), "w", lambda iteration, error: None) as file:
+    with folders.open_tracker(
+        str(tmp_path / folders.TRACKER), "w", lambda iteration, error: None
+    ) as file:
         file.write("20")
     assert victim.read_text() == "kept" and folders.tracked(tmp_path) == 20
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 def test_the_second_of_two_jobs_ends_before_it_trains(tmp_path, monkeypatch):
-    """The lock is held by this process; both jobs used to report success, and each lost its checkpoints to the other."""
+    """The lock is held by this process; both jobs used to report success, and each lost its
+    checkpoints to the other.
+    """
     monkeypatch.undo()
     saves = tmp_path / "saves"
     held = lock.acquire(saves)
     running = folders.unfinished(folders.folder_of(saves, 2), held.owner.token)
     running.mkdir()
-    flags = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "2", "--save-interval", "1"]
+    flags = [
+        "--cp-ring",
+        "--cp-ring-cpu",
+        "--context-parallel-size",
+        "2",
+        "--train-iters",
+        "2",
+        "--save-interval",
+        "1",
+    ]
     done = attempt(2, "second", [*flags, "--save", str(saves), "--load", str(saves)], tmp_path)
-    assert done.code == 2 and f"--save {saves}: another job writes its checkpoints there" in done.rejected
+    assert (
+        done.code == 2
+        and f"--save {saves}: another job writes its checkpoints there" in done.rejected
+    )
     assert sorted(saves.iterdir()) == sorted([held.path, running]) and not done.losses
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints: published whole or not at all, verified before they are loaded, as many as asked for, and none runs code."""
+"""Checkpoints: published whole or not at all, verified before they are loaded, as many as asked
+for, and none runs code.
+"""
 
 import argparse
 import collections
@@ -23,7 +25,15 @@ from cp_ring import patches
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.megatron.checkpoints import folders, inspection, last_good, manifest, process_state, saving, unpickle
+from cp_ring.megatron.checkpoints import (
+    folders,
+    inspection,
+    last_good,
+    manifest,
+    process_state,
+    saving,
+    unpickle,
+)
 from cp_ring.megatron.rejection import rejecting
 from tests.adversary import gadgets
 from tests.megatron.launch import trace, train
@@ -32,12 +42,15 @@ RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-i
 SAVE = ["--save-interval", "2", "--exit-interval", "8"]
 ASYNC = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
 
-pytestmark = pytest.mark.xdist_group("pool")  # many use the pool of ranks, and nearly all what `jobs` has saved
+# many use the pool of ranks, and nearly all what `jobs` has saved
+pytestmark = pytest.mark.xdist_group("pool")
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """One launch: an undisturbed job, jobs that save at once and in the background, and one that resumes from the latter."""
+    """One launch: an undisturbed job, jobs that save at once and in the background, and one that
+    resumes from the latter.
+    """
     folder = tmp_path_factory.mktemp("jobs")
     plain, late = str(folder / "plain"), str(folder / "late")
     train(
@@ -62,11 +75,18 @@ def checkpoint(jobs, tmp_path):
 
 
 def test_keeps_as_many_as_asked_each_with_its_manifest(jobs):
-    assert sorted(os.listdir(jobs / "plain")) == ["iter_0000004", "iter_0000006", "iter_0000008", folders.TRACKER]
+    assert sorted(os.listdir(jobs / "plain")) == [
+        "iter_0000004",
+        "iter_0000006",
+        "iter_0000008",
+        folders.TRACKER,
+    ]
     assert (jobs / "plain" / folders.TRACKER).read_text() == "8"
     for number in (4, 6, 8):
         folder = folders.folder_of(jobs / "plain", number)
-        assert set(manifest.read(folder)) == {path.name for path in folder.iterdir()} - {manifest.NAME}
+        assert set(manifest.read(folder)) == {path.name for path in folder.iterdir()} - {
+            manifest.NAME
+        }
         assert manifest.defect(folder) == "" and inspection.structure_defect(folder) == ""
 
 
@@ -85,7 +105,10 @@ def test_where_nothing_can_be_saved_training_goes_on_and_says_so(jobs):
     ]
     log = (jobs / "unwritable.log").read_text()
     # Not by line: another rank may write at the same time.
-    warned = re.findall(r"cp_ring: warning: the checkpoint of iteration (\d+) was not saved: [^;]*/proc/cp_ring", log)
+    warned = re.findall(
+        r"cp_ring: warning: the checkpoint of iteration (\d+) was not saved: [^;]*/proc/cp_ring",
+        log,
+    )
     assert warned == ["2", "4", "6", "8"]
     assert "cp_ring: error: the last checkpoint of this run was not saved" in log
 
@@ -121,7 +144,9 @@ def edit_manifest(load, before, after):
 
 
 def swap_manifests(load):
-    (load / "iter_0000008" / manifest.NAME).write_bytes((load / "iter_0000006" / manifest.NAME).read_bytes())
+    (load / "iter_0000008" / manifest.NAME).write_bytes(
+        (load / "iter_0000006" / manifest.NAME).read_bytes()
+    )
 
 
 DAMAGES = {
@@ -140,11 +165,20 @@ DAMAGES = {
     "named pipe for the manifest": lambda load: pipe(load / "iter_0000008" / manifest.NAME),
     "another named pipe": lambda load: os.mkfifo(load / "iter_0000008" / "common.pt"),
     "a device for a shard": lambda load: device(load / "iter_0000008" / "__1_0.distcp"),
-    "nested manifest": lambda load: (load / "iter_0000008" / manifest.NAME).write_text('{"files":' * 9999 + "}" * 9999),
-    "manifest with a size that is text": lambda load: edit_manifest(load, '"size": ', '"size": "1", "length": '),
-    "manifest with a name twice": lambda load: edit_manifest(load, '"files": {', '"files": {}, "files": {'),
+    "nested manifest": lambda load: (load / "iter_0000008" / manifest.NAME).write_text(
+        '{"files":' * 9999 + "}" * 9999
+    ),
+    "manifest with a size that is text": lambda load: edit_manifest(
+        load, '"size": ', '"size": "1", "length": '
+    ),
+    "manifest with a name twice": lambda load: edit_manifest(
+        load, '"files": {', '"files": {}, "files": {'
+    ),
     "manifest with a path": lambda load: edit_manifest(load, '"__0_0', '"../__0_0'),
-    "empty folder": lambda load: (shutil.rmtree(load / "iter_0000008"), (load / "iter_0000008").mkdir()),
+    "empty folder": lambda load: (
+        shutil.rmtree(load / "iter_0000008"),
+        (load / "iter_0000008").mkdir(),
+    ),
     "tracker ahead of any folder": lambda load: (load / folders.TRACKER).write_text("99"),
     "long tracker": lambda load: (load / folders.TRACKER).write_text("8" * 5000),
     "tracker of 60 digits": lambda load: (load / folders.TRACKER).write_text("8" * 60),
@@ -153,7 +187,9 @@ DAMAGES = {
     "binary tracker": lambda load: (load / folders.TRACKER).write_bytes(b"\xff\x00"),
     "no tracker": lambda load: (load / folders.TRACKER).unlink(),
 }
-STILL_8 = [damage for damage in DAMAGES if damage.endswith("tracker") or damage.startswith("tracker")]
+STILL_8 = [
+    damage for damage in DAMAGES if damage.endswith("tracker") or damage.startswith("tracker")
+]
 
 
 def decide(group, load, **values):
@@ -174,7 +210,8 @@ def test_all_ranks_fall_back_to_the_last_good_checkpoint(pool, checkpoint, damag
     DAMAGES[damage](checkpoint)
     wanted = 8 if damage in STILL_8 else 6
     assert pool.run(decide, 4, checkpoint) == [wanted] * 4
-    if "flipped" not in damage and "another" not in damage:  # the status command looks at sizes only
+    # the status command looks at sizes only
+    if "flipped" not in damage and "another" not in damage:
         assert last_good(checkpoint) == wanted
 
 
@@ -194,10 +231,14 @@ CHANGES = {
 
 
 def load_while(group, changed, load):
-    """What this rank says where one rank changes a file of the newest checkpoint after all have verified it."""
+    """What this rank says where one rank changes a file of the newest checkpoint after all have
+    verified it.
+    """
     from cp_ring.megatron.checkpoints import loading
 
-    folder, before = loading.agree_on_iteration(argparse.Namespace(load=str(load), save=None, ckpt_step=None))
+    folder, before = loading.agree_on_iteration(
+        argparse.Namespace(load=str(load), save=None, ckpt_step=None)
+    )
     try:
         with loading.as_verified(folder, before):
             if group.rank() == 1:
@@ -209,7 +250,9 @@ def load_while(group, changed, load):
 
 
 @pytest.mark.parametrize("changed", [name for name in CHANGES if name])
-def test_what_changes_between_its_verification_and_the_end_of_loading_is_rejected(pool, checkpoint, changed):
+def test_what_changes_between_its_verification_and_the_end_of_loading_is_rejected(
+    pool, checkpoint, changed
+):
     told = pool.run(load_while, 4, changed, checkpoint)
     place = folders.folder_of(checkpoint, 8) / changed
     why = f"{place} was replaced or changed while it was loaded"
@@ -234,7 +277,10 @@ def test_falls_back_more_than_once_but_never_for_a_step_that_was_asked_for(pool,
     flip(checkpoint / "iter_0000006" / "__0_0.distcp")
     assert pool.run(decide, 4, checkpoint) == [4] * 4
     (rejection,) = set(pool.run(decide, 4, checkpoint, ckpt_step=8))
-    assert rejection.startswith("--ckpt-step 8: the checkpoint is half written or damaged: ") and "__1_0.distcp" in rejection
+    assert (
+        rejection.startswith("--ckpt-step 8: the checkpoint is half written or damaged: ")
+        and "__1_0.distcp" in rejection
+    )
     flip(checkpoint / "iter_0000004" / "__1_0.distcp")
     (rejection,) = set(pool.run(decide, 4, checkpoint))
     assert rejection.startswith(f"--load {checkpoint}: no checkpoint in it is whole (")
@@ -245,7 +291,8 @@ def test_a_checkpoint_without_a_manifest_is_loaded_unverified(pool, checkpoint, 
         (folders.folder_of(checkpoint, number) / manifest.NAME).unlink()
     assert pool.run(decide, 4, checkpoint) == [8] * 4
     assert last_good(checkpoint) == 8
-    (checkpoint / folders.TRACKER).unlink()  # unverified and named by nothing: it may be half written
+    # unverified and named by nothing: it may be half written
+    (checkpoint / folders.TRACKER).unlink()
     assert pool.run(decide, 4, checkpoint) == [4] * 4
 
 
@@ -284,7 +331,10 @@ def test_the_tracker_is_replaced_at_once_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_report", lambda iteration, why: seen.append(why))
     with opener(str(tracker), "w") as file:
         file.write("20")
-    assert seen == ["10", "the tracker was not replaced: [Errno 28] No space left on device"] and tracker.read_text() == "10"
+    assert (
+        seen == ["10", "the tracker was not replaced: [Errno 28] No space left on device"]
+        and tracker.read_text() == "10"
+    )
     monkeypatch.undo()
     with opener(str(tracker), "w") as file:
         file.write("20")
@@ -295,7 +345,9 @@ def test_only_older_checkpoints_with_a_manifest_are_removed(tmp_path):
     for number in (1, 2, 3, 4, 9):
         folders.folder_of(tmp_path, number).mkdir()
         if number != 2:
-            manifest.write(folders.folder_of(tmp_path, number), {"a": {"size": 0, "crc32": "00000000"}})
+            manifest.write(
+                folders.folder_of(tmp_path, number), {"a": {"size": 0, "crc32": "00000000"}}
+            )
     folders.prune(tmp_path, 4, 0, "abc")
     assert folders.published(tmp_path) == [1, 2, 3, 4, 9]
     folders.prune(tmp_path, 4, 2, "abc")
@@ -311,7 +363,9 @@ def test_too_little_space_is_seen_before_anything_is_written(checkpoint, monkeyp
 
 
 def test_a_save_removes_what_is_left_of_interrupted_ones_but_none_that_still_runs(tmp_path):
-    running, left, next_one = (folders.unfinished(folders.folder_of(tmp_path, number), "abc") for number in (2, 4, 6))
+    running, left, next_one = (
+        folders.unfinished(folders.folder_of(tmp_path, number), "abc") for number in (2, 4, 6)
+    )
     for folder in (running, left):
         folders.prepare(folder, folders.folder_of(tmp_path, 2), {"abc"}, writing={running})
     folders.prepare(next_one, folders.folder_of(tmp_path, 6), {"abc"}, writing={running})
@@ -362,7 +416,9 @@ def load_entry(folder, key):
     state = {name: io.BytesIO()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with rejecting(), unpickle.restricted():
-        torch.distributed.checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        torch.distributed.checkpoint.load(
+            state, storage_reader=reader, planner=planner, no_dist=True
+        )
     return state[name]
 
 
@@ -372,13 +428,30 @@ def rejected(capsys, load, named="posix.system"):
         load()
     line = capsys.readouterr().err if isinstance(stop.value, SystemExit) else str(stop.value)
     assert not isinstance(stop.value, SystemExit) or stop.value.code == 2
-    assert named in line and "--cp-ring-trust-checkpoint" in line and len(line.strip().splitlines()) == 1
+    assert (
+        named in line
+        and "--cp-ring-trust-checkpoint" in line
+        and len(line.strip().splitlines()) == 1
+    )
 
 
-@pytest.mark.parametrize("place", ["index", "common entry", "random states", "common.pt", "legacy common.pt", "nested storage"])
-def test_a_planted_pickle_is_rejected_and_never_run(restricting, checkpoint, tmp_path, capsys, place):
-    folder, written, value = folders.folder_of(checkpoint, 8), tmp_path / "written", Evil(tmp_path / "written")
-    entry = {"common entry": "common_state", "random states": "rng_state", "nested storage": "rng_state"}.get(place)
+@pytest.mark.parametrize(
+    "place",
+    ["index", "common entry", "random states", "common.pt", "legacy common.pt", "nested storage"],
+)
+def test_a_planted_pickle_is_rejected_and_never_run(
+    restricting, checkpoint, tmp_path, capsys, place
+):
+    folder, written, value = (
+        folders.folder_of(checkpoint, 8),
+        tmp_path / "written",
+        Evil(tmp_path / "written"),
+    )
+    entry = {
+        "common entry": "common_state",
+        "random states": "rng_state",
+        "nested storage": "rng_state",
+    }.get(place)
     if place == "index":
         (folder / ".metadata").write_bytes(pickle.dumps(value))
     elif place == "nested storage":
@@ -388,14 +461,21 @@ def test_a_planted_pickle_is_rejected_and_never_run(restricting, checkpoint, tmp
     elif entry:
         plant(folder, entry, [{"args": value}])
     else:
-        torch.save({"args": value}, folder / "common.pt", _use_new_zipfile_serialization=place == "common.pt")
+        torch.save(
+            {"args": value},
+            folder / "common.pt",
+            _use_new_zipfile_serialization=place == "common.pt",
+        )
     (folder / manifest.NAME).unlink()
     steps = {
         "index": lambda: inspection.defect(folder),
         "random states": lambda: load_entry(folder, "rng_state"),
         "nested storage": lambda: load_entry(folder, "rng_state"),
     }
-    named = {"legacy common.pt": "no zip archive of torch.save", "nested storage": "load_from_bytes"}.get(place, "posix.system")
+    named = {
+        "legacy common.pt": "no zip archive of torch.save",
+        "nested storage": "load_from_bytes",
+    }.get(place, "posix.system")
     rejected(capsys, steps.get(place, lambda: inspection._saved_args(folder)), named)
     assert not written.exists()
 
@@ -517,7 +597,8 @@ FORGERIES = {
     "member renamed by torch": b"\x80\x02"
     + gadgets.renaming(gadgets.name("signal", "Signals"), 9, {"_name_": "SIGTERM", "planted": 1})
     + b".",
-    "class as a value that is called": b"\x80\x02" + gadgets.name("types", "SimpleNamespace") + b")R}X\x01\x00\x00\x00a"
+    "class as a value that is called": b"\x80\x02" + gadgets.name("types", "SimpleNamespace") +
+    b")R}X\x01\x00\x00\x00a"
     + gadgets.name("signal", "Signals") + b"sbN\x85R.",
 }  # fmt: skip
 
@@ -526,7 +607,9 @@ FORGERIES = {
 def test_a_pickle_that_forges_memory_or_changes_the_process_is_rejected(name):
     planted = FORGERIES[name]
     with pytest.raises(unpickle.Rejected, match="--cp-ring-trust-checkpoint"):
-        unpickle.torch_load(archive(planted if isinstance(planted, bytes) else pickle.dumps(planted, 2)))
+        unpickle.torch_load(
+            archive(planted if isinstance(planted, bytes) else pickle.dumps(planted, 2))
+        )
     assert (
         signal.Signals(9).name == "SIGKILL"
         and not hasattr(signal.Signals(9), "planted")
@@ -548,7 +631,9 @@ def test_a_load_that_changes_an_enumeration_ends_in_one_line():
         pass
 
 
-@pytest.mark.parametrize("change", ["method", "default of a field", "default of an argument", "function"])
+@pytest.mark.parametrize(
+    "change", ["method", "default of a field", "default of an argument", "function"]
+)
 def test_the_state_of_the_process_holds_what_attention_is_made_of(monkeypatch, change):
     from megatron.core.transformer import transformer_config
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -572,16 +657,43 @@ def test_tensors_with_attributes_pass_and_ones_beyond_their_storage_do_not():
     weight, tensor = torch.nn.Parameter(torch.rand(4, 2).bfloat16()), torch.rand(3)
     weight.partition_dim, tensor.shared = 0, [True]
     loaded = through(
-        {"weight": weight, "tensor": tensor, "view": tensor[1:], "complex": torch.ones(2, dtype=torch.cfloat).conj()}
+        {
+            "weight": weight,
+            "tensor": tensor,
+            "view": tensor[1:],
+            "complex": torch.ones(2, dtype=torch.cfloat).conj(),
+        }
     )
     assert loaded["weight"].partition_dim == 0 and type(loaded["weight"]) is torch.nn.Parameter
-    assert loaded["tensor"].shared == [True] and torch.equal(loaded["view"], tensor[1:]) and loaded["complex"].is_conj()
+    assert (
+        loaded["tensor"].shared == [True]
+        and torch.equal(loaded["view"], tensor[1:])
+        and loaded["complex"].is_conj()
+    )
     rebuild, (storage, *_) = tensor.detach().clone().__reduce_ex__(2)
-    for offset, size, stride in [(0, (4,), (1,)), (1, (3,), (1,)), (0, (2, 2), (2, 1)), (1 << 61, (1,), (1,)), (-1, (1,), (1,))]:
+    for offset, size, stride in [
+        (0, (4,), (1,)),
+        (1, (3,), (1,)),
+        (0, (2, 2), (2, 1)),
+        (1 << 61, (1,), (1,)),
+        (-1, (1,), (1,)),
+    ]:
         with pytest.raises(unpickle.Rejected):
-            through(Forged(rebuild, (storage, offset, size, stride, False, collections.OrderedDict())))
+            through(
+                Forged(rebuild, (storage, offset, size, stride, False, collections.OrderedDict()))
+            )
     with pytest.raises(unpickle.Rejected, match="to a tensor"):
-        through(Forged(RETYPE, (rebuild, torch.Tensor, (storage, 0, (3,), (1,), False, collections.OrderedDict()), {"shape": 1})))
+        through(
+            Forged(
+                RETYPE,
+                (
+                    rebuild,
+                    torch.Tensor,
+                    (storage, 0, (3,), (1,), False, collections.OrderedDict()),
+                    {"shape": 1},
+                ),
+            )
+        )
 
 
 def through(value):
@@ -592,15 +704,35 @@ def through(value):
 
 
 def test_states_and_arrays_pass_as_they_are():
-    arrays = [np.arange(6).astype(code).reshape(2, 3) for code in ("u1", "<i4", ">i4", "f2", "c16", "?")]
-    arrays += [np.array(["a", "bcd"]), np.array([b"a", b"bc"]), np.array(True), np.zeros((0, 3)), np.asfortranarray(arrays[1])]
-    plain = [random.getstate(), 1 + 2j, b"bytes", range(3), Path("a"), argparse.Namespace(a=torch.bfloat16), signal.Signals(9)]
+    arrays = [
+        np.arange(6).astype(code).reshape(2, 3) for code in ("u1", "<i4", ">i4", "f2", "c16", "?")
+    ]
+    arrays += [
+        np.array(["a", "bcd"]),
+        np.array([b"a", b"bc"]),
+        np.array(True),
+        np.zeros((0, 3)),
+        np.asfortranarray(arrays[1]),
+    ]
+    plain = [
+        random.getstate(),
+        1 + 2j,
+        b"bytes",
+        range(3),
+        Path("a"),
+        argparse.Namespace(a=torch.bfloat16),
+        signal.Signals(9),
+    ]
     states = np.random.get_state()
     loaded = through([plain, arrays, np.float32(1.5), states])
     assert loaded[0] == plain and loaded[2] == np.float32(1.5) and isinstance(loaded[2], np.float32)
     for ours, array in zip([*loaded[1], loaded[3][1]], [*arrays, states[1]], strict=True):
         wanted = pickle.loads(pickle.dumps(array, 2))
-        assert (ours.dtype, ours.shape, ours.strides) == (wanted.dtype, wanted.shape, wanted.strides)
+        assert (ours.dtype, ours.shape, ours.strides) == (
+            wanted.dtype,
+            wanted.shape,
+            wanted.strides,
+        )
         assert np.array_equal(ours, wanted)
     np.random.set_state(loaded[3])
     again = pickle.loads(pickle.dumps(loaded[1][0]))
@@ -608,9 +740,16 @@ def test_states_and_arrays_pass_as_they_are():
 
 
 def test_states_of_torch_pass():
-    state = {"rng": torch.get_rng_state(), "weight": torch.nn.Parameter(torch.randn(3)), "half": torch.ones(2).bfloat16()}
+    state = {
+        "rng": torch.get_rng_state(),
+        "weight": torch.nn.Parameter(torch.randn(3)),
+        "half": torch.ones(2).bfloat16(),
+    }
     loaded = through(state)
-    assert all(torch.equal(loaded[name], tensor) and type(loaded[name]) is type(tensor) for name, tensor in state.items())
+    assert all(
+        torch.equal(loaded[name], tensor) and type(loaded[name]) is type(tensor)
+        for name, tensor in state.items()
+    )
     shared = through([state["rng"], state["rng"][:4]])
     shared[0][0] += 1
     assert shared[0][0] == shared[1][0]
@@ -619,13 +758,19 @@ def test_states_of_torch_pass():
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_extra_states_of_fp8_pass(restricting, protocol):
     """As TransformerEngine pickles them: tensors whose storages are in torch's legacy format."""
-    state = {"scale": torch.rand(3), "history": torch.rand(2, 3), "extra_fp8_variables": {"num_gemms": 1, "margin": 0.5}}
+    state = {
+        "scale": torch.rand(3),
+        "history": torch.rand(2, 3),
+        "extra_fp8_variables": {"num_gemms": 1, "margin": 0.5},
+    }
     data = pickle.dumps(state, protocol)
     with unpickle.restricted():
         loaded = unpickle.PickleOfExtraState().loads(data)
         again = pickle.loads(data)  # by torch.storage._load_from_bytes itself
     for found in (loaded, again):
-        assert torch.equal(found["scale"], state["scale"]) and torch.equal(found["history"], state["history"])
+        assert torch.equal(found["scale"], state["scale"]) and torch.equal(
+            found["history"], state["history"]
+        )
     assert loaded["extra_fp8_variables"] == state["extra_fp8_variables"]
     evil = pickle.dumps(Forged(os.system, ("true",)), protocol)
     with unpickle.restricted(), pytest.raises(unpickle.Rejected, match=r"posix\.system"):
@@ -648,8 +793,16 @@ class Colour(enum.Enum):
 def test_the_manifest_names_what_is_wrong(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     manifest.write(tmp_path, {"a": manifest.describe(tmp_path / "a")})
-    assert json.loads((tmp_path / manifest.NAME).read_text())["files"]["a"] == {"size": 3, "crc32": "352441c2"}
+    assert json.loads((tmp_path / manifest.NAME).read_text())["files"]["a"] == {
+        "size": 3,
+        "crc32": "352441c2",
+    }
     assert manifest.defect(tmp_path) == ""
     (tmp_path / "a").write_bytes(b"abd")
-    assert manifest.defect(tmp_path) == f"{tmp_path / 'a'} is not what was written: its checksum is another"
-    assert manifest.defect(tmp_path, checksums=False) == "" and manifest.defect(tmp_path, (1, 2)) == ""
+    assert (
+        manifest.defect(tmp_path)
+        == f"{tmp_path / 'a'} is not what was written: its checksum is another"
+    )
+    assert (
+        manifest.defect(tmp_path, checksums=False) == "" and manifest.defect(tmp_path, (1, 2)) == ""
+    )

@@ -13,7 +13,9 @@ from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import environment
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.7", "0.19.2+abc"])
+@pytest.mark.parametrize(
+    "version", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.7", "0.19.2+abc"]
+)
 def test_supported_versions(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
     assert compat.check_version() == version
@@ -23,7 +25,8 @@ def test_supported_versions(monkeypatch, version):
 def test_rejected_in_one_line_that_names_the_range(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
     with pytest.raises(
-        ConfigError, match=f"needs megatron-core>=0.16.1,<0.20, but {version} is installed: pip install"
+        ConfigError,
+        match=f"needs megatron-core>=0.16.1,<0.20, but {version} is installed: pip install",
     ) as rejection:
         compat.check_version()
     assert "\n" not in str(rejection.value)
@@ -36,17 +39,27 @@ def test_a_job_is_rejected_before_anything_of_megatron_is_imported(tmp_path):
     (core / "package_info.py").write_text("__version__ = '0.15.3'")
     command = [sys.executable, "-m", "cp_ring.pretrain_gpt", "--cp-ring"]
     done = subprocess.run(
-        command, env=environment() | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S
+        command,
+        env=environment() | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("cp_ring: error: ")]
-    assert "needs megatron-core>=0.16.1,<0.20, but 0.15.3 is installed" in line and "Traceback" not in done.stderr
+    assert (
+        "needs megatron-core>=0.16.1,<0.20, but 0.15.3 is installed" in line
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_parts_of_two_versions_are_rejected(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "megatron_version", lambda: "0.16.1")
     monkeypatch.setattr(compat, "_home", lambda package: tmp_path / package)
-    with pytest.raises(ConfigError, match=r"0\.16\.1 is installed without its megatron\.training: use 0\.17 or later"):
+    with pytest.raises(
+        ConfigError,
+        match=r"0\.16\.1 is installed without its megatron\.training: use 0\.17 or later",
+    ):
         compat.check_version()
 
 

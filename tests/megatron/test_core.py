@@ -1,6 +1,8 @@
-"""Models of megatron.core alone, without its training loop: one step on two ranks against one, for every kind of mask.
+"""Models of megatron.core alone, without its training loop: one step on two ranks against one, for
+every kind of mask.
 
-`bash launch/test.sh --compat` runs this with each supported version of megatron-core, CI with the oldest.
+`bash launch/test.sh --compat` runs this with each supported version of megatron-core, CI with the
+oldest.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ def test_this_is_the_version_that_was_asked_for(results):
 
 
 def difference(ours, theirs):
-    """Largest relative difference of the loss or of a parameter's gradient, the latter over the largest one of all."""
+    """Largest relative difference of the loss or of a parameter's gradient, the latter over the
+    largest one of all.
+    """
     largest = max(theirs["gradients"].values())
-    gradients = [abs(ours["gradients"][name] - norm) / largest for name, norm in theirs["gradients"].items()]
+    gradients = [
+        abs(ours["gradients"][name] - norm) / largest for name, norm in theirs["gradients"].items()
+    ]
     return max(abs(ours["loss"] - theirs["loss"]) / theirs["loss"], *gradients)
 
 

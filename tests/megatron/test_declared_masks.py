@@ -1,4 +1,6 @@
-"""Masks that batches declare: what is read, how it travels, and the examples in which models train with them."""
+"""Masks that batches declare: what is read, how it travels, and the examples in which models train
+with them.
+"""
 
 import importlib
 import json
@@ -16,7 +18,9 @@ from tests.megatron.launch import fork
 
 
 def import_megatron():
-    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost every worker seconds."""
+    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost
+    every worker seconds.
+    """
     global DeclaredMask, DocumentParams, batches, documents_of, masks
     from cp_ring.megatron import batches, masks
     from cp_ring.megatron.documents import DocumentParams, documents_of
@@ -32,7 +36,9 @@ def megatron():
 def configured():
     """Puts settings in force; afterwards those from before are."""
     before, layers = settings.current(), settings.layer_windows()
-    yield lambda layers=None, **values: settings.configure(ContextParallelConfig(enabled=True, **values), layers=layers)
+    yield lambda layers=None, **values: settings.configure(
+        ContextParallelConfig(enabled=True, **values), layers=layers
+    )
     settings.configure(before, layers=layers)
 
 
@@ -49,7 +55,12 @@ class Group:
 def microbatch(**more):
     tokens = torch.arange(32).view(2, 16)
     places = torch.arange(16).expand(2, -1)
-    return {"tokens": tokens, "position_ids": places, "loss_mask": torch.ones(2, 16), "step": 3} | more
+    return {
+        "tokens": tokens,
+        "position_ids": places,
+        "loss_mask": torch.ones(2, 16),
+        "step": 3,
+    } | more
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
@@ -58,7 +69,10 @@ def test_a_batch_is_split_with_its_mask(configured, layout, given):
     configured(layout=layout, mask_kinds="shared-prefix,causal")
     whole = microbatch(cp_ring_mask=[given, Mask.causal(16)])
     parts = [batches.split_batch(whole, Group(rank, 2)) for rank in range(2)]
-    assert all(part["tokens"].shape == (2, 8) and part["step"] == 3 and "cp_ring_mask" not in part for part in parts)
+    assert all(
+        part["tokens"].shape == (2, 8) and part["step"] == 3 and "cp_ring_mask" not in part
+        for part in parts
+    )
     tokens = torch.cat([part["tokens"] for part in parts], 1)
     positions = torch.cat([part["position_ids"] for part in parts], 1)
     order = tokens.argsort(1)
@@ -107,14 +121,22 @@ def test_a_data_loader_makes_batches_of_samples_with_masks():
 @pytest.mark.parametrize(
     ("kinds", "given", "message"),
     [
-        ("", GROUP, "the batch carries cp_ring_mask, of which the job knows nothing: give --cp-ring-mask-kinds"),
-        ("images", GROUP, "a mask of the kind shared-prefix, which the certificate has not probed: add shared-prefix to"),
+        ("", GROUP,
+            "the batch carries cp_ring_mask, of which the job knows nothing: give "
+            "--cp-ring-mask-kinds"),
+        ("images", GROUP,
+            "a mask of the kind shared-prefix, which the certificate has not probed: add "
+            "shared-prefix to"),
         ("any", Mask.causal(8), "cp_ring_mask is for 8 tokens, but a batch row has 16"),
         ("any", [GROUP], "cp_ring_mask holds 1 masks for 2 batch rows"),
-        ("any", "causal", "cp_ring_mask is a str, not a Mask, what Mask.to_dict returns, or a list of these"),
-        ("any", {"n": 16, "pieces": [[0, 4, 0, 4], [3, 5, 0, 1]]}, r"cp_ring_mask: pieces 0 .* and 1 .* overlap: query 3"),
-        ("any", {"n": 16, "pieces": [[0, 4, 0, 17]]}, "cp_ring_mask: piece 0 .* is outside the 16 tokens"),
-        ("any", Mask.from_pieces(16, [], positions=range(4, 20)), "cp_ring_mask has positions up to 19, past the 16 tokens"),
+        ("any", "causal",
+            "cp_ring_mask is a str, not a Mask, what Mask.to_dict returns, or a list of these"),
+        ("any", {"n": 16, "pieces": [[0, 4, 0, 4], [3, 5, 0, 1]]},
+            r"cp_ring_mask: pieces 0 .* and 1 .* overlap: query 3"),
+        ("any", {"n": 16, "pieces": [[0, 4, 0, 17]]},
+            "cp_ring_mask: piece 0 .* is outside the 16 tokens"),
+        ("any", Mask.from_pieces(16, [], positions=range(4, 20)),
+            "cp_ring_mask has positions up to 19, past the 16 tokens"),
     ],
 )  # fmt: skip
 def test_what_is_no_mask_of_the_batch_is_rejected_in_one_line(configured, kinds, given, message):
@@ -126,22 +148,41 @@ def test_what_is_no_mask_of_the_batch_is_rejected_in_one_line(configured, kinds,
 
 def test_batches_that_cannot_be_split_are_rejected_in_one_line(configured):
     configured(mask_kinds="any")
-    with pytest.raises(ConfigError, match="batch rows of 15 tokens cannot be split over 2 context-parallel ranks, zigzag: pad"):
+    with pytest.raises(
+        ConfigError,
+        match="batch rows of 15 tokens cannot be split over 2 context-parallel ranks, zigzag: pad",
+    ):
         batches.split_batch({"tokens": torch.zeros(1, 15)}, Group(0, 2))
-    with pytest.raises(ConfigError, match=r"the tensors of a batch must be \[b, n\] of one size, not \(1, 8\), \(2, 8\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the tensors of a batch must be \[b, n\] of one size, not \(1, 8\), \(2, 8\)",
+    ):
         batches.split_batch({"tokens": torch.zeros(1, 8), "labels": torch.zeros(2, 8)}, Group(0, 2))
 
 
 def test_packed_documents_are_split_one_by_one():
-    whole = {"tokens": torch.arange(24)[None], "name": "x", "cu_seqlens": torch.tensor([[0, 8, 24]], dtype=torch.int32)}
-    parts = [batches.split_batch(whole | {"max_seqlen": torch.tensor([16])}, Group(rank, 2)) for rank in range(2)]
+    whole = {
+        "tokens": torch.arange(24)[None],
+        "name": "x",
+        "cu_seqlens": torch.tensor([[0, 8, 24]], dtype=torch.int32),
+    }
+    parts = [
+        batches.split_batch(whole | {"max_seqlen": torch.tensor([16])}, Group(rank, 2))
+        for rank in range(2)
+    ]
     assert parts[0]["tokens"].tolist() == [[0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]]
     assert parts[1]["tokens"].tolist() == [[2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]]
     packed = parts[0]["packed_seq_params"]
-    assert (packed.qkv_format, packed.cu_seqlens_q.tolist(), packed.max_seqlen_q) == ("thd", [0, 8, 24], 16)
+    assert (packed.qkv_format, packed.cu_seqlens_q.tolist(), packed.max_seqlen_q) == (
+        "thd",
+        [0, 8, 24],
+        16,
+    )
     assert set(parts[0]) == {"tokens", "name", "packed_seq_params"}
     padded = batches.split_batch(
-        whole | {"cu_seqlens": torch.tensor([0, 7, 20]), "cu_seqlens_padded": torch.tensor([0, 8, 24])}, Group(0, 2)
+        whole
+        | {"cu_seqlens": torch.tensor([0, 7, 20]), "cu_seqlens_padded": torch.tensor([0, 8, 24])},
+        Group(0, 2),
     )
     assert padded["tokens"].tolist() == parts[0]["tokens"].tolist()
     assert padded["packed_seq_params"].cu_seqlens_q.tolist() == [0, 7, 20]
@@ -153,7 +194,10 @@ def test_packed_documents_are_split_one_by_one():
         with pytest.raises(ValueError, match=message):
             batches.split_batch(whole | wrong, Group(0, 2))
     declared = DocumentParams.carry(DeclaredMask.of_rows([GROUP], "zigzag", 2))
-    with pytest.raises(ValueError, match="cp_ring_mask: the boundaries are for 16 tokens over 2 ranks, the tensors hold 4"):
+    with pytest.raises(
+        ValueError,
+        match="cp_ring_mask: the boundaries are for 16 tokens over 2 ranks, the tensors hold 4",
+    ):
         documents_of(declared, 4, 2, False)
 
 
@@ -162,8 +206,16 @@ def test_packed_documents_are_split_one_by_one():
 
 def run_example(rank, ranks, port, name, folder):
     """Is a rank of an example, and writes what it returns."""
-    place = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": 0}
-    os.environ |= {key: str(value) for key, value in place.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "MASTER_PORT": port,
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    os.environ |= {key: str(value) for key, value in place.items()} | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True"
+    }
     torch.distributed.init_process_group("gloo")
     worst = importlib.import_module(f"docs.examples.{name}").main()
     (folder / f"{name}.{rank}.json").write_text(json.dumps(worst))
@@ -173,7 +225,9 @@ def run_example(rank, ranks, port, name, folder):
 @pytest.mark.parametrize("name", ["rl_shared_prefix", "multimodal_spans"])
 def test_examples_train_as_separate_sequences_and_as_stock_megatron(tmp_path, name):
     assert fork(2, (name, tmp_path), target=run_example) == 0
-    assert all(json.loads((tmp_path / f"{name}.{rank}.json").read_text()) < 1e-5 for rank in range(2))
+    assert all(
+        json.loads((tmp_path / f"{name}.{rank}.json").read_text()) < 1e-5 for rank in range(2)
+    )
 
 
 if multiprocessing.parent_process():  # a rank that runs a function of this file

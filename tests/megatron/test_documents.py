@@ -1,4 +1,6 @@
-"""Packed documents: boundaries, masks, padding, rotary positions and multi-token prediction, alone and in training."""
+"""Packed documents: boundaries, masks, padding, rotary positions and multi-token prediction, alone
+and in training.
+"""
 
 import copy
 import importlib
@@ -24,7 +26,9 @@ from tests.parity.deliveries import cut
 
 
 def import_megatron():
-    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost every worker seconds."""
+    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost
+    every worker seconds.
+    """
     global PackedSeqParams, DocumentParams, Documents, boundaries, documents_of
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -46,14 +50,20 @@ BOTH = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 def packed(**changes):
     offsets, padded = torch.from_numpy(REAL).int(), torch.from_numpy(PADDED).int()
     values = {
-        "qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "cu_seqlens_q_padded": padded,
+        "qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets,
+        "cu_seqlens_q_padded": padded,
         "cu_seqlens_kv_padded": padded, "max_seqlen_q": 16, "max_seqlen_kv": 16,
     }  # fmt: skip
     return PackedSeqParams(**(values | changes))
 
 
 def real_tokens(real, padded):
-    return np.concatenate([np.arange(start, start + length) for start, length in zip(padded, np.diff(real), strict=False)])
+    return np.concatenate(
+        [
+            np.arange(start, start + length)
+            for start, length in zip(padded, np.diff(real), strict=False)
+        ]
+    )
 
 
 def dense(real, padded):
@@ -100,14 +110,17 @@ def test_padding_sees_nothing_and_is_seen_by_nobody():
     assert (split.mask().dense() == dense(REAL, PADDED)).all()
     assert split.layout.name == "per_document_zigzag"
     assert Documents.in_thd(packed(), 16, 2, whole_row=True).layout.name == "zigzag"
-    assert (split.mask(window=(2, 0)).dense() == (dense(REAL, PADDED) & ~np.tri(32, k=-3, dtype=bool))).all()
+    assert (
+        split.mask(window=(2, 0)).dense() == (dense(REAL, PADDED) & ~np.tri(32, k=-3, dtype=bool))
+    ).all()
 
 
 @pytest.mark.parametrize(
     ("changes", "tokens", "message"),
     [
         ({}, 12, "cu_seqlens end at 32, but the 2 ranks .* hold 12 tokens each, 24 together"),
-        ({"cu_seqlens_kv": torch.tensor([0, 5, 7, 7, 15])}, 16, "and cu_seqlens_kv differ; --cp-ring supports self attention"),
+        ({"cu_seqlens_kv": torch.tensor([0, 5, 7, 7, 15])}, 16,
+            "and cu_seqlens_kv differ; --cp-ring supports self attention"),
         ({"cu_seqlens_kv": None}, 16, "has only cu_seqlens_q"),
         ({"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}, 16, "cu_seqlens end at 15"),
         ({"cu_seqlens_q": PADDED[[0, 2, 3, 4]]}, 16, "differ"),
@@ -117,8 +130,13 @@ def test_padding_sees_nothing_and_is_seen_by_nobody():
         ({"local_cp_size": 1}, 16, "local_cp_size 1"),
     ],
 )  # fmt: skip
-def test_packed_sequences_that_contradict_the_tensors_are_rejected_in_one_line(changes, tokens, message):
-    changes = {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in changes.items()}
+def test_packed_sequences_that_contradict_the_tensors_are_rejected_in_one_line(
+    changes, tokens, message
+):
+    changes = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in changes.items()
+    }
     with pytest.raises(ConfigError, match=message) as rejection:
         documents_of(packed(**changes), tokens, 2, whole_row=False)
     assert "\n" not in str(rejection.value)
@@ -127,8 +145,13 @@ def test_packed_sequences_that_contradict_the_tensors_are_rejected_in_one_line(c
 def test_boundaries_are_those_that_came_with_the_microbatch():
     first = DocumentParams.carry(Documents.in_rows(np.array([0, 10, 32]), 1, "zigzag", 2))
     second = DocumentParams.carry(Documents.in_rows(np.array([0, 20, 32]), 1, "zigzag", 2))
-    assert documents_of(first, 16, 2, False).end[0] == 10 and documents_of(second, 16, 2, False).end[0] == 20
-    with pytest.raises(ConfigError, match="boundaries are for 32 tokens over 2 ranks, the tensors hold 8"):
+    assert (
+        documents_of(first, 16, 2, False).end[0] == 10
+        and documents_of(second, 16, 2, False).end[0] == 20
+    )
+    with pytest.raises(
+        ConfigError, match="boundaries are for 32 tokens over 2 ranks, the tensors hold 8"
+    ):
         documents_of(first, 8, 2, False)
     with pytest.raises(ConfigError, match="no document boundaries"):
         documents_of(DocumentParams(qkv_format="sbhd"), 16, 2, False)
@@ -160,7 +183,9 @@ def _fill_a_deep_copy(params):
 
 
 @pytest.mark.parametrize(
-    "change", [_fill, _fill_past_the_version_counter, _replace, _replace_in_a_copy, _fill_a_deep_copy], ids=lambda f: f.__name__
+    "change",
+    [_fill, _fill_past_the_version_counter, _replace, _replace_in_a_copy, _fill_a_deep_copy],
+    ids=lambda f: f.__name__,
 )
 def test_packed_parameters_that_are_reused_describe_what_they_hold_now(change):
     params = packed()
@@ -173,7 +198,9 @@ def test_packed_parameters_that_are_reused_describe_what_they_hold_now(change):
 
 def test_the_way_of_splitting_belongs_to_the_packed_documents():
     params = packed()
-    names = [documents_of(params, 16, 2, whole_row).layout.name for whole_row in (False, True, False)]
+    names = [
+        documents_of(params, 16, 2, whole_row).layout.name for whole_row in (False, True, False)
+    ]
     assert names == ["per_document_zigzag", "zigzag", "per_document_zigzag"]
 
 
@@ -202,10 +229,16 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
     before = settings.current()
     settings.configure(ContextParallelConfig.make(enabled=True, document_mask=True))
     try:
-        with pytest.raises(ConfigError, match="--cp-ring-document-mask: this pipeline stage has no data set, from which"):
+        with pytest.raises(
+            ConfigError,
+            match="--cp-ring-document-mask: this pipeline stage has no data set, from which",
+        ):
             gpt.get_batch(None, None)
         arguments.position_embedding_type = "mrope"
-        with pytest.raises(ConfigError, match="--position-embedding-type mrope: a middle pipeline stage has no position ids"):
+        with pytest.raises(
+            ConfigError,
+            match="--position-embedding-type mrope: a middle pipeline stage has no position ids",
+        ):
             gpt.get_batch(None, None)
     finally:
         settings.configure(before)
@@ -215,7 +248,9 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
 
 
 def attend(group, seed, whole_row):
-    """This rank's part of attention over packed documents and of its gradients, and where its tokens are."""
+    """This rank's part of attention over packed documents and of its gradients, and where its
+    tokens are.
+    """
     cp = 1 if group is None else group.size()
     rank = 0 if group is None else group.rank()
     real, padded = cut(64, seed)
@@ -231,8 +266,13 @@ def attend(group, seed, whole_row):
     split = documents_of(params, 64 // cp, cp, whole_row)
     generator = torch.Generator().manual_seed(seed)
     mine = torch.from_numpy(split.layout.positions(rank))
-    q, k, v, dout = (torch.randn(64, 1, heads, 8, generator=generator)[mine].requires_grad_() for heads in (4, 2, 2, 4))
-    out = ring_attention(q, k, v, group, plan=split.prepare(rank).result(), kernel="reference", qkv_format="sbhd")
+    q, k, v, dout = (
+        torch.randn(64, 1, heads, 8, generator=generator)[mine].requires_grad_()
+        for heads in (4, 2, 2, 4)
+    )
+    out = ring_attention(
+        q, k, v, group, plan=split.prepare(rank).result(), kernel="reference", qkv_format="sbhd"
+    )
     out.backward(dout.detach())
     return [mine, *(x.detach() for x in (out, q.grad, k.grad, v.grad))]
 
@@ -240,12 +280,16 @@ def attend(group, seed, whole_row):
 def oracle(seed):
     real, padded = cut(64, seed)
     generator = torch.Generator().manual_seed(seed)
-    q, k, v, dout = (torch.randn(64, 1, heads, 8, generator=generator).double() for heads in (4, 2, 2, 4))
+    q, k, v, dout = (
+        torch.randn(64, 1, heads, 8, generator=generator).double() for heads in (4, 2, 2, 4)
+    )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = torch.zeros(64, 1, 4, 8, dtype=torch.float64)
     for start, length in zip(padded, np.diff(real), strict=False):
         here = slice(start, start + length)
-        scores = torch.einsum("ihd,jhd->hij", q[here, 0], k[here, 0].repeat_interleave(2, 1)) * 8**-0.5
+        scores = (
+            torch.einsum("ihd,jhd->hij", q[here, 0], k[here, 0].repeat_interleave(2, 1)) * 8**-0.5
+        )
         weights = scores.masked_fill(~torch.ones(length, length).tril().bool(), -np.inf).softmax(-1)
         out[here, 0] = torch.einsum("hij,jhd->ihd", weights, v[here, 0].repeat_interleave(2, 1))
     out.backward(dout)
@@ -271,7 +315,9 @@ def test_rotary_positions_of_documents_that_are_split_as_one_row():
     for rank in range(2):
         in_row, in_document = rotary_documents._positions(edges, rank, 2)
         assert in_row.tolist() == Layout.zigzag(16, 2).positions(rank).tolist()
-        assert in_document.tolist() == [token if token < 5 else token - 5 for token in in_row.tolist()]
+        assert in_document.tolist() == [
+            token if token < 5 else token - 5 for token in in_row.tolist()
+        ]
 
 
 def roll(group, dtype, how):
@@ -288,7 +334,9 @@ def roll(group, dtype, how):
         params = DocumentParams.carry(split)
     whole = torch.arange(1, 33).to(dtype)
     mine = split.shard(whole.view(split.batch, -1), rank)
-    rolled, total = mtp_roll.roll_in_documents(mine, shifts=-1, dims=-1, cp_group=group, packed_seq_params=params)
+    rolled, total = mtp_roll.roll_in_documents(
+        mine, shifts=-1, dims=-1, cp_group=group, packed_seq_params=params
+    )
     assert rolled.shape == mine.shape and rolled.dtype == dtype
     if not dtype.is_floating_point:
         assert total == rolled.sum()
@@ -312,7 +360,9 @@ def test_the_next_token_is_that_of_the_same_document(pool, cp, how):
 
 
 def measure(group):
-    """What a meter says of microbatches whose loss sums and token counts on rank 0 are not those on the other ranks."""
+    """What a meter says of microbatches whose loss sums and token counts on rank 0 are not those on
+    the other ranks.
+    """
     said, few = [], group.rank() == 0
     meter = loss_bias.Meter(group, said.append)
     for _ in range(loss_bias.MICROBATCHES):
@@ -326,24 +376,32 @@ def test_the_measured_bias_is_that_of_a_mean_of_means(pool):
     for said in pool.run(measure, 2):
         line, unknown = said
         assert "by how much is unknown" in unknown
-        assert "is off by up to -23.08% (tokens that count on each rank: 2, 8)" in line  # (1 + 3) / 2 for 26 / 10
+        # (1 + 3) / 2 for 26 / 10
+        assert "is off by up to -23.08% (tokens that count on each rank: 2, 8)" in line
 
 
-# Training: the baseline is stock Megatron at cp 1 with dense masks; all jobs start from one checkpoint.
+# Training: the baseline is stock Megatron at cp 1 with dense masks; all jobs start from one
+# checkpoint.
 
 SCRIPT = str(HERE / "packing_script.py")
 DOCUMENTS = shlex.split("--cp-ring-cpu --cp-ring --cp-ring-document-mask")
 BALANCED = ["--cp-ring-layout", "balanced"]
 INTER = shlex.split("--cp-ring-cpu --cp-ring --dataloader-inter-document-masking --eod-mask-loss")
 RESETS = shlex.split("--reset-position-ids --eod-mask-loss")
-RECOMPUTE = shlex.split("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+RECOMPUTE = shlex.split(
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+)
 VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
 TWO_ROWS = ["--micro-batch-size", "2"]
 
 
 def sizes(tp=1, pp=1, cp=1):
     names = {"tensor": tp, "pipeline": pp}
-    flags = [word for name, size in names.items() for word in (f"--{name}-model-parallel-size", str(size))]
+    flags = [
+        word
+        for name, size in names.items()
+        for word in (f"--{name}-model-parallel-size", str(size))
+    ]
     return [*flags, "--context-parallel-size", str(cp)]
 
 
@@ -366,7 +424,11 @@ SLOW = {
     "inter_document_dp2cp2": [SCRIPT, *INTER, *sizes(cp=2)],
 }
 BIASED = {"biased": [SCRIPT, *INTER, *sizes(cp=4)]}
-FAULTS = {"shifted": "boundary shifted by one", "merged": "documents merged", "misplaced": "positions of zigzag"}
+FAULTS = {
+    "shifted": "boundary shifted by one",
+    "merged": "documents merged",
+    "misplaced": "positions of zigzag",
+}
 
 
 @pytest.fixture(scope="module")
@@ -375,11 +437,27 @@ def start(tmp_path_factory):
 
 
 def stock_run(folder, model=()):
-    """A folder with the stock run's trace, the checkpoint that all jobs start from, and the flags for it."""
+    """A folder with the stock run's trace, the checkpoint that all jobs start from, and the flags
+    for it.
+    """
     prefix = corpora.write(folder / "corpus")
-    common = [*MODEL, *corpora.data(prefix), *TRAIN, "--num-layers", "4", "--train-iters", "3", *model]
-    common += shlex.split(f"--dataloader-type single --num-workers 0 --data-cache-path {folder}/cache --init-method-std 0.1")
-    load = shlex.split(f"--load {folder}/seed --finetune --no-load-optim --no-load-rng --calculate-per-token-loss")
+    common = [
+        *MODEL,
+        *corpora.data(prefix),
+        *TRAIN,
+        "--num-layers",
+        "4",
+        "--train-iters",
+        "3",
+        *model,
+    ]
+    common += shlex.split(
+        f"--dataloader-type single --num-workers 0 --data-cache-path {folder}/cache "
+        "--init-method-std 0.1"
+    )
+    load = shlex.split(
+        f"--load {folder}/seed --finetune --no-load-optim --no-load-rng --calculate-per-token-loss"
+    )
     seed = shlex.split(f"--cp-ring-cpu --train-iters 1 --save-interval 1 --save {folder}/seed")
     stock = [SCRIPT, "--cp-ring-cpu", "--reset-attention-mask", *RESETS, *load]
     train(1, {"seed": seed, "stock": stock}, folder, common)
@@ -388,21 +466,32 @@ def stock_run(folder, model=()):
 
 def begin(start, jobs, faults=None, more=None):
     folder, common, load = start
-    train(4, {name: flags + load for name, flags in jobs.items()} | (more or {}), folder, common, faults)
+    train(
+        4,
+        {name: flags + load for name, flags in jobs.items()} | (more or {}),
+        folder,
+        common,
+        faults,
+    )
 
 
 def errors(folder, job):
     ours, stock = trace(folder, job), trace(folder, "stock")
     assert list(ours) == list(stock) == [1, 2, 3]
     assert stock[1]["loss"] > 1
-    return [max(abs(ours[step][name] / stock[step][name] - 1) for step in stock) for name in ("loss", "grad_norm")]
+    return [
+        max(abs(ours[step][name] / stock[step][name] - 1) for step in stock)
+        for name in ("loss", "grad_norm")
+    ]
 
 
 def test_documents_train_as_under_stock_megatrons_dense_masks(start):
     begin(start, FAST, more=BIASED)
     for job in FAST:
         assert max(errors(start[0], job)) < 1e-5, (job, errors(start[0], job))
-    assert (start[0] / "biased.log").read_text().count("cp_ring: without --calculate-per-token-loss") == 1
+    assert (start[0] / "biased.log").read_text().count(
+        "cp_ring: without --calculate-per-token-loss"
+    ) == 1
 
 
 @pytest.mark.slow
@@ -414,7 +503,9 @@ def test_documents_train_as_under_stock_megatrons_dense_masks_in_every_split(sta
 
 @pytest.mark.slow
 def test_experts_train_on_several_packed_rows_a_microbatch(tmp_path):
-    experts = shlex.split("--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --micro-batch-size 2")
+    experts = shlex.split(
+        "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --micro-batch-size 2"
+    )
     start = stock_run(tmp_path, experts)
     jobs = {"inter": [SCRIPT, *INTER, *sizes(cp=4)], "balanced": DOCUMENTS + sizes(cp=4) + BALANCED}
     begin(start, jobs)
@@ -433,10 +524,22 @@ def test_planted_faults_show(start):
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        ("pretrain_gpt", ["--dataloader-inter-document-masking"], "inter-document-masking with --cp-ring only, which masks"),
+        (
+            "pretrain_gpt",
+            ["--dataloader-inter-document-masking"],
+            "inter-document-masking with --cp-ring only, which masks",
+        ),
         ("pretrain_gpt", ["--sft"], "cp_ring.pretrain_gpt supports --sft with --cp-ring only"),
-        ("run", [SCRIPT, "--cp-ring", "--cp-ring-layout", "balanced"], "balanced can split packed batches (--sft, --dataloader-"),
-        ("run", [SCRIPT, "--cp-ring", "--cp-ring-document-mask"], "--cp-ring-document-mask needs cp_ring.pretrain_gpt"),
+        (
+            "run",
+            [SCRIPT, "--cp-ring", "--cp-ring-layout", "balanced"],
+            "balanced can split packed batches (--sft, --dataloader-",
+        ),
+        (
+            "run",
+            [SCRIPT, "--cp-ring", "--cp-ring-document-mask"],
+            "--cp-ring-document-mask needs cp_ring.pretrain_gpt",
+        ),
     ],
 )
 def test_each_entry_rejects_what_needs_the_other(monkeypatch, capsys, module, arguments, message):
@@ -453,4 +556,8 @@ def test_each_entry_rejects_what_needs_the_other(monkeypatch, capsys, module, ar
 
 def test_a_mask_of_merged_documents_is_another():
     split = Documents.in_rows(np.array([0, 10, 32]), 1, "zigzag", 2)
-    assert split.mask().area() == Mask.causal(10).area() + Mask.causal(22).area() < Mask.causal(32).area()
+    assert (
+        split.mask().area()
+        == Mask.causal(10).area() + Mask.causal(22).area()
+        < Mask.causal(32).area()
+    )

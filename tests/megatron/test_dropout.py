@@ -1,4 +1,6 @@
-"""Attention dropout in Megatron's layers: what decides which weights are dropped, recomputation, and random states."""
+"""Attention dropout in Megatron's layers: what decides which weights are dropped, recomputation,
+and random states.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 from cp_ring.megatron import dropout, rules
 from cp_ring.megatron.rule import Job, problem
 
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 
 
 @pytest.fixture
@@ -21,7 +25,9 @@ def make_layer(one_rank):
     from cp_ring.megatron.core_attention import RingDotProductAttention
 
     def make(number, p=0.5):
-        config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=p)
+        config = TransformerConfig(
+            num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=p
+        )
         return RingDotProductAttention(config, number, AttnMaskType.causal, "self")
 
     return make
@@ -31,7 +37,9 @@ def states():
     from megatron.core import tensor_parallel
 
     found = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return {name: state for name, state in found.items() if "cp_ring" not in name} | {"default": torch.get_rng_state()}
+    return {name: state for name, state in found.items() if "cp_ring" not in name} | {
+        "default": torch.get_rng_state()
+    }
 
 
 @no_cuda
@@ -51,23 +59,42 @@ def test_layers_and_microbatches_differ_and_draw_from_no_other_state(make_layer)
 
 @no_cuda
 def test_layers_that_predict_further_tokens_have_counters_of_their_own(applied, one_rank):
-    """They count from 1 again, and from pipeline stage to stage they stand beside other layers of the decoder."""
+    """They count from 1 again, and from pipeline stage to stage they stand beside other layers of
+    the decoder.
+    """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from cp_ring.megatron.core_attention import RingDotProductAttention
 
     applied("core_attention")
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.5, mtp_num_layers=2, use_cpu_initialization=True
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.5,
+        mtp_num_layers=2,
+        use_cpu_initialization=True,
     )
     spec = get_gpt_layer_local_spec()
-    model = GPTModel(config, spec, 64, 16, mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False))
+    model = GPTModel(
+        config,
+        spec,
+        64,
+        16,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+    )
     layers = [layer for layer in model.modules() if isinstance(layer, RingDotProductAttention)]
     assert [layer.name for layer in layers] == [1, 2, "MTP 1", "MTP 2"]
     numbers = [layer.dropout_number for layer in layers]
-    assert numbers == [1, 2, dropout.number_of_prediction(1, 0), dropout.number_of_prediction(2, 0)] and len(set(numbers)) == 4
+    assert (
+        numbers == [1, 2, dropout.number_of_prediction(1, 0), dropout.number_of_prediction(2, 0)]
+        and len(set(numbers)) == 4
+    )
 
 
 @no_cuda
@@ -114,12 +141,17 @@ def test_a_layer_that_serves_all_depths_has_the_same_keys_at_any_data_parallel_s
         before = tracker.get_states()
         monkeypatch.setattr(dropout, "_data_parallel", lambda: (rank, ranks))
         try:
-            return [tuple(dropout.next_key(7, calls=3) for _ in range(3)) for _ in range(microbatches)]
+            return [
+                tuple(dropout.next_key(7, calls=3) for _ in range(3)) for _ in range(microbatches)
+            ]
         finally:
             tracker.set_states(before)
 
     alone, two = keys(0, 1, 4), [keys(rank, 2, 2) for rank in (0, 1)]
-    assert alone == [two[0][0], two[1][0], two[0][1], two[1][1]] and len({key for each in alone for key in each}) == 12
+    assert (
+        alone == [two[0][0], two[1][0], two[0][1], two[1][1]]
+        and len({key for each in alone for key in each}) == 12
+    )
 
 
 def test_a_job_counts_the_microbatches_before_it(monkeypatch):
@@ -136,7 +168,9 @@ def test_no_kernel_for_cuda_is_chosen_by_itself(monkeypatch):
     job = Job(SimpleNamespace(attention_dropout=0.1))
     assert not problem(job, rules.ATTENTION)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert problem(job, rules.ATTENTION).startswith("--cp-ring-kernel auto does not support --attention-dropout 0.1")
+    assert problem(job, rules.ATTENTION).startswith(
+        "--cp-ring-kernel auto does not support --attention-dropout 0.1"
+    )
 
 
 @no_cuda
@@ -158,7 +192,9 @@ def test_hidden_dropout_draws_the_masks_of_stock_megatron(applied, one_rank):
 
 @no_cuda
 def test_hidden_dropout_has_one_random_state_on_all_context_parallel_ranks(one_rank, monkeypatch):
-    """Megatron's own seeds do not depend on the context-parallel rank, so the i-th tokens of all ranks get one mask."""
+    """Megatron's own seeds do not depend on the context-parallel rank, so the i-th tokens of all
+    ranks get one mask.
+    """
     initialize = pytest.importorskip("megatron.training.initialize")
     from megatron.core import parallel_state
 

@@ -1,6 +1,8 @@
-"""Megatron's own CUDA graphs of whole layers (`cuda_graph_impl="local"`) around ring attention, without CUDA.
+"""Megatron's own CUDA graphs of whole layers (`cuda_graph_impl="local"`) around ring attention,
+without CUDA.
 
-In place of a graph, the operations of the capture are recorded, and repeated where Megatron replays the graph.
+In place of a graph, the operations of the capture are recorded, and repeated where Megatron replays
+the graph.
 """
 
 from __future__ import annotations
@@ -19,10 +21,19 @@ from tests import recorded
 from tests.megatron import worker
 from tests.megatron.launch import TINY, fork, trace
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
+)
 
 N = 16
-FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+FULL = [
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+]
 
 
 class Graph:
@@ -86,7 +97,9 @@ def stand_ins(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.default_generator,))
     for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool"):
         monkeypatch.setattr(torch._C, name, lambda *_: None, raising=False)
-    monkeypatch.setattr(cuda_graphs, "_ensure_generator_state_is_cudagraph_safe", lambda state: state)
+    monkeypatch.setattr(
+        cuda_graphs, "_ensure_generator_state_is_cudagraph_safe", lambda state: state
+    )
     monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
     monkeypatch.setattr(Graph, "replays", 0)
 
@@ -104,19 +117,28 @@ def model(layer=None, **changes):
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0, hidden_dropout=0.0,
         use_cpu_initialization=True, normalization="RMSNorm", add_bias_linear=False, masked_softmax_fusion=False, **changes,
     )  # fmt: skip
-    spec = with_ring_attention(get_gpt_layer_local_spec(changes.get("num_moe_experts"), normalization="RMSNorm"))
+    spec = with_ring_attention(
+        get_gpt_layer_local_spec(changes.get("num_moe_experts"), normalization="RMSNorm")
+    )
     spec.module = layer or spec.module
-    made = GPTModel(config, spec, vocab_size=64, max_sequence_length=N, position_embedding_type="rope")
+    made = GPTModel(
+        config, spec, vocab_size=64, max_sequence_length=N, position_embedding_type="rope"
+    )
     for parameter in made.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
     return made
 
 
 def train(made, seed: int, rank: int = 0, cp: int = 1) -> tuple[float, list[torch.Tensor]]:
-    """The loss of a microbatch on this rank, and the gradients of all parameters: those of graphs are in `main_grad` alone."""
+    """The loss of a microbatch on this rank, and the gradients of all parameters: those of graphs
+    are in `main_grad` alone.
+    """
     tokens = torch.randint(0, 64, (2, N + 1), generator=torch.Generator().manual_seed(seed))
     layout = Layout.zigzag(N, cp)
-    own, positions, labels = (layout.shard(x, rank, 1) for x in (tokens[:, :-1], torch.arange(N).expand(2, N), tokens[:, 1:]))
+    own, positions, labels = (
+        layout.shard(x, rank, 1)
+        for x in (tokens[:, :-1], torch.arange(N).expand(2, N), tokens[:, 1:])
+    )
     losses = made(own, positions, None, labels=labels)
     for parameter in made.parameters():
         parameter.grad = None
@@ -129,13 +151,17 @@ def train(made, seed: int, rank: int = 0, cp: int = 1) -> tuple[float, list[torc
 def compare(graphs, rank: int = 0, cp: int = 1, **changes) -> list[Graph]:
     """Trains with graphs and without, which must give the same bits; returns the graphs.
 
-    The first step is recorded eagerly, then Megatron captures each layer, forward and backward, and replays it.
+    The first step is recorded eagerly, then Megatron captures each layer, forward and backward, and
+    replays it.
     """
     changes |= {"context_parallel_size": cp}
     graphed, plain = model(**changes, cuda_graph_impl="local"), model(**changes)
     for step in range(3):
         before = Graph.replays
-        (loss, grads), (wanted, theirs) = train(graphed, step, rank, cp), train(plain, step, rank, cp)
+        (loss, grads), (wanted, theirs) = (
+            train(graphed, step, rank, cp),
+            train(plain, step, rank, cp),
+        )
         assert loss == wanted
         assert all(torch.equal(x, y) for x, y in zip(grads, theirs, strict=True))
         assert Graph.replays - before == (4 if step else 0)
@@ -149,20 +175,29 @@ def compare(graphs, rank: int = 0, cp: int = 1, **changes) -> list[Graph]:
     return found
 
 
-@pytest.mark.parametrize("changes", [{}, {"softmax_type": "learnable", "window_size": (5, 0)}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"softmax_type": "learnable", "window_size": (5, 0)}], ids=str
+)
 def test_layers_in_graphs_train_as_without(graphs, changes):
     compare(graphs, **changes)
 
 
-PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "alltoall"}
+PADDED = {
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
 
 
 @pytest.mark.parametrize(
-    ("modules", "experts"), [([], {}), (["attn"], {}), (["mamba"], {}), (["moe_router"], {}), (["moe"], PADDED)],
+    ("modules", "experts"), [([], {}), (["attn"], {}), (["mamba"], {}), (["moe_router"], {}), ([
+        "moe"], PADDED)],
     ids=str,
 )  # fmt: skip
 def test_which_graphs_hold_attention(graphs, modules, experts):
-    """Where Megatron captures a layer as a whole, attention is in it, whatever the modules are called."""
+    """Where Megatron captures a layer as a whole, attention is in it, whatever the modules are
+    called.
+    """
     from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
     experts = {**experts, "num_moe_experts": 4} if "moe" in "".join(modules) else {}
@@ -173,7 +208,13 @@ def test_which_graphs_hold_attention(graphs, modules, experts):
 
 
 def two_ranks(rank: int, ranks: int, port: int, folder: Path) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
     os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     patches.get("cpu_runtime").apply()
     from megatron.core import parallel_state
@@ -182,7 +223,10 @@ def two_ranks(rank: int, ranks: int, port: int, folder: Path) -> None:
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     graphs = recorded_graphs(pytest.MonkeyPatch())
     found = compare(graphs, rank, ranks)
-    messages = [sum(operation.function.namespace == "c10d" for operation in graph.operations) for graph in found]
+    messages = [
+        sum(operation.function.namespace == "c10d" for operation in graph.operations)
+        for graph in found
+    ]
     (folder / str(rank)).write_text(" ".join(map(str, messages)))
     torch.distributed.destroy_process_group()
 
@@ -202,8 +246,11 @@ def trained(rank: int, ranks: int, port: int, folder: Path, job: dict) -> None:
     stand_ins(pytest.MonkeyPatch())
     Graph.computed_by_capture = "full_iteration" in job["argv"]
     worker.rank(rank, ranks, port, job, folder, folder / "log")
-    host = {name for graph in Graph.made for name in recorded.of_the_host(graph.operations, graph.names)}
-    # Numbers on the CPU, which Megatron's loss and schedule use; and what the test itself reads of each microbatch.
+    host = {
+        name for graph in Graph.made for name in recorded.of_the_host(graph.operations, graph.names)
+    }
+    # Numbers on the CPU, which Megatron's loss and schedule use; and what the test itself reads of
+    # each microbatch.
     host -= {"lift_fresh", "numpy"}
     (folder / "replays").write_text(" ".join([str(Graph.replays), *host]))
 
@@ -215,13 +262,24 @@ def trained(rank: int, ranks: int, port: int, folder: Path, job: dict) -> None:
         ("full_iteration", 3, []),
         ("full_iteration", 3, ["--cp-ring-loss-chunk", "32"]),
         ("full_iteration", 3, FULL),
-        ("local", 3 * 4 * 4, ["--cp-ring-certify", "strict"]),  # steps, microbatches, two layers forward and backward
+        # steps, microbatches, two layers forward and backward
+        ("local", 3 * 4 * 4, ["--cp-ring-certify", "strict"]),
     ],
     ids=["whole step", "in chunks", "recomputation", "layers"],
 )
 def test_a_job_with_graphs_trains_as_without(tmp_path, kind, replays, more):
-    """`cp_ring.pretrain_gpt` as the flags say. How it reads a batch and computes the loss is part of a whole step's graph too."""
-    flags = [*TINY, *more, "--cp-ring", "--cp-ring-cpu", "--train-iters", "4", "--no-check-for-nan-in-loss-and-grad"]
+    """`cp_ring.pretrain_gpt` as the flags say. How it reads a batch and computes the loss is part
+    of a whole step's graph too.
+    """
+    flags = [
+        *TINY,
+        *more,
+        "--cp-ring",
+        "--cp-ring-cpu",
+        "--train-iters",
+        "4",
+        "--no-check-for-nan-in-loss-and-grad",
+    ]
     asked = ["--cuda-graph-impl", kind, "--cuda-graph-warmup-steps", "1", "--inference-rng-tracker",
              "--cp-ring-allow-untried", "cuda-graphs"]  # fmt: skip
     for name, graph in (("graph", asked), ("plain", [])):
@@ -229,5 +287,8 @@ def test_a_job_with_graphs_trains_as_without(tmp_path, kind, replays, more):
         code = fork(1, (tmp_path, job), target=trained)
         assert code == 0, (tmp_path / "log").read_text()[-4000:]
         assert (tmp_path / "replays").read_text() == (str(replays) if graph else "0")
-    losses = {name: [(step["loss"], step["grad_norm"]) for step in trace(tmp_path, name).values()] for name in ("graph", "plain")}
+    losses = {
+        name: [(step["loss"], step["grad_norm"]) for step in trace(tmp_path, name).values()]
+        for name in ("graph", "plain")
+    }
     assert losses["graph"] == losses["plain"] and len(losses["plain"]) == 4

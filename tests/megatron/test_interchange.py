@@ -1,4 +1,6 @@
-"""A checkpoint of stock Megatron continues with ring attention, and one of ring attention continues with stock Megatron."""
+"""A checkpoint of stock Megatron continues with ring attention, and one of ring attention continues
+with stock Megatron.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ def megatron():
     from cp_ring.megatron.core_attention import RingDotProductAttention
 
 
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 STOCK = ["--cp-ring-cpu"]
 RING = [*STOCK, "--cp-ring", "--context-parallel-size", "2"]
 SINKS = ["--softmax-type", "learnable", "--init-method-std", "0.1", "--train-iters", "6"]
@@ -22,7 +26,9 @@ SAVE = ["--save-interval", "3"]
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    """On two ranks stock Megatron is data parallel, at context parallel size 1; each job saves after step 3 or begins there."""
+    """On two ranks stock Megatron is data parallel, at context parallel size 1; each job saves
+    after step 3 or begins there.
+    """
     folder = tmp_path_factory.mktemp("interchange")
     stock, ring = str(folder / "from_stock"), str(folder / "from_ring")
     jobs = {
@@ -36,7 +42,9 @@ def traces(tmp_path_factory):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("job", "straight"), [("ring_from_stock", "stock"), ("stock_from_ring", "ring")])
+@pytest.mark.parametrize(
+    ("job", "straight"), [("ring_from_stock", "stock"), ("stock_from_ring", "ring")]
+)
 def test_continues_with_the_loss_it_would_have_had(traces, job, straight):
     found, wanted = trace(traces, job), trace(traces, straight)
     assert list(found) == [4, 5, 6] and list(wanted) == [1, 2, 3, 4, 5, 6]
@@ -58,7 +66,9 @@ def layer(kind, softmax_type="learnable", implementation="local"):
 
 
 class LikeTransformerEngine(torch.nn.Module):
-    """The state of TransformerEngine's attention: its offset, and an extra state that is empty without fp8."""
+    """The state of TransformerEngine's attention: its offset, and an extra state that is empty
+    without fp8.
+    """
 
     def __init__(self, config, **_):
         super().__init__()
@@ -74,7 +84,9 @@ class LikeTransformerEngine(torch.nn.Module):
         from cp_ring.megatron import compat
 
         split = {"softmax_offset": 0}
-        return compat.sharded_tensors(self.state_dict(keep_vars=True), prefix, split, (), None, metadata)
+        return compat.sharded_tensors(
+            self.state_dict(keep_vars=True), prefix, split, (), None, metadata
+        )
 
 
 def sharded(layer):
@@ -89,7 +101,10 @@ def keys(layer):
 
     state = sharded(layer)
     tensors = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
-    return {name: (part.key, part.global_shape, part.global_offset, part.dtype) for name, part in tensors.items()}
+    return {
+        name: (part.key, part.global_shape, part.global_offset, part.dtype)
+        for name, part in tensors.items()
+    }
 
 
 @no_cuda
@@ -97,7 +112,10 @@ def keys(layer):
 def test_a_checkpoint_holds_what_stock_attention_holds(one_rank, softmax_type):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    ours, stock = layer(RingDotProductAttention, softmax_type), layer(DotProductAttention, softmax_type)
+    ours, stock = (
+        layer(RingDotProductAttention, softmax_type),
+        layer(DotProductAttention, softmax_type),
+    )
     assert keys(ours) == keys(stock)
     assert list(ours.state_dict()) == list(stock.state_dict())
     assert len(keys(ours)) == (softmax_type == "learnable")
@@ -111,7 +129,8 @@ def test_transformer_engine_and_back(one_rank):
     assert torch.equal(ours.softmax_offset, theirs.softmax_offset)
     torch.nn.init.normal_(ours.softmax_offset)
     loaded = theirs.load_state_dict(ours.state_dict(), strict=False)
-    assert loaded.missing_keys == ["_extra_state"] and not loaded.unexpected_keys  # which TransformerEngine does without
+    # which TransformerEngine does without
+    assert loaded.missing_keys == ["_extra_state"] and not loaded.unexpected_keys
     assert torch.equal(ours.softmax_offset, theirs.softmax_offset)
 
 
@@ -120,10 +139,15 @@ def test_transformer_engine_and_back(one_rank):
 def test_distributed_checkpoints_of_transformer_engine_and_back(one_rank, tmp_path, saved_by_us):
     from megatron.core import dist_checkpointing
 
-    pair = layer(RingDotProductAttention, implementation="transformer_engine"), layer(LikeTransformerEngine)
+    pair = (
+        layer(RingDotProductAttention, implementation="transformer_engine"),
+        layer(LikeTransformerEngine),
+    )
     source, target = pair if saved_by_us else reversed(pair)
     torch.nn.init.normal_(source.softmax_offset)
     dist_checkpointing.save(sharded(source), str(tmp_path))
     loaded = dist_checkpointing.load(sharded(target), str(tmp_path))
-    target.load_state_dict({name.removeprefix("core_attention."): value for name, value in loaded.items()}, strict=True)
+    target.load_state_dict(
+        {name.removeprefix("core_attention."): value for name, value in loaded.items()}, strict=True
+    )
     assert torch.equal(target.softmax_offset, source.softmax_offset)

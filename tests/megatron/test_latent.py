@@ -57,7 +57,9 @@ def test_the_hook_finds_latent_and_weight_of_each_call():
         latents = layer(x)
         assert latents.latent is x
         by_head = layer.linear_kv_up_proj.weight.view(HEADS, KEY + VALUE, C)
-        assert torch.equal(latents.key_up, by_head[:, :KEY]) and torch.equal(latents.value_up, by_head[:, KEY:])
+        assert torch.equal(latents.key_up, by_head[:, :KEY]) and torch.equal(
+            latents.value_up, by_head[:, KEY:]
+        )
     assert len(layer.linear_kv_up_proj._forward_hooks) == 1 and not layer._forward_pre_hooks
     link(layer)
     assert not layer._forward_pre_hooks
@@ -76,7 +78,11 @@ def test_a_norm_that_is_fused_into_the_projection_is_applied(normalization):
     projection = TELayerNormColumnParallelLinear(normalization)
     x = torch.randn(5, 2, C) * 1
     wide = x.double() - (x.double().mean(-1, keepdim=True) if normalization == "LayerNorm" else 0)
-    wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (projection.layer_norm_weight.double() + 1)
+    wide = (
+        wide
+        / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        * (projection.layer_norm_weight.double() + 1)
+    )
     wide = wide + (projection.layer_norm_bias.double() if normalization == "LayerNorm" else 0)
     assert torch.allclose(_normalized(x, projection).double(), wide, atol=1e-5)
     assert torch.allclose(linked(Layer)(projection)(x).latent.double(), wide, atol=1e-5)
@@ -91,7 +97,9 @@ def test_the_gradient_of_a_fused_weight_goes_into_main_grad():
         if main is None:
             assert weight.grad.tolist() == [2, 2, 2]
         else:
-            assert weight.grad is None and main.tolist() == [3, 3, 3] and main.dtype == torch.float32
+            assert (
+                weight.grad is None and main.tolist() == [3, 3, 3] and main.dtype == torch.float32
+            )
     layer = linked(Layer)(ColumnParallelLinear(gradient_accumulation_fusion=True))
     weight = layer.linear_kv_up_proj.weight
     weight.main_grad = torch.zeros_like(weight)
@@ -104,7 +112,9 @@ def test_another_projection_is_rejected_by_name():
     class LoraLinear(ColumnParallelLinear):
         pass
 
-    with pytest.raises(ConfigError, match="--cp-ring-wire latent does not support linear_kv_up_proj of LoraLinear"):
+    with pytest.raises(
+        ConfigError, match="--cp-ring-wire latent does not support linear_kv_up_proj of LoraLinear"
+    ):
         linked(Layer)(LoraLinear())(torch.randn(5, 2, C))
     biased = ColumnParallelLinear()
     biased.bias = torch.nn.Parameter(torch.ones(3))
@@ -116,12 +126,28 @@ def test_another_projection_is_rejected_by_name():
     ("changes", "ulysses", "line"),
     [
         ({}, 1, ""),
-        ({"multi_latent_attention": False}, 1, "--cp-ring-wire latent needs --multi-latent-attention"),
+        (
+            {"multi_latent_attention": False},
+            1,
+            "--cp-ring-wire latent needs --multi-latent-attention",
+        ),
         ({}, 2, "--cp-ring-wire latent does not support --cp-ring-heads 2"),
         ({"fp8": "hybrid"}, 1, "--cp-ring-wire latent does not support --fp8-format"),
-        ({"delay_wgrad_compute": True}, 1, "--cp-ring-wire latent does not support --delay-wgrad-compute"),
-        ({"recompute_granularity": "selective"}, 1, "--cp-ring-wire latent does not support --recompute-granularity selective"),
-        ({"cuda_graph_impl": "local"}, 1, "--cp-ring-wire latent does not support --cuda-graph-impl local"),
+        (
+            {"delay_wgrad_compute": True},
+            1,
+            "--cp-ring-wire latent does not support --delay-wgrad-compute",
+        ),
+        (
+            {"recompute_granularity": "selective"},
+            1,
+            "--cp-ring-wire latent does not support --recompute-granularity selective",
+        ),
+        (
+            {"cuda_graph_impl": "local"},
+            1,
+            "--cp-ring-wire latent does not support --cuda-graph-impl local",
+        ),
     ],
 )
 def test_what_latents_cannot_do_is_named(changes, ulysses, line):
@@ -132,8 +158,10 @@ def test_what_latents_cannot_do_is_named(changes, ulysses, line):
 
 DEEPSEEK = {
     "attention_dropout": 0.0,
-    "multi_latent_attention": True, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64,
-    "qk_head_dim": 128, "v_head_dim": 128, "seq_length": 32768, "micro_batch_size": 1, "tensor_model_parallel_size": 1,
+    "multi_latent_attention": True, "num_attention_heads": 128, "kv_lora_rank": 512,
+    "qk_pos_emb_head_dim": 64,
+    "qk_head_dim": 128, "v_head_dim": 128, "seq_length": 32768, "micro_batch_size": 1,
+    "tensor_model_parallel_size": 1,
     "context_parallel_size": 8, "bf16": True, "cp_comm_type": "p2p", "num_layers": 1,
 }  # fmt: skip
 
@@ -141,7 +169,12 @@ DEEPSEEK = {
 @pytest.mark.parametrize(
     ("changes", "settings", "chosen", "printed"),
     [
-        ({}, {}, "latent", "auto is latent: 1,152 bytes a token and layer travel, plain has 81,920"),
+        (
+            {},
+            {},
+            "latent",
+            "auto is latent: 1,152 bytes a token and layer travel, plain has 81,920",
+        ),
         # Eight ranks of one node, where plain keys travel in the time of the computation.
         (
             {"seq_length": 1 << 20},
@@ -151,9 +184,24 @@ DEEPSEEK = {
         ),
         ({"fp8": "hybrid"}, {}, "plain", "auto is plain"),
         ({}, {"heads": 2}, "plain", "auto is plain"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}, "plain", "auto is plain"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, {}, "latent", "auto is latent"),
-        ({}, {"wire": "int8"}, "int8", "int8: 41,984 bytes a token and layer travel, plain has 81,920; the bounds"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+            {},
+            "plain",
+            "auto is plain",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+            {},
+            "latent",
+            "auto is latent",
+        ),
+        (
+            {},
+            {"wire": "int8"},
+            "int8",
+            "int8: 41,984 bytes a token and layer travel, plain has 81,920; the bounds",
+        ),
         ({"context_parallel_size": 1}, {"wire": "latent"}, "plain", ""),
         ({"multi_latent_attention": False}, {}, "plain", ""),
     ],
@@ -176,6 +224,9 @@ def test_latents_that_cannot_travel_are_rejected_by_name():
 def test_dropout_and_other_codecs_than_plain_reject_each_other(monkeypatch):
     monkeypatch.setattr("cp_ring.megatron.wire.note", lambda line: None)
     args = SimpleNamespace(**DEEPSEEK | {"attention_dropout": 0.1, "group_query_attention": False})
-    with pytest.raises(ConfigError, match=r"wire latent does not support --attention-dropout 0\.1, for which positions"):
+    with pytest.raises(
+        ConfigError,
+        match=r"wire latent does not support --attention-dropout 0\.1, for which positions",
+    ):
         choose_wire(args, ContextParallelConfig.make(wire="latent"))
     assert choose_wire(args, ContextParallelConfig.make(wire="auto")) == "plain"

@@ -1,4 +1,6 @@
-"""Loss masks with fractions: the loss and the number of tokens that Megatron divides by are the same at any split."""
+"""Loss masks with fractions: the loss and the number of tokens that Megatron divides by are the
+same at any split.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-gpt = pytest.importorskip("cp_ring.megatron.gpt", reason="megatron.training is in the wheel since 0.17")
+gpt = pytest.importorskip(
+    "cp_ring.megatron.gpt", reason="megatron.training is in the wheel since 0.17"
+)
 MASK = torch.tensor([[0.25, 1.0, 0.75, 0.0, 1.5, 0.5, 0.25, 1.0, 0.75, 0.75, 0.0, 0.25]])
 LOSSES = torch.arange(12.0)[None] + 1
 
@@ -17,7 +21,9 @@ def on_rank(monkeypatch):
     """The loss function on a rank of `cp`, which holds the tokens `of`."""
 
     def call(mask, rank, cp, of, by_token=True):
-        args = SimpleNamespace(check_for_nan_in_loss_and_grad=False, calculate_per_token_loss=by_token)
+        args = SimpleNamespace(
+            check_for_nan_in_loss_and_grad=False, calculate_per_token_loss=by_token
+        )
         monkeypatch.setattr(gpt, "get_args", lambda: args)
         monkeypatch.setattr(gpt.parallel_state, "get_context_parallel_rank", lambda: rank)
         monkeypatch.setattr(gpt.parallel_state, "get_context_parallel_world_size", lambda: cp)
@@ -29,9 +35,12 @@ def on_rank(monkeypatch):
 @pytest.mark.parametrize("cp", [1, 2, 3, 6])
 @pytest.mark.parametrize("mask", [MASK, MASK.ceil(), 0 * MASK])
 def test_counts_of_all_ranks_add_up_to_the_same_number(on_rank, mask, cp):
-    parts = [on_rank(mask, rank, cp, slice(12 // cp * rank, 12 // cp * (rank + 1))) for rank in range(cp)]
+    parts = [
+        on_rank(mask, rank, cp, slice(12 // cp * rank, 12 // cp * (rank + 1))) for rank in range(cp)
+    ]
     assert sum(int(count) for _, count, _ in parts) == round(float(mask.sum()))
-    assert all(count.dtype == torch.int for _, count, _ in parts)  # Megatron adds it to whole numbers in place
+    # Megatron adds it to whole numbers in place
+    assert all(count.dtype == torch.int for _, count, _ in parts)
     reports = torch.stack([report["lm loss"] for _, _, report in parts]).sum(0)
     assert torch.equal(reports, torch.stack([(LOSSES * mask).sum(), mask.sum()]))
 
@@ -40,4 +49,6 @@ def test_counts_of_all_ranks_add_up_to_the_same_number(on_rank, mask, cp):
 def test_a_mean_over_the_tokens_of_a_rank_is_exact(on_rank, mask):
     loss, count, report = on_rank(mask, 0, 1, slice(None), by_token=False)
     total, weight = report["lm loss"]
-    assert float(loss / count.clamp(min=1)) == pytest.approx(float(total / weight) if weight else 0.0, rel=1e-6)
+    assert float(loss / count.clamp(min=1)) == pytest.approx(
+        float(total / weight) if weight else 0.0, rel=1e-6
+    )

@@ -1,4 +1,6 @@
-"""--cp-ring-balance-microbatches: the same rows in each step, dealt out so that microbatches and ranks have equal work."""
+"""--cp-ring-balance-microbatches: the same rows in each step, dealt out so that microbatches and
+ranks have equal work.
+"""
 
 import argparse
 import itertools
@@ -36,7 +38,9 @@ def single(rank, ranks=2, consumed=0, rows=2, total=200):
 
 
 def cyclic(rank, ranks=2, consumed=0, rows=2, total=44):
-    return data_samplers.MegatronPretrainingRandomSampler(Rows(), total, consumed, rows, rank, ranks, data_sharding=False)
+    return data_samplers.MegatronPretrainingRandomSampler(
+        Rows(), total, consumed, rows, rank, ranks, data_sharding=False
+    )
 
 
 def steps(make, balanced, ranks=2, microbatches=3, count=8, **where):
@@ -44,8 +48,14 @@ def steps(make, balanced, ranks=2, microbatches=3, count=8, **where):
     found = []
     for rank in range(ranks):
         sampler = make(rank, ranks, **where)
-        sampler = BalancedSampler(sampler, microbatches, lambda row: WORK[row]) if balanced else sampler
-        dealt = itertools.chain.from_iterable(iter(sampler) for _ in range(9)) if make is cyclic else iter(sampler)
+        sampler = (
+            BalancedSampler(sampler, microbatches, lambda row: WORK[row]) if balanced else sampler
+        )
+        dealt = (
+            itertools.chain.from_iterable(iter(sampler) for _ in range(9))
+            if make is cyclic
+            else iter(sampler)
+        )
         found.append(list(itertools.islice(dealt, count * microbatches)))
     return np.array(found).reshape(ranks, count, microbatches, -1).swapaxes(0, 1)
 
@@ -59,7 +69,10 @@ def test_each_step_has_the_same_rows_in_a_more_even_order(make, ranks):
         assert sorted(before.flat) == sorted(after.flat)
         assert np.all(np.array(imbalance(WORK[after])) <= np.array(imbalance(WORK[before])) + 1e-9)
     if make is single:
-        ratio = [imbalance(WORK[before])[1] / imbalance(WORK[after])[1] for before, after in zip(read, dealt, strict=True)]
+        ratio = [
+            imbalance(WORK[before])[1] / imbalance(WORK[after])[1]
+            for before, after in zip(read, dealt, strict=True)
+        ]
         assert ranks == 1 or np.mean(ratio) > 1.1
 
 
@@ -95,7 +108,11 @@ def build(args, dataset):
 def test_only_the_loader_of_training_data_is_changed(args, capsys, monkeypatch):
     monkeypatch.setattr("cp_ring.megatron.rejection._noted", set())
     sampler = build(args, Rows()).batch_sampler
-    assert isinstance(sampler, BalancedSampler) and sampler.microbatches == 2 and len(sampler) == len(sampler.sampler)
+    assert (
+        isinstance(sampler, BalancedSampler)
+        and sampler.microbatches == 2
+        and len(sampler) == len(sampler.sampler)
+    )
     next(iter(sampler))
     assert "in the first step the longest microbatch has" in capsys.readouterr().out
     valid = Rows()
@@ -119,11 +136,15 @@ def configured():
 
 def test_work_is_that_of_all_layers_for_every_kind_of_sample(configured):
     configured((((-1, -1), 2), ((3, 0), 1)))
-    expected = 2 * Mask.documents([0, 4, 10]).area() + Mask.documents([0, 4, 10], window=(3, 0)).area()
+    expected = (
+        2 * Mask.documents([0, 4, 10]).area() + Mask.documents([0, 4, 10], window=(3, 0)).area()
+    )
     positions = torch.cat([torch.arange(4), torch.arange(6)])
     filled = torch.tensor([0, 4, 10, 10, 10], dtype=torch.int32)
     blend = SimpleNamespace(
-        datasets=[[{"position_ids": positions}], Rows()], dataset_index=np.array([0, 1]), dataset_sample_index=np.array([0, 5])
+        datasets=[[{"position_ids": positions}], Rows()],
+        dataset_index=np.array([0, 1]),
+        dataset_sample_index=np.array([0, 5]),
     )
     assert work_of([{"position_ids": positions}], 0) == expected
     assert work_of([{"position_ids": positions + 1, "cu_seqlens": filled}], 0) == expected

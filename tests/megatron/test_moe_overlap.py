@@ -1,7 +1,9 @@
-"""Two microbatches at a time (--overlap-moe-expert-parallel-comm): the forward of one among the backward of another.
+"""Two microbatches at a time (--overlap-moe-expert-parallel-comm): the forward of one among the
+backward of another.
 
-Megatron runs both in one program order, and attention of both on one stream. So the messages of a context-parallel group keep one
-order on all of its ranks, and the buffers of a call are those of that call alone.
+Megatron runs both in one program order, and attention of both on one stream. So the messages of a
+context-parallel group keep one order on all of its ranks, and the buffers of a call are those of
+that call alone.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ EXPERTS = shlex.split("""
 """)
 CP2 = ["--context-parallel-size", "2"]
 OVERLAP = shlex.split("--overlap-moe-expert-parallel-comm --cp-ring-allow-untried moe-overlap")
-STAGES = shlex.split("--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2")
+STAGES = shlex.split(
+    "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+)
 
 
 def steps(folder, name: str) -> list[tuple[float, float]]:
@@ -32,14 +36,20 @@ def steps(folder, name: str) -> list[tuple[float, float]]:
 
 def sent(folder, name: str) -> list[tuple[int, int, dict[str, int]]]:
     """What each rank has sent and computed by the end of each step."""
-    lines = [json.loads(text) for path in sorted(folder.glob(f"{name}.*.jsonl")) for text in path.read_text().splitlines()]
+    lines = [
+        json.loads(text)
+        for path in sorted(folder.glob(f"{name}.*.jsonl"))
+        for text in path.read_text().splitlines()
+    ]
     return [(line["step"], line["hops"], line["sent"]) for line in lines]
 
 
 @pytest.mark.slow
 @pytest.mark.compat
 def test_two_microbatches_at_a_time_train_as_one(tmp_path):
-    """The same bits as one at a time, with as many hops and bytes; at context parallel size 1 the losses of bfloat16."""
+    """The same bits as one at a time, with as many hops and bytes; at context parallel size 1 the
+    losses of bfloat16.
+    """
     with_more = {"dropout": ["--attention-dropout", "0.1"], "offload": ["--cp-ring-offload"]}
     jobs = {"one": CP2, "two": [*CP2, *OVERLAP], "whole": []}
     for name, flags in with_more.items():
@@ -51,7 +61,8 @@ def test_two_microbatches_at_a_time_train_as_one(tmp_path):
         assert sent(tmp_path, name) == sent(tmp_path, alone)
     assert steps(tmp_path, "offload") == steps(tmp_path, "one") != steps(tmp_path, "dropout")
     for (loss, _), (whole, _) in zip(steps(tmp_path, "two"), steps(tmp_path, "whole"), strict=True):
-        assert loss == pytest.approx(whole, rel=1e-4)  # bfloat16 weights round another way from the second step on
+        # bfloat16 weights round another way from the second step on
+        assert loss == pytest.approx(whole, rel=1e-4)
     assert steps(tmp_path, "two")[0][0] == pytest.approx(steps(tmp_path, "whole")[0][0], rel=2e-6)
 
 

@@ -1,4 +1,6 @@
-"""Saved tensors in host memory, by --cp-ring-offload and by Megatron: the same bits, exact bytes, and the device forgets them."""
+"""Saved tensors in host memory, by --cp-ring-offload and by Megatron: the same bits, exact bytes,
+and the device forgets them.
+"""
 
 import gc
 import re
@@ -11,9 +13,23 @@ from cp_ring import ContextParallelConfig
 from cp_ring.megatron import offload, recompute, settings
 from tests.megatron import host_memory
 from tests.megatron.launch import HERE, attempt
-from tests.megatron.test_recompute import BYTES, FULL, HEADS, HIDDEN, LAYERS, ROWS, TOKENS, batches, build, forward, step
+from tests.megatron.test_recompute import (
+    BYTES,
+    FULL,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    ROWS,
+    TOKENS,
+    batches,
+    build,
+    forward,
+    step,
+)
 
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 LAYER = ROWS * TOKENS * (4 * HIDDEN + HEADS) * 4  # q, k, v, out and lse in float32
 
 
@@ -35,7 +51,11 @@ def test_gradients_are_the_same_bits(configured, kind):
     found = step(build(**values))
     assert torch.equal(found[0], expected[0]) and found[2:] == expected[2:]
     assert all(torch.equal(found[1][name], grad) for name, grad in expected[1].items())
-    assert (offload.offload().host_bytes(), offload.offload().device_bytes(), recompute.kept_bytes()) == (0, 0, 0)
+    assert (
+        offload.offload().host_bytes(),
+        offload.offload().device_bytes(),
+        recompute.kept_bytes(),
+    ) == (0, 0, 0)
 
 
 @no_cuda
@@ -52,7 +72,8 @@ def test_bytes_are_those_of_all_layers_in_host_memory_and_of_two_on_the_device(c
     loss = forward(model, batches()[0])
     gc.collect()
     assert store.host_bytes() == LAYERS * LAYER and store.device_bytes() == 0
-    assert len(outs) == LAYERS and all(out.expired() for out in outs)  # the output projection does not hold them either
+    # the output projection does not hold them either
+    assert len(outs) == LAYERS and all(out.expired() for out in outs)
     loss.backward()
     assert store.peak == 2 * LAYER and store.host_bytes() == 0
 
@@ -75,7 +96,9 @@ def test_nothing_moves_without_gradients(configured):
 
 
 def steps(model, after=lambda: None):
-    """Losses and gradients of two steps of two microbatches each; `after` ends a step, as Megatron's schedule does."""
+    """Losses and gradients of two steps of two microbatches each; `after` ends a step, as
+    Megatron's schedule does.
+    """
     torch.manual_seed(5)
     found = []
     for _ in range(2):
@@ -97,7 +120,10 @@ def steps(model, after=lambda: None):
     [
         {},
         pytest.param({"num_query_groups": 2, "qk_layernorm": True}, marks=pytest.mark.slow),
-        pytest.param({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, marks=pytest.mark.slow),
+        pytest.param(
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_fine_grained_offloading_of_megatron(configured, more):
@@ -107,9 +133,12 @@ def test_fine_grained_offloading_of_megatron(configured, more):
         model = build(**more, **host_memory.SETTINGS)
         outs = []
         for layer in model.decoder.layers:
-            layer.self_attention.core_attention.register_forward_hook(lambda *call: outs.append((call[1][2], call[2])))
+            layer.self_attention.core_attention.register_forward_hook(
+                lambda *call: outs.append((call[1][2], call[2]))
+            )
         loss = forward(model, batches()[0])
-        # The first step moves all layers. Megatron frees the memory of what it has moved, whoever still holds it.
+        # The first step moves all layers. Megatron frees the memory of what it has moved, whoever
+        # still holds it.
         assert len(outs) == LAYERS and all(x.untyped_storage().nbytes() == 0 for _, x in outs)
         freed = [x.untyped_storage().nbytes() == 0 for x, _ in outs]
         assert all(freed) or (more.get("recompute_modules") and not any(freed))
@@ -118,8 +147,11 @@ def test_fine_grained_offloading_of_megatron(configured, more):
         model.zero_grad()
         found = steps(model, offloading.FineGrainedActivationOffloadingInterface.reset)
         moved = host_memory.moved_bytes(offloading)
-    assert len(found) == len(expected) and all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    # The last layer stays where it is: its backward follows at once. out is what the output projection saves too.
+    assert len(found) == len(expected) and all(
+        torch.equal(x, y) for x, y in zip(found, expected, strict=True)
+    )
+    # The last layer stays where it is: its backward follows at once. out is what the output
+    # projection saves too.
     of_attention = LAYER if not more.get("num_query_groups") else LAYER - ROWS * TOKENS * HIDDEN * 4
     counted = {} if more.get("recompute_modules") else {"core_attn": (LAYERS - 1) * of_attention}
     assert moved == {**counted, "attn_proj": (LAYERS - 1) * ROWS * TOKENS * HIDDEN * 4}
@@ -130,16 +162,26 @@ def test_offloading_of_transformer_engine_takes_marked_tensors(configured):
     configured()
     expected = steps(build())
     with host_memory.marked_only() as store:
-        model = build(cpu_offloading=True, cpu_offloading_num_layers=LAYERS - 1, cpu_offloading_weights=False)
+        model = build(
+            cpu_offloading=True, cpu_offloading_num_layers=LAYERS - 1, cpu_offloading_weights=False
+        )
         found = steps(model)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     head, runs = (TOKENS, ROWS, HEADS, HIDDEN // HEADS), 4 * LAYERS
     assert store.moved.count(head) == 4 * runs and store.moved.count((ROWS, HEADS, TOKENS)) == runs
-    assert head not in store.left and store.left.count((HEADS,)) == runs  # a learned sink is a weight
+    # a learned sink is a weight
+    assert head not in store.left and store.left.count((HEADS,)) == runs
 
 
 INTERLEAVED = [
-    *("--pipeline-model-parallel-size", "2", "--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2"),
+    *(
+        "--pipeline-model-parallel-size",
+        "2",
+        "--num-layers",
+        "8",
+        "--num-virtual-stages-per-pipeline-rank",
+        "2",
+    ),
     *("--context-parallel-size", "2"),
 ]
 SPLITS = {
@@ -156,10 +198,19 @@ def test_training_is_the_same_bits(tmp_path, split):
     """As without, by --cp-ring-offload and by Megatron's fine-grained offloading."""
     ranks, flags = SPLITS[split]
     job = ["--cp-ring", "--cp-ring-cpu", "--train-iters", "3", *flags]
-    kinds = {"plain": job, "ours": [*job, "--cp-ring-offload"], "fine-grained": [str(HERE / "fine_grained_script.py"), *job]}
+    kinds = {
+        "plain": job,
+        "ours": [*job, "--cp-ring-offload"],
+        "fine-grained": [str(HERE / "fine_grained_script.py"), *job],
+    }
     found = {name: attempt(ranks, name, line, tmp_path) for name, line in kinds.items()}
     assert [outcome.code for outcome in found.values()] == [0, 0, 0], found["fine-grained"].output
     expected = found.pop("plain")
-    assert all((x.losses, x.grad_norms) == (expected.losses, expected.grad_norms) for x in found.values())
-    moved = [int(count) for count in re.findall(r"moved (\d+)", (tmp_path / "fine-grained.log").read_text())]
+    assert all(
+        (x.losses, x.grad_norms) == (expected.losses, expected.grad_norms) for x in found.values()
+    )
+    moved = [
+        int(count)
+        for count in re.findall(r"moved (\d+)", (tmp_path / "fine-grained.log").read_text())
+    ]
     assert len(moved) == ranks and all(moved)

@@ -1,4 +1,6 @@
-"""A layer whose configuration has context_parallel_size 1, in a job with more: plain attention of a rank's own tokens."""
+"""A layer whose configuration has context_parallel_size 1, in a job with more: plain attention of a
+rank's own tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs without Megatron's command line: `cp_ring.megatron.enable` and what belongs to it, on megatron.core alone.
+"""Programs without Megatron's command line: `cp_ring.megatron.enable` and what belongs to it, on
+megatron.core alone.
 
 `bash launch/test.sh --compat` runs this with each supported version of megatron-core.
 """
@@ -17,7 +18,9 @@ from cp_ring.megatron import compat, program, rejection, settings
 from cp_ring.megatron.offload import offload
 from tests.megatron.launch import HERE, launch
 
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 
 
 @no_cuda
@@ -28,11 +31,20 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     done = launch(4, [str(HERE / "program_worker.py"), str(tmp_path)])
     assert done.returncode == 0, done.stdout[-6000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    release, _, _ = compat.megatron_version().partition("+")  # what follows is the git revision of the folder around it
+    # what follows is the git revision of the folder around it
+    release, _, _ = compat.megatron_version().partition("+")
     assert found["version"].partition("+")[0] == release
-    assert found["cp 2"] == pytest.approx(found["cp 1"], rel=1e-5) and found["cp 1"][0] - found["cp 1"][2] > 0.1
-    assert "tiny model of 1 layer under causal" in found["printed"] and "not covered" not in found["printed"]
-    assert found["wrong split"].startswith("--cp-ring-certify: microbatch of 2x128 tokens, causal: label wrong in 128 tokens")
+    assert (
+        found["cp 2"] == pytest.approx(found["cp 1"], rel=1e-5)
+        and found["cp 1"][0] - found["cp 1"][2] > 0.1
+    )
+    assert (
+        "tiny model of 1 layer under causal" in found["printed"]
+        and "not covered" not in found["printed"]
+    )
+    assert found["wrong split"].startswith(
+        "--cp-ring-certify: microbatch of 2x128 tokens, causal: label wrong in 128 tokens"
+    )
     assert found["hybrid"] == ["tiny model of 4 layers under causal"]
     assert found["heterogeneous"] == ["tiny model of 4 layers under causal"]
     assert found["packed"] == ["tiny model of 1 layer under packed"]
@@ -41,8 +53,12 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     assert all(found[name].startswith(probes) for name in wrong), found
     assert "a causal layer sees nothing after its own position" in found["wrong settings"]
     assert found["attention"] == "RingDotProductAttention"
-    assert found["loaded"] and found["damaged"].endswith("is not what was written: its checksum is another")
-    assert "latest_checkpointed_iteration.txt" in found["files"] and not any(".saving" in name for name in found["files"])
+    assert found["loaded"] and found["damaged"].endswith(
+        "is not what was written: its checksum is another"
+    )
+    assert "latest_checkpointed_iteration.txt" in found["files"] and not any(
+        ".saving" in name for name in found["files"]
+    )
 
 
 @pytest.fixture
@@ -64,8 +80,19 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     def build(**more):
-        sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-        return GPTModel(TransformerConfig(**sizes | more), get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
+        sizes = {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+        }
+        return GPTModel(
+            TransformerConfig(**sizes | more),
+            get_gpt_layer_local_spec(),
+            vocab_size=64,
+            max_sequence_length=64,
+        )
 
     used = enabled(ContextParallelConfig.make(route="ring"), seq_length=64, packed=True)
     assert used.enabled and settings.current() == used
@@ -73,7 +100,8 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
         build(window_size=(5, 3))
     assert "certificate" not in capfd.readouterr().out
     state = torch.get_rng_state()
-    with torch.device("meta"), torch.no_grad():  # as frameworks do that shard parameters before they exist
+    # as frameworks do that shard parameters before they exist
+    with torch.device("meta"), torch.no_grad():
         model = build(window_size=(7, 0), window_attn_skip_freq=2)
     assert model.decoder.layers[0].self_attention.core_attention.window == (7, 0)
     assert settings.layer_windows() == (((7, 0), 1), ((-1, -1), 1))
@@ -96,7 +124,13 @@ def test_a_program_keeps_saved_tensors_in_host_memory(one_rank, enabled):
     def step(**settings):
         enabled(certify="off", seq_length=64, **settings)
         torch.manual_seed(3)
-        sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+        sizes = {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+        }
         config = TransformerConfig(**sizes, use_cpu_initialization=True)
         model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
         tokens = torch.arange(64)[None]
@@ -106,7 +140,8 @@ def test_a_program_keeps_saved_tensors_in_host_memory(one_rank, enabled):
         return held, [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
     (without, expected), (held, found) = step(), step(offload=True)
-    assert (without, held, offload().host_bytes()) == (0, 2 * 64 * (4 * 32 + 4) * 4, 0)  # q, k, v, out and lse of two layers
+    # q, k, v, out and lse of two layers
+    assert (without, held, offload().host_bytes()) == (0, 2 * 64 * (4 * 32 + 4) * 4, 0)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
@@ -115,7 +150,11 @@ def test_auto_is_the_shape_chosen_for_the_first_model(enabled, capfd):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, context_parallel_size=4, attention_dropout=0.0
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        context_parallel_size=4,
+        attention_dropout=0.0,
     )
     enabled(route="auto", heads="auto", seq_length=4096)
     program.accept_model(config)
@@ -127,11 +166,15 @@ def test_auto_is_the_shape_chosen_for_the_first_model(enabled, capfd):
 
 
 @no_cuda
-def test_the_fused_rotary_embedding_is_switched_off_where_it_cannot_have_the_positions(enabled, capfd):
+def test_the_fused_rotary_embedding_is_switched_off_where_it_cannot_have_the_positions(
+    enabled, capfd
+):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     enabled(layout="balanced", document_mask=True, seq_length=64, micro_batch_size=2)
-    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0
+    )
     config.apply_rope_fusion = True  # which needs TransformerEngine when it is made
     rejection._noted.clear()
     program.accept_model(config)
@@ -140,14 +183,18 @@ def test_the_fused_rotary_embedding_is_switched_off_where_it_cannot_have_the_pos
 
 
 def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
-    with pytest.raises(ConfigError, match="takes a ContextParallelConfig or settings by name, not both"):
+    with pytest.raises(
+        ConfigError, match="takes a ContextParallelConfig or settings by name, not both"
+    ):
         enabled(ContextParallelConfig.make(), route="ring")
     with pytest.raises(ConfigError, match="cp_ring has no setting 'rout'"):
         enabled(rout="ring")
     with pytest.raises(ConfigError, match=r"--cp-ring-run-dir \(run_dir=\) needs a job of flags"):
         enabled(run_dir="x")
     for name in ("route", "heads"):
-        with pytest.raises(ConfigError, match=rf"--cp-ring-{name} auto \({name}='auto'\) needs seq_length="):
+        with pytest.raises(
+            ConfigError, match=rf"--cp-ring-{name} auto \({name}='auto'\) needs seq_length="
+        ):
             enabled(**{name: "auto"})
     with pytest.raises(ConfigError, match=r"call cp_ring\.megatron\.enable first"):
         cp_ring.megatron.certify(None, None, None)

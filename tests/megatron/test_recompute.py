@@ -1,4 +1,6 @@
-"""Recomputed activations: the ring does not run twice, gradients do not change, and nothing is kept for longer than needed."""
+"""Recomputed activations: the ring does not run twice, gradients do not change, and nothing is kept
+for longer than needed.
+"""
 
 import functools
 import json
@@ -12,7 +14,9 @@ from cp_ring.observe.counters import record
 from tests.kernels.emulated_te import installed
 from tests.megatron.launch import TINY, train
 
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 32, 4, 16, 2
 FULL = {
     "uniform": {"recompute_method": "uniform", "recompute_num_layers": 1},
@@ -27,7 +31,9 @@ BYTES = ROWS * TOKENS * (HIDDEN + HEADS) * 4
 
 
 def build(**values):
-    """A GPT model with windows on alternate layers, learned sinks, and dropout outside attention; the same one every time."""
+    """A GPT model with windows on alternate layers, learned sinks, and dropout outside attention;
+    the same one every time.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -59,7 +65,9 @@ def forward(model, tokens):
 
 
 def step(model):
-    """Both microbatches forward, then backward in the other order, as a pipeline may; loss, gradients, hops, bytes kept."""
+    """Both microbatches forward, then backward in the other order, as a pipeline may; loss,
+    gradients, hops, bytes kept.
+    """
     torch.manual_seed(5)
     with record() as ledger:
         losses = [forward(model, tokens) for tokens in batches()]
@@ -101,7 +109,9 @@ def test_without_the_patch_the_ring_runs_again(applied, one_rank):
     losses, grads, hops, _ = step(build())
     found = step(build(**KINDS["uniform"]))
     assert found[2:] == (hops + 2 * LAYERS, 0)
-    assert torch.equal(found[0], losses) and all(torch.equal(found[1][name], grad) for name, grad in grads.items())
+    assert torch.equal(found[0], losses) and all(
+        torch.equal(found[1][name], grad) for name, grad in grads.items()
+    )
 
 
 @no_cuda
@@ -131,11 +141,17 @@ def test_a_failed_step_leaves_nothing_behind(ring):
 def test_megatron_may_rerun_a_step(ring):
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
-    machine, model, runs = RerunStateMachine(mode=RerunMode.REPORT_DETERMINISM_STATS), build(**KINDS["uniform"]), []
+    machine, model, runs = (
+        RerunStateMachine(mode=RerunMode.REPORT_DETERMINISM_STATS),
+        build(**KINDS["uniform"]),
+        [],
+    )
     while machine.should_run_forward_backward(None):
         runs.append(step(model))
         assert recompute.kept_bytes() == 0
-        machine.validate_result(result=runs[-1][0].sum(), rejection_func=torch.isnan, message="the loss")
+        machine.validate_result(
+            result=runs[-1][0].sum(), rejection_func=torch.isnan, message="the loss"
+        )
     first, second = runs
     assert first[2:] == second[2:] and torch.equal(first[0], second[0])
     assert all(torch.equal(first[1][name], grad) for name, grad in second[1].items())
@@ -162,16 +178,28 @@ def attention():
 
     from cp_ring.megatron.core_attention import RingDotProductAttention
 
-    config = TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, attention_dropout=0.0)
-    return RingDotProductAttention(config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, attention_dropout=0.0
+    )
+    return RingDotProductAttention(
+        config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self"
+    )
 
 
 @no_cuda
-@pytest.mark.parametrize(("reentrant", "hops", "kept"), [(True, 2, ROWS * TOKENS * (HIDDEN * 2 + HEADS * 4)), (False, 3, 0)])
+@pytest.mark.parametrize(
+    ("reentrant", "hops", "kept"),
+    [(True, 2, ROWS * TOKENS * (HIDDEN * 2 + HEADS * 4)), (False, 3, 0)],
+)
 def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
     """TransformerEngine's checkpoint is reentrant too; another kind is right, but replays the ring."""
-    checkpoint = recompute.keeping(lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=reentrant))
-    layer, q = attention(), torch.randn(TOKENS, ROWS, HEADS, HIDDEN // HEADS, dtype=torch.bfloat16, requires_grad=True)
+    checkpoint = recompute.keeping(
+        lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=reentrant)
+    )
+    layer, q = (
+        attention(),
+        torch.randn(TOKENS, ROWS, HEADS, HIDDEN // HEADS, dtype=torch.bfloat16, requires_grad=True),
+    )
     (wanted,) = torch.autograd.grad(layer(q, q, q).square().sum(), q)
     with record() as ledger:
         out = checkpoint(lambda q: layer(q, q, q), q)
@@ -183,15 +211,22 @@ def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
 
 @no_cuda
 def test_hidden_dropout_after_a_kernel_that_draws(one_rank):
-    """TransformerEngine advances a random generator in forward; skipping that in the second run must not change dropout."""
-    layer, q = attention(), torch.randn(TOKENS, ROWS, HEADS, HIDDEN // HEADS, dtype=torch.bfloat16, requires_grad=True)
+    """TransformerEngine advances a random generator in forward; skipping that in the second run
+    must not change dropout.
+    """
+    layer, q = (
+        attention(),
+        torch.randn(TOKENS, ROWS, HEADS, HIDDEN // HEADS, dtype=torch.bfloat16, requires_grad=True),
+    )
     grads = []
     for keep, runs in ((False, 2), (True, 1)):
         plain = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
         checkpoint = recompute.keeping(plain) if keep else plain
         torch.manual_seed(7)
         with installed("2.20.2") as calls:
-            checkpoint(lambda q: torch.nn.functional.dropout(layer(q, q, q), 0.1), q).square().sum().backward()
+            checkpoint(
+                lambda q: torch.nn.functional.dropout(layer(q, q, q), 0.1), q
+            ).square().sum().backward()
             assert sum("is_training" in call for call in calls) == runs
         grads.append(q.grad)
         q.grad = None
@@ -205,13 +240,17 @@ def test_packed_documents_and_windows(one_rank):
     layer, q = attention(), torch.randn(TOKENS, HEADS, HIDDEN // HEADS, requires_grad=True)
     layer.window = (3, 0)
     edges = torch.tensor([0, 5, TOKENS], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=11, max_seqlen_kv=11)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=11, max_seqlen_kv=11
+    )
 
     def call(q):
         return layer(q, q, q, packed_seq_params=packed)
 
     (wanted,) = torch.autograd.grad(call(q).square().sum(), q)
-    checkpoint = recompute.keeping(lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=True))
+    checkpoint = recompute.keeping(
+        lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=True)
+    )
     with record() as ledger:
         checkpoint(call, q).square().sum().backward()
     assert ledger.hops == 2 and torch.equal(q.grad, wanted)
@@ -219,31 +258,50 @@ def test_packed_documents_and_windows(one_rank):
 
 @pytest.fixture
 def copied_storage(monkeypatch):
-    """Megatron compiles a C++ extension that lets one tensor share the storage of another; a copy needs no compiler."""
+    """Megatron compiles a C++ extension that lets one tensor share the storage of another; a copy
+    needs no compiler.
+    """
     from megatron.core.tensor_parallel import random
 
     def share_storage(target, source):
         target.untyped_storage().resize_(source.untyped_storage().nbytes())
         target.untyped_storage().copy_(source.untyped_storage())
 
-    monkeypatch.setattr(random, "_share_storage_ext", SimpleNamespace(share_storage=share_storage), raising=False)
+    monkeypatch.setattr(
+        random, "_share_storage_ext", SimpleNamespace(share_storage=share_storage), raising=False
+    )
 
 
 @no_cuda
 def test_recomputed_up_projections_of_latent_attention(ring, copied_storage):
-    """Megatron frees the storage of queries, keys and values after forward, and fills it again before backward."""
+    """Megatron frees the storage of queries, keys and values after forward, and fills it again
+    before backward.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     def model(**values):
-        sizes = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "kv_lora_rank": 8, "q_lora_rank": 16}
+        sizes = {
+            "num_layers": 2,
+            "hidden_size": HIDDEN,
+            "num_attention_heads": HEADS,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 16,
+        }
         sizes |= {"qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 12}
-        plain = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "use_cpu_initialization": True, "apply_rope_fusion": False}
+        plain = {
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "use_cpu_initialization": True,
+            "apply_rope_fusion": False,
+        }
         config = MLATransformerConfig(**sizes, **plain, multi_latent_attention=True, **values)
         torch.manual_seed(3)
         spec = get_gpt_layer_local_spec(multi_latent_attention=True)
-        return GPTModel(config, spec, vocab_size=64, max_sequence_length=TOKENS, position_embedding_type="rope")
+        return GPTModel(
+            config, spec, vocab_size=64, max_sequence_length=TOKENS, position_embedding_type="rope"
+        )
 
     losses, grads, hops, _ = step(model())
     found = step(model(recompute_granularity="selective", recompute_modules=["mla_up_proj"]))
@@ -262,19 +320,48 @@ def test_the_patch_finds_every_checkpoint(applied, monkeypatch):
     applied("recompute")
     assert random.checkpoint is tensor_parallel.checkpoint is not stock
     assert transformer_engine.te_checkpoint is moe_layer.te_checkpoint is not stock_te
-    assert random.checkpoint.__wrapped__ is stock and moe_layer.te_checkpoint.__wrapped__ is stock_te
+    assert (
+        random.checkpoint.__wrapped__ is stock and moe_layer.te_checkpoint.__wrapped__ is stock_te
+    )
 
 
-RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "3", "--pipeline-model-parallel-size", "2"]
-EVALUATED = ["--eval-interval", "1", "--eval-iters", "1", "--num-layers", "4", "--softmax-type", "learnable"]
-FULLY = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+RING = [
+    "--cp-ring",
+    "--cp-ring-cpu",
+    "--context-parallel-size",
+    "2",
+    "--train-iters",
+    "3",
+    "--pipeline-model-parallel-size",
+    "2",
+]
+EVALUATED = [
+    "--eval-interval",
+    "1",
+    "--eval-iters",
+    "1",
+    "--num-layers",
+    "4",
+    "--softmax-type",
+    "learnable",
+]
+FULLY = [
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+]
 REPLAY = ["--cp-ring-recompute", "replay"]
 VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    """Jobs of 4 microbatches on 2 pipeline stages x 2 context-parallel ranks, with an evaluation after every step."""
+    """Jobs of 4 microbatches on 2 pipeline stages x 2 context-parallel ranks, with an evaluation
+    after every step.
+    """
     folder = tmp_path_factory.mktemp("recompute")
     jobs = {"plain": [], "kept": FULLY, "replayed": FULLY + REPLAY}
     train(4, {name: RING + EVALUATED + flags for name, flags in jobs.items()}, folder, TINY)
@@ -285,13 +372,24 @@ def traces(tmp_path_factory):
 def virtual_traces(tmp_path_factory):
     """As `traces`, with virtual pipeline stages."""
     folder = tmp_path_factory.mktemp("virtual")
-    train(4, {name: RING + EVALUATED + VIRTUAL + flags for name, flags in {"plain": [], "kept": FULLY}.items()}, folder, TINY)
+    train(
+        4,
+        {
+            name: RING + EVALUATED + VIRTUAL + flags
+            for name, flags in {"plain": [], "kept": FULLY}.items()
+        },
+        folder,
+        TINY,
+    )
     return folder
 
 
 def ranks_of(folder, job):
     """For each rank, what it wrote after each training step."""
-    lines = [map(json.loads, (folder / f"{job}.{rank}.jsonl").read_text().splitlines()) for rank in range(4)]
+    lines = [
+        map(json.loads, (folder / f"{job}.{rank}.jsonl").read_text().splitlines())
+        for rank in range(4)
+    ]
     return [[line for line in each if "step" in line] for each in lines]
 
 
@@ -304,7 +402,9 @@ def test_under_virtual_pipeline_parallelism_with_evaluation_between_steps(virtua
 def test_under_pipeline_parallelism_with_evaluation_between_steps(traces):
     found = ranks_of(traces, "kept")
     assert found == ranks_of(traces, "plain")  # to the last bit: losses, gradient norms, and hops
-    assert [len(rank) for rank in found] == [3] * 4 and all(step["hops"] for rank in found for step in rank)
+    assert [len(rank) for rank in found] == [3] * 4 and all(
+        step["hops"] for rank in found for step in rank
+    )
     assert all(step["kept"] == 0 for rank in found for step in rank)
 
 
@@ -314,4 +414,6 @@ def test_replay_runs_every_forward_hop_again(traces):
     for ours, theirs in zip(replayed, plain, strict=True):
         # Of the first step: cp 2 takes 2 hops a pass, and a stage has 2 layers and 4 microbatches.
         assert ours[0]["hops"] - theirs[0]["hops"] == 2 * 2 * 4
-        assert [(step["loss"], step["grad_norm"]) for step in ours] == [(step["loss"], step["grad_norm"]) for step in theirs]
+        assert [(step["loss"], step["grad_norm"]) for step in ours] == [
+            (step["loss"], step["grad_norm"]) for step in theirs
+        ]

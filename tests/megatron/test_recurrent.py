@@ -1,6 +1,8 @@
-"""Mamba and gated delta net layers: documents begin with a new state, and tokens are in order under every layout.
+"""Mamba and gated delta net layers: documents begin with a new state, and tokens are in order under
+every layout.
 
-The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recurrent.py), which are checked first.
+The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recurrent.py), which are
+checked first.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def kernels():
 
 
 def draw(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
 
 
 def scan_inputs():
@@ -52,12 +56,16 @@ def test_the_scan_is_the_recurrence_of_mamba(kernels):
     x, (weight, bias, dt_bias, a), named = scan_inputs()
     z, xbc, dt = x[0].split([16, 24, 4], -1)
     padded = torch.cat([torch.zeros(3, 24, dtype=torch.float64), xbc])
-    xbc = torch.nn.functional.silu(torch.stack([(padded[i : i + 4] * weight.T).sum(0) + bias for i in range(24)]))
+    xbc = torch.nn.functional.silu(
+        torch.stack([(padded[i : i + 4] * weight.T).sum(0) + bias for i in range(24)])
+    )
     state, outs = torch.zeros(4, 4, 4, dtype=torch.float64), []
     for i in range(24):
         value, key, query = xbc[i].split([16, 4, 4])
         value, step = value.view(4, 4), torch.nn.functional.softplus(dt[i] + dt_bias)
-        state = state * (step * a).exp()[:, None, None] + step[:, None, None] * value[..., None] * key
+        state = (
+            state * (step * a).exp()[:, None, None] + step[:, None, None] * value[..., None] * key
+        )
         outs.append((state @ query + named["D"][:, None] * value).reshape(-1))
     expected = torch.stack(outs) * torch.nn.functional.silu(z)
     torch.testing.assert_close(kernels.scan(x, weight, bias, dt_bias, a, **named)[0], expected)
@@ -72,7 +80,9 @@ def test_stand_ins_with_documents_are_each_document_alone(kernels):
         return kernels.causal_conv1d(x=x, weight=draw(6, 4), activation="silu", **more)[0]
 
     x = draw(1, 24, 6)
-    torch.testing.assert_close(convolved(x, cu_seqlens=OFFSETS), torch.cat([convolved(x[:, piece]) for piece in PIECES], 1))
+    torch.testing.assert_close(
+        convolved(x, cu_seqlens=OFFSETS), torch.cat([convolved(x[:, piece]) for piece in PIECES], 1)
+    )
 
     qkv, gates = (
         (draw(1, 24, 2, 4), draw(1, 24, 2, 5)[..., :4], draw(1, 24, 2, 3)),
@@ -90,16 +100,25 @@ def test_stand_ins_with_documents_are_each_document_alone(kernels):
 def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
     if not hasattr(kernels.gated_delta_net, "tensor_a2a_cp2hp"):
         pytest.skip("this version's takes other arguments")
-    q, k, v, beta = draw(2, 70, 2, 4), draw(2, 70, 2, 4), draw(2, 70, 2, 6), draw(2, 70, 2).sigmoid()
+    q, k, v, beta = (
+        draw(2, 70, 2, 4),
+        draw(2, 70, 2, 4),
+        draw(2, 70, 2, 6),
+        draw(2, 70, 2).sigmoid(),
+    )
     q, k, v, beta, g = (x.float() for x in (q, kernels.l2norm(k), v, beta, -draw(2, 70, 2).exp()))
     ours, _ = kernels.delta_rule(q, k, v, g=g, beta=beta)
     theirs, _ = kernels.gated_delta_net.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
+)
 @pytest.mark.parametrize("kind", ["mamba", "delta_net"])
-def test_a_layer_with_documents_is_the_layer_on_each_document_alone(one_rank, applied, kernels, kind):
+def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
+    one_rank, applied, kernels, kind
+):
     from cp_ring.megatron.documents import DocumentParams, Documents
 
     applied("recurrent_layers")
@@ -108,13 +127,19 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(one_rank, ap
     packed = DocumentParams.carry(Documents.in_rows(offsets, 2, "zigzag", 1))
     ours = recurrent_layers.call(layer, hidden, packed).transpose(0, 1).reshape(128, -1)
     stream = hidden.transpose(0, 1).reshape(128, 1, -1)
-    alone = [recurrent_layers.call(layer, stream[a:b], None) for a, b in itertools.pairwise(offsets)]
+    alone = [
+        recurrent_layers.call(layer, stream[a:b], None) for a, b in itertools.pairwise(offsets)
+    ]
     torch.testing.assert_close(ours, torch.cat(alone).squeeze(1), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
+)
 def test_fsdp2_trains_all_weights_of_a_mamba_layer(one_rank, applied, kernels):
-    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import (
+        TorchFullyShardedDataParallel,
+    )
 
     applied("recurrent_layers", "fsdp2")
     layer, hidden = recurrent_layers.build("mamba", 1), recurrent_layers.whole_rows()
@@ -123,7 +148,11 @@ def test_fsdp2_trains_all_weights_of_a_mamba_layer(one_rank, applied, kernels):
     before = recurrent_layers.call(layer, hidden, None)
     before.square().sum().backward()
     names = ["A_log", "D", "conv1d_bias", "conv1d_weight", "dt_bias"]
-    params = {name: param for name, param in model.module.named_parameters() if name.replace(".", "_") in names}
+    params = {
+        name: param
+        for name, param in model.module.named_parameters()
+        if name.replace(".", "_") in names
+    }
     assert sorted(name.replace(".", "_") for name in params) == names
     for name, param in params.items():
         assert param.grad is not None and param.grad.to_local().any(), name
@@ -138,13 +167,20 @@ def test_tokens_come_in_order_and_go_back(data):
     from cp_ring.megatron import recurrent
     from cp_ring.megatron.documents import DocumentParams, Documents
 
-    cp, batch, name = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 3)), data.draw(st.sampled_from(NAMES))
+    cp, batch, name = (
+        data.draw(st.sampled_from([1, 2, 4])),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.sampled_from(NAMES)),
+    )
     n = 2 * cp * data.draw(st.integers(1, 6))
-    inner = data.draw(st.sets(st.integers(1, n * batch - 1), max_size=6)) | {n * i for i in range(1, batch)}
+    inner = data.draw(st.sets(st.integers(1, n * batch - 1), max_size=6)) | {
+        n * i for i in range(1, batch)
+    }
     documents = Documents.in_rows(np.array([0, *sorted(inner), n * batch]), batch, name, cp)
     packed = DocumentParams.carry(documents)
     stream = torch.arange(n * batch).view(batch, n)
-    by_rank = torch.cat([documents.shard(stream, rank).T for rank in range(cp)])[..., None]  # [n, batch, 1]
+    # [n, batch, 1]
+    by_rank = torch.cat([documents.shard(stream, rank).T for rank in range(cp)])[..., None]
     ordered = recurrent.in_sequence(by_rank, cp, packed)
     assert torch.equal(ordered[..., 0].T, stream)
     assert torch.equal(recurrent.by_rank(ordered, cp, packed), by_rank)
@@ -190,11 +226,21 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "state across documents", "state begins anew too late"])
-@pytest.mark.parametrize("model", ["mamba_document_mask_balanced", "delta_net_document_mask_balanced"])
+@pytest.mark.parametrize(
+    "model", ["mamba_document_mask_balanced", "delta_net_document_mask_balanced"]
+)
 def test_the_certificate_knows_documents_of_recurrent_layers(tmp_path, model, fault):
     (cell,) = matrix.cells([model], ["cp2"])
     job = cell.job()
-    done = attempt(job.ranks, job.name, [*job.flags, "--cp-ring-certify", "on"], tmp_path, COMMON, fault, job.data)
+    done = attempt(
+        job.ranks,
+        job.name,
+        [*job.flags, "--cp-ring-certify", "on"],
+        tmp_path,
+        COMMON,
+        fault,
+        job.data,
+    )
     if fault:
         assert "documents: loss of each token off by" in done.rejected
         assert f"tiny model of layers {'M' if 'mamba' in model else 'G'}*-" in done.rejected

@@ -1,4 +1,6 @@
-"""What cannot run is rejected before any process group exists: one line that names the flag, and exit code 2."""
+"""What cannot run is rejected before any process group exists: one line that names the flag, and
+exit code 2.
+"""
 
 import argparse
 import importlib
@@ -16,13 +18,29 @@ import torch
 
 from cp_ring import ContextParallelConfig, Layout, Mask, patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import argument_parser, compat, graphs, implementations, rejection, rules, settings, validate
+from cp_ring.megatron import (
+    argument_parser,
+    compat,
+    graphs,
+    implementations,
+    rejection,
+    rules,
+    settings,
+    validate,
+)
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rule import Job, problem
 from cp_ring.tools.job import command_line, config
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, fork, launch
 
-FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+FULL = [
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+]
 CP4 = ["--context-parallel-size", "4"]
 SCOPE = "--cuda-graph-scope"  # since 0.18 another name of --cuda-graph-modules
 UNTRIED = ["--cp-ring-allow-untried", "cuda-graphs,moe-overlap"]
@@ -51,32 +69,55 @@ def parse(monkeypatch, tmp_path):
 
 
 EXAMPLES = [
-    (rule, example) for part in rules.TABLE.values() for rule in part for example in filter(None, rule.example.split(" / "))
+    (rule, example)
+    for part in rules.TABLE.values()
+    for rule in part
+    for example in filter(None, rule.example.split(" / "))
 ]
 
 
 def rejection_of(parse, capsys, *flags):
     """The one line with which the flags are rejected."""
-    if settings.INTER_DOCUMENT in flags and settings.INTER_DOCUMENT not in argument_parser.build_parser()._option_string_actions:
+    if (
+        settings.INTER_DOCUMENT in flags
+        and settings.INTER_DOCUMENT not in argument_parser.build_parser()._option_string_actions
+    ):
         pytest.skip("this Megatron has no such flag")
     with pytest.raises(SystemExit) as stop:
         parse(*flags)
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("cp_ring"))
-    assert stop.value.code == 2 and line.startswith("cp_ring: error: ") and not torch.distributed.is_initialized()
+    assert (
+        stop.value.code == 2
+        and line.startswith("cp_ring: error: ")
+        and not torch.distributed.is_initialized()
+    )
     return line.removeprefix("cp_ring: error: ")
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=[example for _, example in EXAMPLES])
 def test_each_rule(parse, capsys, rule, example):
-    """Its examples are rejected with its line; each flag that it names is one of Megatron's or of cp_ring's, and is shown."""
+    """Its examples are rejected with its line; each flag that it names is one of Megatron's or of
+    cp_ring's, and is shown.
+    """
     on_a_gpu = {"--transformer-impl"} & set(example.split())
     ring = [] if "--no-cp-ring" in example else ["--cp-ring"]
     flags = [word for word in example.split() if word != "--no-cp-ring"]
-    line = rejection_of(parse, capsys, *TINY, "--train-iters", "1", *ring, *["--cp-ring-cpu"] * (not on_a_gpu), *flags)
+    line = rejection_of(
+        parse,
+        capsys,
+        *TINY,
+        "--train-iters",
+        "1",
+        *ring,
+        *["--cp-ring-cpu"] * (not on_a_gpu),
+        *flags,
+    )
     text = f"{rule.text}: {rule.way_out}" if rule.way_out else rule.text
     parts = re.split(r"\{(.+?)\}", text)
     values = (f"{part} \\S.*" if part[0] == "-" else ".+" for part in parts[1::2])
-    wanted = itertools.chain(*itertools.zip_longest(map(re.escape, parts[::2]), values, fillvalue=""))
+    wanted = itertools.chain(
+        *itertools.zip_longest(map(re.escape, parts[::2]), values, fillvalue="")
+    )
     assert re.fullmatch("".join(wanted), line) and "None" not in line
     known = argument_parser.build_parser()._option_string_actions
     assert {flag for flag in parts[1::2] if flag[0] == "-"} <= set(known)
@@ -84,11 +125,24 @@ def test_each_rule(parse, capsys, rule, example):
 
 def test_rules_read_arguments_that_megatron_has():
     known = argument_parser.build_parser()
-    names = {action.dest for action in known._actions} | set(known._option_string_actions) | set(dir(Job))
-    words = [rule.when for part in rules.TABLE.values() for rule in part if isinstance(rule.when, str)]
-    read = {each.lstrip("!") for when in words for each in re.split(r"[ |%]|[<>=][^ |]+", when) if each.lstrip("!")}
+    names = (
+        {action.dest for action in known._actions}
+        | set(known._option_string_actions)
+        | set(dir(Job))
+    )
+    words = [
+        rule.when for part in rules.TABLE.values() for rule in part if isinstance(rule.when, str)
+    ]
+    read = {
+        each.lstrip("!")
+        for when in words
+        for each in re.split(r"[ |%]|[<>=][^ |]+", when)
+        if each.lstrip("!")
+    }
     only_later = {"--enable-cuda-graph", "--hybrid-override-pattern", "heads_of_rank", "ulysses"}
-    assert {name for name in read if name not in names and name.replace("-", "_")[2:] not in names} <= only_later
+    assert {
+        name for name in read if name not in names and name.replace("-", "_")[2:] not in names
+    } <= only_later
 
 
 @pytest.mark.parametrize(
@@ -97,7 +151,8 @@ def test_rules_read_arguments_that_megatron_has():
         (["--context-parallel-size", "4", "--seq-length", "60"],
          "--seq-length 60 is not divisible by 2 x --context-parallel-size 4 = 8: change either"),
         (["--micro-batch-size", "3", "--global-batch-size", "6"],
-         "--global-batch-size 6 is not divisible by --micro-batch-size 3 x 4 data-parallel ranks = 12: change either"),
+         "--global-batch-size 6 is not divisible by --micro-batch-size 3 x 4 data-parallel ranks "
+         "= 12: change either"),
         (["--cp-ring-kernel", "magic"], "--cp-ring-kernel 'magic'"),
         (["--cp-ring-layout", "spiral"], "--cp-ring-layout 'spiral'"),
         (["--cp-ring-route", "carrier-pigeon"], "--cp-ring-route 'carrier-pigeon'"),
@@ -105,15 +160,23 @@ def test_rules_read_arguments_that_megatron_has():
         (["--cp-ring-loss-chunk", "-1"], "--cp-ring-loss-chunk '-1'"),
         (["--cp-ring-heads", "0"], "--cp-ring-heads '0'"),
         (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
-        (["--cp-ring-allow-untried", "fp4"], "--cp-ring-allow-untried 'fp4': fp4 is no untried feature; known are cuda-graphs"),
-        (["--cp-ring-mask-kinds", "stripes"], "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
-        (["--cp-ring-pack", "loosely"], "--cp-ring-pack 'loosely': input should be 'first-fit', 'in-order' or 'fill'"),
-        ([*CP4, "--cp-ring-heads", "2", "--cp-ring-schedule", "0,1,2,2"], "--cp-ring-schedule 0,1,2,2: 4 hops for 2 ranks"),
-        (["--cp-ring-heads", "auto", "--cp-comm-type", "a2a"], "--cp-comm-type a2a and --cp-ring-heads auto both say which"),
+        (["--cp-ring-allow-untried", "fp4"],
+            "--cp-ring-allow-untried 'fp4': fp4 is no untried feature; known are cuda-graphs"),
+        (["--cp-ring-mask-kinds", "stripes"],
+            "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
+        (["--cp-ring-pack", "loosely"],
+            "--cp-ring-pack 'loosely': input should be 'first-fit', 'in-order' or 'fill'"),
+        ([*CP4, "--cp-ring-heads", "2", "--cp-ring-schedule", "0,1,2,2"],
+            "--cp-ring-schedule 0,1,2,2: 4 hops for 2 ranks"),
+        (["--cp-ring-heads", "auto", "--cp-comm-type", "a2a"],
+            "--cp-comm-type a2a and --cp-ring-heads auto both say which"),
         (["--cp-ring-heads", "most"], "--cp-ring-heads 'most': "),
-        ([*CP4, "--cp-ring-route", "auto", "--cp-ring-heads", "3"], "--cp-ring-heads 3 does not divide the 4 context-parallel"),
-        ([*CP4, "--cp-ring-node-size", "3"], "--cp-ring-node-size 3 does not divide the 4 context-parallel ranks"),
-        ([*CP4, "--cp-ring-node-size", "2", "--cp-ring-route", "relay", "--cp-ring-schedule", "gather"],
+        ([*CP4, "--cp-ring-route", "auto", "--cp-ring-heads", "3"],
+            "--cp-ring-heads 3 does not divide the 4 context-parallel"),
+        ([*CP4, "--cp-ring-node-size", "3"],
+            "--cp-ring-node-size 3 does not divide the 4 context-parallel ranks"),
+        ([*CP4, "--cp-ring-node-size", "2", "--cp-ring-route", "relay", "--cp-ring-schedule",
+            "gather"],
          "--cp-ring-schedule gather: the route relay has a schedule of its own"),
     ],
 )  # fmt: skip
@@ -125,16 +188,38 @@ def test_flags(parse, capsys, flags, line):
     ("override", "named"),
     [
         ("num_query_groups=3", "--num-attention-heads 8 is not divisible by --num-query-groups 3"),
-        ("num_attention_heads=9", "--num-attention-heads 9 is not divisible by --tensor-model-parallel-size 2"),
-        ("micro_batch_size=3", "--global-batch-size 2 is not divisible by --micro-batch-size 3 x 1 data-parallel ranks = 3"),
+        (
+            "num_attention_heads=9",
+            "--num-attention-heads 9 is not divisible by --tensor-model-parallel-size 2",
+        ),
+        (
+            "micro_batch_size=3",
+            "--global-batch-size 2 is not divisible by --micro-batch-size 3 x 1 data-parallel "
+            "ranks = 3",
+        ),
         ("save_interval=0", "--save-interval 0 must be at least 1"),
     ],
 )
 def test_sizes_of_a_job_before_a_rank_starts(override, named):
-    data = ["mock_data=true", "tokenizer_type=NullTokenizer", "vocab_size=255", "global_batch_size=2"]
-    model = ["num_attention_heads=8", "group_query_attention=true", "num_query_groups=2", "hidden_size=144", "micro_batch_size=1"]
-    ranks = [f"parallel.{name}=2" for name in ("tensor_model_parallel_size", "context_parallel_size")]
-    job = config.load("quickstart", [*ranks, *(f"megatron.{setting}" for setting in [*data, *model, override])])
+    data = [
+        "mock_data=true",
+        "tokenizer_type=NullTokenizer",
+        "vocab_size=255",
+        "global_batch_size=2",
+    ]
+    model = [
+        "num_attention_heads=8",
+        "group_query_attention=true",
+        "num_query_groups=2",
+        "hidden_size=144",
+        "micro_batch_size=1",
+    ]
+    ranks = [
+        f"parallel.{name}=2" for name in ("tensor_model_parallel_size", "context_parallel_size")
+    ]
+    job = config.load(
+        "quickstart", [*ranks, *(f"megatron.{setting}" for setting in [*data, *model, override])]
+    )
     with pytest.raises(ConfigError) as rejected:
         command_line.megatron_flags(job, None, "cpu")
     assert named in str(rejected.value) and "\n" not in str(rejected.value)
@@ -152,11 +237,17 @@ def core_attention(settings=None, **arguments):
     config = TransformerConfig(**CONFIG, use_cpu_initialization=True)
     for name, value in (settings or {}).items():
         setattr(config, name, value)
-    wanted = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"} | arguments
+    wanted = {
+        "layer_number": 1,
+        "attn_mask_type": AttnMaskType.causal,
+        "attention_type": "self",
+    } | arguments
     return RingDotProductAttention(config, **wanted)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 @pytest.mark.parametrize(
     ("settings", "arguments", "message"),
     [
@@ -165,9 +256,17 @@ def core_attention(settings=None, **arguments):
         ({}, {"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
         ({}, {"attn_mask_type": "padding"}, "mask types causal and no_mask, not padding"),
         ({}, {"num_splits": 2}, "does not know these core attention arguments: num_splits"),
-        ({"softmax_type": "sigmoid"}, {}, "--softmax-type vanilla, off-by-one, learnable, not sigmoid"),
+        (
+            {"softmax_type": "sigmoid"},
+            {},
+            "--softmax-type vanilla, off-by-one, learnable, not sigmoid",
+        ),
         ({"fp8_dot_product_attention": True}, {}, "does not support fp8_dot_product_attention"),
-        ({"fp8_multi_head_attention": True}, {}, "does not support fp8_dot_product_attention and fp8_multi_head_attention"),
+        (
+            {"fp8_multi_head_attention": True},
+            {},
+            "does not support fp8_dot_product_attention and fp8_multi_head_attention",
+        ),
         ({"window_size": (3, 1)}, {}, "a causal layer sees nothing after its own position"),
     ],
 )
@@ -177,11 +276,16 @@ def test_layers(one_rank, settings, arguments, message):
         core_attention(settings, **arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, "the batch holds an attention mask"),
+        (
+            {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)},
+            "the batch holds an attention mask",
+        ),
         ({"attention_bias": torch.ones(1, 4, 8, 8)}, "does not support an attention bias"),
         ({"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
         ({"alibi_slopes": torch.ones(4)}, "does not know these inputs: alibi_slopes"),
@@ -195,7 +299,9 @@ def test_inputs(one_rank, inputs, message):
         attention(q, q, q, **inputs)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 def test_double_backward(one_rank):
     q = torch.randn(8, 1, 4, 8, requires_grad=True)
     (grad,) = torch.autograd.grad(core_attention()(q, q, q).square().sum(), q, create_graph=True)
@@ -210,18 +316,27 @@ class Exotic(torch.nn.Module):
 def test_another_core_attention_is_rejected_by_name():
     from cp_ring.megatron.specs import ring_core_attention
 
-    with pytest.raises(ConfigError, match="replaces DotProductAttention and TEDotProductAttention, not Exotic"):
+    with pytest.raises(
+        ConfigError, match="replaces DotProductAttention and TEDotProductAttention, not Exotic"
+    ):
         ring_core_attention(Exotic)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--recompute-granularity", "selective"], "selective of core_attn frees no memory with ring attention"),
+        (
+            ["--recompute-granularity", "selective"],
+            "selective of core_attn frees no memory with ring attention",
+        ),
         (["--recompute-activations"], "selective of core_attn frees no memory with ring attention"),
         (["--recompute-granularity", "selective", "--recompute-modules", "layernorm"], ""),
         # 128 tokens, 4 heads of 16 in float32 and an lse for each.
-        ([*FULL], f"keeps out and lse of attention, {128 * 4 * (16 * 4 + 4) / 2**20:.3g} MiB per layer and microbatch"),
+        (
+            [*FULL],
+            f"keeps out and lse of attention, {128 * 4 * (16 * 4 + 4) / 2**20:.3g} MiB per layer "
+            "and microbatch",
+        ),
         (
             [*FULL, "--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--bf16"],
             f", {64 * 2 * (16 * 2 + 4) / 2**20:.3g} MiB",
@@ -235,21 +350,47 @@ def test_what_is_said_of_recomputation(applied, parse, capsys, monkeypatch, flag
 
     monkeypatch.setattr(rejection, "_noted", set())
     validate_args(parse(*BASE, *flags))
-    spoken = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cp_ring: ") and "recompu" in line]
+    spoken = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("cp_ring: ") and "recompu" in line
+    ]
     assert len(spoken) == bool(said) and all(said in line for line in spoken)
 
 
 @pytest.mark.parametrize(
     ("flags", "chosen", "said"),
     [
-        (["--cp-ring-route", "auto", "--cp-ring-heads", "auto"], None, "nodes of 2 context-parallel ranks: route "),
-        (["--cp-ring-route", "relay", "--cp-ring-heads", "auto"], ("relay", 4), "route relay, heads 4: "),
-        (["--cp-ring-route", "auto", "--cp-comm-type", "a2a"], ("direct", 1), "route direct, heads 4: "),
-        (["--cp-ring-route", "auto", "--cp-comm-type", "all_gather"], ("direct", 1), "route direct, heads 1: "),
-        (["--cp-ring-heads", "2", "--cp-ring-route", "auto"], ("direct", 2), "route direct, heads 2: "),
+        (
+            ["--cp-ring-route", "auto", "--cp-ring-heads", "auto"],
+            None,
+            "nodes of 2 context-parallel ranks: route ",
+        ),
+        (
+            ["--cp-ring-route", "relay", "--cp-ring-heads", "auto"],
+            ("relay", 4),
+            "route relay, heads 4: ",
+        ),
+        (
+            ["--cp-ring-route", "auto", "--cp-comm-type", "a2a"],
+            ("direct", 1),
+            "route direct, heads 4: ",
+        ),
+        (
+            ["--cp-ring-route", "auto", "--cp-comm-type", "all_gather"],
+            ("direct", 1),
+            "route direct, heads 1: ",
+        ),
+        (
+            ["--cp-ring-heads", "2", "--cp-ring-route", "auto"],
+            ("direct", 2),
+            "route direct, heads 2: ",
+        ),
     ],
 )
-def test_the_fastest_shape_is_chosen_and_said(applied, parse, capsys, monkeypatch, flags, chosen, said):
+def test_the_fastest_shape_is_chosen_and_said(
+    applied, parse, capsys, monkeypatch, flags, chosen, said
+):
     applied("cpu_runtime")
     from megatron.training.arguments import validate_args
 
@@ -258,7 +399,9 @@ def test_the_fastest_shape_is_chosen_and_said(applied, parse, capsys, monkeypatc
     found = settings.current()
     assert "auto" not in (found.route, found.heads) and chosen in (None, (found.route, found.heads))
     assert ContextParallelConfig.from_args(args) == found
-    spoken = [line for line in capsys.readouterr().out.splitlines() if "chosen by predicted time" in line]
+    spoken = [
+        line for line in capsys.readouterr().out.splitlines() if "chosen by predicted time" in line
+    ]
     assert len(spoken) == 1 and said in spoken[0]
     parse(*sys.argv[1:])  # Megatron parses the same line again, after it has validated it
     assert settings.current() == found
@@ -272,7 +415,10 @@ def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags
         parse(*line)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("cp_ring: error: transformer_impl: transformer_engine") and '".[te]"' in error
+    assert (
+        error.startswith("cp_ring: error: transformer_impl: transformer_engine")
+        and '".[te]"' in error
+    )
     for accepted in (["--transformer-impl", "local"], ["--spec", "some.module", "layer"]):
         assert parse(*TINY, "--train-iters", "1", "--cp-ring", *accepted)
     monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
@@ -284,15 +430,23 @@ def test_whether_transformer_engine_is_there(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert not implementations.has_transformer_engine()
     (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('it must not be imported')")
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(
+        "raise OSError('it must not be imported')"
+    )
     importlib.invalidate_caches()
     assert implementations.has_transformer_engine()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present"
+)
 def test_the_cpu_runtime_needs_one_flag(parse):
     args = parse(*BASE)
-    assert (args.distributed_backend, args.transformer_impl, args.use_cpu_initialization) == ("gloo", "local", True)
+    assert (args.distributed_backend, args.transformer_impl, args.use_cpu_initialization) == (
+        "gloo",
+        "local",
+        True,
+    )
     assert not args.masked_softmax_fusion and not args.gradient_accumulation_fusion
     assert not args.gradient_reduce_div_fusion  # gloo has no such reduction
 
@@ -301,8 +455,18 @@ def test_an_empty_data_set(parse, capsys, tmp_path):
     for suffix in (".idx", ".bin"):
         (tmp_path / f"corpus{suffix}").touch()
     with pytest.raises(SystemExit):
-        parse(*MODEL, *TRAIN, "--cp-ring", "--train-iters", "1", "--data-path", str(tmp_path / "corpus"))
-    assert f"--data-path {tmp_path}/corpus: {tmp_path}/corpus.idx is empty" in capsys.readouterr().err
+        parse(
+            *MODEL,
+            *TRAIN,
+            "--cp-ring",
+            "--train-iters",
+            "1",
+            "--data-path",
+            str(tmp_path / "corpus"),
+        )
+    assert (
+        f"--data-path {tmp_path}/corpus: {tmp_path}/corpus.idx is empty" in capsys.readouterr().err
+    )
 
 
 def test_another_choice_of_kernel_is_not_dropped_in_silence(parse, capsys, monkeypatch):
@@ -310,7 +474,10 @@ def test_another_choice_of_kernel_is_not_dropped_in_silence(parse, capsys, monke
     parse(*BASE, "--attention-backend", "auto")
     assert "--attention-backend" not in capsys.readouterr().out
     parse(*BASE, "--attention-backend", "flash")
-    assert "cp_ring: --attention-backend flash has no effect on ring attention: --cp-ring-kernel" in capsys.readouterr().out
+    assert (
+        "cp_ring: --attention-backend flash has no effect on ring attention: --cp-ring-kernel"
+        in capsys.readouterr().out
+    )
 
 
 def test_good_flags_pass_and_come_into_force(parse):
@@ -329,17 +496,23 @@ def test_good_flags_pass_and_come_into_force(parse):
     ],
 )
 def test_graphs_without_attention_and_those_that_are_allowed(parse, flags):
-    """Graphs of other modules hold nothing of ring attention; with attention they are accepted by name."""
+    """Graphs of other modules hold nothing of ring attention; with attention they are accepted by
+    name.
+    """
     assert graphs.hold_attention(parse(*BASE, *flags)) is (flags is GRAPH)
 
 
 @pytest.mark.parametrize(
     ("version", "part", "values", "line"),
     [
-        ("0.16.1", rules.ATTENTION, {"cp_comm_type": ["p2p", "a2a"]}, "--cp-comm-type by layer needs megatron-core 0.17"),
-        ("0.18.2", rules.ATTENTION, {"use_torch_fsdp2": True, "load": "x"}, "--load with --use-torch-fsdp2 needs megatron"),
-        ("0.17.1", rules.DOCUMENTS, {"hybrid_layer_pattern": "G*", "context_parallel_size": 2}, "--hybrid-layer-pattern G*: gat"),
-        ("0.19.2", rules.READING, {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2}, "--cuda-g"),
+        ("0.16.1", rules.ATTENTION, {"cp_comm_type": ["p2p", "a2a"]},
+            "--cp-comm-type by layer needs megatron-core 0.17"),
+        ("0.18.2", rules.ATTENTION, {"use_torch_fsdp2": True, "load": "x"},
+            "--load with --use-torch-fsdp2 needs megatron"),
+        ("0.17.1", rules.DOCUMENTS, {"hybrid_layer_pattern": "G*", "context_parallel_size": 2},
+            "--hybrid-layer-pattern G*: gat"),
+        ("0.19.2", rules.READING, {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2},
+            "--cuda-g"),
     ],
 )  # fmt: skip
 def test_rules_that_no_flag_shows_here(monkeypatch, version, part, values, line):
@@ -373,10 +546,26 @@ if os.environ.get("RANK") == "{late}":
 @pytest.mark.ci
 @pytest.mark.parametrize("late", [0, 1])
 def test_rejected_once_by_a_launched_job(tmp_path, late):
-    """Whichever rank comes first prints the line, and the summary of torch's launcher has it; the other one never gets there."""
+    """Whichever rank comes first prints the line, and the summary of torch's launcher has it; the
+    other one never gets there.
+    """
     (tmp_path / "sitecustomize.py").write_text(LATE.format(late=late))
-    flags = [*MODEL, *DATA, *TRAIN, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2"]
-    done = launch(2, ["-m", "cp_ring.pretrain_gpt", *flags, "--window-size", "16,4"], python_path=str(tmp_path))
+    flags = [
+        *MODEL,
+        *DATA,
+        *TRAIN,
+        "--train-iters",
+        "1",
+        "--cp-ring",
+        "--cp-ring-cpu",
+        "--context-parallel-size",
+        "2",
+    ]
+    done = launch(
+        2,
+        ["-m", "cp_ring.pretrain_gpt", *flags, "--window-size", "16,4"],
+        python_path=str(tmp_path),
+    )
     assert done.returncode != 0
     assert done.stdout.count("cp_ring: error: ") == 1, done.stdout
     assert "exitcode  : 2" in done.stdout
@@ -388,7 +577,10 @@ def rejected_rank(rank, ranks, port, started_by, log):
     folder = log.parent
     place = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if started_by == "torchrun":
-        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_ERROR_FILE": folder / f"{rank}.json"}
+        place |= {
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_ERROR_FILE": folder / f"{rank}.json",
+        }
     elif started_by == "train.sbatch":
         place |= {"TORCHELASTIC_ERROR_FILE": folder / "error.json"}
     os.environ |= {name: str(value) for name, value in place.items()}
@@ -396,20 +588,28 @@ def rejected_rank(rank, ranks, port, started_by, log):
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     if started_by == "a process group":
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+        )
     with rejection.rejecting():
         raise ConfigError(f"rank {rank} cannot run this")
 
 
 @pytest.mark.parametrize("started_by", ["torchrun", "train.sbatch", "hand", "a process group"])
 def test_one_line_for_each_job(tmp_path, started_by):
-    """The launcher kills all ranks as soon as one has ended, twice: what an earlier job has left silences no later one."""
+    """The launcher kills all ranks as soon as one has ended, twice: what an earlier job has left
+    silences no later one.
+    """
     log = tmp_path / "log"
     for jobs in (1, 2):
         assert fork(6, (started_by, log), target=rejected_rank) == 2
         (*_, line) = lines = log.read_text().splitlines()
-        assert len(lines) == jobs and re.fullmatch(r"cp_ring: error: rank \d cannot run this", line), lines
-        told = [json.loads(path.read_text())["message"]["message"] for path in tmp_path.glob("*.json")]
+        assert len(lines) == jobs and re.fullmatch(
+            r"cp_ring: error: rank \d cannot run this", line
+        ), lines
+        told = [
+            json.loads(path.read_text())["message"]["message"] for path in tmp_path.glob("*.json")
+        ]
         assert told == ([line.removeprefix("cp_ring: error: ")] if "t" in started_by[:2] else [])
         for path in (*tmp_path.glob("*.json"), *tmp_path.glob("store")):  # of one start each
             path.unlink()
@@ -419,18 +619,31 @@ def test_a_single_process_leaves_no_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(SystemExit) as stop, rejection.rejecting():
         raise ConfigError("no")
-    assert stop.value.code == 2 and capsys.readouterr().err == "cp_ring: error: no\n" and not list(tmp_path.iterdir())
+    assert (
+        stop.value.code == 2
+        and capsys.readouterr().err == "cp_ring: error: no\n"
+        and not list(tmp_path.iterdir())
+    )
 
 
 def write_checkpoint(folder, size=100):
-    """A folder with the files of a torch_dist checkpoint, of which `__0_0.distcp` should hold 100 bytes."""
+    """A folder with the files of a torch_dist checkpoint, of which `__0_0.distcp` should hold 100
+    bytes.
+    """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     folder.mkdir(parents=True)
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    stored = {MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 60), MetadataIndex("b"): _StorageInfo("__0_0.distcp", 60, 40)}
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data=stored)))
+    (folder / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    )
+    stored = {
+        MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 60),
+        MetadataIndex("b"): _StorageInfo("__0_0.distcp", 60, 40),
+    }
+    (folder / ".metadata").write_bytes(
+        pickle.dumps(Metadata(state_dict_metadata={}, storage_data=stored))
+    )
     (folder / "__0_0.distcp").write_bytes(bytes(size))
 
 
@@ -439,7 +652,15 @@ def arguments(load, **values):
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated shard", "no shard", "no metadata", "truncated metadata", "no metadata.json", "no folder"]
+    "damage",
+    [
+        "truncated shard",
+        "no shard",
+        "no metadata",
+        "truncated metadata",
+        "no metadata.json",
+        "no folder",
+    ],
 )
 def test_a_half_written_checkpoint_falls_back_to_the_last_good_one(tmp_path, capsys, damage):
     for step in (20, 40):
@@ -449,7 +670,11 @@ def test_a_half_written_checkpoint_falls_back_to_the_last_good_one(tmp_path, cap
         write_checkpoint(last, size=99 if damage == "truncated shard" else 100)
     if damage == "truncated metadata":
         (last / ".metadata").write_bytes((last / ".metadata").read_bytes()[:-20])
-    missing = {"no shard": "__0_0.distcp", "no metadata": ".metadata", "no metadata.json": "metadata.json"}.get(damage)
+    missing = {
+        "no shard": "__0_0.distcp",
+        "no metadata": ".metadata",
+        "no metadata.json": "metadata.json",
+    }.get(damage)
     if missing:
         (last / missing).unlink()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
@@ -472,19 +697,25 @@ def test_a_whole_checkpoint_is_taken_as_it_is(tmp_path):
 def test_no_whole_checkpoint_is_rejected(tmp_path):
     write_checkpoint(tmp_path / "iter_0000060", size=1)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
-    with pytest.raises(ConfigError, match=r"--load .*: no checkpoint in it is whole .*holds 1 of 100 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"--load .*: no checkpoint in it is whole .*holds 1 of 100 bytes"
+    ):
         inspection.choose(arguments(tmp_path))
     with pytest.raises(ConfigError, match="--ckpt-step 60"):
         inspection.choose(arguments(tmp_path, ckpt_step=60))
 
 
-@pytest.mark.parametrize(("name", "flag", "ours"), [("num_layers", "--num-layers", 3), ("swiglu", "--swiglu", False)])
+@pytest.mark.parametrize(
+    ("name", "flag", "ours"), [("num_layers", "--num-layers", 3), ("swiglu", "--swiglu", False)]
+)
 def test_a_checkpoint_of_another_model_shape(tmp_path, monkeypatch, name, flag, ours):
     shape = {"num_layers": 2, "hidden_size": 64, "swiglu": True}
     monkeypatch.setattr(inspection, "_saved_args", lambda folder: SimpleNamespace(**shape))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     inspection.check_model(arguments(tmp_path, **shape))
-    message = f"^{flag}: the checkpoint of iteration 20 .* has {name} {shape[name]}, and this job {ours}$"
+    message = (
+        f"^{flag}: the checkpoint of iteration 20 .* has {name} {shape[name]}, and this job {ours}$"
+    )
     with pytest.raises(ConfigError, match=message):
         inspection.check_model(arguments(tmp_path, **(shape | {name: ours})))
 
@@ -497,7 +728,11 @@ class FusedAdam:
     ("package", "flags", "line"),
     [
         ("", [], "norm torch RMSNorm, optimizer torch AdamW, gradient accumulation unfused"),
-        ("", ["--optimizer", "sgd", "--normalization", "LayerNorm"], "norm torch LayerNorm, optimizer torch SGD, "),
+        (
+            "",
+            ["--optimizer", "sgd", "--normalization", "LayerNorm"],
+            "norm torch LayerNorm, optimizer torch SGD, ",
+        ),
         (
             "apex",
             ["--normalization", "LayerNorm"],
@@ -507,7 +742,8 @@ class FusedAdam:
         (
             "transformer_engine",
             ["--transformer-impl", "transformer_engine"],
-            "norm TransformerEngine RMSNorm, optimizer TransformerEngine FusedAdam, gradient accumulation fused by Transformer",
+            "norm TransformerEngine RMSNorm, optimizer TransformerEngine FusedAdam, gradient "
+            "accumulation fused by Transformer",
         ),
         ("", ["--spec", "some.module", "layer"], "norm of some.module layer, "),
     ],
@@ -518,7 +754,9 @@ def test_the_parts_of_a_job_are_named(parse, monkeypatch, package, flags, line):
 
     cpu = [] if package else ["--cp-ring-cpu"]
     if package:
-        monkeypatch.setattr(implementations, "has_transformer_engine", lambda: package == "transformer_engine")
+        monkeypatch.setattr(
+            implementations, "has_transformer_engine", lambda: package == "transformer_engine"
+        )
         monkeypatch.setattr(FusedAdam, "__module__", f"{package}.optimizers.fused_adam")
         monkeypatch.setattr(optimizers, "Adam", FusedAdam)
         monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", package == "apex")
@@ -532,7 +770,11 @@ def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     if implementations.has_apex_norm("LayerNorm"):
         pytest.skip("Apex is installed")
-    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": "local"}
+    sizes = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "transformer_impl": "local",
+    }
     found = problem(Job(SimpleNamespace(**sizes, normalization="LayerNorm")), rules.SIZES)
     assert found.startswith("--sequence-parallel with --transformer-impl local")
 
@@ -540,11 +782,18 @@ def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--cp-ring-mask-kinds", "images", "--multi-latent-attention"], "with --multi-latent-attention has different positions"),
-        (["--cp-ring-mask-kinds", "images", "--micro-batch-size", "2"], "--cp-ring-mask-kinds with --micro-batch-size 2 has"),
+        (
+            ["--cp-ring-mask-kinds", "images", "--multi-latent-attention"],
+            "with --multi-latent-attention has different positions",
+        ),
+        (
+            ["--cp-ring-mask-kinds", "images", "--micro-batch-size", "2"],
+            "--cp-ring-mask-kinds with --micro-batch-size 2 has",
+        ),
         (
             ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--micro-batch-size", "2"],
-            "--cp-ring-layout balanced with --micro-batch-size 2 has different positions in each microbatch and batch row",
+            "--cp-ring-layout balanced with --micro-batch-size 2 has different positions in each "
+            "microbatch and batch row",
         ),
         (
             ["--dataloader-inter-document-masking", "--context-parallel-size", "2"],
@@ -552,7 +801,9 @@ def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(parse, capsys, flags, message):
+def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(
+    parse, capsys, flags, message
+):
     args = parse(*BASE, "--global-batch-size", "8", *flags)  # the CPU has no fused one
     rejection._noted.clear()
     for _ in range(2):  # Megatron parses a command line more than once
@@ -577,7 +828,10 @@ def test_the_fused_rotary_embedding_stays_where_tokens_have_one_position(parse):
         ([], (((-1, -1), 2),)),
         (["--window-size", "11,0"], (((11, 0), 2),)),
         (["--window-size", "11,0", "--window-attn-skip-freq", "2"], (((11, 0), 1), ((-1, -1), 1))),
-        (["--window-size", "11,0", "--window-attn-skip-freq", "[0,1]"], (((11, 0), 1), ((-1, -1), 1))),
+        (
+            ["--window-size", "11,0", "--window-attn-skip-freq", "[0,1]"],
+            (((11, 0), 1), ((-1, -1), 1)),
+        ),
         (["--hybrid-layer-pattern", "*-*-*"], (((-1, -1), 3),)),
     ],
 )
@@ -587,15 +841,23 @@ def test_a_balanced_layout_knows_the_windows_of_all_layers(parse, flags, windows
     parse(*BASE, "--cp-ring-layout", "balanced", *flags)
     assert settings.layer_windows() == windows
     layout = make_layout("balanced", 128, 4)
-    expected = Layout.balanced([(Mask.causal(128, window), layers) for window, layers in windows], 4)
+    expected = Layout.balanced(
+        [(Mask.causal(128, window), layers) for window, layers in windows], 4
+    )
     assert (layout.owner == expected.owner).all() and (layout.edges == expected.edges).all()
 
 
 def test_megatrons_own_objections_are_one_line_and_ours_stay_as_they_are():
     def said(error):
-        with pytest.raises(type(error) if not str(error) else ConfigError) as stop, rejection.megatrons_rejections():
+        with (
+            pytest.raises(type(error) if not str(error) else ConfigError) as stop,
+            rejection.megatrons_rejections(),
+        ):
             raise error
         return str(stop.value)
 
-    assert said(AssertionError("--a is not\n   for --b")) == "Megatron rejects these flags: --a is not for --b"
+    assert (
+        said(AssertionError("--a is not\n   for --b"))
+        == "Megatron rejects these flags: --a is not for --b"
+    )
     assert said(ConfigError("ours")) == "ours" and said(AssertionError()) == ""

@@ -1,4 +1,6 @@
-"""`python -m cp_ring.run` runs a script as Python would, with ring attention when its flags ask for it."""
+"""`python -m cp_ring.run` runs a script as Python would, with ring attention when its flags ask for
+it.
+"""
 
 import re
 import subprocess
@@ -34,7 +36,19 @@ def losses(output):
 
 @pytest.mark.ci
 def test_an_unmodified_script_trains_with_ring_attention(tmp_path):
-    ring = launch(2, ["-m", "cp_ring.run", SCRIPT, *FLAGS, "--cp-ring-cpu", "--cp-ring", "--context-parallel-size", "2"])
+    ring = launch(
+        2,
+        [
+            "-m",
+            "cp_ring.run",
+            SCRIPT,
+            *FLAGS,
+            "--cp-ring-cpu",
+            "--cp-ring",
+            "--context-parallel-size",
+            "2",
+        ],
+    )
     assert ring.returncode == 0, ring.stdout[-3000:]
     train(1, {"stock": [SCRIPT, "--cp-ring-cpu"]}, tmp_path, FLAGS)
     stock = losses((tmp_path / "stock.log").read_text())
@@ -44,7 +58,12 @@ def test_an_unmodified_script_trains_with_ring_attention(tmp_path):
     output = (tmp_path / "spec.log").read_text()
     assert losses(output) == losses(ring.stdout)
     # Its batches hold an attention mask.
-    assert output.count("the batches hold the causal attention mask, which ring attention does not need") == 1
+    assert (
+        output.count(
+            "the batches hold the causal attention mask, which ring attention does not need"
+        )
+        == 1
+    )
 
 
 @pytest.mark.ci
@@ -53,7 +72,9 @@ def test_without_its_flags_nothing_is_changed(tmp_path):
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
     command = [sys.executable, "-m", "cp_ring.run", str(script), *flags]
-    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(
+        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stderr
     assert "applied: []" in done.stdout
     assert f"argv: {flags} name: __main__ path: True" in done.stdout
@@ -63,13 +84,23 @@ def test_without_its_flags_nothing_is_changed(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_directory_is_kept_and_marked_at_the_end(tmp_path):
-    """DONE is there where the last step was done and the script ended well; a line per step in any case."""
+    """DONE is there where the last step was done and the script ended well; a line per step in any
+    case.
+    """
     ending = "import runpy, sys\nrunpy.run_path({!r}, run_name='__main__')\nsys.exit({})\n"
     for code in (0, 3):
         (tmp_path / f"exits_{code}.py").write_text(ending.format(SCRIPT, code))
-    scripts = {"returns": SCRIPT, "exits": str(tmp_path / "exits_0.py"), "fails": str(tmp_path / "exits_3.py"), "stops": SCRIPT}
+    scripts = {
+        "returns": SCRIPT,
+        "exits": str(tmp_path / "exits_0.py"),
+        "fails": str(tmp_path / "exits_3.py"),
+        "stops": SCRIPT,
+    }
     common = [*FLAGS, "--cp-ring-cpu", "--cp-ring", "--context-parallel-size", "2"]
-    jobs = {name: [script, "--cp-ring-run-dir", str(tmp_path / "runs" / name)] for name, script in scripts.items()}
+    jobs = {
+        name: [script, "--cp-ring-run-dir", str(tmp_path / "runs" / name)]
+        for name, script in scripts.items()
+    }
     jobs["stops"] += ["--exit-interval", "2"]  # Megatron then ends the process with code 0
     train(2, jobs | {"plain": [SCRIPT]}, tmp_path, common, codes={"fails": 3})
     done = {name: tmp_path / "runs" / name / "DONE" for name in scripts}
@@ -85,14 +116,20 @@ def test_a_run_directory_is_kept_and_marked_at_the_end(tmp_path):
     ("arguments", "message"),
     [
         (["nowhere.py", "--cp-ring"], "nowhere.py does not exist"),
-        ([SCRIPT, "--cp-ring", "--cp-ring-layout", "contiguous"], "--cp-ring-layout contiguous needs cp_ring.pretrain_gpt"),
+        (
+            [SCRIPT, "--cp-ring", "--cp-ring-layout", "contiguous"],
+            "--cp-ring-layout contiguous needs cp_ring.pretrain_gpt",
+        ),
         ([SCRIPT, "--cp-ring", "--cp-ring-kernel", "magic"], "--cp-ring-kernel 'magic'"),
     ],
 )
 def test_rejects_before_the_script_starts(monkeypatch, capsys, arguments, message):
     from cp_ring import run
 
-    monkeypatch.setattr("cp_ring.run.install", lambda argv: __import__("cp_ring.megatron.settings", fromlist=["x"]).flags(argv))
+    monkeypatch.setattr(
+        "cp_ring.run.install",
+        lambda argv: __import__("cp_ring.megatron.settings", fromlist=["x"]).flags(argv),
+    )
     monkeypatch.setattr(sys, "argv", ["cp_ring.run", *arguments])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as stop:
@@ -107,7 +144,12 @@ def test_help_of_the_gpt_entry_lists_cp_ring_first():
     shown = done.stdout
     assert done.returncode == 0, done.stderr[-2000:]
     assert shown.startswith("usage: python -m cp_ring.pretrain_gpt [flags]")
-    assert 0 < shown.index("--cp-ring-kernel KERNEL") < shown.index("--num-layers") < shown.index("--lr ")
+    assert (
+        0
+        < shown.index("--cp-ring-kernel KERNEL")
+        < shown.index("--num-layers")
+        < shown.index("--lr ")
+    )
 
 
 @pytest.mark.slow
@@ -126,13 +168,19 @@ def test_help_of_a_script_that_fails_lists_the_flags(tmp_path):
     script.write_text("raise SystemExit('no help here')")
     done = launch_alone("cp_ring.run", str(script), "--help")
     assert done.returncode == 1 and "no help here" in done.stderr
-    assert all(ContextParallelConfig.flag(name) in done.stdout for name in ContextParallelConfig.model_fields)
+    assert all(
+        ContextParallelConfig.flag(name) in done.stdout
+        for name in ContextParallelConfig.model_fields
+    )
 
 
 @pytest.mark.ci
 def test_help_of_a_script_without_megatron(tmp_path):
     script = tmp_path / "other.py"
-    script.write_text("import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--own')\nparser.parse_args()\n")
+    script.write_text(
+        "import argparse\nparser = "
+        "argparse.ArgumentParser()\nparser.add_argument('--own')\nparser.parse_args()\n"
+    )
     done = launch_alone("cp_ring.run", str(script), "--help")
     assert done.returncode == 0 and "--own OWN" in done.stdout
     assert done.stdout.startswith("usage: python -m cp_ring.run SCRIPT.py")
@@ -140,4 +188,6 @@ def test_help_of_a_script_without_megatron(tmp_path):
 
 def launch_alone(module, *arguments):
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+    )

@@ -1,4 +1,6 @@
-"""--sft: conversations packed into rows, and training on them: the same at any split, and without padding."""
+"""--sft: conversations packed into rows, and training on them: the same at any split, and without
+padding.
+"""
 
 import json
 import re
@@ -40,10 +42,13 @@ def make(files, n=N, lines=None, num_samples=None):
 
     folder, file, tokenizer = files
     tokenizer = MegatronTokenizer.from_pretrained(
-        tokenizer_path=str(tokenizer), metadata_path={"library": "sft"}, prompt_format="nemotron-h-aligned"
+        tokenizer_path=str(tokenizer),
+        metadata_path={"library": "sft"},
+        prompt_format="nemotron-h-aligned",
     )
     config = GPTDatasetConfig(
-        random_seed=1, sequence_length=n, blend=([str(file)], None), split="1,0,0", path_to_cache=str(folder / "cache"),
+        random_seed=1, sequence_length=n, blend=([str(file)], None), split="1,0,0", path_to_cache=str(folder /
+        "cache"),
         tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
         create_attention_mask=False,
     )  # fmt: skip
@@ -53,7 +58,9 @@ def make(files, n=N, lines=None, num_samples=None):
 
 
 @pytest.mark.parametrize("how", ["first-fit", "in-order", "fill"])
-def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(files, settings_of, how, capsys):
+def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(
+    files, settings_of, how, capsys
+):
     settings_of(pack=how, cut_long=True)
     rows = make(files, n=512)
     assert f"train: {how} packed 60 documents in " in capsys.readouterr().out
@@ -64,24 +71,37 @@ def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(fil
             here = slice(at, at + length)
             found.setdefault(document, []).append((start, row["tokens"][here]))
             assert torch.equal(row["position_ids"][here], torch.arange(length))
-            assert row["loss_mask"][at + length - 1] == 0, "the last token of a document predicts nothing"
+            assert row["loss_mask"][at + length - 1] == 0, (
+                "the last token of a document predicts nothing"
+            )
             inside = slice(at, at + length - 1)
             counts = row["loss_mask"][inside] > 0
-            assert torch.equal(row["labels"][inside][counts], row["tokens"][at + 1 : at + length][counts])
+            assert torch.equal(
+                row["labels"][inside][counts], row["tokens"][at + 1 : at + length][counts]
+            )
             counted += int(counts.sum())
             at += length
-        assert not row["loss_mask"][at:].any() and (row["position_ids"][at:] == torch.arange(512 - at)).all()
+        assert (
+            not row["loss_mask"][at:].any()
+            and (row["position_ids"][at:] == torch.arange(512 - at)).all()
+        )
         assert how != "fill" or at == 512 or index == rows.packing.rows - 1
     lines = [json.loads(line)["messages"] for line in files[1].read_text().splitlines()]
     every = [talk for line in lines for talk in (line[:3], line[3:])]
     assert len(found) == len(every) == 60
     possible = 0
     for document, talk in enumerate(every):
-        tokens, targets = tokenizer.tokenize_conversation(talk, return_target=True, add_generation_prompt=False)
+        tokens, targets = tokenizer.tokenize_conversation(
+            talk, return_target=True, add_generation_prompt=False
+        )
         pieces = [piece for _, piece in sorted(found[document], key=lambda piece: piece[0])]
         assert torch.cat(pieces).tolist() == tokens.tolist()
         possible += int((targets[1:] != -100).sum())
-    assert counted == possible if how == "first-fit" and (np.diff(rows._tokens.offsets) <= 512).all() else counted <= possible
+    assert (
+        counted == possible
+        if how == "first-fit" and (np.diff(rows._tokens.offsets) <= 512).all()
+        else counted <= possible
+    )
     assert 0 < counted < int(rows.packing.length.sum()), "prompts do not count in the loss"
 
 
@@ -91,7 +111,10 @@ def test_boundaries_of_a_packed_row_are_those_of_its_documents(files, settings_o
     settings_of(pack="in-order", cut_long=True)
     rows = make(files)
     for index in range(rows.packing.rows):
-        assert boundaries(rows[index]["position_ids"][None]).tolist() == rows.packing.cu_seqlens(index).tolist()
+        assert (
+            boundaries(rows[index]["position_ids"][None]).tolist()
+            == rows.packing.cu_seqlens(index).tolist()
+        )
 
 
 def test_tokens_are_kept_and_samples_repeat(files, settings_of, monkeypatch):
@@ -102,7 +125,10 @@ def test_tokens_are_kept_and_samples_repeat(files, settings_of, monkeypatch):
     assert len(again) == 1000 and isinstance(again._tokens.tokens, np.memmap)
     for index in (0, 3):
         assert all(
-            torch.equal(a, b) for a, b in zip(rows[index].values(), again[index + rows.packing.rows].values(), strict=True)
+            torch.equal(a, b)
+            for a, b in zip(
+                rows[index].values(), again[index + rows.packing.rows].values(), strict=True
+            )
         )
 
 
@@ -113,9 +139,12 @@ def test_tokens_are_kept_and_samples_repeat(files, settings_of, monkeypatch):
         ('{"messages": 3}', "line 2 is not a JSON object with"),
         ('{"messages": [{"role": "user"}]}', "line 2 is not a JSON object with"),
         ('{"messages": []}', "line 2 has no message"),
-        (json.dumps({"messages": [{"role": "system", "content": "a"}, {"role": "wizard", "content": "b"}]}),
+        (json.dumps({"messages": [{"role": "system", "content": "a"}, {"role": "wizard", "content":
+            "b"}]}),
          "line 2: the tokenizer does not take this conversation"),
-        (json.dumps({"messages": [{"role": "assistant", "content": "hello"}, {"role": "assistant", "content": ""}]}),
+        (json.dumps({"messages": [{"role": "assistant", "content": "hello"}, {"role": "assistant",
+            "content":
+            ""}]}),
          "line 2: the tokenizer does not take this conversation"),
     ],
 )  # fmt: skip
@@ -130,13 +159,17 @@ def test_bad_conversations_are_one_line(files, tmp_path, settings_of, line, mess
 
 def test_long_conversations_are_rejected_unless_cut(files, settings_of):
     settings_of()
-    with pytest.raises(ConfigError, match=r"document \d+ has [\d,]+ tokens, more than the 64 of a row.*--cp-ring-cut-long"):
+    with pytest.raises(
+        ConfigError,
+        match=r"document \d+ has [\d,]+ tokens, more than the 64 of a row.*--cp-ring-cut-long",
+    ):
         make(files, n=64)
     with pytest.raises(ConfigError, match="there is no document to pack"):
         make(files, lines=[])
 
 
-# Training: context parallel sizes, data and pipeline parallel, and stock Megatron's own attention at cp 1.
+# Training: context parallel sizes, data and pipeline parallel, and stock Megatron's own attention
+# at cp 1.
 
 SFT = shlex.split("--cp-ring-cpu --cp-ring --cp-ring-layout balanced --cp-ring-cut-long")
 FILL = ["--cp-ring-pack", "fill"]
@@ -167,7 +200,11 @@ JOBS = {
         "cp4_mtp": [*SFT, *FILL, *sizes(cp=4), "--mtp-num-layers", "1"],
     },
     2: {"cp2": [*SFT, *FILL, *sizes(cp=2)], "cp2_dealt": [*SFT, *FILL, *DEALT, *sizes(cp=2)]},
-    1: {"cp1": [*SFT, *FILL], "cp1_first_fit": SFT, "cp1_mtp": [*SFT, *FILL, "--mtp-num-layers", "1"]},
+    1: {
+        "cp1": [*SFT, *FILL],
+        "cp1_first_fit": SFT,
+        "cp1_mtp": [*SFT, *FILL, "--mtp-num-layers", "1"],
+    },
 }
 ZERO1 = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
 RESUMED = {
@@ -181,7 +218,10 @@ BASELINES = {name: "cp1" + "".join(f"_{tail}" for tail in ("first_fit", "mtp") i
 
 def common(folder):
     model = [*MODEL, "--seq-length", str(N), "--max-position-embeddings", str(N)]
-    run = shlex.split("--train-iters 4 --dataloader-type single --num-workers 0 --calculate-per-token-loss --init-method-std 0.1")
+    run = shlex.split(
+        "--train-iters 4 --dataloader-type single --num-workers 0 --calculate-per-token-loss "
+        "--init-method-std 0.1"
+    )
     return [*model, *conversations.data(folder), *TRAIN, *run]
 
 
@@ -193,11 +233,28 @@ def traces(tmp_path_factory):
     mtp = shlex.split(f"--load {folder}/seed_mtp --finetune --no-load-optim --no-load-rng")
     seed = [*SFT, *FILL, "--train-iters", "1", "--save-interval", "1", "--save"]
     train(
-        1, {"seed": [*seed, f"{folder}/seed"], "seed_mtp": [*seed, f"{folder}/seed_mtp", "--mtp-num-layers", "1"]}, folder, flags
+        1,
+        {
+            "seed": [*seed, f"{folder}/seed"],
+            "seed_mtp": [*seed, f"{folder}/seed_mtp", "--mtp-num-layers", "1"],
+        },
+        folder,
+        flags,
     )
     for ranks, jobs in JOBS.items():
-        train(ranks, {name: job + (mtp if "mtp" in name else load) for name, job in jobs.items()}, folder, flags)
-    saved = [*DEALT, *ZERO1, *sizes(cp=2), *load, *shlex.split(f"--save {folder}/half --save-interval 2 --exit-interval 2")]
+        train(
+            ranks,
+            {name: job + (mtp if "mtp" in name else load) for name, job in jobs.items()},
+            folder,
+            flags,
+        )
+    saved = [
+        *DEALT,
+        *ZERO1,
+        *sizes(cp=2),
+        *load,
+        *shlex.split(f"--save {folder}/half --save-interval 2 --exit-interval 2"),
+    ]
     train(4, {"until_2": [*SFT, *FILL, *saved]}, folder, flags)
     for name, (ranks, job) in RESUMED.items():
         train(ranks, {name: [*SFT, *FILL, *ZERO1, *job, "--load", f"{folder}/half"]}, folder, flags)
@@ -213,7 +270,11 @@ def test_conversations_train_alike_at_every_split(traces, job):
         assert "script" in job or ours[step]["rows"] == alone[step]["rows"], (job, step)
         for name in ("loss", "grad_norm"):
             limit = 1e-5 if "mtp" in job else 1e-6
-            assert ours[step][name] == pytest.approx(alone[step][name], rel=limit), (job, step, name)
+            assert ours[step][name] == pytest.approx(alone[step][name], rel=limit), (
+                job,
+                step,
+                name,
+            )
 
 
 @pytest.mark.slow
@@ -225,14 +286,22 @@ def test_a_checkpoint_resumes_at_another_split_with_the_same_conversations(trace
     for step in resumed:
         assert resumed[step]["rows"] == alone[step]["rows"], (job, step)
         for name in ("loss", "grad_norm"):
-            assert resumed[step][name] == pytest.approx(alone[step][name], rel=1e-6), (job, step, name)
+            assert resumed[step][name] == pytest.approx(alone[step][name], rel=1e-6), (
+                job,
+                step,
+                name,
+            )
 
 
 @pytest.mark.slow
 def test_rows_are_dealt_out_by_their_work(traces):
     for job in ("cp2_dealt", "dp2cp2_dealt", "pp2cp2_dealt", "script_dp2cp2_dealt"):
         log = (traces / f"{job}.log").read_text()
-        line = next(line for line in log.splitlines() if "--cp-ring-balance-microbatches: in the first step" in line)
+        line = next(
+            line
+            for line in log.splitlines()
+            if "--cp-ring-balance-microbatches: in the first step" in line
+        )
         dealt, read, *_ = map(float, re.findall(r"\d\.\d\d", line))
         assert dealt <= read, line
 
@@ -248,12 +317,16 @@ PLANTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("door", "fault"), [(door, fault) for door, faults in PLANTED.items() for fault in faults])
+@pytest.mark.parametrize(
+    ("door", "fault"), [(door, fault) for door, faults in PLANTED.items() for fault in faults]
+)
 def test_the_certificate_finds_planted_boundary_faults(tmp_path, door, fault):
     flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
     found = attempt(2, "fault", flags, tmp_path, common(tmp_path), fault)
     assert found.code == 2 and not found.losses and "certif" in found.rejected, found
-    assert fault != "rotary positions of zigzag" or "loss of each token" in found.rejected, "attention knows no positions"
+    assert fault != "rotary positions of zigzag" or "loss of each token" in found.rejected, (
+        "attention knows no positions"
+    )
 
 
 @pytest.mark.slow
@@ -264,7 +337,9 @@ def test_the_certificate_of_a_right_job_covers_the_packed_loss(tmp_path, door):
     log = (tmp_path / "certified.log").read_text()
     line = next(line for line in log.splitlines() if line.startswith("cp_ring: certificate"))
     assert right.code == 0 and len(right.losses) == 4 and "not covered" not in line, line
-    assert ("tiny model of 1 layer under packed" if door == "script" else "under documents") in line, line
+    assert (
+        "tiny model of 1 layer under packed" if door == "script" else "under documents"
+    ) in line, line
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Every kind of model that Megatron builds gets ring attention in each of its attention layers, and nothing else does."""
+"""Every kind of model that Megatron builds gets ring attention in each of its attention layers, and
+nothing else does.
+"""
 
 import functools
 import json
@@ -13,10 +15,24 @@ from cp_ring.errors import ConfigError
 @pytest.fixture(scope="module", autouse=True)
 def megatron():
     """Imports Megatron when the first test runs: at collection it would cost every worker seconds."""
-    global GPTModel, get_gpt_layer_local_spec, get_gpt_mtp_block_spec, DotProductAttention, ModuleSpec, build_module
-    global WrappedTorchNorm, MLATransformerConfig, TransformerConfig, RingDotProductAttention, with_ring_attention
+    global \
+        GPTModel, \
+        get_gpt_layer_local_spec, \
+        get_gpt_mtp_block_spec, \
+        DotProductAttention, \
+        ModuleSpec, \
+        build_module
+    global \
+        WrappedTorchNorm, \
+        MLATransformerConfig, \
+        TransformerConfig, \
+        RingDotProductAttention, \
+        with_ring_attention
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -26,7 +42,9 @@ def megatron():
     from cp_ring.megatron.specs import with_ring_attention
 
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
+)
 
 SIZES = {
     "hidden_size": 32,
@@ -48,7 +66,13 @@ def config(layers=2, kind=None, **values):
 
 
 def latent():
-    sizes = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
+    sizes = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 12,
+    }
     return config(kind=MLATransformerConfig, multi_latent_attention=True, rope_type="rope", **sizes)
 
 
@@ -61,7 +85,9 @@ def plain():
 
 
 def mla():
-    return gpt(latent(), get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm"))
+    return gpt(
+        latent(), get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
+    )
 
 
 def experts():
@@ -71,13 +97,21 @@ def experts():
 
 def predictions():
     settings, spec = config(mtp_num_layers=2), get_gpt_layer_local_spec(normalization="RMSNorm")
-    return gpt(settings, spec, mtp_block_spec=get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=False))
+    return gpt(
+        settings,
+        spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=False),
+    )
 
 
 def heterogeneous():
     """Four layers, of which the second has no attention and the third a linear layer in its place."""
-    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
-    from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+        get_gpt_heterogeneous_layer_spec,
+    )
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+        HeterogeneousTransformerConfig,
+    )
 
     attention = {"no_op": False, "replace_with_linear": False, "num_query_groups": 2}
     none = attention | {"num_query_groups": None}
@@ -85,7 +119,9 @@ def heterogeneous():
     blocks = [attention, *others, attention]
     mlp = {"no_op": False, "replace_with_linear": False, "ffn_hidden_size": 64}
     encoded = json.dumps({"block_configs": [{"attention": block, "mlp": mlp} for block in blocks]})
-    settings = config(4, HeterogeneousTransformerConfig, heterogeneous_layers_config_encoded_json=encoded)
+    settings = config(
+        4, HeterogeneousTransformerConfig, heterogeneous_layers_config_encoded_json=encoded
+    )
     return gpt(settings, get_gpt_heterogeneous_layer_spec(settings, use_te=False))
 
 
@@ -115,13 +151,16 @@ def count(model):
 
 
 @pytest.mark.parametrize(
-    ("build", "layers"), [(plain, 2), (mla, 2), (experts, 2), (predictions, 4), (heterogeneous, 2), (hybrid, 3)]
+    ("build", "layers"),
+    [(plain, 2), (mla, 2), (experts, 2), (predictions, 4), (heterogeneous, 2), (hybrid, 3)],
 )
 def test_every_attention_layer_is_replaced(build, layers):
     assert count(build()) == layers
 
 
-@pytest.mark.parametrize("values", [{}, {"num_moe_experts": 4, "moe_grouped_gemm": False, "moe_layer_freq": 2}])
+@pytest.mark.parametrize(
+    "values", [{}, {"num_moe_experts": 4, "moe_grouped_gemm": False, "moe_layer_freq": 2}]
+)
 def test_every_attention_layer_of_modelopts_models_is_replaced(monkeypatch, values):
     assert count(modelopt(monkeypatch, **values)) == 2
 
@@ -134,16 +173,25 @@ def test_without_the_patch_they_are_stock(monkeypatch):
 
 def test_a_spec_by_hand_needs_no_patch():
     patches.get("core_attention").revert()
-    assert count(gpt(config(), with_ring_attention(get_gpt_layer_local_spec(normalization="RMSNorm")))) == 2
+    assert (
+        count(gpt(config(), with_ring_attention(get_gpt_layer_local_spec(normalization="RMSNorm"))))
+        == 2
+    )
 
 
 def test_a_hybrid_spec_by_hand_rejects_only_what_is_built():
     from tests.parity import specs
 
     made = with_ring_attention(specs.hybrid).submodules
-    assert made.attention_layer.submodules.self_attention.submodules.core_attention is RingDotProductAttention
+    assert (
+        made.attention_layer.submodules.self_attention.submodules.core_attention
+        is RingDotProductAttention
+    )
     rejected = made.dsa_layer.submodules.self_attention.submodules.core_attention
-    with pytest.raises(ConfigError, match=r"^--cp-ring replaces DotProductAttention and TEDotProductAttention, not DSAttention"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--cp-ring replaces DotProductAttention and TEDotProductAttention, not DSAttention",
+    ):
         build_module(rejected, config=config(), layer_number=1)
 
 
@@ -163,7 +211,9 @@ def test_another_core_attention_is_rejected_by_name(make):
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = make()
     with pytest.raises(
-        ConfigError, match=r"--cp-ring replaces DotProductAttention and TEDotProductAttention, not OtherAttention"
+        ConfigError,
+        match=r"--cp-ring replaces DotProductAttention and TEDotProductAttention, not "
+        r"OtherAttention",
     ):
         gpt(config(), spec)
 
@@ -177,16 +227,27 @@ def test_cross_attention_is_rejected():
     from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec
 
     layer = get_t5_decoder_with_local_block_spec(1).layer_specs[0]
-    with pytest.raises(ConfigError, match="--cp-ring supports self attention; layer 1 is cross attention"):
+    with pytest.raises(
+        ConfigError, match="--cp-ring supports self attention; layer 1 is cross attention"
+    ):
         build_module(layer, config=config(1, normalization="LayerNorm"), layer_number=1)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"softmax_type": "learned-twice"}, "supports --softmax-type vanilla, off-by-one, learnable, not learned-twice"),
-        ({"window_size": (4, 2)}, r"--window-size \(4, 2\): a causal layer sees nothing after its own position"),
-        ({"window_size": (4, 0), "window_attn_skip_freq": [1]}, "--window-attn-skip-freq has 1 entries, but there is a layer 2"),
+        (
+            {"softmax_type": "learned-twice"},
+            "supports --softmax-type vanilla, off-by-one, learnable, not learned-twice",
+        ),
+        (
+            {"window_size": (4, 2)},
+            r"--window-size \(4, 2\): a causal layer sees nothing after its own position",
+        ),
+        (
+            {"window_size": (4, 0), "window_attn_skip_freq": [1]},
+            "--window-attn-skip-freq has 1 entries, but there is a layer 2",
+        ),
     ],
 )
 def test_what_a_layer_declares_and_no_kernel_can_do_is_rejected(changes, message):

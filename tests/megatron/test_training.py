@@ -1,4 +1,6 @@
-"""Training with ring attention is training with stock attention: the same losses, gradient norms, and resumes at any cp."""
+"""Training with ring attention is training with stock attention: the same losses, gradient norms,
+and resumes at any cp.
+"""
 
 import argparse
 import shutil
@@ -12,9 +14,17 @@ from tests.megatron.launch import trace, train
 CPU = ["--cp-ring-cpu"]
 RING = [*CPU, "--cp-ring"]
 FIVE = ["--train-iters", "5"]
-BUCKETED = "--use-distributed-optimizer"  # whose own checkpoint format resumes at the same dp x cp only
+# whose own checkpoint format resumes at the same dp x cp only
+BUCKETED = "--use-distributed-optimizer"
 ZERO1 = [BUCKETED, "--dist-ckpt-optim-fully-reshardable"]
-RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+RECOMPUTE = [
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+]
 TWELVE = ["--train-iters", "12"]
 UNTIL_8 = [*TWELVE, "--exit-interval", "8", "--save-interval", "8"]
 
@@ -36,7 +46,14 @@ def traces(tmp_path_factory):
         2,
         {
             "cp2": RING + FIVE + sizes(cp=2),
-            "cp2_by_spec": [*CPU, *FIVE, *sizes(cp=2), "--spec", "cp_ring.megatron.specs", "gpt_local"],
+            "cp2_by_spec": [
+                *CPU,
+                *FIVE,
+                *sizes(cp=2),
+                "--spec",
+                "cp_ring.megatron.specs",
+                "gpt_local",
+            ],
             "cp2_recomputed": RING + FIVE + sizes(cp=2) + RECOMPUTE,
             "straight": RING + TWELVE + sizes(cp=2),
             "cp2_until_8": [*RING, *UNTIL_8, *sizes(cp=2), "--save", plain],
@@ -99,7 +116,9 @@ def agree(ours, theirs, steps, tolerance):
     for step in steps:
         assert ours[step]["rows"] == theirs[step]["rows"], step
         assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], rel=tolerance), step
-        assert ours[step]["grad_norm"] == pytest.approx(theirs[step]["grad_norm"], rel=tolerance), step
+        assert ours[step]["grad_norm"] == pytest.approx(theirs[step]["grad_norm"], rel=tolerance), (
+            step
+        )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +139,9 @@ def test_trains_as_stock_attention_does(traces, job, baseline):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["cp2_contiguous", "cp4_one_source", "cp4_two_hops", "tp2cp2", "pp2cp2"])
+@pytest.mark.parametrize(
+    "job", ["cp2_contiguous", "cp4_one_source", "cp4_two_hops", "tp2cp2", "pp2cp2"]
+)
 def test_more_train_as_stock_attention_does(more_traces, job):
     test_trains_as_stock_attention_does(more_traces, job, "pp2" if job == "pp2cp2" else "stock")
 
@@ -128,8 +149,13 @@ def test_more_train_as_stock_attention_does(more_traces, job):
 @pytest.mark.slow
 def test_the_schedule_changes_no_loss(more_traces):
     """With one shard a slot, auto has one source a hop: the same bits."""
-    one_source, few, *others = (trace(more_traces, job) for job in ("cp4_one_source", "cp4_few_shards", "cp4_two_hops", "cp4"))
-    assert [few[step]["loss"] for step in range(1, 6)] == [one_source[step]["loss"] for step in range(1, 6)]
+    one_source, few, *others = (
+        trace(more_traces, job)
+        for job in ("cp4_one_source", "cp4_few_shards", "cp4_two_hops", "cp4")
+    )
+    assert [few[step]["loss"] for step in range(1, 6)] == [
+        one_source[step]["loss"] for step in range(1, 6)
+    ]
     for other in others:
         agree(other, one_source, range(1, 6), 1e-6)
 
@@ -162,16 +188,40 @@ def test_a_saved_checkpoint_of_another_model_is_rejected(traces):
     args = argparse.Namespace(**(shape | {"load": str(traces / "dp2cp2"), "ckpt_step": None}))
     inspection.check_model(args)
     args.num_query_groups = 4
-    with pytest.raises(ConfigError, match=r"--num-query-groups: the checkpoint of iteration 8 in .* has num_query_groups 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--num-query-groups: the checkpoint of iteration 8 in .* has num_query_groups 2",
+    ):
         inspection.check_model(args)
 
 
 @pytest.mark.slow
 def test_checkpoints_of_fsdp2_resume_at_other_sizes(tmp_path):
     ring = ["--cp-ring", "--cp-ring-cpu", "--use-torch-fsdp2", "--context-parallel-size"]
-    rest = ["--train-iters", "4", "--override-opt_param-scheduler", "--load", str(tmp_path / "saved")]
+    rest = [
+        "--train-iters",
+        "4",
+        "--override-opt_param-scheduler",
+        "--load",
+        str(tmp_path / "saved"),
+    ]
     train(4, {"whole": [*ring, "2", "--train-iters", "4"]}, tmp_path)
-    train(4, {"half": [*ring, "2", "--train-iters", "2", "--save", str(tmp_path / "saved"), "--save-interval", "2"]}, tmp_path)
+    train(
+        4,
+        {
+            "half": [
+                *ring,
+                "2",
+                "--train-iters",
+                "2",
+                "--save",
+                str(tmp_path / "saved"),
+                "--save-interval",
+                "2",
+            ]
+        },
+        tmp_path,
+    )
     train(4, {"same": [*ring, "2", *rest], "cp4": [*ring, "4", *rest]}, tmp_path)
     train(2, {"cp1": [*ring, "1", *rest]}, tmp_path)
     wanted = trace(tmp_path, "whole")
@@ -193,15 +243,35 @@ MEGATRON_FSDP = [
 def test_checkpoints_of_megatron_fsdp_resume_at_other_sizes(tmp_path):
     ring = ["--cp-ring", "--cp-ring-cpu", "--bf16", *MEGATRON_FSDP, "--context-parallel-size"]
     saved = tmp_path / "saved"
-    half = ["--train-iters", "4", "--exit-interval", "2", "--save", str(saved), "--save-interval", "2", "--load", str(saved)]
+    half = [
+        "--train-iters",
+        "4",
+        "--exit-interval",
+        "2",
+        "--save",
+        str(saved),
+        "--save-interval",
+        "2",
+        "--load",
+        str(saved),
+    ]
     rest = ["--train-iters", "4", "--load", str(saved)]
-    train(2, {"whole": [*ring, "2", "--train-iters", "4"], "half": [*ring, "2", *half], "same": [*ring, "2", *rest]}, tmp_path)
+    train(
+        2,
+        {
+            "whole": [*ring, "2", "--train-iters", "4"],
+            "half": [*ring, "2", *half],
+            "same": [*ring, "2", *rest],
+        },
+        tmp_path,
+    )
     train(4, {"dp2": [*ring, "2", *rest]}, tmp_path)
     train(1, {"cp1": [*ring, "1", *rest]}, tmp_path)
     wanted = trace(tmp_path, "whole")
     # The first start has nothing to load, and trains as without --load.
     assert all(trace(tmp_path, "half")[number] == wanted[number] for number in (1, 2))
-    for name, tolerance in (("same", 0), ("dp2", 1e-4), ("cp1", 1e-4)):  # other sizes add bf16 gradients in another order
+    # other sizes add bf16 gradients in another order
+    for name, tolerance in (("same", 0), ("dp2", 1e-4), ("cp1", 1e-4)):
         found = trace(tmp_path, name)
         assert sorted(found) == [3, 4]
         for number, step in found.items():
@@ -211,7 +281,9 @@ def test_checkpoints_of_megatron_fsdp_resume_at_other_sizes(tmp_path):
     assert inspection.defect(checkpoint) == "" and not list(saved.glob(".*saving*"))
     shard = sorted(checkpoint.glob("*.distcp"))[-1]
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    assert manifest.defect(checkpoint) == f"{shard} is not what was written: its checksum is another"
+    assert (
+        manifest.defect(checkpoint) == f"{shard} is not what was written: its checksum is another"
+    )
     (checkpoint / manifest.NAME).unlink()
     shard.write_bytes(b"?")
     assert inspection.defect(checkpoint).startswith(f"{shard} holds 1 of ")

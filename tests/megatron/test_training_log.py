@@ -1,4 +1,6 @@
-"""The record of a step: losses, tokens per second of training time alone, memory; and the patch that installs it."""
+"""The record of a step: losses, tokens per second of training time alone, memory; and the patch
+that installs it.
+"""
 
 import errno
 import sys
@@ -49,9 +51,15 @@ class Megatron:
         return line({"lm loss": torch.tensor(loss)}, 1e-3, grad_norm=torch.tensor(0.5))
 
     def line(self):
-        writer = SimpleNamespace(add_scalar=lambda name, value, step: self.scalars.setdefault(name, {}).update({step: value}))
+        writer = SimpleNamespace(
+            add_scalar=lambda name, value, step: self.scalars.setdefault(name, {}).update(
+                {step: value}
+            )
+        )
         timer = SimpleNamespace(active_time=lambda: self.seconds)
-        return StepLine(self.training_log, lambda: self.args, lambda: lambda name: timer, lambda: writer)
+        return StepLine(
+            self.training_log, lambda: self.args, lambda: lambda name: timer, lambda: writer
+        )
 
 
 def test_each_step_has_its_own_rate(one_rank, tmp_path, capsys):
@@ -60,7 +68,10 @@ def test_each_step_has_its_own_rate(one_rank, tmp_path, capsys):
     assert megatron.step(line, 2.0, 8.5) == "flag"
     megatron.step(line, 0.5, 8.25)
     steps = progress.read(tmp_path)
-    assert [(step["step"], step["lm loss"], step["tokens per second"]) for step in steps] == [(1, 8.5, 100.0), (2, 8.25, 400.0)]
+    assert [(step["step"], step["lm loss"], step["tokens per second"]) for step in steps] == [
+        (1, 8.5, 100.0),
+        (2, 8.25, 400.0),
+    ]
     assert all(step["memory"] > 10 << 20 for step in steps)
     assert megatron.scalars["tokens per second"] == {1: 100.0, 2: 400.0}
     assert megatron.scalars["peak memory of a rank (bytes)"][2] > 10 << 20
@@ -84,7 +95,10 @@ def test_log_interval_and_resumption(one_rank, tmp_path):
     line = megatron.line()
     for _ in range(5):  # steps 6 to 10: the first one is always recorded, then every fourth
         megatron.step(line, 1.0, 3.0)
-    assert [(step["step"], step["tokens per second"]) for step in progress.read(tmp_path)] == [(6, 200.0), (8, 200.0)]
+    assert [(step["step"], step["tokens per second"]) for step in progress.read(tmp_path)] == [
+        (6, 200.0),
+        (8, 200.0),
+    ]
 
 
 def test_without_a_run_directory_only_tensorboard_has_it(one_rank, tmp_path, monkeypatch):
@@ -104,7 +118,9 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("standard_error_too", [False, True])
-def test_a_full_disk_warns_once_and_the_job_goes_on(one_rank, tmp_path, monkeypatch, capsys, standard_error_too):
+def test_a_full_disk_warns_once_and_the_job_goes_on(
+    one_rank, tmp_path, monkeypatch, capsys, standard_error_too
+):
     megatron = Megatron("/dev/full/run" if standard_error_too else tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / progress.STEPS).symlink_to("/dev/full")
@@ -119,7 +135,10 @@ def test_a_full_disk_warns_once_and_the_job_goes_on(one_rank, tmp_path, monkeypa
     assert megatron.scalars["tokens per second"] == {1: 200.0, 2: 200.0, 3: 200.0}
     if not standard_error_too:
         said = capsys.readouterr().err.splitlines()
-        assert [line.split(" cannot")[0] for line in said] == ["cp_ring: steps.jsonl", "cp_ring: DONE"]
+        assert [line.split(" cannot")[0] for line in said] == [
+            "cp_ring: steps.jsonl",
+            "cp_ring: DONE",
+        ]
         assert all("the job goes on" in line and "No space left" in line for line in said)
 
 
@@ -131,7 +150,9 @@ def test_a_tensorboard_that_cannot_write_does_not_end_the_job(one_rank, tmp_path
     assert len(progress.read(tmp_path)) == 1
 
 
-def test_megatrons_own_calls_of_a_tensorboard_that_cannot_write_give_one_warning(applied, tmp_path, monkeypatch, capsys):
+def test_megatrons_own_calls_of_a_tensorboard_that_cannot_write_give_one_warning(
+    applied, tmp_path, monkeypatch, capsys
+):
     from megatron.training import global_vars
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard._utils import figure_to_image  # noqa: F401  (loads what the writer needs)
@@ -139,10 +160,16 @@ def test_megatrons_own_calls_of_a_tensorboard_that_cannot_write_give_one_warning
     applied("tensorboard")
     monkeypatch.setattr(progress, "_warned", set())
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
-    monkeypatch.setattr("threading.excepthook", lambda _: None)  # of TensorBoard's thread, which ends
+    # of TensorBoard's thread, which ends
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
     made = []
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda **named: made.append(SummaryWriter(**named)) or made[0])
-    args = SimpleNamespace(tensorboard_dir=str(tmp_path), tensorboard_queue_size=10, rank=0, world_size=1)
+    monkeypatch.setattr(
+        "torch.utils.tensorboard.SummaryWriter",
+        lambda **named: made.append(SummaryWriter(**named)) or made[0],
+    )
+    args = SimpleNamespace(
+        tensorboard_dir=str(tmp_path), tensorboard_queue_size=10, rank=0, world_size=1
+    )
     global_vars._set_tensorboard_writer(args)
     writer = global_vars.get_tensorboard_writer()
     assert writer.get_logdir() == str(tmp_path)
@@ -151,13 +178,16 @@ def test_megatrons_own_calls_of_a_tensorboard_that_cannot_write_give_one_warning
     monkeypatch.setattr(file, "flush", FullDisk().write)
     for step in range(50):
         writer.add_scalar("lm loss", 1.0, step)
-    made[0].file_writer.event_writer._async_writer._worker.join(LIMIT_S)  # ended by the error, which each call raises from now on
+    # ended by the error, which each call raises from now on
+    made[0].file_writer.event_writer._async_writer._worker.join(LIMIT_S)
     writer.add_scalar("lm loss", 1.0, 50)
     writer.flush()
     with pytest.raises(OSError, match="No space left"):
         made[0].add_scalar("lm loss", 1.0, 51)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cp_ring")]
-    assert line.startswith("cp_ring: TensorBoard's log cannot be written; the job goes on: [Errno 28]")
+    assert line.startswith(
+        "cp_ring: TensorBoard's log cannot be written; the job goes on: [Errno 28]"
+    )
 
 
 def test_a_tensorboard_folder_that_cannot_be_made_gives_a_warning(applied, monkeypatch, capsys):
@@ -166,7 +196,9 @@ def test_a_tensorboard_folder_that_cannot_be_made_gives_a_warning(applied, monke
     applied("tensorboard")
     monkeypatch.setattr(progress, "_warned", set())
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
-    args = SimpleNamespace(tensorboard_dir="/dev/null/tensorboard", tensorboard_queue_size=10, rank=0, world_size=1)
+    args = SimpleNamespace(
+        tensorboard_dir="/dev/null/tensorboard", tensorboard_queue_size=10, rank=0, world_size=1
+    )
     global_vars._set_tensorboard_writer(args)
     assert global_vars.get_tensorboard_writer() is None
     assert "TensorBoard's log cannot be written; the job goes on" in capsys.readouterr().err
@@ -181,7 +213,10 @@ def test_patch_wraps_and_restores_megatrons_function():
     patch = patches.get("step_line")
     patch.apply()
     try:
-        assert isinstance(training.training_log, StepLine) and training.training_log.training_log is original
+        assert (
+            isinstance(training.training_log, StepLine)
+            and training.training_log.training_log is original
+        )
     finally:
         patch.revert()
     assert training.training_log is original
@@ -197,16 +232,26 @@ def test_the_times_of_a_sampled_step_are_in_the_log(one_rank, tmp_path):
     )  # fmt: skip
     megatron, asked = Megatron(tmp_path, log_interval=2), []
     line = megatron.line()
-    line.timing = SimpleNamespace(end_of_step=lambda step, last: asked.append((step, last)) or ([found] if step == 3 else []))
+    line.timing = SimpleNamespace(
+        end_of_step=lambda step, last: asked.append((step, last)) or ([found] if step == 3 else [])
+    )
     logged = []
     line.get_wandb = lambda: SimpleNamespace(log=lambda values, step: logged.append((values, step)))
     for _ in range(10):
         megatron.step(line, 1.0, 3.0)
     assert asked == [(step, step == 10) for step in range(1, 11)]
     steps = progress.read(tmp_path)
-    assert [step["step"] for step in steps if "timing" in step] == [4], "with the next step that is logged"
+    assert [step["step"] for step in steps if "timing" in step] == [4], (
+        "with the next step that is logged"
+    )
     (times,) = [step["timing"] for step in steps if "timing" in step]
-    assert times["step"] == 2 and times["exposed_share"] == 0.2 and times["wire_gb_s"] == {"inside nodes": 2.0}
-    assert times["hops"] == [{"direction": "forward", "hop": 1, "compute_ms": 250.0, "wait_ms": 125.0}]
+    assert (
+        times["step"] == 2
+        and times["exposed_share"] == 0.2
+        and times["wire_gb_s"] == {"inside nodes": 2.0}
+    )
+    assert times["hops"] == [
+        {"direction": "forward", "hop": 1, "compute_ms": 250.0, "wait_ms": 125.0}
+    ]
     assert megatron.scalars["cp_ring/exposed communication (ms)"] == {2: pytest.approx(100)}
     assert [step for _, step in logged] == [3] and logged[0][0]["cp_ring/balance, timed"] == 1.1

@@ -1,4 +1,6 @@
-"""Ring attention by layer specification, and Megatron-LM's own pretrain_gpt.py where a checkout of it is given."""
+"""Ring attention by layer specification, and Megatron-LM's own pretrain_gpt.py where a checkout of
+it is given.
+"""
 
 import re
 from types import SimpleNamespace
@@ -9,14 +11,31 @@ import torch
 from cp_ring.errors import ConfigError
 from tests.megatron.launch import TINY, launch
 
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
-FLAGS = [*TINY, "--train-iters", "5", "--log-interval", "1", "--eval-iters", "1", "--eval-interval", "3", "--cp-ring-cpu"]
+no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
+FLAGS = [
+    *TINY,
+    "--train-iters",
+    "5",
+    "--log-interval",
+    "1",
+    "--eval-iters",
+    "1",
+    "--eval-interval",
+    "3",
+    "--cp-ring-cpu",
+]
 CP = "--context-parallel-size"
 BY_SPEC = ["--spec", "cp_ring.megatron.specs", "gpt_local"]
 
 
 def losses(flags, ranks, checkout):
-    done = launch(ranks, ["-m", "cp_ring.run", f"{checkout}/pretrain_gpt.py", *FLAGS, *flags], python_path=checkout)
+    done = launch(
+        ranks,
+        ["-m", "cp_ring.run", f"{checkout}/pretrain_gpt.py", *FLAGS, *flags],
+        python_path=checkout,
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     steps = re.findall(r"lm loss: (\S+)", done.stdout)
     assert len(steps) == 5
@@ -31,8 +50,15 @@ def test_pretrain_gpt_of_megatron_lm(megatron_lm):
     for checkout in megatron_lm:
         stock = losses([], 1, checkout)
         assert stock[0] - stock[4] > 0.1
-        for flags, ranks in ((["--cp-ring", CP, "2"], 2), (["--cp-ring", CP, "4"], 4), ([*BY_SPEC, CP, "2"], 2)):
-            assert losses(flags, ranks, checkout) == pytest.approx(stock, rel=1e-5), (checkout, flags)
+        for flags, ranks in (
+            (["--cp-ring", CP, "2"], 2),
+            (["--cp-ring", CP, "4"], 4),
+            ([*BY_SPEC, CP, "2"], 2),
+        ):
+            assert losses(flags, ranks, checkout) == pytest.approx(stock, rel=1e-5), (
+                checkout,
+                flags,
+            )
 
 
 SHAPES = [
@@ -45,13 +71,17 @@ SHAPES = [
 
 @pytest.mark.slow
 def test_shapes_of_pretrain_gpt_of_megatron_lm(megatron_lm):
-    """Megatron's own flags for the shape of context parallelism, on 4 ranks: the losses of one rank of stock Megatron."""
+    """Megatron's own flags for the shape of context parallelism, on 4 ranks: the losses of one rank
+    of stock Megatron.
+    """
     if not megatron_lm:
         pytest.skip("--megatron-lm names no checkout")
     for checkout in megatron_lm:
         stock = losses([], 1, checkout)
         for flags in SHAPES:
-            assert losses(["--cp-ring", CP, "4", *flags], 4, checkout) == pytest.approx(stock, rel=1e-6), (checkout, flags)
+            assert losses(["--cp-ring", CP, "4", *flags], 4, checkout) == pytest.approx(
+                stock, rel=1e-6
+            ), (checkout, flags)
 
 
 @no_cuda
@@ -63,20 +93,36 @@ def test_a_specification_made_by_hand(one_rank):
     from cp_ring.megatron.core_attention import RingDotProductAttention
     from cp_ring.megatron.specs import with_ring_attention
 
-    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.0, hidden_dropout=0.0)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
     tokens = torch.randint(64, (2, 16))
     positions = torch.arange(16).expand(2, -1)
     mask = torch.ones(16, 16).triu(1).bool()[None, None]
     spec = get_gpt_layer_local_spec()
-    stock, ring = (GPTModel(config, kind, vocab_size=64, max_sequence_length=16) for kind in (spec, with_ring_attention(spec)))
+    stock, ring = (
+        GPTModel(config, kind, vocab_size=64, max_sequence_length=16)
+        for kind in (spec, with_ring_attention(spec))
+    )
     ring.load_state_dict(stock.state_dict())
     assert isinstance(ring.decoder.layers[0].self_attention.core_attention, RingDotProductAttention)
     torch.testing.assert_close(ring(tokens, positions, None), stock(tokens, positions, mask))
 
 
 def arguments(**values):
-    usual = {"num_experts": None, "moe_grouped_gemm": False, "qk_layernorm": False, "multi_latent_attention": False}
-    return SimpleNamespace(**usual | {"qk_l2_norm": False, "normalization": "RMSNorm", "moe_layer_freq": 1} | values)
+    usual = {
+        "num_experts": None,
+        "moe_grouped_gemm": False,
+        "qk_layernorm": False,
+        "multi_latent_attention": False,
+    }
+    return SimpleNamespace(
+        **usual | {"qk_l2_norm": False, "normalization": "RMSNorm", "moe_layer_freq": 1} | values
+    )
 
 
 def test_a_specification_by_flags(monkeypatch):
@@ -103,5 +149,7 @@ def test_a_specification_by_flags(monkeypatch):
     assert attention.submodules.q_layernorm is not IdentityOp
     assert issubclass(parts(multi_latent_attention=True)[0].module, MLASelfAttention)
     assert parts(num_experts=4)[1] is not MLP
-    with pytest.raises(ConfigError, match=r"all layers alike: --moe-layer-freq \[0, 1\] needs --cp-ring"):
+    with pytest.raises(
+        ConfigError, match=r"all layers alike: --moe-layer-freq \[0, 1\] needs --cp-ring"
+    ):
         parts(num_experts=4, moe_layer_freq=[0, 1])

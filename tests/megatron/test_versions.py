@@ -1,4 +1,5 @@
-"""A short parity suite that each version of megatron-core with a training loop passes: `bash launch/test.sh --compat`.
+"""A short parity suite that each version of megatron-core with a training loop passes:
+`bash launch/test.sh --compat`.
 
 With the installed version tests.parity says more; there this runs only with `-m compat`.
 """

@@ -1,4 +1,6 @@
-"""The bytes that a training step of multi-latent attention sends are those of the plan, with every codec."""
+"""The bytes that a training step of multi-latent attention sends are those of the plan, with every
+codec.
+"""
 
 import pytest
 

@@ -1,7 +1,9 @@
-"""Bytes that ring attention sends in a step of multi-latent attention on 4 ranks, by codec, as the transport counts them.
+"""Bytes that ring attention sends in a step of multi-latent attention on 4 ranks, by codec, as the
+transport counts them.
 
-`python -m tests.megatron.wire_bytes [--heads 32] [--seq-length 1024]` trains two steps with each codec and prints a table. All
-sizes of the model but its layers and its width are a quarter of DeepSeek-V3's.
+`python -m tests.megatron.wire_bytes [--heads 32] [--seq-length 1024]` trains two steps with each
+codec and prints a table. All sizes of the model but its layers and its width are a quarter of
+DeepSeek-V3's.
 """
 
 from __future__ import annotations
@@ -47,9 +49,13 @@ def counted(folder: Path, heads: int, tokens: int) -> dict[str, Sent]:
     train(CP, {wire: ["--cp-ring-wire", wire] for wire in CODECS}, folder, flags(heads, tokens))
     found = {}
     for wire in CODECS:
-        steps = [[line["sent"] for line in _lines(folder, wire) if line.get("step") == step] for step in (1, 2)]
+        steps = [
+            [line["sent"] for line in _lines(folder, wire) if line.get("step") == step]
+            for step in (1, 2)
+        ]
         of_kind = [
-            sum(last[kind] for last in steps[1]) - sum(first[kind] for first in steps[0]) for kind in ("keys", "gradients")
+            sum(last[kind] for last in steps[1]) - sum(first[kind] for first in steps[0])
+            for kind in ("keys", "gradients")
         ]
         found[wire] = Sent(*of_kind)
     return found
@@ -58,9 +64,14 @@ def counted(folder: Path, heads: int, tokens: int) -> dict[str, Sent]:
 def planned(wire: str, heads: int, tokens: int) -> Sent:
     """What the plan says, of all layers."""
     report = Plan.build(Mask.causal(tokens), Layout.zigzag(tokens, CP)).verify()
-    sizes = AttentionSizes(heads, heads, SIZES.nope + SIZES.rope, SIZES.value, "fp32", wire=wire, latent=SIZES)
+    sizes = AttentionSizes(
+        heads, heads, SIZES.nope + SIZES.rope, SIZES.value, "fp32", wire=wire, latent=SIZES
+    )
     keys, gradients = sizes.on_wire()
-    return Sent(LAYERS * 2 * keys * int(report.keys_in.sum()), LAYERS * gradients * int(report.grads_in.sum()))
+    return Sent(
+        LAYERS * 2 * keys * int(report.keys_in.sum()),
+        LAYERS * gradients * int(report.grads_in.sum()),
+    )
 
 
 def main(
@@ -69,7 +80,10 @@ def main(
     """Print the bytes that a step sends, by codec."""
     with tempfile.TemporaryDirectory() as folder:
         found = counted(Path(folder), heads, seq_length)
-    print("| codec | keys and values, MB | gradients, MB | together, MB | of plain |\n|---|---|---|---|---|")
+    print(
+        "| codec | keys and values, MB | gradients, MB | together, MB | of plain "
+        "|\n|---|---|---|---|---|"
+    )
     for wire, sent in found.items():
         assert sent == planned(wire, heads, seq_length), (sent, planned(wire, heads, seq_length))
         megabytes = " | ".join(f"{size / 1e6:.2f}" for size in (*sent, sum(sent)))

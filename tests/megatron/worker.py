@@ -1,10 +1,11 @@
 """One rank of a test job: runs a training job and writes what each step did.
 
-A job is {"name", "argv"}, where a first word that is no flag is a script for cp_ring.run; "fault" and "data" may name one of
-tests.parity.faults and deliveries. The trace of a job goes to FOLDER/name.RANK.jsonl: for each step its number, loss and gradient
-norm at full precision, a checksum of each sequence that this rank read, how many hops it has executed and how many bytes of keys
-and of gradients it has sent since the job began, and how many bytes it keeps for recomputations; for each validation pass its
-loss; and why it was rejected, if it was.
+A job is {"name", "argv"}, where a first word that is no flag is a script for cp_ring.run; "fault"
+and "data" may name one of tests.parity.faults and deliveries. The trace of a job goes to
+FOLDER/name.RANK.jsonl: for each step its number, loss and gradient norm at full precision, a
+checksum of each sequence that this rank read, how many hops it has executed and how many bytes of
+keys and of gradients it has sent since the job began, and how many bytes it keeps for
+recomputations; for each validation pass its loss; and why it was rejected, if it was.
 """
 
 import hashlib
@@ -41,15 +42,30 @@ def observe(path: Path, ledger) -> None:
 
     def log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named):
         grad_norm = rest[3]
-        line = {"step": iteration, "loss": float(loss_dict["lm loss"]) if loss_dict else None, "grad_norm": float(grad_norm)}
-        line |= {"rows": sorted(rows), "hops": ledger.hops, "kept": recompute.kept_bytes(), "sent": dict(ledger.bytes_by_kind)}
+        line = {
+            "step": iteration,
+            "loss": float(loss_dict["lm loss"]) if loss_dict else None,
+            "grad_norm": float(grad_norm),
+        }
+        line |= {
+            "rows": sorted(rows),
+            "hops": ledger.hops,
+            "kept": recompute.kept_bytes(),
+            "sent": dict(ledger.bytes_by_kind),
+        }
         write(path, line)
         rows.clear()
         return training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named)
 
     def evaluate_and_tell(*args, **kwargs):
         answer = evaluate(*args, **kwargs)
-        write(path, {"pass": next(passes), "validation": float(answer[0]["lm loss"]) if answer[0] else None})
+        write(
+            path,
+            {
+                "pass": next(passes),
+                "validation": float(answer[0]["lm loss"]) if answer[0] else None,
+            },
+        )
         return answer
 
     def read(data_iterator):
@@ -106,7 +122,9 @@ def run(job: dict, folder: Path) -> None:
 
 
 def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path) -> None:
-    """Is rank `rank` of `ranks`, whose store the launcher holds at `port`; both output streams go to `log`."""
+    """Is rank `rank` of `ranks`, whose store the launcher holds at `port`; both output streams go
+    to `log`.
+    """
     os.environ |= place(rank, ranks, port)
     output_to(log)
     (certificate_worker.run if "cases" in job else run)(job, folder)
@@ -114,9 +132,18 @@ def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path) -
 
 def place(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The environment variables by which a rank finds the others."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": port,
+    }
     numbers |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
+    return {name: str(value) for name, value in numbers.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def output_to(log: Path) -> None:

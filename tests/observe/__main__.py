@@ -1,8 +1,10 @@
-"""Runs the campaign of slow ranks and links: `python -m tests.observe --plants N --undisturbed N [--json]`, as root.
+"""Runs the campaign of slow ranks and links:
+`python -m tests.observe --plants N --undisturbed N [--json]`, as root.
 
-Each plant is one of a random rank that takes 1.3 to 3 times as long, or of a random wire on which the keys of a rank take so
-long that the receiver must wait. Processes, kernels and messages are real. Exit code 1 unless every plant is named as what it is,
-with nothing beside it, and no undisturbed run has an alarm.
+Each plant is one of a random rank that takes 1.3 to 3 times as long, or of a random wire on which
+the keys of a rank take so long that the receiver must wait. Processes, kernels and messages are
+real. Exit code 1 unless every plant is named as what it is, with nothing beside it, and no
+undisturbed run has an alarm.
 """
 
 from __future__ import annotations
@@ -36,11 +38,17 @@ def in_turn(plants: list[Plant], others: list[Plant]) -> list[Plant]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.observe", description=__doc__)
-    parser.add_argument("--plants", type=int, default=20, help="plants, half of them ranks, half of them wires")
+    parser.add_argument(
+        "--plants", type=int, default=20, help="plants, half of them ranks, half of them wires"
+    )
     parser.add_argument("--undisturbed", type=int, default=20, help="runs without a plant")
     parser.add_argument("--samples", type=int, default=5, help="sampled steps of a run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timed", action="store_true", help="ranks compute by the clock, for a machine with too few cores")
+    parser.add_argument(
+        "--timed",
+        action="store_true",
+        help="ranks compute by the clock, for a machine with too few cores",
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     chance, setting = random.Random(options.seed), TIMED if options.timed else REAL
@@ -54,7 +62,13 @@ def main() -> int:
             found.append({"kind": kind, "right": plant.named_by(lines), "lines": lines, "plant": vars(plant),
                           "exposed": records[-1]["exposed_share"]})  # fmt: skip
             if not options.json:
-                print(kind, "right" if found[-1]["right"] else f"WRONG: {plant}", *lines, sep="; ", flush=True)
+                print(
+                    kind,
+                    "right" if found[-1]["right"] else f"WRONG: {plant}",
+                    *lines,
+                    sep="; ",
+                    flush=True,
+                )
     finally:
         ranks.close()
         mesh.close()

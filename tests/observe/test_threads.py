@@ -24,5 +24,7 @@ print("done")
 
 def test_a_thread_in_a_call_of_the_store_does_not_abort_the_process():
     # Without the wait at the end, each try ended with SIGABRT.
-    ended = subprocess.run([sys.executable, "-c", ASKS_WHEN_IT_ENDS], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", ASKS_WHEN_IT_ENDS], capture_output=True, text=True
+    )
     assert (ended.returncode, ended.stdout, "terminate" in ended.stderr) == (0, "done\n", False)

@@ -1,4 +1,6 @@
-"""Sampled steps: what is recorded, what it means, and that slow ranks and slow links are named, each as what it is."""
+"""Sampled steps: what is recorded, what it means, and that slow ranks and slow links are named,
+each as what it is.
+"""
 
 import random
 import re
@@ -19,7 +21,11 @@ from tests.observe.virtual_time import LINK_S, PAIR_S, VirtualRing
 
 def alarms(ring, samples=3, **settings):
     named = Alarms()
-    return [line for step in range(samples) for line in named.lines(group_findings(step, ring.sample(step, **settings)))]
+    return [
+        line
+        for step in range(samples)
+        for line in named.lines(group_findings(step, ring.sample(step, **settings)))
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +39,12 @@ def one_thread():
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_slow_rank_is_named(rank, monkeypatch):
     noise = random.Random(rank)
-    ring = VirtualRing(4, lambda r: noise.uniform(0.97, 1.03) * (1.15 if r == rank else 1), lambda *_: 1.0, monkeypatch)
+    ring = VirtualRing(
+        4,
+        lambda r: noise.uniform(0.97, 1.03) * (1.15 if r == rank else 1),
+        lambda *_: 1.0,
+        monkeypatch,
+    )
     (line,) = alarms(ring)
     assert re.match(rf"slow rank: rank {rank} on host n{rank // 2} computes 1\d% longer", line)
 
@@ -46,12 +57,18 @@ def test_a_slow_link_is_named_as_a_link(sender, receiver, monkeypatch):
         monkeypatch,
     )  # fmt: skip
     (line,) = alarms(ring, schedule="ring")
-    assert re.match(rf"slow link: messages from rank {sender} on n\d to rank {receiver} on n\d take [3-9]\.\d times", line)
+    assert re.match(
+        rf"slow link: messages from rank {sender} on n\d to rank {receiver} on n\d take [3-9]\.\d "
+        rf"times",
+        line,
+    )
 
 
 def test_nobody_is_named_where_nothing_is_slow(monkeypatch):
     noise = random.Random(1)
-    ring = VirtualRing(4, lambda _: noise.uniform(0.95, 1.05), lambda *_: noise.uniform(0.7, 1.4), monkeypatch)
+    ring = VirtualRing(
+        4, lambda _: noise.uniform(0.95, 1.05), lambda *_: noise.uniform(0.7, 1.4), monkeypatch
+    )
     for schedule in ("ring", "auto", "gather") * 2:
         assert alarms(ring, schedule=schedule) == []
 
@@ -62,21 +79,32 @@ def test_plants_at_random_places_are_named(seed, monkeypatch):
     noise, size = random.Random(seed), random.Random(seed).choice((3, 4, 6))
     rank, other = noise.sample(range(size), 2)
     schedule = noise.choice(("ring", "auto"))
-    slow_rank, slow_link = (noise.uniform(1.15, 2.0), 1.0) if seed % 2 else (1.0, noise.uniform(6.0, 20.0))
+    slow_rank, slow_link = (
+        (noise.uniform(1.15, 2.0), 1.0) if seed % 2 else (1.0, noise.uniform(6.0, 20.0))
+    )
 
     def link(sender, receiver):
         return noise.uniform(0.8, 1.2) * (slow_link if (sender, receiver) == (other, rank) else 1.0)
 
-    ring = VirtualRing(size, lambda r: noise.uniform(0.97, 1.03) * (slow_rank if r == rank else 1.0), link, monkeypatch)
+    ring = VirtualRing(
+        size,
+        lambda r: noise.uniform(0.97, 1.03) * (slow_rank if r == rank else 1.0),
+        link,
+        monkeypatch,
+    )
     (line,) = alarms(ring, schedule=schedule)
-    assert line.startswith(f"slow rank: rank {rank} " if seed % 2 else f"slow link: messages from rank {other} on")
+    assert line.startswith(
+        f"slow rank: rank {rank} " if seed % 2 else f"slow link: messages from rank {other} on"
+    )
     assert seed % 2 or f"to rank {rank} on" in line
 
 
 def test_a_rank_that_seems_slow_once_does_not_hide_a_slow_link(monkeypatch):
     """One that is slow in every sample does: what is slow is the rank, and so is what it sends."""
     factors = {}
-    ring = VirtualRing(4, lambda r: factors.get(r, 1.0), lambda s, r: 8.0 if (s, r) == (0, 1) else 1.0, monkeypatch)
+    ring = VirtualRing(
+        4, lambda r: factors.get(r, 1.0), lambda s, r: 8.0 if (s, r) == (0, 1) else 1.0, monkeypatch
+    )
     for slow, words in (([1, 2, None, None], "slow link"), ([1, 1, 1, 1, 1], "slow rank: rank 1 ")):
         named, lines = Alarms(), []
         for step, rank in enumerate(slow):
@@ -93,7 +121,9 @@ def test_it_takes_consecutive_samples(monkeypatch):
     for step, slow in enumerate([1.3, 1.3, 1.0, 1.3, 1.3, 1.3, 1.3]):
         factors[2] = slow
         lines.append(named.lines(group_findings(step, ring.sample(step, calls=1))))
-    assert [len(each) for each in lines] == [0, 0, 0, 0, 0, 1, 0], "once, after three consecutive samples"
+    assert [len(each) for each in lines] == [0, 0, 0, 0, 0, 1, 0], (
+        "once, after three consecutive samples"
+    )
 
 
 def test_times_are_those_of_the_model(monkeypatch):
@@ -102,13 +132,24 @@ def test_times_are_those_of_the_model(monkeypatch):
     found = group_findings(1, ranks)
     assert found.calls == 4 and found.ranks == 4
     assert found.balance_planned == pytest.approx(1.0) and found.balance_timed == pytest.approx(1.0)
-    # A hop of forward computes half a square of the shard. The keys of hop 1 travel while hop 0 is computed.
+    # A hop of forward computes half a square of the shard. The keys of hop 1 travel while hop 0 is
+    # computed.
     compute, wait = found.hops["forward", 1]
-    assert compute == pytest.approx(2 * 512 * PAIR_S) and wait == pytest.approx(2 * (LINK_S - 512 * PAIR_S))
+    assert compute == pytest.approx(2 * 512 * PAIR_S) and wait == pytest.approx(
+        2 * (LINK_S - 512 * PAIR_S)
+    )
     assert found.exposed == pytest.approx(sum(wait for _, wait in found.hops.values()))
-    assert found.attention == pytest.approx(sum(compute + wait for compute, wait in found.hops.values()))
-    first = [message for message in messages(ranks) if (message.kind, message.hop, message.direction) == ("keys", 1, "forward")]
-    assert len(first) == 8 and all(message.end - message.start == pytest.approx(LINK_S) for message in first)
+    assert found.attention == pytest.approx(
+        sum(compute + wait for compute, wait in found.hops.values())
+    )
+    first = [
+        message
+        for message in messages(ranks)
+        if (message.kind, message.hop, message.direction) == ("keys", 1, "forward")
+    ]
+    assert len(first) == 8 and all(
+        message.end - message.start == pytest.approx(LINK_S) for message in first
+    )
     record = found.record()
     assert record["exposed_share"] == pytest.approx(found.exposed / found.attention, abs=1e-4)
     assert set(record["wire_gb_s"]) == {INSIDE, "between nodes"} and record["wire_at_least"] == []
@@ -119,7 +160,9 @@ def test_times_are_those_of_the_model(monkeypatch):
 def test_the_wire_is_shown_beside_what_is_possible(monkeypatch):
     ring = VirtualRing(2, lambda _: 1.0, lambda *_: 1.0, monkeypatch)
     found = replace(group_findings(1, ring.sample(1, calls=1)), possible={INSIDE: 2.5e9})
-    assert " of 2.5 GB/s inside nodes" in found.line() and found.record()["wire_possible_gb_s"] == {INSIDE: 2.5}
+    assert " of 2.5 GB/s inside nodes" in found.line() and found.record()["wire_possible_gb_s"] == {
+        INSIDE: 2.5
+    }
 
 
 def test_hidden_messages_give_a_lower_limit_of_the_wire(monkeypatch):
@@ -141,8 +184,14 @@ def test_groups_are_combined(monkeypatch):
     ring = VirtualRing(2, lambda r: 1.0 + 0.3 * r, lambda *_: 1.0, monkeypatch)
     one, other = (group_findings(4, ring.sample(4, calls=calls)) for calls in (1, 3))
     whole = combined([one, other])
-    assert whole.ranks == 4 and whole.calls == 6 and whole.attention == pytest.approx((one.attention + other.attention) / 2)
-    assert whole.slowest_rank.rank == 1 and whole.exposed_max == max(one.exposed_max, other.exposed_max)
+    assert (
+        whole.ranks == 4
+        and whole.calls == 6
+        and whole.attention == pytest.approx((one.attention + other.attention) / 2)
+    )
+    assert whole.slowest_rank.rank == 1 and whole.exposed_max == max(
+        one.exposed_max, other.exposed_max
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
@@ -159,11 +208,18 @@ def test_every_message_has_both_ends(heads):
     calls = recording.resolve()
     ranks = [timing_of(rank, calls) for rank in range(4)]
     posted = sum(len(post.sends) for call in calls for post in call.posts)
-    assert posted == sum(len(post.receives) for call in calls for post in call.posts) == len(list(messages(ranks))) > 0
+    assert (
+        posted
+        == sum(len(post.receives) for call in calls for post in call.posts)
+        == len(list(messages(ranks)))
+        > 0
+    )
     for call in calls:
         parts = [*call.hops, *call.waits]
         assert all(call.begin <= part.begin <= part.end <= call.end for part in parts)
-        assert all(hop.begin <= begin <= end <= hop.end for hop in call.hops for begin, end in hop.kernels)
+        assert all(
+            hop.begin <= begin <= end <= hop.end for hop in call.hops for begin, end in hop.kernels
+        )
         assert all(hop.kernels for hop in call.hops)
     assert group_findings(0, ranks).attention > 0
 
@@ -199,7 +255,9 @@ def test_only_the_first_calls_of_a_step_are_recorded(monkeypatch):
 
 
 def offset_of_another_host(group):
-    """Each rank of the pool claims to be a host of its own, with a clock 5 seconds ahead of that of the rank before it."""
+    """Each rank of the pool claims to be a host of its own, with a clock 5 seconds ahead of that of
+    the rank before it.
+    """
     import torch.distributed as dist
 
     rank, boot, clock = dist.get_rank(group), clocks.boot, timing.clock
@@ -254,13 +312,22 @@ def check(made, steps, ranks, calls):
     """Every message has both ends, no duration is negative, and the parts of a call lie within it."""
     events = made["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
-    of = {kind: [event for event in slices if event["cat"] == kind] for kind in {event["cat"] for event in slices}}
+    of = {
+        kind: [event for event in slices if event["cat"] == kind]
+        for kind in {event["cat"] for event in slices}
+    }
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in slices)
-    sent, received = ({event["args"]["message"]: event for event in of[f"{end} message"]} for end in ("sent", "received"))
+    sent, received = (
+        {event["args"]["message"]: event for event in of[f"{end} message"]}
+        for end in ("sent", "received")
+    )
     assert sent.keys() == received.keys() and len(sent) == len(of["sent message"]) > 0
     for link, start in sent.items():
         end = received[link]
-        assert start["args"]["bytes"] == end["args"]["bytes"] and (start["pid"], start["args"]["peer"]) == (
+        assert start["args"]["bytes"] == end["args"]["bytes"] and (
+            start["pid"],
+            start["args"]["peer"],
+        ) == (
             end["args"]["peer"],
             end["pid"],
         )
@@ -289,7 +356,11 @@ def test_a_trace_has_the_hops_of_the_plan(monkeypatch, tmp_path):
     path = tmp_path / "deep" / "trace.json"
     trace.write(path, {0: ring.sample(0, calls=2, schedule="ring", kernels=True)}, 1e-6)
     of = check(trace.read(path), steps=1, ranks=4, calls=4)
-    forward = [event["name"] for event in of["hop"] if event["pid"] == 2 and event["args"]["direction"] == "forward"]
+    forward = [
+        event["name"]
+        for event in of["hop"]
+        if event["pid"] == 2 and event["args"]["direction"] == "forward"
+    ]
     assert forward == [f"hop {hop}" for hop in range(4)] * 2
     assert all(event["cname"] == "terrible" for event in of["wait"])
     assert trace.read(path)["otherData"]["clock_error_us"] == 1.0

@@ -20,11 +20,14 @@ from cp_ring.comm import transport
 from cp_ring.observe import watchdog
 from cp_ring.testing.rank_pool import LIMIT_S
 
-TIMEOUT, RANKS, SLEEPER = 20.0, 4, 2  # seconds: a busy machine must not keep a healthy rank waiting for as long
+# seconds: a busy machine must not keep a healthy rank waiting for as long
+TIMEOUT, RANKS, SLEEPER = 20.0, 4, 2
 
 
 def hanging_rank(rank, port, folder, how):
-    """Trains two steps of three layers; in step 2, before rank 2 sends the keys of hop 3 of layer 2, it sleeps."""
+    """Trains two steps of three layers; in step 2, before rank 2 sends the keys of hop 3 of layer
+    2, it sleeps.
+    """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
@@ -61,26 +64,34 @@ def hanging_rank(rank, port, folder, how):
 def run(folder, how):
     """Exit codes, and each rank's lines, of a run that hangs."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.megatron.imported"])  # as the training jobs, which share this server
+    # as the training jobs, which share this server
+    context.set_forkserver_preload(["tests.megatron.imported"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [context.Process(target=hanging_rank, args=(rank, port, folder, how)) for rank in range(RANKS)]
+    ranks = [
+        context.Process(target=hanging_rank, args=(rank, port, folder, how))
+        for rank in range(RANKS)
+    ]
     for process in ranks:
         process.start()
     for rank, process in enumerate(ranks):
-        if how != "call" or rank != SLEEPER:  # a rank that does not call has no watchdog that would end it
+        # a rank that does not call has no watchdog that would end it
+        if how != "call" or rank != SLEEPER:
             process.join(LIMIT_S)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
     texts = [(folder / f"{rank}.txt").read_text() for rank in range(RANKS)]
-    return codes, [[line for line in text.splitlines() if line.startswith("cp_ring: ")] for text in texts]
+    return codes, [
+        [line for line in text.splitlines() if line.startswith("cp_ring: ")] for text in texts
+    ]
 
 
 def all_ended(codes):
-    """Every rank ended by itself. Rank 0 names the first stuck rank and leaves; that breaks the connections of the others,
-    whose main thread may end with the error of gloo (exit code 1) before their watchdog ends them."""
+    """Every rank ended by itself. Rank 0 names the first stuck rank and leaves; that breaks the
+    connections of the others, whose main thread may end with the error of gloo (exit code 1) before
+    their watchdog ends them."""
     return codes[0] == watchdog.EXIT_CODE and set(codes) <= {watchdog.EXIT_CODE, 1}
 
 
@@ -88,10 +99,20 @@ def test_a_rank_that_sleeps_in_a_hop_is_named(tmp_path):
     codes, lines = run(tmp_path, "hop")
     assert all_ended(codes), (codes, lines)
     where = "step 2, microbatch 0, layer 2, forward, hop"
-    assert f"rank {SLEEPER} does not wait for anyone: it is in sleeping_post (test_watchdog.py:" in lines[SLEEPER][0]
-    assert any(f"{where} 3: keys from rank {SLEEPER} tokens " in line for lines_of in lines for line in lines_of)
+    assert (
+        f"rank {SLEEPER} does not wait for anyone: it is in sleeping_post (test_watchdog.py:"
+        in lines[SLEEPER][0]
+    )
+    assert any(
+        f"{where} 3: keys from rank {SLEEPER} tokens " in line
+        for lines_of in lines
+        for line in lines_of
+    )
     (verdict,) = [line for lines_of in lines for line in lines_of if "first stuck" in line]
-    assert verdict in lines[0] and f"first stuck: rank {SLEEPER}, which does not wait for anyone" in verdict
+    assert (
+        verdict in lines[0]
+        and f"first stuck: rank {SLEEPER}, which does not wait for anyone" in verdict
+    )
     assert "; waiting for it: rank " in verdict and verdict.endswith("; ending the job")
 
 
@@ -99,7 +120,11 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named(tmp_path):
     codes, lines = run(tmp_path, "collective")
     assert all_ended(codes), (codes, lines)
     assert "rank 0 waits in a collective, hanging_rank (test_watchdog.py:" in lines[0][0]
-    assert any(f"first stuck: rank {SLEEPER}, which does not wait for anyone: it is in hanging_rank" in line for line in lines[0])
+    assert any(
+        f"first stuck: rank {SLEEPER}, which does not wait for anyone: it is in hanging_rank"
+        in line
+        for line in lines[0]
+    )
 
 
 def test_a_rank_that_never_calls_the_function_is_named(tmp_path):
@@ -118,12 +143,22 @@ def test_a_later_timeout_replaces_the_earlier_one(one_rank, monkeypatch):
 
 
 def test_a_rank_that_does_not_answer_is_named():
-    waits = {"waits": "hop", "at": "", "seconds": 3.0, "from": [[1, [[0, 8]]]], "to": [], "ranks": [4, 6], "kind": "keys"}
+    waits = {
+        "waits": "hop",
+        "at": "",
+        "seconds": 3.0,
+        "from": [[1, [[0, 8]]]],
+        "to": [],
+        "ranks": [4, 6],
+        "kind": "keys",
+    }
     place = {"step": 5, "microbatch": 1, "layer": 2, "direction": "backward", "hop": 3}
     told = {rank: waits | place for rank in range(8) if rank != 6}
     assert watchdog.verdict(told, 8) == "first stuck: rank 6, which does not answer"
     told[6] = waits | place | {"hop": 2}
-    assert watchdog.verdict(told, 8).startswith("first stuck: rank 6, which waits for 3 s: step 5, microbatch 1, layer 2, back")
+    assert watchdog.verdict(told, 8).startswith(
+        "first stuck: rank 6, which waits for 3 s: step 5, microbatch 1, layer 2, back"
+    )
     assert "hop 2: keys from rank 6 tokens 0:8" in watchdog.sentence(told[6])
     assert json.loads(json.dumps(told[6])) == told[6]
 
@@ -147,14 +182,19 @@ def test_what_the_device_waits_for_is_seen_though_the_host_does_not_wait(monkeyp
         asked.append(None)
 
     def is_completed():
-        assert asked[-1] == device, "a thread begins on the first device, which is that of another rank"
+        assert asked[-1] == device, (
+            "a thread begins on the first device, which is that of another rank"
+        )
         return False
 
     monkeypatch.setattr(torch.cuda, "device", on)
     work = SimpleNamespace(is_completed=is_completed)
     watch = watchdog.Watch(watchdog.Place(7, 4, 2))
     monkeypatch.setattr(watchdog, "WATCH", watch)
-    receive = (SimpleNamespace(peer=3, ranges=((0, 16),)), [SimpleNamespace(is_cuda=True, device=device)])
+    receive = (
+        SimpleNamespace(peer=3, ranges=((0, 16),)),
+        [SimpleNamespace(is_cuda=True, device=device)],
+    )
     watch.begin(SimpleNamespace(receives=[receive], sends=[], kind="keys", hop=1, ranks=()), [work])
     watch.end()
     dog = watchdog.Watchdog(0.01, 0, 1, Store(), ended.append)
@@ -162,15 +202,22 @@ def test_what_the_device_waits_for_is_seen_though_the_host_does_not_wait(monkeyp
     assert dog.waited() > 0.04
     dog.report()
     printed = capsys.readouterr().err
-    assert "step 7, microbatch 2, layer 4, forward, hop 1: keys from rank 3 tokens 0:16" in printed and ended == [3]
+    assert (
+        "step 7, microbatch 2, layer 4, forward, hop 1: keys from rank 3 tokens 0:16" in printed
+        and ended == [3]
+    )
     work.is_completed = lambda: True
     assert dog.waited() == 0.0
 
 
 def test_it_costs_less_than_half_a_percent_of_a_small_hop():
-    """Notes of one hop and one layer, against the attention of 512 tokens to 512 keys, 8 heads of 64: a small hop."""
+    """Notes of one hop and one layer, against the attention of 512 tokens to 512 keys, 8 heads of
+    64: a small hop.
+    """
     watch, work = watchdog.Watch(), []
-    batch = SimpleNamespace(receives=[(None, [torch.zeros(1)])], sends=[], kind="keys", hop=1, ranks=())
+    batch = SimpleNamespace(
+        receives=[(None, [torch.zeros(1)])], sends=[], kind="keys", hop=1, ranks=()
+    )
     q = torch.randn(1, 512, 8, 64)
     plan = Plan.build(Mask.full(512), Layout.contiguous(512, 1))
 
@@ -195,10 +242,13 @@ def best(function):
 
 
 def test_after_a_trial_collectives_count_only_once_attention_runs_again(monkeypatch):
-    """Rank 0 may index a data set for long, while all others wait in a barrier, between the certificate and the training."""
+    """Rank 0 may index a data set for long, while all others wait in a barrier, between the
+    certificate and the training.
+    """
     monkeypatch.setattr(watchdog, "WATCH", watchdog.Watch())
     monkeypatch.setattr(watchdog, "_calls", Counter())
-    monkeypatch.setattr(watchdog, "_collective", lambda frame: frame)  # whatever runs is a collective that does not end
+    # whatever runs is a collective that does not end
+    monkeypatch.setattr(watchdog, "_collective", lambda frame: frame)
     frame = SimpleNamespace(f_lasti=1)
     dog = watchdog.Watchdog(0.01, 0, 1, Store())
     monkeypatch.setattr(watchdog.sys, "_current_frames", lambda: {dog._main: frame})
@@ -219,7 +269,8 @@ def test_after_a_trial_collectives_count_only_once_attention_runs_again(monkeypa
 def test_a_checkpoint_may_take_longer_than_a_hop(monkeypatch):
     """A synchronous save runs in torch.distributed all the time, as a collective that hangs does."""
     monkeypatch.setattr(watchdog, "WATCH", watchdog.Watch(beats=1))
-    monkeypatch.setattr(watchdog, "_collective", lambda frame: frame)  # whatever runs is a collective that does not end
+    # whatever runs is a collective that does not end
+    monkeypatch.setattr(watchdog, "_collective", lambda frame: frame)
     clock = [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
     dog = watchdog.Watchdog(600.0, 0, 1, Store())
@@ -255,14 +306,17 @@ def test_a_process_that_was_stopped_counts_its_waits_anew(monkeypatch):
     dog = watchdog.Watchdog(600.0, 0, 1, Store(), ended.append)
     monkeypatch.setattr(dog, "report", lambda: ended.append(clock[0]))
     receive = (SimpleNamespace(peer=3, ranges=((0, 16),)), [SimpleNamespace(is_cuda=False)])
-    watchdog.WATCH.begin(SimpleNamespace(receives=[receive], sends=[], kind="keys", hop=1, ranks=()), [])
+    watchdog.WATCH.begin(
+        SimpleNamespace(receives=[receive], sends=[], kind="keys", hop=1, ranks=()), []
+    )
     dog.run(lambda: True)
     assert 3600.0 + 600.0 < ended[0] < 3600.0 + 620.0
 
 
 def test_threads_that_wait_at_the_same_time_are_told_apart():
     watch, first, second = watchdog.Watch(), *(SimpleNamespace(
-        receives=[(None, [torch.zeros(1)])], sends=[], kind=kind, hop=1) for kind in ("keys", "gradients"))  # fmt: skip
+        receives=[(None, [torch.zeros(1)])], sends=[], kind=kind, hop=1) for kind in ("keys",
+        "gradients"))  # fmt: skip
     watch.begin(first, [])
     other = threading.Thread(target=watch.begin, args=(second, []))
     other.start()

@@ -1,4 +1,6 @@
-"""Ranks of a `LocalRing` that keep a time of their own: kernels and links take as long as they are told, on any machine."""
+"""Ranks of a `LocalRing` that keep a time of their own: kernels and links take as long as they are
+told, on any machine.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,31 @@ _own = threading.local()
 
 
 def pairs_of(tensors: Sequence[torch.Tensor], named: Mapping[str, Any]) -> float:
-    """Pairs of queries and keys of a kernel call, full or causal, forward or backward, from its arguments."""
+    """Pairs of queries and keys of a kernel call, full or causal, forward or backward, from its
+    arguments.
+    """
     q, k = tensors[:2] if len(tensors) == 3 else tensors[1:3]
     return q.shape[1] * k.shape[1] * (0.5 if named["hi"] < OPEN else 1.0)
 
 
 class VirtualRing:
-    """`size` ranks. `compute(rank)` and `link(sender, receiver)` are factors of the time of a kernel call and of a message."""
+    """`size` ranks. `compute(rank)` and `link(sender, receiver)` are factors of the time of a
+    kernel call and of a message.
+    """
 
-    def __init__(self, size: int, compute: Callable[[int], float], link: Callable[[int, int], float], monkeypatch) -> None:
+    def __init__(
+        self,
+        size: int,
+        compute: Callable[[int], float],
+        link: Callable[[int, int], float],
+        monkeypatch,
+    ) -> None:
         self.size, self.compute, self.link = size, compute, link
         self.stamps = defaultdict(list)
         monkeypatch.setattr(timing, "clock", lambda: getattr(_own, "time", 0.0))
         for name in ("forward", "backward"):
-            # Not by setattr: what that leaves behind on an instance hides later patches of its class.
+            # Not by setattr: what that leaves behind on an instance hides later patches of its
+            # class.
             monkeypatch.setitem(vars(KERNEL), name, self.taking_time(getattr(KERNEL, name)))
 
     def taking_time(self, kernel):
@@ -55,14 +68,19 @@ class VirtualRing:
             LocalRing(self.size).run(self._rank, calls, tokens, settings)
         found = recording.resolve()
         hosts = {rank: f"n{rank // 2}" for rank in range(self.size)}
-        return [RankTimes(r, hosts[r], [call for call in found if call.rank == r]) for r in range(self.size)]
+        return [
+            RankTimes(r, hosts[r], [call for call in found if call.rank == r])
+            for r in range(self.size)
+        ]
 
     def _rank(self, group, calls, tokens, settings):
         _own.rank, _own.time = group.rank, 100.0
         q, k, v = (torch.zeros(1, tokens, 2, 8, requires_grad=True) for _ in range(3))
         transport = VirtualGroup(self, group)
         for _ in range(calls):
-            ring_attention(q, k, v, transport, causal=True, kernel="cpu", **settings).sum().backward()
+            ring_attention(
+                q, k, v, transport, causal=True, kernel="cpu", **settings
+            ).sum().backward()
 
 
 class VirtualGroup:
@@ -74,18 +92,25 @@ class VirtualGroup:
         self._expected, self._done = defaultdict(list), defaultdict(lambda: [0.0])
 
     def post(self, batch):
-        to, come = (list(dict.fromkeys(peer for peer, _ in messages(each))) for each in (batch.sends, batch.receives))
+        to, come = (
+            list(dict.fromkeys(peer for peer, _ in messages(each)))
+            for each in (batch.sends, batch.receives)
+        )
         for peer in to:
             self._ring.stamps[self.rank, peer].append(_own.time)
         for peer in come:
             self._expected[peer].append(_own.time)
-        return _Arrival(self, self._group.post(batch), [(peer, len(self._expected[peer])) for peer in come])
+        return _Arrival(
+            self, self._group.post(batch), [(peer, len(self._expected[peer])) for peer in come]
+        )
 
     def arrive(self, peer, number):
         done = self._done[peer]
         while len(done) <= number:  # messages pass a link one after the other
             place = len(done) - 1
-            start = max(self._ring.stamps[peer, self.rank][place], self._expected[peer][place], done[-1])
+            start = max(
+                self._ring.stamps[peer, self.rank][place], self._expected[peer][place], done[-1]
+            )
             done.append(start + LINK_S * self._ring.link(peer, self.rank))
         _own.time = max(_own.time, done[number])
         arrived(peer)

@@ -9,7 +9,8 @@ import torch
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.updates import MAX_PARTS, Partial, query_updates
 
-# Tokens of the total that each partial result has, in its order; the last is in reverse order. Tokens 40 and 41 are in none.
+# Tokens of the total that each partial result has, in its order; the last is in reverse order.
+# Tokens 40 and 41 are in none.
 RANGES = [[(0, 37)], [(20, 33), (0, 5)], [(33, 40)], [(3, 20)], [(0, 40)], [(36, 40), (2, 9)]]
 TOKENS = 42
 SHAPES = [(2, 3, 24, torch.float32), (1, 2, 40, torch.bfloat16), (3, 1, 1, torch.float16)]
@@ -21,25 +22,38 @@ def parts() -> list[Partial]:
 
 def updates(most: int) -> list[Segments]:
     """The updates of the totals, of at most so many parts each."""
-    return [Segments(update.segments, update.whole) for update in query_updates([parts()], TOKENS, most)]
+    return [
+        Segments(update.segments, update.whole) for update in query_updates([parts()], TOKENS, most)
+    ]
 
 
 def tokens_of(part: Partial) -> torch.Tensor:
     """The tokens of the total that a partial result has, in the order of the partial result."""
     spans = zip(part.start.tolist(), part.end.tolist(), strict=True)
-    return torch.cat([torch.arange(start, end).flip(0) if part.reverse else torch.arange(start, end) for start, end in spans])
+    return torch.cat(
+        [
+            torch.arange(start, end).flip(0) if part.reverse else torch.arange(start, end)
+            for start, end in spans
+        ]
+    )
 
 
 def merges_agree_with_float64(merge, exact: bool = True) -> None:
     """Any updates give the same bits, close to float64, in both dtypes of the result.
 
-    Without `exact`, nearly the same bits: torch computes exp in vectors, and in another way where a vector is not full.
+    Without `exact`, nearly the same bits: torch computes exp in vectors, and in another way where a
+    vector is not full.
     """
     generator = torch.Generator().manual_seed(0)
     for b, h, e, dtype in SHAPES:
         places = [tokens_of(part) for part in parts()]
-        outs = [torch.randn(len(at), b, h, e + 3, generator=generator).to(dtype)[..., :e] for at in places]
-        lses = [5 * torch.randn(len(at), h, b, generator=generator).permute(2, 1, 0) for at in places]
+        outs = [
+            torch.randn(len(at), b, h, e + 3, generator=generator).to(dtype)[..., :e]
+            for at in places
+        ]
+        lses = [
+            5 * torch.randn(len(at), h, b, generator=generator).permute(2, 1, 0) for at in places
+        ]
         lses[0][0, 0, 36] = -math.inf  # also in others, which count alone
         for out, lse, at in zip(outs, lses, places, strict=True):
             lse[..., at == 30], out[at == 30] = -math.inf, 0.0  # in none
@@ -48,7 +62,9 @@ def merges_agree_with_float64(merge, exact: bool = True) -> None:
         for i, at in enumerate(places):
             wide[i, ..., at], values[i, at] = lses[i].double(), outs[i].double()
         truth_lse = wide.logsumexp(0)
-        weights = torch.where(wide == -math.inf, 0.0, (wide - truth_lse).exp()).permute(0, 3, 1, 2)[..., None]
+        weights = torch.where(wide == -math.inf, 0.0, (wide - truth_lse).exp()).permute(0, 3, 1, 2)[
+            ..., None
+        ]
         truth = (weights * values).sum(0)
         seen = ~truth_lse.isneginf()
         assert not seen[..., [30, 40, 41]].any()
@@ -56,7 +72,9 @@ def merges_agree_with_float64(merge, exact: bool = True) -> None:
         for most in range(1, MAX_PARTS + 1):
             for wanted in {torch.float32, dtype}:
                 result = torch.full((TOKENS, b, h, e), math.nan, dtype=wanted)
-                running = result if wanted == torch.float32 else torch.full((TOKENS, b, h, e), math.nan)
+                running = (
+                    result if wanted == torch.float32 else torch.full((TOKENS, b, h, e), math.nan)
+                )
                 lse, first = torch.full((b, h, TOKENS), math.nan), 0
                 for segments in updates(most):
                     last = first + segments.parts
@@ -64,11 +82,16 @@ def merges_agree_with_float64(merge, exact: bool = True) -> None:
                     first = last
                 assert torch.equal(lse.isneginf(), ~seen)
                 assert not result.permute(1, 2, 0, 3)[~seen].any()
-                assert float((result.double() - truth).norm() / truth.norm()) < {2: 5e-3, 4: 1e-6}[wanted.itemsize]
+                assert (
+                    float((result.double() - truth).norm() / truth.norm())
+                    < {2: 5e-3, 4: 1e-6}[wanted.itemsize]
+                )
                 assert float((lse[seen] - truth_lse[seen]).abs().max()) < 1e-5
                 if wanted == dtype:
                     found.append(result)
-        assert all(torch.equal(found[0], x) if exact else torch.allclose(found[0], x) for x in found[1:])
+        assert all(
+            torch.equal(found[0], x) if exact else torch.allclose(found[0], x) for x in found[1:]
+        )
 
 
 def sums_agree_with_float64(add) -> None:
@@ -76,19 +99,25 @@ def sums_agree_with_float64(add) -> None:
     generator = torch.Generator().manual_seed(0)
     for b, h, d, dtype in SHAPES:
         places = [tokens_of(part) for part in parts()]
-        given = [torch.randn(b, len(at), h, d, generator=generator).to(dtype).transpose(0, 1) for at in places]
+        given = [
+            torch.randn(b, len(at), h, d, generator=generator).to(dtype).transpose(0, 1)
+            for at in places
+        ]
         wanted = torch.zeros(TOKENS, b, h, d)
         for part, at in zip(given, places, strict=True):
             wanted[at] += part.float()
         for most in range(1, MAX_PARTS + 1):
             for out in {torch.float32, dtype}:
                 result = torch.full((TOKENS, b, h, d), math.nan, dtype=out)
-                running = result if out == torch.float32 else torch.full((TOKENS, b, h, d), math.nan)
+                running = (
+                    result if out == torch.float32 else torch.full((TOKENS, b, h, d), math.nan)
+                )
                 first = 0
                 for segments in updates(most):
                     add(segments, given[first : first + segments.parts], running, result)
                     first += segments.parts
-                if out == torch.bfloat16:  # Triton's interpreter cuts bfloat16 off instead of rounding it
+                # Triton's interpreter cuts bfloat16 off instead of rounding it
+                if out == torch.bfloat16:
                     assert ((result.float() - wanted).abs() <= 2**-7 * wanted.abs()).all()
                 else:
                     assert torch.equal(result, wanted.to(out))

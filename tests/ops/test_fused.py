@@ -1,4 +1,6 @@
-"""Triton functions: the fallback where they cannot be compiled, and the arguments that must not cause another compilation."""
+"""Triton functions: the fallback where they cannot be compiled, and the arguments that must not
+cause another compilation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from cp_ring.ops.fused import FusedFunction
 
 @pytest.fixture
 def function(monkeypatch):
-    """Stands for a Triton function. A launch raises `module.raises`, if set; `module.launches` counts the launches."""
+    """Stands for a Triton function. A launch raises `module.raises`, if set; `module.launches`
+    counts the launches.
+    """
     module = types.ModuleType("tests_fused_module")
     module.raises, module.launches = None, 0
 
@@ -36,13 +40,15 @@ def test_without_compiler_torch_operations_run_and_it_is_said_once(function, cap
     """Triton raises at the first launch, not at import."""
     first, module = function
     second = FusedFunction("tests_fused_module", "run")
-    module.raises = RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+    module.raises = RuntimeError(
+        "Failed to find C compiler.\nPlease specify via CC environment variable."
+    )
     with caplog.at_level(logging.WARNING, "cp_ring.ops"):
         assert [first.run(), first.run(), second.run()] == [False, False, False]
     assert module.launches == 2, "each function is tried once"
     assert [record.message for record in caplog.records] == [
-        "Triton cannot compile (Failed to find C compiler. Please specify via CC environment variable.): merges and sums of "
-        "gradients use torch operations, which are slower"
+        "Triton cannot compile (Failed to find C compiler. Please specify via CC environment "
+        "variable.): merges and sums of gradients use torch operations, which are slower"
     ]
 
 
@@ -83,7 +89,9 @@ def test_faults_of_the_device_are_errors(function):
         first.run()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Triton Error [CUDA]: out of memory"), MemoryError()])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Triton Error [CUDA]: out of memory"), MemoryError()]
+)
 def test_memory_that_is_short_is_an_error_and_does_not_turn_triton_off(function, error):
     first, module = function
     module.raises = error
@@ -113,7 +121,9 @@ def test_without_triton_nothing_is_said(caplog):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_numbers_of_tokens_cause_no_new_compilation():
-    """Sizes and strides of heads are specialized, because they decide how memory is read; token counts are not."""
+    """Sizes and strides of heads are specialized, because they decide how memory is read; token
+    counts are not.
+    """
     from cp_ring.ops import merge_triton, sums_triton
 
     strides = {f"lse_{what}{part}" for what in "bh" for part in ("", 0, 1, 2, 3)}

@@ -1,4 +1,6 @@
-"""Sums of gradients: torch operations here, the Triton source through Triton's interpreter in a process of its own."""
+"""Sums of gradients: torch operations here, the Triton source through Triton's interpreter in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ def test_torch_operations():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_source_through_the_interpreter():
     interpreted(
-        "from cp_ring.ops.sums_triton import add; from tests.ops.cases import sums_agree_with_float64 as check;"
-        "check(lambda segments, *tensors: add(segments.blocks(torch.device('cpu')), *tensors))"
+        "from cp_ring.ops.sums_triton import add; from tests.ops.cases import "
+        "sums_agree_with_float64 as check;check(lambda segments, *tensors: "
+        "add(segments.blocks(torch.device('cpu')), *tensors))"
     )

@@ -1,1 +1,3 @@
-"""Pairwise: every pair of settings that the documents support, in few jobs, each against context parallel size 1."""
+"""Pairwise: every pair of settings that the documents support, in few jobs, each against context
+parallel size 1.
+"""

@@ -1,8 +1,9 @@
-"""The pairwise table: `python -m tests.pairwise [--count 200] [--seed 1] [--only 3,10..20] [--lanes 2] [--show]`.
+"""The pairwise table:
+`python -m tests.pairwise [--count 200] [--seed 1] [--only 3,10..20] [--lanes 2] [--show]`.
 
-One line for each row: equal to context parallel size 1 (with its largest relative error), rejected in one line before training,
-or WRONG. Exit code 1 if a row is wrong: another loss or gradient norm, a traceback, or a rejection of what the documents support,
-or by another line than they say.
+One line for each row: equal to context parallel size 1 (with its largest relative error), rejected
+in one line before training, or WRONG. Exit code 1 if a row is wrong: another loss or gradient norm,
+a traceback, or a rejection of what the documents support, or by another line than they say.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from tests.parity.models import COMMON
 
 
 def run(case: Case, folder: Path) -> tuple[Verdict, str]:
-    """Trains a row: its jobs until one fails, else its baseline too. Returns the numbers of all of them too, as text."""
+    """Trains a row: its jobs until one fails, else its baseline too. Returns the numbers of all of
+    them too, as text.
+    """
     outcomes: list[Outcome] = []
     for job in case.before:
         saved = _attempt(job, folder)
@@ -35,14 +38,18 @@ def run(case: Case, folder: Path) -> tuple[Verdict, str]:
         if outcomes[-1].code:
             return case.verdict(outcomes, Outcome()), ""
     baseline = _attempt(case.baseline, folder)
-    numbers = [f"{found.losses} {found.grad_norms} {found.validation}" for found in (*outcomes, baseline)]
+    numbers = [
+        f"{found.losses} {found.grad_norms} {found.validation}" for found in (*outcomes, baseline)
+    ]
     return case.verdict(outcomes, baseline), "; ".join(numbers)
 
 
 def last_words(output: str) -> str:
     """The exit code and the last line of a failed job that names an error."""
     code, *lines = output.splitlines()
-    errors = [line for line in lines if "Error: " in line and "Connection closed by peer" not in line]
+    errors = [
+        line for line in lines if "Error: " in line and "Connection closed by peer" not in line
+    ]
     return f"{code}: {(errors or lines)[0] if errors or lines else ''}"
 
 
@@ -59,7 +66,11 @@ def right(verdict: Verdict, line: str) -> bool:
 
 def shown(row: Row) -> str:
     """The values of a row that are not the first ones of their factors."""
-    told = [name for name, values in FACTORS.items() if row[name] != values[0] or name in ("model", "split")]
+    told = [
+        name
+        for name, values in FACTORS.items()
+        if row[name] != values[0] or name in ("model", "split")
+    ]
     return ", ".join(f"{name} {row[name]}" for name in told)
 
 
@@ -75,7 +86,9 @@ def chosen(only: str, count: int) -> list[int]:
 def main(
     count: Annotated[int, typer.Option(help="Rows of the table.")] = 200,
     seed: Annotated[int, typer.Option(help="Seed of what is free in the choice of rows.")] = 1,
-    only: Annotated[str, typer.Option(help="Numbers of rows, as in 3,10..20; all by default.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Numbers of rows, as in 3,10..20; all by default.")
+    ] = "",
     lanes: Annotated[int, typer.Option(help="Rows that train at the same time.")] = 2,
     show: Annotated[bool, typer.Option(help="Print the rows and train nothing.")] = False,
 ) -> None:
@@ -102,11 +115,30 @@ def main(
             error = max(verdict.loss_error or 0, verdict.grad_norm_error or 0)
             exact = verdict.cell.model.tolerance <= 2e-6
             worst = max(worst, error if good and exact else 0)
-            what = f"rejected: {verdict.rejected}" if verdict.rejected else f"{error:.1e}{'' if good else f' {numbers}'}"
+            what = (
+                f"rejected: {verdict.rejected}"
+                if verdict.rejected
+                else f"{error:.1e}{'' if good else f' {numbers}'}"
+            )
             what = last_words(verdict.failed) if verdict.failed else what
-            print(f"{number}: {shown(row)}: {'' if good else 'WRONG: '}{what} ({seconds:.0f} s)", flush=True)
-            counts["wrong" if not good else "rejected" if verdict.rejected else "equal" if exact else "equal to its bound"] += 1
-    print(f"{len(wanted)} rows, seed {seed}: {dict(counts)}, largest error of float32 rows {worst:.1e}", flush=True)
+            print(
+                f"{number}: {shown(row)}: {'' if good else 'WRONG: '}{what} ({seconds:.0f} s)",
+                flush=True,
+            )
+            counts[
+                "wrong"
+                if not good
+                else "rejected"
+                if verdict.rejected
+                else "equal"
+                if exact
+                else "equal to its bound"
+            ] += 1
+    print(
+        f"{len(wanted)} rows, seed {seed}: {dict(counts)}, largest error of float32 rows "
+        f"{worst:.1e}",
+        flush=True,
+    )
     raise typer.Exit(int(bool(counts["wrong"])))
 
 

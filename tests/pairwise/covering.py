@@ -14,12 +14,17 @@ _TRIES = 60
 
 
 def cover(
-    factors: Factors, allowed: Callable[[Row], bool], count: int, seed: int, wanted: Iterable[Row] = ()
+    factors: Factors,
+    allowed: Callable[[Row], bool],
+    count: int,
+    seed: int,
+    wanted: Iterable[Row] = (),
 ) -> tuple[list[Row], set[Pair]]:
     """`count` rows, and the pairs that are in none of them although they are allowed by themselves.
 
-    Each row begins with one of `wanted`, then with a pair that no row has, and takes of each further factor, in random order,
-    the value with the most new pairs; the first one where there is none. Rows beyond those needed are random.
+    Each row begins with one of `wanted`, then with a pair that no row has, and takes of each
+    further factor, in random order, the value with the most new pairs; the first one where there is
+    none. Rows beyond those needed are random.
 
     allowed: whether the values of a part of a row go together.
     """
@@ -33,7 +38,14 @@ def cover(
         pair = open_pairs[random.integers(len(open_pairs))] if open_pairs else None
         start = starts.pop(0) if starts else _row(pair) if pair else {}
         new = missing - hopeless
-        row = next((found for _ in range(_TRIES) if (found := _filled(start, factors, allowed, new, random))), None)
+        row = next(
+            (
+                found
+                for _ in range(_TRIES)
+                if (found := _filled(start, factors, allowed, new, random))
+            ),
+            None,
+        )
         if row is None and pair is not None and start == _row(pair):
             hopeless.add(pair)
         elif row is None:
@@ -45,11 +57,20 @@ def cover(
 
 
 def _pairs(factors: Factors) -> list[Pair]:
-    return [(a, x, b, y) for a, b in itertools.combinations(factors, 2) for x in factors[a] for y in factors[b]]
+    return [
+        (a, x, b, y)
+        for a, b in itertools.combinations(factors, 2)
+        for x in factors[a]
+        for y in factors[b]
+    ]
 
 
 def _pairs_of(row: Row, factors: Factors) -> list[Pair]:
-    return [(a, row[a], b, row[b]) for a, b in itertools.combinations(factors, 2) if a in row and b in row]
+    return [
+        (a, row[a], b, row[b])
+        for a, b in itertools.combinations(factors, 2)
+        if a in row and b in row
+    ]
 
 
 def _row(pair: Pair) -> Row:
@@ -57,7 +78,11 @@ def _row(pair: Pair) -> Row:
 
 
 def _filled(
-    start: Row, factors: Factors, allowed: Callable[[Row], bool], missing: set[Pair], random: np.random.Generator
+    start: Row,
+    factors: Factors,
+    allowed: Callable[[Row], bool],
+    missing: set[Pair],
+    random: np.random.Generator,
 ) -> Row | None:
     """A whole row that begins with `start`; None at a dead end."""
     row = dict(start)
@@ -65,7 +90,11 @@ def _filled(
         fit = [value for value in factors[factor] if allowed(row | {factor: value})]
         if not fit:
             return None
-        gains = [len(missing.intersection(_pairs_of(row | {factor: value}, factors))) for value in fit]
+        gains = [
+            len(missing.intersection(_pairs_of(row | {factor: value}, factors))) for value in fit
+        ]
         best = [value for value, gain in zip(fit, gains, strict=True) if gain == max(gains)]
-        row[factor] = best[0] if missing and max(gains) == min(gains) else best[random.integers(len(best))]
+        row[factor] = (
+            best[0] if missing and max(gains) == min(gains) else best[random.integers(len(best))]
+        )
     return {name: row[name] for name in factors}

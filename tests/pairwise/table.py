@@ -1,4 +1,6 @@
-"""The factors of the pairwise table, what the documents say does not go together, and the jobs of a row."""
+"""The factors of the pairwise table, what the documents say does not go together, and the jobs of a
+row.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ from tests.parity.matrix import Cell, Job, Verdict, compare
 from tests.parity.models import REFERENCE, STOCK, Model, Split
 
 LATENT = f"{parity.LATENT} --untie-embeddings-and-output-weights"
-MLA_MOE_MTP = f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1"
+MLA_MOE_MTP = (
+    f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1"
+)
 MODELS = {
     "gqa": parity.UNTIED,
-    "mqa": f"{parity.ROPE} --group-query-attention --num-query-groups 1 --qk-layernorm --untie-embeddings-and-output-weights",
+    "mqa": f"{parity.ROPE} --group-query-attention --num-query-groups 1 --qk-layernorm "
+    "--untie-embeddings-and-output-weights",
     "mla": LATENT,
     "moe": parity.EXPERTS,
     "mla+moe+mtp": MLA_MOE_MTP,
@@ -30,7 +35,11 @@ MODELS = {
     "delta net": parity.DELTA_NET,
 }
 _TIED = ("learned positions", "yarn", "mrope")
-_EXPERTS, _LATENT, _RECURRENT = ("moe", "mla+moe+mtp"), ("mla", "mla+moe+mtp"), ("mamba", "delta net")
+_EXPERTS, _LATENT, _RECURRENT = (
+    ("moe", "mla+moe+mtp"),
+    ("mla", "mla+moe+mtp"),
+    ("mamba", "delta net"),
+)
 SPLITS = {split.name: split for split in parity.SPLITS if not split.like} | {
     "tp2cp2 sp": Split("tp2cp2sp", cp=2, tp=2),
     "cp1": Split("cp1", cp=1),
@@ -99,7 +108,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Values that the documents say do not go together, and a part of the line; none where the test data cannot be so.
+    """Values that the documents say do not go together, and a part of the line; none where the test
+    data cannot be so.
 
     example: what the row that tries it has beside the last of these values.
     """
@@ -116,13 +126,17 @@ _NOT_LATENT = tuple(name for name in MODELS if name not in _LATENT)
 RULES = (
     Rule("", {"documents": ("packed thd",), "layout": ("contiguous", "balanced")}),
     Rule("", {"documents": ("packed thd",), "rows": ("2",)}),
-    Rule("", {"documents": ("packed thd",), "model": ("mrope",)}),  # these test data have one position a token
+    # these test data have one position a token
+    Rule("", {"documents": ("packed thd",), "model": ("mrope",)}),
     Rule("", {"model": _RECURRENT, "split": ("tp2cp2 sp",)}),
     Rule("", {"model": _RECURRENT, "dtype": ("bf16",)}),  # their kernels here are in float32
     Rule("needs --multi-latent-attention", {"wire": ("latent",), "model": _NOT_LATENT}),
     Rule("latents have no heads to exchange", {"wire": ("latent",), "comm": _HEADS}, {"model": "mla"}),
     Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": ("tp2cp2",)}),
-    Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": _WITHOUT_SP, "resume": ("tp2", "tp2cp2")}, {"split": "cp2"}),
+    Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": _WITHOUT_SP, "resume": ("tp2",
+         "tp2cp2")}, {
+         "split":
+         "cp2"}),
     Rule("", {"model": ("mla+moe+mtp", *_RECURRENT), "split": _ON_TP, "resume": ("cp1", "cp4")}),
     Rule("", {"model": ("mla+moe+mtp", *_RECURRENT), "split": _OFF_TP, "resume": ("tp2", "tp2cp2")}),
     Rule("whose state runs along the sequence", {"model": _RECURRENT, "documents": _DECLARED}),
@@ -132,19 +146,36 @@ RULES = (
     Rule("needs --bf16 or --fp16", {"sharding": _MEGATRON_FSDP, "dtype": ("float32",), "resume": _RESUMED},
         {"sharding": "megatron fsdp"}),
     Rule("not supported with pipeline parallelism", {"sharding": ("fsdp2",), "split": ("pp2cp2",)}),
-    Rule("not supported with expert parallelism", {"sharding": ("fsdp2",), "model": _EXPERTS}, {"split": "cp4"}),
+    Rule("not supported with expert parallelism", {"sharding": ("fsdp2",), "model": _EXPERTS}, {
+         "split":
+         "cp4"}),
     Rule("requires --untie-embeddings-and-output-weights", {"sharding": ("fsdp2",), "model": _TIED}),
-    Rule("Megatron takes whole weights for the parts", {"sharding": ("fsdp2",), "model": _RECURRENT, "resume": _RESUMED}),
+    Rule("Megatron takes whole weights for the parts", {"sharding": ("fsdp2",), "model": _RECURRENT,
+         "resume": _RESUMED}),
     Rule("positions travel with the keys", {"wire": ("latent", "int8", "fp8"), "dropout": ("yes",)}),
-    Rule("does not support --use-megatron-fsdp", {"wire": ("latent",), "sharding": _MEGATRON_FSDP}, {"model": "mla"}),
-    Rule("does not support --recompute-granularity selective", {"wire": ("latent",), "recompute": ("selective",)},
+    Rule("does not support --use-megatron-fsdp", {"wire": ("latent",), "sharding": _MEGATRON_FSDP}, {
+         "model":
+         "mla"}),
+    Rule("does not support --recompute-granularity selective", {"wire": ("latent",), "recompute": (
+         "selective",)},
         {"model": "mla"}),
-    Rule("does not support --use-torch-fsdp2", {"wire": ("latent",), "sharding": ("fsdp2",)}, {"model": "mla"}),
-    Rule("needs --data-parallel-sharding-strategy optim_grads_params", {"sharding": ("megatron fsdp optim",), "resume": _RESUMED},
+    Rule("does not support --use-torch-fsdp2", {"wire": ("latent",), "sharding": ("fsdp2",)}, {
+         "model":
+         "mla"}),
+    Rule("needs --data-parallel-sharding-strategy optim_grads_params", {"sharding": (
+         "megatron fsdp optim",),
+         "resume": _RESUMED},
         {"dtype": "bf16"}),
 )  # fmt: skip
 WANTED = [
-    {"model": model, "split": split, "sharding": sharding, "resume": resume, "dtype": dtype, "wire": wire}
+    {
+        "model": model,
+        "split": split,
+        "sharding": sharding,
+        "resume": resume,
+        "dtype": dtype,
+        "wire": wire,
+    }
     for model, split, sharding, resume, dtype, wire in (
         ("mla", "tp2cp2", "fsdp2", "tp2", "float32", "plain"),
         ("mla", "tp2cp2", "megatron fsdp", "tp2", "bf16", "plain"),
@@ -167,7 +198,10 @@ def rows(count: int, seed: int) -> list[tuple[Row, str]]:
     """
     default = {factor: values[0] for factor, values in FACTORS.items()}
     rejected = [
-        (default | {factor: values[-1] for factor, values in rule.values.items()} | rule.example, rule.line)
+        (
+            default | {factor: values[-1] for factor, values in rule.values.items()} | rule.example,
+            rule.line,
+        )
         for rule in RULES
         if rule.line
     ]
@@ -178,15 +212,22 @@ def rows(count: int, seed: int) -> list[tuple[Row, str]]:
 
 def _experts(row: Row) -> int:
     """The expert parallel size; 1 where the baseline has two tensor-parallel ranks already."""
-    return 2 if row["model"] == "moe" or (row["model"] in _EXPERTS and row["split"] != "tp2cp2 sp") else 1
+    return (
+        2
+        if row["model"] == "moe" or (row["model"] in _EXPERTS and row["split"] != "tp2cp2 sp")
+        else 1
+    )
 
 
 def _rounding(row: Row) -> float:
-    """The largest error of a row with plain keys; in bf16 one rounding, or two with experts, whose choice is not smooth."""
+    """The largest error of a row with plain keys; in bf16 one rounding, or two with experts, whose
+    choice is not smooth.
+    """
     if row["dtype"] == "bf16":
         return 2**-7 if row["model"] in _EXPERTS else 2**-8
     if row["model"] == "delta net" and row["split"] in _ON_TP and row["resume"] != "no":
-        return 1e-5  # each rank of Megatron has another out_norm, and a checkpoint that of the first
+        # each rank of Megatron has another out_norm, and a checkpoint that of the first
+        return 1e-5
     return 2e-6 if row["model"] == "delta net" and row["layout"] == "balanced" else 1e-6
 
 
@@ -196,9 +237,14 @@ def _model(name: str, row: Row) -> Model:
     flags += ["--attention-dropout 0.2"] if row["dropout"] == "yes" else []
     flags += [parity.SEQUENCE_PARALLEL] if row["split"] == "tp2cp2 sp" else []
     flags += ["--bf16"] if row["dtype"] == "bf16" else []
-    sums = row["dtype"] == "bf16" and row["sharding"] in _MEGATRON_FSDP  # which Megatron adds in bf16 else, at cp 1 too
+    # which Megatron adds in bf16 else, at cp 1 too
+    sums = row["dtype"] == "bf16" and row["sharding"] in _MEGATRON_FSDP
     ring = ["--megatron-fsdp-main-grads-dtype fp32"] if sums else []
-    ring += [RECOMPUTE[row["recompute"]], SHARDING[row["sharding"]], f"--cp-ring-wire {row['wire']}"]
+    ring += [
+        RECOMPUTE[row["recompute"]],
+        SHARDING[row["sharding"]],
+        f"--cp-ring-wire {row['wire']}",
+    ]
     ring += [f"--cp-ring-layout {row['layout']}"]
     ring += ["--cp-ring-offload"] if row["offload"] == "yes" else []
     ring += ["--cp-ring-loss-chunk 7"] if row["loss chunk"] == "yes" else []
@@ -220,9 +266,11 @@ def _split(name: str, comm: str, experts: int) -> Split:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row as jobs: a baseline, and one job, or one that saves after two steps and one that resumes elsewhere.
+    """A row as jobs: a baseline, and one job, or one that saves after two steps and one that
+    resumes elsewhere.
 
-    before: the job whose checkpoint the first job and the baseline begin with, if there are pipeline stages.
+    before: the job whose checkpoint the first job and the baseline begin with, if there are
+    pipeline stages.
     """
 
     name: str
@@ -243,11 +291,15 @@ class Case:
         then = Cell(model, _split(row["resume"], row["comm"], model.experts)).job()
         save = shlex.split(f"--save {saved} --save-interval 2 --exit-interval 2")
         first = dataclasses.replace(first, flags=(*first.flags, *save))
-        then = dataclasses.replace(then, name=f"{then.name}-resumed", flags=(*then.flags, "--load", str(saved)))
+        then = dataclasses.replace(
+            then, name=f"{then.name}-resumed", flags=(*then.flags, "--load", str(saved))
+        )
         return cls(name, cell, tuple(before), baseline, (first, then))
 
     def verdict(self, outcomes: list[Outcome], baseline: Outcome) -> Verdict:
-        """Of the losses and gradient norms of all jobs, one after another; the first that did not train counts."""
+        """Of the losses and gradient norms of all jobs, one after another; the first that did not
+        train counts.
+        """
         bad = next((outcome for outcome in outcomes if outcome.code or outcome.rejected), None)
         whole = bad or Outcome(
             [loss for outcome in outcomes for loss in outcome.losses],

@@ -1,4 +1,6 @@
-"""The parity matrix: `python -m tests.parity [--models a,b] [--splits c,d] [--json | --markdown] [--planted]`."""
+"""The parity matrix:
+`python -m tests.parity [--models a,b] [--splits c,d] [--json | --markdown] [--planted]`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,23 @@ from tests.parity.models import MODELS, SPLITS
 def main(
     models: Annotated[str, typer.Option(help="Models, separated by commas; all by default.")] = "",
     splits: Annotated[str, typer.Option(help="Splits, separated by commas; all by default.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, one a cell.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a list of objects, one a cell.")
+    ] = False,
     markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
-    planted: Annotated[bool, typer.Option(help="Plant each model's fault: then every cell must be wrong.")] = False,
+    planted: Annotated[
+        bool, typer.Option(help="Plant each model's fault: then every cell must be wrong.")
+    ] = False,
 ) -> None:
-    """Train each model under each split and compare it with itself at context parallel size 1; exit code 1 if a cell is wrong."""
-    wanted = matrix.cells(_names(models, MODELS, "--models"), _names(splits, SPLITS, "--splits"), planted)
-    verdicts = list(matrix.run(wanted, tell=functools.partial(print, file=sys.stderr, flush=True)).values())
+    """Train each model under each split and compare it with itself at context parallel size 1; exit
+    code 1 if a cell is wrong.
+    """
+    wanted = matrix.cells(
+        _names(models, MODELS, "--models"), _names(splits, SPLITS, "--splits"), planted
+    )
+    verdicts = list(
+        matrix.run(wanted, tell=functools.partial(print, file=sys.stderr, flush=True)).values()
+    )
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
     elif markdown:
@@ -39,7 +51,9 @@ def _names(given: str, known: tuple, flag: str) -> list[str]:
     names = [name for name in given.split(",") if name]
     for name in names:
         if name not in [item.name for item in known]:
-            raise typer.BadParameter(f"{flag} {name}: there are {', '.join(item.name for item in known)}")
+            raise typer.BadParameter(
+                f"{flag} {name}: there are {', '.join(item.name for item in known)}"
+            )
     return names
 
 
@@ -66,7 +80,13 @@ def _table(verdicts: list[Verdict]) -> tuple[list[str], list[list[str]], list[st
     by_place = {(verdict.cell.model.name, verdict.cell.split.name): verdict for verdict in verdicts}
     models, splits = (list(dict.fromkeys(place[index] for place in by_place)) for index in (0, 1))
     notes: list[str] = []
-    lines = [[model.replace("_", " "), *(_entry(by_place.get((model, split)), notes) for split in splits)] for model in models]
+    lines = [
+        [
+            model.replace("_", " "),
+            *(_entry(by_place.get((model, split)), notes) for split in splits),
+        ]
+        for model in models
+    ]
     return ["model", *splits], lines, [f"({number}) {note}" for number, note in enumerate(notes, 1)]
 
 

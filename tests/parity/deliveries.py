@@ -1,4 +1,6 @@
-"""Microbatches as training scripts may deliver them: batch rows of short documents, packed sequences (thd), uneven loss masks."""
+"""Microbatches as training scripts may deliver them: batch rows of short documents, packed
+sequences (thd), uneven loss masks.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,20 @@ import torch
 
 from cp_ring import Mask
 
-PADDED = 16  # every padded sequence is a multiple of this, so that it splits at any context-parallel size up to 8
+# every padded sequence is a multiple of this, so that it splits at any context-parallel size up to
+# 8
+PADDED = 16
 
 
 @contextlib.contextmanager
 def delivered(how: str) -> Iterator[None]:
-    """Within the context Megatron's mock data consist of short documents ("documents"), which "thd" packs.
+    """Within the context Megatron's mock data consist of short documents ("documents"), which "thd"
+    packs.
 
     "thd_tail" packs them with much padding behind the last one.
 
-    With "uneven" the loss counts only some tokens of the middle. The names of `MASKS` give each batch row a mask of its own. ""
-    changes nothing.
+    With "uneven" the loss counts only some tokens of the middle. The names of `MASKS` give each
+    batch row a mask of its own. "" changes nothing.
     """
     if not how:
         yield
@@ -38,18 +43,29 @@ def delivered(how: str) -> Iterator[None]:
         return
 
     if how in MASKS:
-        with patch.object(gpt, "_read_and_broadcast", functools.partial(_with_masks, gpt._read_and_broadcast, MASKS[how])):
+        with patch.object(
+            gpt,
+            "_read_and_broadcast",
+            functools.partial(_with_masks, gpt._read_and_broadcast, MASKS[how]),
+        ):
             yield
         return
 
-    batches = {"thd": _packed_batch, "thd_tail": functools.partial(_packed_batch, tail=True)}.get(how, gpt.get_batch)
-    with patch.object(MockGPTLowLevelDataset, "max_sequence_length", 24), patch.object(gpt, "get_batch", batches):
+    batches = {"thd": _packed_batch, "thd_tail": functools.partial(_packed_batch, tail=True)}.get(
+        how, gpt.get_batch
+    )
+    with (
+        patch.object(MockGPTLowLevelDataset, "max_sequence_length", 24),
+        patch.object(gpt, "get_batch", batches),
+    ):
         yield
 
 
 def _shared_prefix(n: int, random: np.random.Generator) -> dict[str, Any]:
     lengths = random.integers(3, 9, 6).tolist()
-    return Mask.shared_prefix([(lengths[0] + 6, lengths[1:4]), (lengths[4], lengths[5:])], n).to_dict()
+    return Mask.shared_prefix(
+        [(lengths[0] + 6, lengths[1:4]), (lengths[4], lengths[5:])], n
+    ).to_dict()
 
 
 def _images(n: int, random: np.random.Generator) -> Mask:
@@ -66,18 +82,26 @@ MASKS = {"shared_prefix": _shared_prefix, "images": _images, "global": _global}
 """Masks that batches carry; those of shared prefixes come as plain numbers."""
 
 
-def _with_masks(read: Callable[..., Any], make: Callable[..., Any], data_iterator: Any, *names: Any) -> dict[str, Any]:
-    """Reads a batch to which the data loader has added a mask for each batch row, which depends on its tokens only."""
+def _with_masks(
+    read: Callable[..., Any], make: Callable[..., Any], data_iterator: Any, *names: Any
+) -> dict[str, Any]:
+    """Reads a batch to which the data loader has added a mask for each batch row, which depends on
+    its tokens only.
+    """
     if data_iterator is None:
         return read(data_iterator, *names)
     batch = dict(next(data_iterator))
     seeds = batch["tokens"].sum(1).tolist()
-    batch["cp_ring_mask"] = [make(batch["tokens"].shape[1], np.random.default_rng(seed)) for seed in seeds]
+    batch["cp_ring_mask"] = [
+        make(batch["tokens"].shape[1], np.random.default_rng(seed)) for seed in seeds
+    ]
     return read(iter([batch]), *names)
 
 
 def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, torch.Tensor]:
-    """Counts no token of the first and last eighth, which the first of 4 ranks holds, and two thirds of the others."""
+    """Counts no token of the first and last eighth, which the first of 4 ranks holds, and two
+    thirds of the others.
+    """
     batch = next_batch(data_iterator)
     n = batch["loss_mask"].shape[1]
     place = torch.arange(n)
@@ -86,9 +110,11 @@ def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, tor
 
 
 def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict[str, Any]:
-    """A batch row of the data set, cut into padded sequences of odd lengths, and this rank's part in Megatron's thd split.
+    """A batch row of the data set, cut into padded sequences of odd lengths, and this rank's part
+    in Megatron's thd split.
 
-    tail: the last sequence has 3 tokens, so that the end of the pack is padding, and chunks of some ranks hold nothing else.
+    tail: the last sequence has 3 tokens, so that the end of the pack is padding, and chunks of some
+    ranks hold nothing else.
     """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -96,7 +122,8 @@ def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict
     from cp_ring import Layout
     from cp_ring.megatron import gpt
 
-    batch = gpt._next_batch(data_iterator)  # with --cp-ring-document-mask every pipeline stage reads its microbatch
+    # with --cp-ring-document-mask every pipeline stage reads its microbatch
+    batch = gpt._next_batch(data_iterator)
     for documents in ("cu_seqlens", gpt._NEXT):
         batch.pop(documents)
     real, padded = cut(batch["tokens"].shape[1], int(batch["tokens"].sum()))
@@ -109,7 +136,9 @@ def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict
     for tensor in batch.values():
         tensor[:, torch.from_numpy(is_padding)] = 0
     cp = parallel_state.get_context_parallel_world_size()
-    layout = Layout.per_document_zigzag(padded, cp) if cp > 1 else Layout.contiguous(int(padded[-1]), 1)
+    layout = (
+        Layout.per_document_zigzag(padded, cp) if cp > 1 else Layout.contiguous(int(padded[-1]), 1)
+    )
     mine = torch.from_numpy(layout.positions(parallel_state.get_context_parallel_rank()))
     offsets, offsets_padded = torch.from_numpy(real).int(), torch.from_numpy(padded).int()
     longest = int(np.diff(padded).max())
@@ -121,7 +150,9 @@ def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict
 
 
 def cut(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets of sequences of odd lengths, and of the padded ones that they lie in, which fill `n` tokens."""
+    """Offsets of sequences of odd lengths, and of the padded ones that they lie in, which fill `n`
+    tokens.
+    """
     random = np.random.default_rng(seed)
     inner = np.flatnonzero(random.integers(0, 2, n // PADDED - 1)) + 1
     padded = np.array([0, *(inner * PADDED), n])

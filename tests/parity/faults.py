@@ -13,13 +13,19 @@ import torch
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Plants the fault `name` (none for "") in cp_ring until the context ends. The patches must be installed before."""
+    """Plants the fault `name` (none for "") in cp_ring until the context ends. The patches must be
+    installed before.
+    """
     if not name:
         yield
         return
     owner, attribute, faulty = FAULTS[name]()
     right = getattr(owner, attribute)
-    setattr(owner, attribute, functools.wraps(right)(lambda *args, **kwargs: faulty(right, *args, **kwargs)))
+    setattr(
+        owner,
+        attribute,
+        functools.wraps(right)(lambda *args, **kwargs: faulty(right, *args, **kwargs)),
+    )
     try:
         yield
     finally:
@@ -84,7 +90,11 @@ def _shifted(mask: Any, documents: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _merged(mask: Any, documents: Any, *args: Any, **kwargs: Any) -> Any:
-    return mask(dataclasses.replace(documents, start=documents.start[:1], end=documents.end[-1:]), *args, **kwargs)
+    return mask(
+        dataclasses.replace(documents, start=documents.start[:1], end=documents.end[-1:]),
+        *args,
+        **kwargs,
+    )
 
 
 def _positions_of_zigzag(positions: Any, documents: Any, rank: int) -> Any:
@@ -118,11 +128,15 @@ def _siblings_seen(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
     from cp_ring import Mask
 
     n = declared.layout.n // declared.batch
-    return Mask.union(mask(declared, *args, **kwargs), Mask.documents([n * i for i in range(declared.batch + 1)]))
+    return Mask.union(
+        mask(declared, *args, **kwargs), Mask.documents([n * i for i in range(declared.batch + 1)])
+    )
 
 
 def _cut_at_borders(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
-    """No query sees later tokens of another chunk of the layout, as if each rank had made the mask of its own tokens."""
+    """No query sees later tokens of another chunk of the layout, as if each rank had made the mask
+    of its own tokens.
+    """
     from cp_ring.plan.tiles import split_at_edges
 
     whole = mask(declared, *args, **kwargs)
@@ -212,8 +226,12 @@ def _places_on_the_rank(dropout_of: Any, p: float, layer: int, positions: Any, *
     return dropout_of(p, layer, torch.arange(len(positions)), *more)
 
 
-def _predictions_as_the_decoder(dropout_of: Any, p: float, layer: int, positions: Any, *more: Any) -> Any:
-    """The first layer that predicts further tokens counts with the decoder's first, where the stage has both."""
+def _predictions_as_the_decoder(
+    dropout_of: Any, p: float, layer: int, positions: Any, *more: Any
+) -> Any:
+    """The first layer that predicts further tokens counts with the decoder's first, where the stage
+    has both.
+    """
     return dropout_of(p, layer if layer < 1 << 20 else layer >> 20, positions, *more)
 
 
@@ -252,12 +270,18 @@ def _latent_not_summed(of_all_tokens: Any, tap: Any, latent: Any, config: Any) -
 
     if not config.sequence_parallel:
         return latent
-    return mappings.gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=False, group=tap._tp_group)
+    return mappings.gather_from_sequence_parallel_region(
+        latent, tensor_parallel_output_grad=False, group=tap._tp_group
+    )
 
 
 FAULTS = {
     "weight gradient twice": lambda: (_gradients_of_latents(), "finish", _weight_gradient_twice),
-    "rotated part not returned": lambda: (_gradients_of_latents(), "_of_latents", _rotated_part_not_returned),
+    "rotated part not returned": lambda: (
+        _gradients_of_latents(),
+        "_of_latents",
+        _rotated_part_not_returned,
+    ),
     "latent not summed over tp": lambda: (_latents(), "_of_all_tokens", _latent_not_summed),
     "loss averaged by rank": lambda: (*_loss(), _averaged_by_rank),
     "tokens counted by rank": lambda: (*_masks(), _counted_by_rank),
@@ -276,7 +300,10 @@ FAULTS = {
     "roll in one sequence": lambda: (_declared(), "last", _roll_across),
     "roll across documents": lambda: (_documents(), "last", _roll_across),
     "dropout by places on the rank": lambda: (*_dropout(), _places_on_the_rank),
-    "dropout of predictions by the decoder's numbers": lambda: (*_dropout(), _predictions_as_the_decoder),
+    "dropout of predictions by the decoder's numbers": lambda: (
+        *_dropout(),
+        _predictions_as_the_decoder,
+    ),
     "mask widened": lambda: (*_plans(), _mask_widened),
     "window widened": lambda: (*_plans(), _window_widened),
     "window on every layer": lambda: (*_windows(), _window_everywhere),

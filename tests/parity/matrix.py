@@ -1,8 +1,10 @@
-"""Cells of the parity matrix: the errors of a job with context parallelism against the same model without it.
+"""Cells of the parity matrix: the errors of a job with context parallelism against the same model
+without it.
 
-A baseline has context parallel size 1, no data parallelism and no pipeline stages; its tensor parallel size is that of the cell
-only if it changes how weights are drawn. Pipeline stages change it always, so a cell with stages and its baseline both begin with
-the weights of a third job's checkpoint.
+A baseline has context parallel size 1, no data parallelism and no pipeline stages; its tensor
+parallel size is that of the cell only if it changes how weights are drawn. Pipeline stages change
+it always, so a cell with stages and its baseline both begin with the weights of a third job's
+checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from tests.parity.models import COMMON, MODELS, SPLITS, Model, Split
 
 @dataclass(frozen=True)
 class Job:
-    """A training job on `ranks` ranks: its flags in addition to `COMMON`, its planted fault, and the kind of its microbatches.
+    """A training job on `ranks` ranks: its flags in addition to `COMMON`, its planted fault, and
+    the kind of its microbatches.
 
     start: the name of the job whose checkpoint it begins with, "" for none.
     """
@@ -58,15 +61,26 @@ class Cell:
         ranks = split.cp * split.tp * split.pp * split.dp
         flags = [*self._flags(split.tp), "--cp-ring", "--context-parallel-size", str(split.cp),
                  *model.ring.split(), *split.flags.split()]  # fmt: skip
-        return Job(name, ranks, tuple(flags), model.fault if self.planted else "", model.data, self._start())
+        return Job(
+            name,
+            ranks,
+            tuple(flags),
+            model.fault if self.planted else "",
+            model.data,
+            self._start(),
+        )
 
     def baseline(self) -> Job:
-        """The same model at context parallel size 1 without pipeline stages, on as few ranks as draw the same weights."""
+        """The same model at context parallel size 1 without pipeline stages, on as few ranks as
+        draw the same weights.
+        """
         model, start = self.model, self._start()
         tp = self.split.tp if model.drawn_by_tp else 1
         flags = (*self._flags(tp, 1), *model.baseline.split())
         name = f"{model.name}-baseline-tp{tp}{'-loaded' if start else ''}"
-        return Job(name, max(tp, model.experts), _without_stages(flags), data=model.data, start=start)
+        return Job(
+            name, max(tp, model.experts), _without_stages(flags), data=model.data, start=start
+        )
 
     def jobs(self) -> list[Job]:
         """Its jobs, in the order in which they must run."""
@@ -86,12 +100,17 @@ class Cell:
             "--pipeline-model-parallel-size": pp or self.split.pp,
             "--expert-model-parallel-size": model.experts,
         }
-        return [*model.flags.split(), *(word for name, size in sizes.items() for word in (name, str(size)))]
+        return [
+            *model.flags.split(),
+            *(word for name, size in sizes.items() for word in (name, str(size))),
+        ]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest relative errors of a cell over all steps and the validation pass, or the reason why there are none."""
+    """The largest relative errors of a cell over all steps and the validation pass, or the reason
+    why there are none.
+    """
 
     cell: Cell
     loss_error: float | None = None
@@ -107,7 +126,9 @@ class Verdict:
 
     @property
     def expected(self) -> bool:
-        """Whether the cell is as it must be: right, rejected if the model says so, or wrong if a fault is planted."""
+        """Whether the cell is as it must be: right, rejected if the model says so, or wrong if a
+        fault is planted.
+        """
         if self.failed:
             return False
         reason = self.cell.model.rejected.get(self.cell.split.name, "")
@@ -122,7 +143,11 @@ class Verdict:
             return label | {"rejected": self.rejected}
         if self.failed:
             return label | {"ok": False, "failed": self.failed}
-        return label | {"loss_error": self.loss_error, "grad_norm_error": self.grad_norm_error, "ok": self.ok}
+        return label | {
+            "loss_error": self.loss_error,
+            "grad_norm_error": self.grad_norm_error,
+            "ok": self.ok,
+        }
 
 
 def compare(cell: Cell, ours: Outcome, theirs: Outcome) -> Verdict:
@@ -134,7 +159,9 @@ def compare(cell: Cell, ours: Outcome, theirs: Outcome) -> Verdict:
             return Verdict(cell, failed=f"{prefix}exit code {what.code}\n{what.output}")
     losses, expected = [*ours.losses, *ours.validation], [*theirs.losses, *theirs.validation]
     if not len(theirs.losses) == len(theirs.grad_norms) == 3 or not theirs.validation:
-        return Verdict(cell, failed=f"the baseline did not train 3 steps with a validation pass: {theirs}")
+        return Verdict(
+            cell, failed=f"the baseline did not train 3 steps with a validation pass: {theirs}"
+        )
     if len(losses) != len(expected) or len(ours.grad_norms) != 3:
         return Verdict(cell, failed=f"other steps than the baseline: {ours}")
     return Verdict(cell, _error(losses, expected), _error(ours.grad_norms, theirs.grad_norms))
@@ -153,9 +180,16 @@ def _error(ours: list[float], theirs: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
 
 
-def cells(models: Iterable[str] = (), splits: Iterable[str] = (), planted: bool = False) -> list[Cell]:
-    """The cells of the named models and splits, by default of all. Raises `KeyError` for an unknown name."""
-    by_model, by_split = {model.name: model for model in MODELS}, {split.name: split for split in SPLITS}
+def cells(
+    models: Iterable[str] = (), splits: Iterable[str] = (), planted: bool = False
+) -> list[Cell]:
+    """The cells of the named models and splits, by default of all. Raises `KeyError` for an unknown
+    name.
+    """
+    by_model, by_split = (
+        {model.name: model for model in MODELS},
+        {split.name: split for split in SPLITS},
+    )
     chosen = [by_split[name] for name in splits] or list(SPLITS)
     return [
         Cell(model, split, planted)
@@ -166,7 +200,9 @@ def cells(models: Iterable[str] = (), splits: Iterable[str] = (), planted: bool 
 
 
 def run(
-    wanted: Iterable[Cell], folder: Path | None = None, tell: Callable[[str], None] = lambda line: None
+    wanted: Iterable[Cell],
+    folder: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[Cell, Verdict]:
     """Trains the cells and their baselines, each once; calls `tell` with a line after each job."""
     wanted, outcomes = list(wanted), {}
@@ -175,6 +211,11 @@ def run(
         where = folder or Path(temporary)
         for name, job in jobs.items():
             begun = time.monotonic()
-            outcomes[name] = attempt(job.ranks, name, job.argv(where), where, COMMON, job.fault, job.data)
+            outcomes[name] = attempt(
+                job.ranks, name, job.argv(where), where, COMMON, job.fault, job.data
+            )
             tell(f"{len(outcomes)} of {len(jobs)}: {name}, {time.monotonic() - begun:.1f} s")
-    return {cell: compare(cell, outcomes[cell.job().name], outcomes[cell.baseline().name]) for cell in wanted}
+    return {
+        cell: compare(cell, outcomes[cell.job().name], outcomes[cell.baseline().name])
+        for cell in wanted
+    }

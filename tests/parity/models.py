@@ -1,4 +1,6 @@
-"""Models and splits that are tested for parity: one table each. A new model or a new split is one more entry."""
+"""Models and splits that are tested for parity: one table each. A new model or a new split is one
+more entry.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ LATENT = f"""
     {ROPE} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 24
     --qk-layernorm --rope-type yarn --rotary-scaling-factor 4 --mscale 1 --mscale-all-dim 1
 """
-LATENT_PLAIN_ROPE = LATENT.replace("--rope-type yarn --rotary-scaling-factor 4 --mscale 1 --mscale-all-dim 1", "--rope-type rope")
-LATENT_WHOLE_QUERIES = LATENT.replace("--q-lora-rank 32 ", "").replace("--qk-layernorm", "")  # Megatron rejects a norm of none
+LATENT_PLAIN_ROPE = LATENT.replace(
+    "--rope-type yarn --rotary-scaling-factor 4 --mscale 1 --mscale-all-dim 1", "--rope-type rope"
+)
+# Megatron rejects a norm of none
+LATENT_WHOLE_QUERIES = LATENT.replace("--q-lora-rank 32 ", "").replace("--qk-layernorm", "")
 LEARNED = "--position-embedding-type learned_absolute"
 YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
 MULTIMODAL = "--position-embedding-type mrope --mrope-section 2 3 3"
@@ -45,13 +50,17 @@ DELTA_NET = f"""
     --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 8
     --init-method-std 0.02
 """
-EXPERTS_ON_TP = {"tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"}
-SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"  # a norm that supports it
+EXPERTS_ON_TP = {
+    "tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"
+}
+# a norm that supports it
+SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"
 BALANCED, CONTIGUOUS = "--cp-ring-layout balanced", "--cp-ring-layout contiguous"
 MEGATRON_FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
 OF_MEGATRON_FSDP = ("cp2", "cp4", "tp2cp2", "dp2cp2")
 STOCK = ""  # stock Megatron's own attention
-REFERENCE = "--cp-ring --cp-ring-kernel reference"  # where stock attention has no such model on the CPU
+# where stock attention has no such model on the CPU
+REFERENCE = "--cp-ring --cp-ring-kernel reference"
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,10 @@ class Model:
         layers: transformer layers.
         experts: expert parallel size.
         sequence: tokens of a sequence.
-        tolerance: largest relative error of a loss or a gradient norm; of a model in bfloat16 one rounding step of that format.
-        drawn_by_tp: whether each tensor-parallel rank draws some weights for itself, so that the baseline needs as many.
+        tolerance: largest relative error of a loss or a gradient norm; of a model in bfloat16 one
+        rounding step of that format.
+        drawn_by_tp: whether each tensor-parallel rank draws some weights for itself, so that the
+        baseline needs as many.
         rejected: for each split that is rejected, a part of the message.
     """
 
@@ -90,7 +101,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Split:
-    """A split of the model over ranks, with `flags` of its job; models that run in the split `like` run in it too."""
+    """A split of the model over ranks, with `flags` of its job; models that run in the split `like`
+    run in it too.
+    """
 
     name: str
     cp: int
@@ -109,24 +122,51 @@ SPLITS = (
     Split("dp2cp2", cp=2, dp=2),
     Split("ring", cp=4, flags="--cp-ring-schedule ring", like="cp4"),
     Split("a2a", cp=4, flags="--cp-comm-type a2a", like="cp4"),
-    Split("a2a+p2p", cp=4, flags="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", like="cp4"),
+    Split(
+        "a2a+p2p",
+        cp=4,
+        flags="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        like="cp4",
+    ),
     Split("gather", cp=4, flags="--cp-comm-type all_gather", like="cp4"),
     Split("relay", cp=4, flags="--cp-ring-route relay --cp-ring-node-size 2", like="cp4"),
 )
 
 
 def _recurrent(name: str, flags: str, balanced: float = 1e-6) -> Iterator[Model]:
-    """Models with recurrent layers, under each layout and with documents; `balanced` is the tolerance of that layout."""
-    masked, order, late = f"{flags} --cp-ring-document-mask", "state in the order of another layout", "state begins anew too late"
+    """Models with recurrent layers, under each layout and with documents; `balanced` is the
+    tolerance of that layout.
+    """
+    masked, order, late = (
+        f"{flags} --cp-ring-document-mask",
+        "state in the order of another layout",
+        "state begins anew too late",
+    )
     across, two, three = "state across documents", ("cp2", "cp4"), ("cp2", "cp4", "tp2cp2")
     every = (*three, "pp2cp2", "dp2cp2")
     make = functools.partial(Model, layers=4, tolerance=1e-6)
     yield make(name, flags, order, splits=every, drawn_by_tp=True)
     yield make(f"{name}_contiguous", flags, order, CONTIGUOUS, splits=two)
-    yield make(f"{name}_balanced", f"{flags} --window-size 20,0", order, BALANCED, splits=two, tolerance=balanced)
-    yield make(f"{name}_document_mask", masked, across, baseline=REFERENCE, data="documents", splits=three, drawn_by_tp=True)
     yield make(
-        f"{name}_document_mask_balanced", f"{masked} --micro-batch-size 2", late, BALANCED, REFERENCE, "documents", splits=every,
+        f"{name}_balanced",
+        f"{flags} --window-size 20,0",
+        order,
+        BALANCED,
+        splits=two,
+        tolerance=balanced,
+    )
+    yield make(
+        f"{name}_document_mask",
+        masked,
+        across,
+        baseline=REFERENCE,
+        data="documents",
+        splits=three,
+        drawn_by_tp=True,
+    )
+    yield make(
+        f"{name}_document_mask_balanced", f"{masked} --micro-batch-size 2", late, BALANCED, REFERENCE,
+        "documents", splits=every,
         drawn_by_tp=True,
     )  # fmt: skip
     yield make(f"{name}_packed_thd", masked, across, baseline=REFERENCE, data="thd", splits=two)
@@ -134,12 +174,17 @@ def _recurrent(name: str, flags: str, balanced: float = 1e-6) -> Iterator[Model]
 
 MODELS = (
     Model("causal", UNTIED, "mask widened"),
-    Model("causal_ring_route", UNTIED, "mask widened", ring="--cp-ring-route ring --cp-ring-num-slots 3"),
-    Model("window_on_alternate_layers", f"{UNTIED} --window-size 11,0 --window-attn-skip-freq 2", "window widened"),
-    Model("window_by_list", f"{UNTIED} --window-size 20,0 --window-attn-skip-freq [0,1]", "window on every layer"),
+    Model("causal_ring_route", UNTIED, "mask widened",
+        ring="--cp-ring-route ring --cp-ring-num-slots 3"),
+    Model("window_on_alternate_layers", f"{UNTIED} --window-size 11,0 --window-attn-skip-freq 2",
+        "window widened"),
+    Model("window_by_list", f"{UNTIED} --window-size 20,0 --window-attn-skip-freq [0,1]",
+        "window on every layer"),
     Model("learnable_sinks", f"{UNTIED} --softmax-type learnable", "sink dropped"),
     Model("off_by_one", f"{UNTIED} --softmax-type off-by-one", "sink dropped"),
-    Model("sinks_and_window", f"{UNTIED} --softmax-type learnable --window-size 11,0 --window-attn-skip-freq 2", "sink dropped"),
+    Model("sinks_and_window",
+        f"{UNTIED} --softmax-type learnable --window-size 11,0 --window-attn-skip-freq 2",
+        "sink dropped"),
     Model("mla", LATENT, "scale of the head size", baseline=REFERENCE),
     Model("mla_latent_wire", LATENT, "weight gradient twice", LATENT_WIRE, REFERENCE, splits=OF_LATENTS, tolerance=1e-6,
         drawn_by_tp=True, rejected=LATENTS_ALONE),
@@ -147,143 +192,215 @@ MODELS = (
         splits=OF_LATENTS, tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
     Model("mla_latent_wire_plain_rope", LATENT_PLAIN_ROPE, "rotated part not returned", LATENT_WIRE, REFERENCE, splits=OF_LATENTS,
         tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
-    Model("mla_latent_wire_with_recompute", f"{LATENT} {UP_PROJECTION_AGAIN}", "rotated part not returned", LATENT_WIRE, REFERENCE,
+    Model("mla_latent_wire_with_recompute", f"{LATENT} {UP_PROJECTION_AGAIN}",
+        "rotated part not returned", LATENT_WIRE, REFERENCE,
         splits=OF_LATENTS, tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
-    Model("mla_latent_wire_with_full_recompute", f"{LATENT} {RECOMPUTE}", "rotated part not returned", LATENT_WIRE, REFERENCE,
+    Model("mla_latent_wire_with_full_recompute", f"{LATENT} {RECOMPUTE}",
+        "rotated part not returned", LATENT_WIRE, REFERENCE,
         splits=("cp4",), tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
-    Model("mla_latent_wire_moe_mtp", f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1",
+    Model("mla_latent_wire_moe_mtp",
+        f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --mtp-num-layers "
+        "1",
         "weight gradient twice", LATENT_WIRE, REFERENCE, splits=OF_LATENTS, experts=2, tolerance=1e-6, drawn_by_tp=True,
         rejected=EXPERTS_ON_TP | LATENTS_ALONE),
-    Model("mla_latent_wire_on_tp", LATENT, "latent not summed over tp", LATENT_WIRE, REFERENCE, splits=("tp2cp2",), tolerance=1e-6,
+    Model("mla_latent_wire_on_tp", LATENT, "latent not summed over tp", LATENT_WIRE, REFERENCE, splits=(
+        "tp2cp2",), tolerance=1e-6,
         drawn_by_tp=True),
-    Model("mla_latent_wire_sequence_parallel", f"{LATENT} {SEQUENCE_PARALLEL}", "latent not summed over tp", LATENT_WIRE, REFERENCE,
+    Model("mla_latent_wire_sequence_parallel", f"{LATENT} {SEQUENCE_PARALLEL}",
+        "latent not summed over tp", LATENT_WIRE, REFERENCE,
         splits=("tp2cp2",), tolerance=1e-6, drawn_by_tp=True),
     Model("mla_latent_wire_moe_mtp_sequence_parallel",
-        f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1 {SEQUENCE_PARALLEL}",
+        f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --mtp-num-layers "
+        f"1 {SEQUENCE_PARALLEL}",
         "weight gradient twice", LATENT_WIRE, REFERENCE, splits=("tp2cp2",), tolerance=1e-6, drawn_by_tp=True),
-    Model("mla_latent_wire_documents", f"{LATENT} --cp-ring-document-mask", "documents merged", f"{LATENT_WIRE} {BALANCED}", REFERENCE,
+    Model("mla_latent_wire_documents", f"{LATENT} --cp-ring-document-mask", "documents merged",
+        f"{LATENT_WIRE} {BALANCED}", REFERENCE,
         "documents", splits=("cp4",), tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
-    Model("mla_latent_wire_packed_thd", f"{LATENT} --cp-ring-document-mask", "boundary shifted by one", LATENT_WIRE, REFERENCE, "thd",
+    Model("mla_latent_wire_packed_thd", f"{LATENT} --cp-ring-document-mask",
+        "boundary shifted by one", LATENT_WIRE, REFERENCE,
+        "thd",
         splits=("cp2",), tolerance=1e-6, drawn_by_tp=True),
     Model("moe", EXPERTS, "positions of another split", experts=2, rejected=EXPERTS_ON_TP),
     Model("tied_embeddings", GROUPED, "positions of another split"),
     Model("learned_positions", LEARNED, "mask widened"),
     Model("qk_layernorm", f"{UNTIED} --qk-layernorm", "scale of the head size"),
     Model("one_key_head", f"{ROPE} --group-query-attention --num-query-groups 1", "mask widened"),
-    Model("recompute_full", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--cp-ring-recompute replay"),
-    Model("recompute_full_with_keep", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--cp-ring-recompute keep"),
-    Model("recompute_selective", f"{UNTIED} --softmax-type learnable --recompute-granularity selective", "sink gradient dropped"),
-    Model("distributed_optimizer", f"{UNTIED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "mask widened"),
+    Model("recompute_full", f"{UNTIED} {RECOMPUTE}", "mask widened",
+        ring="--cp-ring-recompute replay"),
+    Model("recompute_full_with_keep", f"{UNTIED} {RECOMPUTE}", "mask widened",
+        ring="--cp-ring-recompute keep"),
+    Model("recompute_selective",
+        f"{UNTIED} --softmax-type learnable --recompute-granularity selective",
+        "sink gradient dropped"),
+    Model("distributed_optimizer",
+        f"{UNTIED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "mask widened"),
     Model(
         "virtual_pipeline",
-        f"{UNTIED} --window-size 11,0 --window-attn-skip-freq 2 --num-layers-per-virtual-pipeline-stage 1",
+        f"{UNTIED} --window-size 11,0 --window-attn-skip-freq 2 "
+        "--num-layers-per-virtual-pipeline-stage 1",
         "window widened",
         splits=("pp2cp2",),
         layers=4,
     ),
-    Model("virtual_pipeline_moe", f"{EXPERTS} --num-layers-per-virtual-pipeline-stage 1", "mask widened", splits=("pp2cp2",), layers=4,
+    Model("virtual_pipeline_moe", f"{EXPERTS} --num-layers-per-virtual-pipeline-stage 1",
+        "mask widened", splits=(
+        "pp2cp2",), layers=4,
         experts=2),
-    Model("virtual_pipeline_mtp", f"{UNTIED} --mtp-num-layers 1 --num-layers-per-virtual-pipeline-stage 1", "roll across documents",
+    Model("virtual_pipeline_mtp",
+        f"{UNTIED} --mtp-num-layers 1 --num-layers-per-virtual-pipeline-stage 1",
+        "roll across documents",
         splits=("pp2cp2",), layers=4),
     Model("packed_thd", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="thd"),
-    Model("packed_thd_tail", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="thd_tail"),
-    Model("document_mask", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE, data="documents"),
-    Model("document_mask_window", f"{DOCUMENTS} --window-size 5,0 --window-attn-skip-freq 2", "documents merged",
+    Model("packed_thd_tail", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE,
+        data="thd_tail"),
+    Model("document_mask", DOCUMENTS, "boundary shifted by one", baseline=REFERENCE,
+        data="documents"),
+    Model("document_mask_window", f"{DOCUMENTS} --window-size 5,0 --window-attn-skip-freq 2",
+        "documents merged",
         baseline=REFERENCE, data="documents"),
-    Model("document_mask_balanced", DOCUMENTS, "positions of zigzag", BALANCED, REFERENCE, "documents"),
+    Model("document_mask_balanced", DOCUMENTS, "positions of zigzag", BALANCED, REFERENCE,
+        "documents"),
     Model("document_mask_two_rows", f"{DOCUMENTS} --micro-batch-size 2", "documents merged", BALANCED, REFERENCE,
         "documents"),
-    Model("document_mask_mla", f"{LATENT} --cp-ring-document-mask", "documents merged", baseline=REFERENCE, data="documents",
+    Model("document_mask_mla", f"{LATENT} --cp-ring-document-mask", "documents merged", baseline=REFERENCE,
+        data="documents",
         drawn_by_tp=True),
-    Model("document_mask_moe", f"{DOCUMENTS} --num-experts 4 --moe-router-topk 2", "documents merged", BALANCED,
+    Model("document_mask_moe", f"{DOCUMENTS} --num-experts 4 --moe-router-topk 2",
+        "documents merged", BALANCED,
         REFERENCE, "documents", experts=2, rejected=EXPERTS_ON_TP),
-    Model("document_mask_balanced_mla", f"{LATENT} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE, "documents",
+    Model("document_mask_balanced_mla", f"{LATENT} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE,
+        "documents",
         drawn_by_tp=True),
-    Model("document_mask_balanced_mrope", f"{HEADS} {MULTIMODAL} --cp-ring-document-mask", "documents merged", BALANCED, REFERENCE,
+    Model("document_mask_balanced_mrope", f"{HEADS} {MULTIMODAL} --cp-ring-document-mask",
+        "documents merged", BALANCED, REFERENCE,
         "documents", splits=("cp4",)),
-    Model("window_on_alternate_layers_balanced", f"{UNTIED} --window-size 11,0 --window-attn-skip-freq 2", "window widened", BALANCED),
+    Model("window_on_alternate_layers_balanced",
+        f"{UNTIED} --window-size 11,0 --window-attn-skip-freq 2",
+        "window widened", BALANCED),
     Model("mla_balanced", f"{LATENT} --window-size 11,0 --window-attn-skip-freq 2", "window widened", BALANCED, REFERENCE,
         splits=("cp4",), drawn_by_tp=True),
-    Model("hybrid_model_balanced", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid", "mask widened",
+    Model("hybrid_model_balanced",
+        f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid",
+        "mask widened",
         BALANCED, layers=4, splits=("cp2",)),
-    Model("shared_prefix", f"{UNTIED} {PREFIXES}", "siblings seen", BALANCED, REFERENCE, "shared_prefix"),
-    Model("shared_prefix_two_rows", f"{UNTIED} {PREFIXES} --micro-batch-size 2", "positions not continued", BALANCED, REFERENCE,
+    Model("shared_prefix", f"{UNTIED} {PREFIXES}", "siblings seen", BALANCED, REFERENCE,
+        "shared_prefix"),
+    Model("shared_prefix_two_rows", f"{UNTIED} {PREFIXES} --micro-batch-size 2",
+        "positions not continued", BALANCED, REFERENCE,
         "shared_prefix", splits=("cp2", "cp4")),
-    Model("shared_prefix_zigzag_window", f"{UNTIED} {PREFIXES} --window-size 5,0 --window-attn-skip-freq 2", "positions not continued",
+    Model("shared_prefix_zigzag_window",
+        f"{UNTIED} {PREFIXES} --window-size 5,0 --window-attn-skip-freq 2",
+        "positions not continued",
         baseline=REFERENCE, data="shared_prefix", splits=("cp4",)),
-    Model("shared_prefix_recomputed", f"{UNTIED} {PREFIXES} {RECOMPUTE}", "siblings seen", BALANCED, REFERENCE, "shared_prefix",
+    Model("shared_prefix_recomputed", f"{UNTIED} {PREFIXES} {RECOMPUTE}", "siblings seen", BALANCED, REFERENCE,
+        "shared_prefix",
         splits=("pp2cp2",)),
-    Model("shared_prefix_mla", f"{LATENT} {PREFIXES}", "positions not continued", BALANCED, REFERENCE, "shared_prefix",
+    Model("shared_prefix_mla", f"{LATENT} {PREFIXES}", "positions not continued", BALANCED, REFERENCE,
+        "shared_prefix",
         splits=("cp2",), drawn_by_tp=True),
-    Model("shared_prefix_mtp", f"{UNTIED} {PREFIXES} --mtp-num-layers 1", "roll in one sequence", BALANCED, REFERENCE, "shared_prefix",
+    Model("shared_prefix_mtp", f"{UNTIED} {PREFIXES} --mtp-num-layers 1", "roll in one sequence", BALANCED, REFERENCE,
+        "shared_prefix",
         splits=("cp2",)),
-    Model("shared_prefix_learned_positions", f"{LEARNED} {PREFIXES}", "siblings seen", BALANCED, REFERENCE, "shared_prefix",
+    Model("shared_prefix_learned_positions", f"{LEARNED} {PREFIXES}", "siblings seen", BALANCED, REFERENCE,
+        "shared_prefix",
         splits=("cp2",)),
-    Model("images", f"{UNTIED} --cp-ring-mask-kinds images", "spans cut at borders", baseline=REFERENCE, data="images"),
-    Model("global_tokens", f"{UNTIED} --cp-ring-mask-kinds global", "global tokens hidden", BALANCED, REFERENCE, "global"),
+    Model("images", f"{UNTIED} --cp-ring-mask-kinds images", "spans cut at borders", baseline=REFERENCE,
+        data="images"),
+    Model("global_tokens", f"{UNTIED} --cp-ring-mask-kinds global", "global tokens hidden", BALANCED, REFERENCE,
+        "global"),
     Model("mtp", f"{UNTIED} --mtp-num-layers 2", "roll across documents"),
-    Model("mtp_document_mask", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE, data="documents"),
-    Model("mtp_packed_thd", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE, data="thd"),
-    Model("mtp_uneven_loss_mask", f"{UNTIED} --mtp-num-layers 2", "tokens counted by rank", data="uneven"),
+    Model("mtp_document_mask", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE,
+        data="documents"),
+    Model("mtp_packed_thd", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE,
+        data="thd"),
+    Model("mtp_uneven_loss_mask", f"{UNTIED} --mtp-num-layers 2", "tokens counted by rank",
+        data="uneven"),
     Model("uneven_loss_mask", UNTIED, "loss averaged by rank", data="uneven"),
     Model("dropout", f"{UNTIED} --attention-dropout 0.2", "dropout by places on the rank", baseline=REFERENCE),
-    Model("dropout_recomputed", f"{UNTIED} --attention-dropout 0.2 {RECOMPUTE}", "dropout by places on the rank", baseline=REFERENCE,
+    Model("dropout_recomputed", f"{UNTIED} --attention-dropout 0.2 {RECOMPUTE}",
+        "dropout by places on the rank", baseline=REFERENCE,
         splits=("cp2", "pp2cp2")),
-    Model("dropout_replayed", f"{UNTIED} --attention-dropout 0.2 {RECOMPUTE}", "dropout by places on the rank",
-        ring="--cp-ring-recompute replay --cp-ring-layout contiguous", baseline=REFERENCE, splits=("cp2",)),
-    Model("dropout_document_mask", f"{DOCUMENTS} --attention-dropout 0.2 --micro-batch-size 2", "dropout by places on the rank",
+    Model("dropout_replayed", f"{UNTIED} --attention-dropout 0.2 {RECOMPUTE}",
+        "dropout by places on the rank",
+        ring="--cp-ring-recompute replay --cp-ring-layout contiguous", baseline=REFERENCE, splits=(
+        "cp2",)),
+    Model("dropout_document_mask", f"{DOCUMENTS} --attention-dropout 0.2 --micro-batch-size 2",
+        "dropout by places on the rank",
         BALANCED, REFERENCE, "documents", splits=("cp2", "cp4")),
-    Model("dropout_mtp", f"{UNTIED} --attention-dropout 0.2 --mtp-num-layers 1", "dropout of predictions by the decoder's numbers",
+    Model("dropout_mtp", f"{UNTIED} --attention-dropout 0.2 --mtp-num-layers 1",
+        "dropout of predictions by the decoder's numbers",
         baseline=REFERENCE, splits=("cp2", "pp2cp2")),
-    Model("dropout_virtual_pipeline", f"{UNTIED} --attention-dropout 0.2 --num-layers-per-virtual-pipeline-stage 1",
+    Model("dropout_virtual_pipeline",
+        f"{UNTIED} --attention-dropout 0.2 --num-layers-per-virtual-pipeline-stage 1",
         "dropout by places on the rank", baseline=REFERENCE, splits=("pp2cp2",), layers=4, tolerance=1e-4),
-    Model("dropout_hybrid_model", f"{UNTIED} --attention-dropout 0.2 --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid",
+    Model("dropout_hybrid_model",
+        f"{UNTIED} --attention-dropout 0.2 --hybrid-layer-pattern *-*- --spec tests.parity.specs "
+        "hybrid",
         "dropout by places on the rank", baseline=REFERENCE, splits=("cp2", "pp2cp2"), layers=4),
     Model("qk_clip", f"{UNTIED} --bf16 --qk-clip --qk-clip-threshold 0.05", "scale of the head size", tolerance=2**-8,
         baseline=REFERENCE, rejected={"tp2cp2": "--qk-clip with --tensor-model-parallel-size 2"}),
-    Model("qk_clip_mla", f"{LATENT} --bf16 --qk-clip --qk-clip-threshold 0.05 {RECOMPUTE}", "scale of the head size",
+    Model("qk_clip_mla", f"{LATENT} --bf16 --qk-clip --qk-clip-threshold 0.05 {RECOMPUTE}",
+        "scale of the head size",
         baseline=REFERENCE, tolerance=2**-8,
         splits=("cp2", "tp2cp2"), drawn_by_tp=True),
     Model("offload", UNTIED, "mask widened", ring="--cp-ring-offload"),
-    Model("offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--cp-ring-offload", splits=("cp2", "pp2cp2")),
-    Model("offload_mla_latent_wire", LATENT, "weight gradient twice", f"{LATENT_WIRE} --cp-ring-offload", REFERENCE,
+    Model("offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--cp-ring-offload", splits=(
+        "cp2",
+        "pp2cp2")),
+    Model("offload_mla_latent_wire", LATENT, "weight gradient twice",
+        f"{LATENT_WIRE} --cp-ring-offload", REFERENCE,
         splits=("cp2", "tp2cp2"), tolerance=1e-6, drawn_by_tp=True),
-    Model("fsdp2", UNTIED, "mask widened", ring="--use-torch-fsdp2", splits=("cp2", "cp4", "tp2cp2", "dp2cp2")),
+    Model("fsdp2", UNTIED, "mask widened", ring="--use-torch-fsdp2", splits=("cp2", "cp4", "tp2cp2",
+        "dp2cp2")),
     Model("megatron_fsdp", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params", splits=OF_MEGATRON_FSDP,
         tolerance=1e-6),
     Model("megatron_fsdp_optim", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim", splits=OF_MEGATRON_FSDP, tolerance=1e-6),
-    Model("megatron_fsdp_optim_grads", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads", splits=("dp2cp2",),
+    Model("megatron_fsdp_optim_grads", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads", splits=(
+        "dp2cp2",),
         tolerance=1e-6),
     Model("megatron_fsdp_learnable_sinks", f"{UNTIED} --softmax-type learnable", "sink dropped",
         ring=f"{MEGATRON_FSDP} optim_grads_params", splits=("cp2", "tp2cp2", "dp2cp2"), tolerance=1e-6),
-    Model("megatron_fsdp_moe", EXPERTS, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params", splits=("cp2", "dp2cp2"),
+    Model("megatron_fsdp_moe", EXPERTS, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params", splits=(
+        "cp2",
+        "dp2cp2"),
         tolerance=1e-6),
     Model("megatron_fsdp_offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened",
         ring=f"{MEGATRON_FSDP} optim_grads_params --cp-ring-offload", splits=("cp2", "dp2cp2"), tolerance=1e-6),
-    Model("megatron_fsdp_bf16", f"{UNTIED} --bf16", "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params",
+    Model("megatron_fsdp_bf16", f"{UNTIED} --bf16", "mask widened",
+        ring=f"{MEGATRON_FSDP} optim_grads_params",
         splits=("cp2", "dp2cp2"), tolerance=2**-8),
-    Model("fsdp2_bf16", f"{UNTIED} --bf16", "mask widened", ring="--use-torch-fsdp2", splits=("cp2", "dp2cp2"), tolerance=2**-8),
-    Model("fsdp2_offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened", ring="--use-torch-fsdp2 --cp-ring-offload",
+    Model("fsdp2_bf16", f"{UNTIED} --bf16", "mask widened", ring="--use-torch-fsdp2", splits=("cp2",
+        "dp2cp2"), tolerance=2**-8),
+    Model("fsdp2_offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened",
+        ring="--use-torch-fsdp2 --cp-ring-offload",
         splits=("dp2cp2",)),
     Model("fsdp2_mamba", MAMBA, "state in the order of another layout", ring="--use-torch-fsdp2", layers=4, tolerance=1e-6,
         splits=("cp2", "tp2cp2"), drawn_by_tp=True),
-    Model("attention_scale", f"{UNTIED} --use-mup --mup-base-hidden-size 32", "scale of the head size"),
+    Model("attention_scale", f"{UNTIED} --use-mup --mup-base-hidden-size 32",
+        "scale of the head size"),
     Model("yarn", f"{HEADS} {YARN}", "positions of another split"),
     Model("mrope", f"{HEADS} {MULTIMODAL}", "positions of another split"),
     Model("causal_contiguous", UNTIED, "mask widened", ring=CONTIGUOUS, splits=("cp4",)),
-    Model("mrope_contiguous", f"{HEADS} {MULTIMODAL}", "mask widened", ring=CONTIGUOUS, splits=("cp4",)),
+    Model("mrope_contiguous", f"{HEADS} {MULTIMODAL}", "mask widened", ring=CONTIGUOUS, splits=(
+        "cp4",)),
     Model("mla_contiguous", LATENT, "scale of the head size", CONTIGUOUS, REFERENCE, splits=("cp4",), drawn_by_tp=True),
-    Model("document_mask_balanced_learned_positions", f"{LEARNED} --cp-ring-document-mask", "documents merged", BALANCED, REFERENCE,
+    Model("document_mask_balanced_learned_positions", f"{LEARNED} --cp-ring-document-mask",
+        "documents merged", BALANCED, REFERENCE,
         "documents", splits=("cp4",)),
-    Model("document_mask_balanced_yarn", f"{HEADS} {YARN} --cp-ring-document-mask", "positions of zigzag", BALANCED, REFERENCE,
+    Model("document_mask_balanced_yarn", f"{HEADS} {YARN} --cp-ring-document-mask",
+        "positions of zigzag", BALANCED, REFERENCE,
         "documents", splits=("cp4",)),
     *_recurrent("mamba", MAMBA),
-    Model("mamba_document_mask_contiguous", f"{MAMBA} --cp-ring-document-mask", "state begins anew too late", CONTIGUOUS, REFERENCE,
+    Model("mamba_document_mask_contiguous", f"{MAMBA} --cp-ring-document-mask",
+        "state begins anew too late", CONTIGUOUS, REFERENCE,
         "documents", layers=4, splits=("cp2", "cp4"), tolerance=1e-6),
-    Model("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}", "state across documents", BALANCED, REFERENCE,
+    Model("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}",
+        "state across documents", BALANCED, REFERENCE,
         "documents", layers=4, splits=("cp2",), tolerance=1e-6),
     *_recurrent("delta_net", DELTA_NET, balanced=2e-6),
-    Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid", "mask widened", layers=4),
+    Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid",
+        "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),
     Model("moe_sequence_parallel", EXPERTS, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",), experts=2),
     Model("bf16", f"{UNTIED} --bf16", "scale of the head size", tolerance=2**-8),

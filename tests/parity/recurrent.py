@@ -1,7 +1,8 @@
-"""Mamba and gated delta net layers for `--spec tests.parity.recurrent hybrid`, with torch in place of the CUDA kernels.
+"""Mamba and gated delta net layers for `--spec tests.parity.recurrent hybrid`, with torch in place
+of the CUDA kernels.
 
-The kernels are those of the packages mamba_ssm and fla. Documents arrive as these take them: the number of each token's document,
-or offsets in one batch row.
+The kernels are those of the packages mamba_ssm and fla. Documents arrive as these take them: the
+number of each token's document, or offsets in one batch row.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ def scan(
     zxbcdt: Tensor, weight: Tensor, bias: Tensor, dt_bias: Tensor, a: Tensor, *,
     D: Tensor, headdim: int, ngroups: int, seq_idx: Tensor | None = None, **ignored: Any,
 ) -> Tensor:  # fmt: skip
-    """As `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined`, [b, n, z x B C dt] to [b, n, heads * headdim].
+    """As `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined`, [b, n, z x B C dt]
+    to [b, n, heads * headdim].
 
-    The state of each head decays by exp(dt * a) and gains dt * x B; the sum over all earlier tokens is written as a matrix.
-    `seq_idx` [b, n] numbers documents, at whose borders the state and the convolution begin anew.
+    The state of each head decays by exp(dt * a) and gains dt * x B; the sum over all earlier tokens
+    is written as a matrix. `seq_idx` [b, n] numbers documents, at whose borders the state and the
+    convolution begin anew.
     """
     b, n, _ = zxbcdt.shape
     heads = a.numel()
@@ -34,7 +37,10 @@ def scan(
     xbc = F.silu(_convolved(xbc, weight, together) + bias)
     x, keys, queries = xbc.split([inner, *[(weight.shape[0] - inner) // 2] * 2], -1)
     x = x.reshape(b, n, heads, headdim)
-    keys, queries = (part.reshape(b, n, ngroups, -1).repeat_interleave(heads // ngroups, 2) for part in (keys, queries))
+    keys, queries = (
+        part.reshape(b, n, ngroups, -1).repeat_interleave(heads // ngroups, 2)
+        for part in (keys, queries)
+    )
     dt = F.softplus(dt + dt_bias)
     decay = torch.cumsum(dt * a, 1)
     passed = (decay[:, :, None] - decay[:, None]).masked_fill(~together[..., None], -torch.inf)
@@ -44,13 +50,17 @@ def scan(
 
 
 def _together(documents: Tensor) -> Tensor:
-    """Whether token j is in the document of token i, and not after it: bool [b, n, n], of the documents' numbers [b, n]."""
+    """Whether token j is in the document of token i, and not after it: bool [b, n, n], of the
+    documents' numbers [b, n].
+    """
     n = documents.shape[1]
     return (documents[:, :, None] == documents[:, None]) & torch.ones(n, n, dtype=torch.bool).tril()
 
 
 def _convolved(x: Tensor, weight: Tensor, together: Tensor) -> Tensor:
-    """The causal convolution of each channel of x [b, n, d] with weight [d, width], inside of documents."""
+    """The causal convolution of each channel of x [b, n, d] with weight [d, width], inside of
+    documents.
+    """
     n, width = x.shape[1], weight.shape[1]
     out = x * weight[:, -1]
     for back in range(1, min(width, n)):
@@ -67,7 +77,12 @@ def _numbers(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "", cu_seqlens: Tensor | None = None, **ignored: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "",
+    cu_seqlens: Tensor | None = None,
+    **ignored: Any,
 ) -> tuple[Tensor, None]:
     """As `fla.modules.convolution.causal_conv1d`: x [b, n, d], weight [d, width]."""
     assert activation == "silu"
@@ -81,11 +96,20 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **ignored: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None = None,
+    **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: q, k, v [b, n, heads, d], g and beta [b, n, heads].
+    """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: q, k, v [b, n, heads, d], g and beta
+    [b, n, heads].
 
-    Token by token: the state decays by exp(g), forgets what it holds at k as far as beta says, and learns v there.
+    Token by token: the state decays by exp(g), forgets what it holds at k as far as beta says, and
+    learns v there.
     """
     numbers = _numbers(cu_seqlens, q)
     state = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
@@ -103,18 +127,28 @@ def delta_rule(
 class GroupNorm(torch.nn.Module):
     """RMS norm of each group of channels."""
 
-    def __init__(self, size: int, eps: float, group_size: int, dtype: torch.dtype, **ignored: Any) -> None:
+    def __init__(
+        self, size: int, eps: float, group_size: int, dtype: torch.dtype, **ignored: Any
+    ) -> None:
         super().__init__()
-        self.weight, self.eps, self.group_size = torch.nn.Parameter(torch.ones(size, dtype=dtype)), eps, group_size
+        self.weight, self.eps, self.group_size = (
+            torch.nn.Parameter(torch.ones(size, dtype=dtype)),
+            eps,
+            group_size,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         groups = x.unflatten(-1, (-1, self.group_size))
         return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """Of checkpoints: each tensor-parallel rank has the weight of its own channels."""
         state = self.state_dict(prefix="", keep_vars=True)
-        return mamba_mixer.make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        return mamba_mixer.make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets
+        )
 
 
 mamba_mixer.HAVE_MAMBA_SSM = True

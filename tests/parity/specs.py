@@ -1,4 +1,6 @@
-"""Layer specifications for `--spec tests.parity.specs NAME` that need TransformerEngine's or Apex's norms elsewhere."""
+"""Layer specifications for `--spec tests.parity.specs NAME` that need TransformerEngine's or Apex's
+norms elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ except ImportError:  # before 0.18 they are called Mamba's
 
 
 class Norm(torch.nn.RMSNorm):
-    """torch's RMSNorm of a part of the sequence: Megatron sums its weight's gradient over the tensor-parallel ranks."""
+    """torch's RMSNorm of a part of the sequence: Megatron sums its weight's gradient over the
+    tensor-parallel ranks.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -40,7 +44,8 @@ def sequence_parallel(config: Any) -> TransformerBlockSubmodules:
     if latent:
         norms = dataclasses.replace(attention.submodules, q_layernorm=Norm, kv_layernorm=Norm)
         attention = dataclasses.replace(attention, submodules=norms)
-    LocalSpecProvider.layer_norm = lambda *_, **__: Norm  # of the layers that predict further tokens
+    # of the layers that predict further tokens
+    LocalSpecProvider.layer_norm = lambda *_, **__: Norm
     changes = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm, "self_attention": attention}
     layer = dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **changes))
     return TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=Norm)

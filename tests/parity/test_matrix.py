@@ -1,4 +1,6 @@
-"""The parity matrix: a part of it in every test run, all of it with `-m slow`, and a fault in each model that must show."""
+"""The parity matrix: a part of it in every test run, all of it with `-m slow`, and a fault in each
+model that must show.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ def named(names: str, split: str, planted: bool = False) -> list[Cell]:
 
 
 def check(cells: list[Cell], folder) -> None:
-    wrong = [verdict.as_dict() for verdict in matrix.run(cells, folder).values() if not verdict.expected]
+    wrong = [
+        verdict.as_dict() for verdict in matrix.run(cells, folder).values() if not verdict.expected
+    ]
     assert not wrong, wrong
 
 
 @pytest.mark.ci
 def test_a_part_trains_as_without_context_parallelism_and_planted_faults_show(tmp_path):
     planted = named(",".join(PLANTED), "cp2", planted=True)
-    check([cell for split, names in PART.items() for cell in named(names, split)] + planted, tmp_path)
+    check(
+        [cell for split, names in PART.items() for cell in named(names, split)] + planted, tmp_path
+    )
 
 
 @pytest.mark.slow
@@ -46,7 +52,9 @@ def test_a_planted_fault_shows_in_every_model(tmp_path, model):
 
 
 def verdict(model: Model, split: str = "tp2cp2", planted: bool = False, **found) -> Verdict:
-    return Verdict(Cell(model, next(each for each in SPLITS if each.name == split), planted), **found)
+    return Verdict(
+        Cell(model, next(each for each in SPLITS if each.name == split), planted), **found
+    )
 
 
 PLAIN = Model("plain", "", "")

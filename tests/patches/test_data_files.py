@@ -1,4 +1,6 @@
-"""Files of data sets are read as numbers: no cache runs code, and an index has to be that of its token file."""
+"""Files of data sets are read as numbers: no cache runs code, and an index has to be that of its
+token file.
+"""
 
 import io
 import os
@@ -45,15 +47,20 @@ def tokens(tmp_path):
 
 def samples(tokens):
     """The samples of a data set of Megatron over the token file, with a cache beside it."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     tokenizer = SimpleNamespace(vocab_size=100, eod=0, pad=-1, unique_identifiers={"class": "own"})
     config = GPTDatasetConfig(
         random_seed=1, sequence_length=16, blend=([str(tokens)], None), split="100,0,0", tokenizer=tokenizer,
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, path_to_cache=str(tokens.parent / "cache"),
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, path_to_cache=str(tokens.parent /
+        "cache"),
     )  # fmt: skip
-    dataset = BlendedMegatronDatasetBuilder(GPTDataset, [20, None, None], lambda: True, config).build()[0]
+    dataset = BlendedMegatronDatasetBuilder(
+        GPTDataset, [20, None, None], lambda: True, config
+    ).build()[0]
     return [dataset[number]["tokens"].tolist() for number in range(20)]
 
 
@@ -76,8 +83,10 @@ FORGED = {
     "too many dimensions": lambda mark: saved(np.zeros((3, 2, 1), np.int32)),
     "records": lambda mark: saved(np.zeros(3, "i4,i4")),
     "an archive of arrays": lambda mark: archive(np.arange(3)),
-    "more than there is": lambda mark: forged("{'descr': '<i4', 'fortran_order': False, 'shape': (1099511627776,)}"),
-    "a negative size": lambda mark: forged("{'descr': '<i4', 'fortran_order': False, 'shape': (-4,)}"),
+    "more than there is": lambda mark: forged(
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (1099511627776,)}"),
+    "a negative size": lambda mark: forged(
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (-4,)}"),
     "addresses": lambda mark: forged("{'descr': '|O', 'fortran_order': False, 'shape': (4,)}"),
     "a header that is code": lambda mark: forged(f"__import__('os').mkdir({str(mark)!r})"[:118]),
     "nothing": lambda mark: b"",
@@ -97,7 +106,11 @@ def test_a_cache_that_holds_no_integers_is_not_loaded(tmp_path, name, mmap_mode)
     path.write_bytes(FORGED[name](mark))
     with pytest.raises(BadCache) as stop:
         load_index(str(path), allow_pickle=True, mmap_mode=mmap_mode)
-    assert str(path) in str(stop.value) and len(str(stop.value).splitlines()) == 1 and not mark.exists()
+    assert (
+        str(path) in str(stop.value)
+        and len(str(stop.value).splitlines()) == 1
+        and not mark.exists()
+    )
 
 
 @pytest.mark.parametrize("file", ["document", "sample", "shuffle"])
@@ -108,7 +121,9 @@ def test_a_forged_cache_is_made_anew(patch, tokens, capsys, file):
     path.write_bytes(FORGED["objects"](mark))
     capsys.readouterr()
     assert samples(tokens) == before and not mark.exists() and path.read_bytes() == good
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cp_ring: ")]
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("cp_ring: ")
+    ]
     assert f"warning: {path} is no index of a data set" in line and "it is made anew" in line
     assert samples(tokens) == before  # read from the cache
 
@@ -159,7 +174,9 @@ DAMAGES = {
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", DAMAGES)
-def test_an_index_that_is_not_that_of_its_token_file_ends_the_job_in_one_line(patch, tokens, capsys, name, mmap):
+def test_an_index_that_is_not_that_of_its_token_file_ends_the_job_in_one_line(
+    patch, tokens, capsys, name, mmap
+):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     assert len(IndexedDataset(str(tokens), mmap=mmap)) == 20

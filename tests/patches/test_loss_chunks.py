@@ -28,13 +28,22 @@ def model(one_rank):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+    }
     config = TransformerConfig(**sizes, attention_dropout=0.0, hidden_dropout=0.0)
-    return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=TOKENS)
+    return GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=TOKENS
+    )
 
 
 def losses_of(model, grad=True):
-    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(3)
+    )
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
     with torch.set_grad_enabled(grad):
         positions = torch.arange(TOKENS).expand(BATCH, -1)
@@ -43,15 +52,22 @@ def losses_of(model, grad=True):
 
 def gradients(model, losses):
     model.zero_grad()
-    (losses * torch.linspace(0, 1, TOKENS)).sum().backward()  # as a loss mask, tokens weigh differently
+    # as a loss mask, tokens weigh differently
+    (losses * torch.linspace(0, 1, TOKENS)).sum().backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize(("size", "most"), [(10, 10), (1, 2), (1 << 20, 24), (47, 24)])
-def test_losses_and_gradients_are_those_of_all_logits(applied, chunk, model, monkeypatch, size, most):
+def test_losses_and_gradients_are_those_of_all_logits(
+    applied, chunk, model, monkeypatch, size, most
+):
     """A chunk is of whole positions of all batch rows, and there are at least two."""
     seen, whole = [], type(model).compute_language_model_loss
-    monkeypatch.setattr(type(model), "compute_language_model_loss", lambda *args: seen.append(args[1].numel()) or whole(*args))
+    monkeypatch.setattr(
+        type(model),
+        "compute_language_model_loss",
+        lambda *args: seen.append(args[1].numel()) or whole(*args),
+    )
     wanted = losses_of(model)
     truth = gradients(model, wanted)
     assert seen == [BATCH * TOKENS]
@@ -75,7 +91,11 @@ def test_zero_leaves_the_model_as_it_is(applied, chunk, model, monkeypatch):
     applied("loss_chunks")
     chunk(0)
     seen, whole = [], type(model).compute_language_model_loss
-    monkeypatch.setattr(type(model), "compute_language_model_loss", lambda *args: seen.append(args[1].numel()) or whole(*args))
+    monkeypatch.setattr(
+        type(model),
+        "compute_language_model_loss",
+        lambda *args: seen.append(args[1].numel()) or whole(*args),
+    )
     losses_of(model)
     assert seen == [BATCH * TOKENS]
 
@@ -89,17 +109,28 @@ def test_a_script_with_an_output_processor_of_its_own_is_rejected(applied, chunk
     def run():
         tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
         mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
-        return model(tokens, torch.arange(TOKENS).expand(BATCH, -1), mask, labels=tokens + 1, output_processor=own)
+        return model(
+            tokens,
+            torch.arange(TOKENS).expand(BATCH, -1),
+            mask,
+            labels=tokens + 1,
+            output_processor=own,
+        )
 
     chunk(0)
     assert run().sum() == BATCH * TOKENS
     chunk(10)
-    with pytest.raises(ConfigError, match="--cp-ring-loss-chunk: the script gives the model an output processor of its own"):
+    with pytest.raises(
+        ConfigError,
+        match="--cp-ring-loss-chunk: the script gives the model an output processor of its own",
+    ):
         run()
 
 
 def test_sequence_parallel_tokens_get_their_own_labels(chunk):
-    """The output layer then gathers the same tokens of every tensor-parallel rank: labels are taken in that order."""
+    """The output layer then gathers the same tokens of every tensor-parallel rank: labels are taken
+    in that order.
+    """
     chunk(12)
     tp, tokens = 3, 8
     whole = torch.randn(tp * tokens, BATCH, VOCABULARY)

@@ -14,7 +14,9 @@ from cp_ring.megatron import compat
 from cp_ring.patches import cpu_runtime
 from cp_ring.patches.patch import Patch
 
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present")
+no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
+)
 
 
 def transformer_config(**values):
@@ -47,7 +49,10 @@ def test_apply_and_revert_leave_no_trace(name):
     patch = patches.get(name)
     if patch.unneeded():
         pytest.skip(patch.unneeded())
-    before = [(owner, attribute, vars(owner).get(attribute, "absent")) for owner, attribute, _ in patch.replacements()]
+    before = [
+        (owner, attribute, vars(owner).get(attribute, "absent"))
+        for owner, attribute, _ in patch.replacements()
+    ]
     patch.apply()
     assert name in patches.applied() and patch.state() == "applied"
     patch.apply()  # a second time changes nothing more
@@ -63,7 +68,14 @@ class Owner:
 
 
 def a_patch(versions, replacements):
-    return Patch(name="p", what="what", why="why", package="torch", versions=versions, replacements=lambda: replacements)
+    return Patch(
+        name="p",
+        what="what",
+        why="why",
+        package="torch",
+        versions=versions,
+        replacements=lambda: replacements,
+    )
 
 
 def test_a_patch_is_applied_whole_or_not_at_all():
@@ -76,7 +88,9 @@ def test_a_patch_is_applied_whole_or_not_at_all():
 
 def test_another_version_is_rejected():
     patch = a_patch(">=99", [(Owner, "first", 2)])
-    with pytest.raises(ConfigError, match=r"patch p: torch .* is installed, but the patch is for >=99"):
+    with pytest.raises(
+        ConfigError, match=r"patch p: torch .* is installed, but the patch is for >=99"
+    ):
         patch.apply()
     assert Owner.first == 1 and patch.state().startswith("rejected: patch p: torch")
 
@@ -103,7 +117,11 @@ def test_cpu_runtime_answers_for_cuda(applied):
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
     applied("cpu_runtime")
-    assert torch.device("cuda:0") == torch.device(f"cuda:{torch.cuda.current_device()}") == torch.device("cpu")
+    assert (
+        torch.device("cuda:0")
+        == torch.device(f"cuda:{torch.cuda.current_device()}")
+        == torch.device("cpu")
+    )
     assert torch.device("meta").type == "meta"
     assert torch.zeros(1, device="cuda").device.type == "cpu"
     assert torch.ones(2).to("cuda:0").cuda().device.type == "cpu"
@@ -137,9 +155,17 @@ def test_functions_are_not_compiled_while_cpu_runtime_imports_megatron(monkeypat
         return 2 * x
 
     asked = []
-    monkeypatch.setattr(torch, "compile", compile_with_torch := lambda model, **options: asked.append((model, options)))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        compile_with_torch := lambda model, **options: asked.append((model, options)),
+    )
     with cpu_runtime.functions_uncompiled():
-        assert torch.compile(double) is double and torch.compile(dynamic=True)(double) is double and not asked
+        assert (
+            torch.compile(double) is double
+            and torch.compile(dynamic=True)(double) is double
+            and not asked
+        )
         torch.compile(layer := torch.nn.Linear(2, 2), dynamic=True)
     assert asked == [(layer, {"dynamic": True})] and torch.compile is compile_with_torch
 
@@ -207,12 +233,15 @@ def test_core_attention_is_ring_attention(applied, one_rank):
 
     def build():
         spec = get_gpt_layer_local_spec()
-        layer = build_module(spec.submodules.self_attention, config=transformer_config(), layer_number=1)
+        layer = build_module(
+            spec.submodules.self_attention, config=transformer_config(), layer_number=1
+        )
         return type(layer.core_attention), spec.submodules.self_attention.submodules.core_attention
 
     assert build() == (DotProductAttention, DotProductAttention)
     applied("core_attention")
-    assert build() == (RingDotProductAttention, DotProductAttention)  # the specification itself is left as it is
+    # the specification itself is left as it is
+    assert build() == (RingDotProductAttention, DotProductAttention)
 
 
 def test_rotary_layout_follows_the_layout(applied):
@@ -225,7 +254,11 @@ def test_rotary_layout_follows_the_layout(applied):
         size, rank = staticmethod(lambda: 2), staticmethod(lambda: 1)
 
     def positions():
-        return rotary.get_pos_emb_on_this_cp_rank(torch.arange(8.0).view(8, 1), 0, Group).flatten().tolist()
+        return (
+            rotary.get_pos_emb_on_this_cp_rank(torch.arange(8.0).view(8, 1), 0, Group)
+            .flatten()
+            .tolist()
+        )
 
     if not torch.cuda.is_available():
         applied("cpu_runtime")
@@ -251,13 +284,17 @@ def test_optimizer_step_lets_a_fresh_optimizer_load(applied, one_rank):
         pytest.skip("TransformerEngine or Apex is installed")
     config = transformer_config()
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=16)
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    wrapped = DistributedDataParallel(
+        config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
+    )
     settings = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(settings, [wrapped])
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
 
     def load():
-        optimizer.sharded_state_dict(wrapped.sharded_state_dict(), is_loading=True, metadata=metadata)
+        optimizer.sharded_state_dict(
+            wrapped.sharded_state_dict(), is_loading=True, metadata=metadata
+        )
 
     with pytest.raises(AssertionError):
         load()
@@ -275,10 +312,13 @@ def test_optimizer_step_lets_a_fresh_optimizer_load(applied, one_rank):
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    ("layers", "wanted"), [({"mtp_num_layers": 1}, "mtp_roll"), ({"num_experts": 4}, "moe_aux_loss"), ({}, "")]
+    ("layers", "wanted"),
+    [({"mtp_num_layers": 1}, "mtp_roll"), ({"num_experts": 4}, "moe_aux_loss"), ({}, "")],
 )
 def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers, wanted):
-    """With --use-checkpoint-args the command line does not name them: Megatron completes the arguments before it checks them."""
+    """With --use-checkpoint-args the command line does not name them: Megatron completes the
+    arguments before it checks them.
+    """
     from megatron.training import arguments
 
     from cp_ring.megatron import validate
@@ -299,7 +339,10 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
 
 def test_rotary_embeddings_that_follow_the_layout_can_clear_their_cache(applied):
     """As Megatron's yarn does when it is made."""
-    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+    from megatron.core.models.common.embeddings import (
+        rotary_pos_embedding,
+        yarn_rotary_pos_embedding,
+    )
 
     owners = (rotary_pos_embedding.RotaryEmbedding, yarn_rotary_pos_embedding.YarnRotaryEmbedding)
     before = [hasattr(owner.forward, "cache_clear") for owner in owners]
@@ -312,27 +355,39 @@ def test_rotary_embeddings_that_follow_the_layout_can_clear_their_cache(applied)
 @no_cuda
 @pytest.mark.compat
 def test_fsdp2_divides_gradients_and_loads_the_step(applied, one_rank):
-    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import (
+        TorchFullyShardedDataParallel,
+    )
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
     config = SimpleNamespace(transformer_impl="local", recompute_granularity=None)
-    model = TorchFullyShardedDataParallel(config, SimpleNamespace(), torch.nn.Linear(4, 4, bias=False))
+    model = TorchFullyShardedDataParallel(
+        config, SimpleNamespace(), torch.nn.Linear(4, 4, bias=False)
+    )
     (weight,) = model.parameters()
     model(torch.ones(2, 4)).sum().backward()
     applied("fsdp2")
     model.finish_grad_sync(force_all_reduce=False)
     model.scale_gradients(torch.tensor(0.25))
     assert torch.equal(weight.grad.to_local(), torch.full((4, 4), 0.5))
-    identity = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    identity = {
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+    }
     adam = torch.optim.Adam([{"params": [weight], "lr": 0.1, **identity}])
     optimizer = FP32Optimizer(adam, OptimizerConfig(), lambda *_: None)
     adam.step()
     saved = optimizer.state_dict()
     group = saved["param_groups"][0] | {"lr": 0.3}
-    optimizer.load_state_dict({"state": {"common_step": torch.tensor(7.0)}, "param_groups": [group]})
+    optimizer.load_state_dict(
+        {"state": {"common_step": torch.tensor(7.0)}, "param_groups": [group]}
+    )
     assert float(adam.state[weight]["step"]) == 7 and adam.param_groups[0]["lr"] == 0.3
-    assert hasattr(adam.state[weight]["exp_avg"], "_local_tensor")  # loaded in place, so not replaced
+    # loaded in place, so not replaced
+    assert hasattr(adam.state[weight]["exp_avg"], "_local_tensor")
 
 
 @no_cuda
@@ -353,11 +408,20 @@ def test_megatron_fsdp_completes_the_state_of_the_optimizer_without_a_step(appli
     applied("megatron_fsdp")
     assert "RingDotProductAttention" in FullyShardedDataParallel._MODULE_TYPE_REGISTRY["column"]
     DistributedOptimizer._init_optimizer_states_with_dummy_values(optimizer)
-    assert torch.equal(own.to_local(), torch.full((3, 4), 2.0)) and float(adam.state[own]["step"]) == 0
-    assert (adam.param_groups[0]["lr"], adam.param_groups[0]["weight_decay"]) == (0.1, 0.5) and other not in adam.state
+    assert (
+        torch.equal(own.to_local(), torch.full((3, 4), 2.0)) and float(adam.state[own]["step"]) == 0
+    )
+    assert (adam.param_groups[0]["lr"], adam.param_groups[0]["weight_decay"]) == (
+        0.1,
+        0.5,
+    ) and other not in adam.state
     own.grad = torch.ones_like(own)
     adam.step()
     listed = DistributedOptimizer.sharded_param_state_fsdp_dtensor(optimizer)["state"]
-    assert list(listed) == ["other", "own"], "each is gathered by a collective, so in the same order on all ranks"
-    assert listed["other"].keys() == listed["own"].keys() and listed["other"]["exp_avg"].to_local().shape == (0, 4)
+    assert list(listed) == ["other", "own"], (
+        "each is gathered by a collective, so in the same order on all ranks"
+    )
+    assert listed["other"].keys() == listed["own"].keys() and listed["other"][
+        "exp_avg"
+    ].to_local().shape == (0, 4)
     assert float(listed["other"]["step"]) == float(listed["own"]["step"]) == 1

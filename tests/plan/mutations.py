@@ -1,7 +1,7 @@
 """Ways to spoil a plan, each of which its proof must notice.
 
-A mutation takes a plan (or the rank plans of all its ranks) and a random generator. It returns a spoiled copy, or None if
-the plan has nothing of the kind.
+A mutation takes a plan (or the rank plans of all its ranks) and a random generator. It returns a
+spoiled copy, or None if the plan has nothing of the kind.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from cp_ring.plan.tables import PlanTables, Transfers
 Rng = np.random.Generator
 
 
-def _with_tiles(plan: PlanTables, tiles: Tiles, rank: np.ndarray, hop: np.ndarray, source: np.ndarray) -> PlanTables:
+def _with_tiles(
+    plan: PlanTables, tiles: Tiles, rank: np.ndarray, hop: np.ndarray, source: np.ndarray
+) -> PlanTables:
     sort = sort_index(rank, hop)
-    return replace(plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort])
+    return replace(
+        plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort]
+    )
 
 
 def _edit_tile(plan: PlanTables, rng: Rng, change: Callable[[np.ndarray], None]) -> PlanTables:
@@ -39,12 +43,16 @@ def _add(*amounts: int) -> Callable[[np.ndarray], None]:
 
 def tile_dropped(plan: PlanTables, rng: Rng) -> PlanTables:
     keep = np.delete(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
-    return _with_tiles(plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep])
+    return _with_tiles(
+        plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep]
+    )
 
 
 def tile_doubled(plan: PlanTables, rng: Rng) -> PlanTables:
     keep = np.append(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
-    return _with_tiles(plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep])
+    return _with_tiles(
+        plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep]
+    )
 
 
 def tile_shifted_in_keys(plan: PlanTables, rng: Rng) -> PlanTables:
@@ -78,24 +86,38 @@ def tile_on_the_wrong_rank(plan: PlanTables, rng: Rng) -> PlanTables | None:
     rank = plan.tile_rank.copy()
     i = rng.integers(len(rank))
     rank[i] = (rank[i] + 1) % plan.cp
-    return _with_tiles(plan, plan.tiles, rank, plan.tile_hop, plan.tile_source) if plan.cp > 1 else None
+    return (
+        _with_tiles(plan, plan.tiles, rank, plan.tile_hop, plan.tile_source)
+        if plan.cp > 1
+        else None
+    )
 
 
 def tile_at_the_wrong_hop(plan: PlanTables, rng: Rng) -> PlanTables | None:
     hop = plan.tile_hop.copy()
     i = rng.integers(len(hop))
     hop[i] = (hop[i] + 1) % plan.cp
-    return _with_tiles(plan, plan.tiles, plan.tile_rank, hop, plan.tile_source) if plan.cp > 1 else None
+    return (
+        _with_tiles(plan, plan.tiles, plan.tile_rank, hop, plan.tile_source)
+        if plan.cp > 1
+        else None
+    )
 
 
 def tile_on_the_wrong_keys(plan: PlanTables, rng: Rng) -> PlanTables | None:
     source = plan.tile_source.copy()
     i = rng.integers(len(source))
     source[i] = (source[i] + 1) % plan.cp
-    return _with_tiles(plan, plan.tiles, plan.tile_rank, plan.tile_hop, source) if plan.cp > 1 else None
+    return (
+        _with_tiles(plan, plan.tiles, plan.tile_rank, plan.tile_hop, source)
+        if plan.cp > 1
+        else None
+    )
 
 
-def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) -> Callable[[PlanTables, Rng], PlanTables | None]:
+def _table_mutation(
+    table: str, column: str, change: Callable[[int, int], int]
+) -> Callable[[PlanTables, Rng], PlanTables | None]:
     """Changes one entry of one column of the transfers or the gradients."""
 
     def mutate(plan: PlanTables, rng: Rng) -> PlanTables | None:
@@ -107,9 +129,14 @@ def _table_mutation(table: str, column: str, change: Callable[[int, int], int]) 
         values[i] = change(int(values[i]), plan.cp)
         if (table, column) in (("transfers", "sender"), ("gradients", "receiver")):
             # Another rank of the same hop may have the owner's tokens too, and would be right.
-            while plan.schedule[plan.order.distance(values[i], messages.owner[i])] == messages.buffer[i]:
+            while (
+                plan.schedule[plan.order.distance(values[i], messages.owner[i])]
+                == messages.buffer[i]
+            ):
                 values[i] = change(int(values[i]), plan.cp)
-        return replace(plan, **{table: _sorted(table, replace(messages, **{column: values}), plan.order)})
+        return replace(
+            plan, **{table: _sorted(table, replace(messages, **{column: values}), plan.order)}
+        )
 
     return mutate
 
@@ -129,14 +156,21 @@ def _pick_mutation(table: str, doubled: bool) -> Callable[[PlanTables, Rng], Pla
 
 
 def keys_two_hops_old(plan: PlanTables, rng: Rng) -> PlanTables | None:
-    """A route that forwards keys from the buffer of two hops before, which the executor has reused by then."""
+    """A route that forwards keys from the buffer of two hops before, which the executor has reused
+    by then.
+    """
     keys = plan.transfers
     late = keys.hop >= 3
     if not late.any():
         return None
-    sender = np.where(late, plan.order.reader(keys.owner, _first_distance(plan, keys.hop - 2)), keys.sender)
+    sender = np.where(
+        late, plan.order.reader(keys.owner, _first_distance(plan, keys.hop - 2)), keys.sender
+    )
     buffer = np.where(late, keys.hop - 2, keys.buffer)
-    return replace(plan, transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer), plan.order))
+    return replace(
+        plan,
+        transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer), plan.order),
+    )
 
 
 def gradients_two_hops_on(plan: PlanTables, rng: Rng) -> PlanTables | None:
@@ -145,7 +179,9 @@ def gradients_two_hops_on(plan: PlanTables, rng: Rng) -> PlanTables | None:
     early = grads.hop + 2 <= plan.schedule[-1]
     if not early.any():
         return None
-    receiver = np.where(early, plan.order.reader(grads.owner, _first_distance(plan, grads.hop + 2)), grads.receiver)
+    receiver = np.where(
+        early, plan.order.reader(grads.owner, _first_distance(plan, grads.hop + 2)), grads.receiver
+    )
     buffer = np.where(early, grads.hop + 2, grads.buffer)
     late = _sorted("gradients", replace(grads, receiver=receiver, buffer=buffer), plan.order)
     return replace(plan, gradients=late)
@@ -192,7 +228,9 @@ def gradients_to_another_owner_of_the_hop(plan: PlanTables, rng: Rng) -> PlanTab
 
 
 def another_schedule(plan: PlanTables, rng: Rng) -> PlanTables | None:
-    """A right schedule, but not the one of the tables: an owner whose keys are used is at another hop."""
+    """A right schedule, but not the one of the tables: an owner whose keys are used is at another
+    hop.
+    """
     used = sorted({*plan.order.distance(plan.tile_rank, plan.tile_source).tolist()} - {0})
     for distance in used:
         hops = np.array(plan.schedule)
@@ -257,7 +295,9 @@ for _table in ("transfers", "gradients"):
     }
 
 
-def _of_plan(mutate: Callable[[PlanTables, Rng], PlanTables | None]) -> Callable[[Plan, Rng], Plan | None]:
+def _of_plan(
+    mutate: Callable[[PlanTables, Rng], PlanTables | None],
+) -> Callable[[Plan, Rng], Plan | None]:
     def spoil(plan: Plan, rng: Rng) -> Plan | None:
         tables = mutate(plan.ring, rng)
         return tables and replace(plan, ring=tables, _rank_plans={})
@@ -270,7 +310,9 @@ PLAN_MUTATIONS = {name: _of_plan(mutate) for name, mutate in _TABLE_MUTATIONS.it
 RankPlans = list[RankPlan]
 
 
-def _edit_hop(parts: RankPlans, rng: Rng, fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]) -> RankPlans | None:
+def _edit_hop(
+    parts: RankPlans, rng: Rng, fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]
+) -> RankPlans | None:
     """Changes one hop among those that fit."""
     places = [(part.rank, i) for part in parts for i, hop in enumerate(part.hops) if fits(hop)]
     if not places:
@@ -320,18 +362,24 @@ def _swap_ranks(parts: RankPlans, rng: Rng) -> RankPlans | None:
     if len(busy) < 2:
         return None
     a, b = busy[:2]
-    return [replace(parts[{a: b, b: a}.get(part.rank, part.rank)], rank=part.rank) for part in parts]
+    return [
+        replace(parts[{a: b, b: a}.get(part.rank, part.rank)], rank=part.rank) for part in parts
+    ]
 
 
 def _peers_swapped(hop: Hop, name: str) -> Hop:
     """The first two transfers keep their tokens and change their peers."""
     first, second, *others = getattr(hop, name)
-    return replace(hop, **{name: (replace(first, peer=second.peer), replace(second, peer=first.peer), *others)})
+    return replace(
+        hop, **{name: (replace(first, peer=second.peer), replace(second, peer=first.peer), *others)}
+    )
 
 
 def _source_missing(parts: RankPlans, rng: Rng) -> RankPlans | None:
     """A rank does not receive one of a hop's sources, and the other rank does not send it."""
-    places = [(part.rank, i) for part in parts for i, hop in enumerate(part.hops) if len(hop.receives) > 1]
+    places = [
+        (part.rank, i) for part in parts for i, hop in enumerate(part.hops) if len(hop.receives) > 1
+    ]
     if not places:
         return None
     rank, i = places[rng.integers(len(places))]
@@ -354,7 +402,9 @@ def _messages_swapped(hop: Hop) -> Hop:
 
 
 def _sent_to_itself(part: RankPlan, hop: Hop) -> Hop:
-    """Besides, the rank sends the first token of its shard to itself, into a place of its own in the hop's buffer."""
+    """Besides, the rank sends the first token of its shard to itself, into a place of its own in
+    the hop's buffer.
+    """
     place = hop.num_keys
     return replace(
         hop, num_keys=place + 1, sends=(*hop.sends, Transfer(part.rank, ((0, 1),))),
@@ -373,9 +423,15 @@ def _messages_to_itself(parts: RankPlans, rng: Rng) -> RankPlans | None:
 
 
 def _full_tile(hop: Hop, inside: bool) -> int | None:
-    """A tile without a band, of a hop with several sources; with `inside`, one after which there are more keys."""
+    """A tile without a band, of a hop with several sources; with `inside`, one after which there
+    are more keys.
+    """
     tiles = hop.tiles
-    found = (tiles.lo == -OPEN) & (tiles.hi == OPEN) & ((tiles.k1 < hop.num_keys) if inside else (tiles.k1 - tiles.k0 > 1))
+    found = (
+        (tiles.lo == -OPEN)
+        & (tiles.hi == OPEN)
+        & ((tiles.k1 < hop.num_keys) if inside else (tiles.k1 - tiles.k0 > 1))
+    )
     return int(np.flatnonzero(found)[0]) if _several(hop) and found.any() else None
 
 
@@ -389,7 +445,9 @@ def _several(hop: Hop) -> bool:
     return len(hop.sources) > 1
 
 
-def _hop_mutation(fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]) -> Callable[[RankPlans, Rng], RankPlans | None]:
+def _hop_mutation(
+    fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]
+) -> Callable[[RankPlans, Rng], RankPlans | None]:
     return lambda parts, rng: _edit_hop(parts, rng, fits, change)
 
 
@@ -403,31 +461,56 @@ def _away(hop: Hop) -> bool:
 
 RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
     "tile dropped": _hop_mutation(_busy, lambda hop: _pick(hop, np.arange(1, len(hop.tiles)))),
-    "tile doubled": _hop_mutation(_busy, lambda hop: _pick(hop, np.append(np.arange(len(hop.tiles)), 0))),
+    "tile doubled": _hop_mutation(
+        _busy, lambda hop: _pick(hop, np.append(np.arange(len(hop.tiles)), 0))
+    ),
     "tile shifted": _hop_mutation(_busy, lambda hop: replace(hop, tiles=hop.tiles.shifted(0, 1))),
     "hop emptied": _hop_mutation(_away, lambda hop: _pick(hop, np.arange(0))),
-    "send without receive": _hop_mutation(lambda hop: bool(hop.receives), lambda hop: replace(hop, receives=hop.receives[1:])),
-    "receive without send": _hop_mutation(lambda hop: bool(hop.sends), lambda hop: replace(hop, sends=hop.sends[1:])),
-    "send range shortened": _hop_mutation(lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shortened)),
-    "send range shifted": _hop_mutation(lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shifted)),
+    "send without receive": _hop_mutation(
+        lambda hop: bool(hop.receives), lambda hop: replace(hop, receives=hop.receives[1:])
+    ),
+    "receive without send": _hop_mutation(
+        lambda hop: bool(hop.sends), lambda hop: replace(hop, sends=hop.sends[1:])
+    ),
+    "send range shortened": _hop_mutation(
+        lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shortened)
+    ),
+    "send range shifted": _hop_mutation(
+        lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shifted)
+    ),
     "send to the wrong rank": _hop_mutation(
-        lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", lambda t: replace(t, peer=t.peer + 1))
+        lambda hop: bool(hop.sends),
+        lambda hop: _first(hop, "sends", lambda t: replace(t, peer=t.peer + 1)),
     ),
     "receive from the wrong rank": _hop_mutation(
-        lambda hop: bool(hop.receives), lambda hop: _first(hop, "receives", lambda t: replace(t, peer=t.peer + 1))
+        lambda hop: bool(hop.receives),
+        lambda hop: _first(hop, "receives", lambda t: replace(t, peer=t.peer + 1)),
     ),
-    "key buffer of another size": _hop_mutation(_away, lambda hop: replace(hop, num_keys=hop.num_keys + 1)),
-    "wrong source": _hop_mutation(_away, lambda hop: replace(hop, sources=(0 if hop.sources[0] else 1, *hop.sources[1:]))),
-    "gradient tokens shifted": _hop_mutation(_away, lambda hop: replace(hop, grad_shift=hop.grad_shift + 1)),
-    "gradients not sent": _hop_mutation(lambda hop: bool(hop.grad_sends), lambda hop: replace(hop, grad_sends=())),
-    "gradients not received": _hop_mutation(lambda hop: bool(hop.grad_receives), lambda hop: replace(hop, grad_receives=())),
+    "key buffer of another size": _hop_mutation(
+        _away, lambda hop: replace(hop, num_keys=hop.num_keys + 1)
+    ),
+    "wrong source": _hop_mutation(
+        _away, lambda hop: replace(hop, sources=(0 if hop.sources[0] else 1, *hop.sources[1:]))
+    ),
+    "gradient tokens shifted": _hop_mutation(
+        _away, lambda hop: replace(hop, grad_shift=hop.grad_shift + 1)
+    ),
+    "gradients not sent": _hop_mutation(
+        lambda hop: bool(hop.grad_sends), lambda hop: replace(hop, grad_sends=())
+    ),
+    "gradients not received": _hop_mutation(
+        lambda hop: bool(hop.grad_receives), lambda hop: replace(hop, grad_receives=())
+    ),
     "gradients added at other tokens": _hop_mutation(
         lambda hop: bool(hop.grad_receives), lambda hop: _first(hop, "grad_receives", _shifted)
     ),
     "gradients added to another buffer": _hop_mutation(
-        lambda hop: bool(hop.grad_receives), lambda hop: _first(hop, "grad_receives", lambda t: replace(t, buffer=t.buffer + 2))
+        lambda hop: bool(hop.grad_receives),
+        lambda hop: _first(hop, "grad_receives", lambda t: replace(t, buffer=t.buffer + 2)),
     ),
-    "gradient buffer of another size": _hop_mutation(_away, lambda hop: replace(hop, num_grads=hop.num_grads + 1)),
+    "gradient buffer of another size": _hop_mutation(
+        _away, lambda hop: replace(hop, num_grads=hop.num_grads + 1)
+    ),
     "two sources swapped in a slot": _hop_mutation(
         lambda hop: len(hop.receives) > 1, lambda hop: _peers_swapped(hop, "receives")
     ),
@@ -438,10 +521,12 @@ RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
     "source missing from a slot": _source_missing,
     "a rank sends to itself": _messages_to_itself,
     "tile reaches one token into the next source": _hop_mutation(
-        lambda hop: _full_tile(hop, True) is not None, lambda hop: _with_keys(hop, _full_tile(hop, True), 1)
+        lambda hop: _full_tile(hop, True) is not None,
+        lambda hop: _with_keys(hop, _full_tile(hop, True), 1),
     ),
     "tile of several sources one token short": _hop_mutation(
-        lambda hop: _full_tile(hop, False) is not None, lambda hop: _with_keys(hop, _full_tile(hop, False), -1)
+        lambda hop: _full_tile(hop, False) is not None,
+        lambda hop: _with_keys(hop, _full_tile(hop, False), -1),
     ),
     "gradients to the wrong one of two owners": _hop_mutation(
         lambda hop: len(hop.grad_sends) > 1, lambda hop: _peers_swapped(hop, "grad_sends")
@@ -449,7 +534,9 @@ RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
     "two messages between the same ranks swapped": _hop_mutation(
         lambda hop: any(len(t.ranges) > 1 for t in hop.receives), _messages_swapped
     ),
-    "sources in another order": _hop_mutation(_several, lambda hop: replace(hop, sources=hop.sources[::-1])),
+    "sources in another order": _hop_mutation(
+        _several, lambda hop: replace(hop, sources=hop.sources[::-1])
+    ),
     "hops swapped": _swap_hops,
     "ranks swapped": _swap_ranks,
 }

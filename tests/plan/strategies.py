@@ -26,7 +26,18 @@ def masks(draw: st.DrawFn, n: int) -> Mask:
     window = draw(st.tuples(*[st.one_of(st.just(-1), st.integers(0, 10))] * 2))
     cuts = sorted(draw(st.lists(st.integers(0, n), max_size=5)))
     offsets = [0, *cuts] if cuts and draw(st.booleans()) else [0, *cuts, n]
-    kinds = ["full", "causal", "documents", "prefix", "pieces", "tree", "shared_prefix", "images", "global", "blocks"]
+    kinds = [
+        "full",
+        "causal",
+        "documents",
+        "prefix",
+        "pieces",
+        "tree",
+        "shared_prefix",
+        "images",
+        "global",
+        "blocks",
+    ]
     match draw(st.sampled_from(kinds)):
         case "full":
             return Mask.full(n, window)
@@ -43,7 +54,9 @@ def masks(draw: st.DrawFn, n: int) -> Mask:
             return mask & window if draw(st.booleans()) else mask
         case "shared_prefix":
             prompt, *responses = np.diff(offsets).tolist()
-            return Mask.shared_prefix([(prompt, responses)], n, draw(st.sampled_from([None, window])))
+            return Mask.shared_prefix(
+                [(prompt, responses)], n, draw(st.sampled_from([None, window]))
+            )
         case "images":
             return Mask.images(n, draw(spans(n)))
         case "global":
@@ -60,7 +73,9 @@ def disjoint_pieces(draw: st.DrawFn, n: int) -> list[tuple[int, ...]]:
     """Up to 12 pieces of any form that do not overlap."""
     taken, kept = np.zeros((n, n), bool), []
     for _ in range(draw(st.integers(1, 12))):
-        q0, q1, k0, k1 = (edge for _ in range(2) for edge in sorted(draw(st.tuples(*[st.integers(0, n)] * 2))))
+        q0, q1, k0, k1 = (
+            edge for _ in range(2) for edge in sorted(draw(st.tuples(*[st.integers(0, n)] * 2)))
+        )
         lo = draw(st.one_of(st.just(-OPEN), st.integers(-n, n)))
         hi = draw(st.one_of(st.just(OPEN), st.integers(max(lo, -n), n)))
         pairs = paint([(q0, q1, k0, k1, lo, hi)], n, n) > 0
@@ -116,4 +131,10 @@ def plans(draw: st.DrawFn, min_cp: int = 1) -> Plan:
     mask = draw(masks(draw(st.integers(cp, 64))))
     layout, route = draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring", "relay"]))
     node_size = draw(st.sampled_from([size for size in range(1, cp + 1) if cp % size == 0]))
-    return Plan.build(mask, layout, route, draw(schedules(cp)) if route != "relay" else "auto", node_size=node_size)
+    return Plan.build(
+        mask,
+        layout,
+        route,
+        draw(schedules(cp)) if route != "relay" else "auto",
+        node_size=node_size,
+    )

@@ -1,4 +1,6 @@
-"""The comparison of splits: padding, schedules, bytes and times, against values by hand and against plans."""
+"""The comparison of splits: padding, schedules, bytes and times, against values by hand and against
+plans.
+"""
 
 import json
 from itertools import chain
@@ -27,7 +29,9 @@ def by_name(lengths, cp, **options):
 def test_padding_by_hand():
     assert padded(np.array([1, 8, 9, 16]), 4).tolist() == [8, 8, 16, 16]
     assert padded(np.array([1, 9]), 1).tolist() == [1, 9]
-    assert smallest_group(np.array([100] * 8), 8) == 1 and smallest_group(np.array([300, 500]), 8) == 8
+    assert (
+        smallest_group(np.array([100] * 8), 8) == 1 and smallest_group(np.array([300, 500]), 8) == 8
+    )
     assert smallest_group(np.array([250, *[50] * 11]), 8) == 4
     splits = by_name(LONG_TAIL, 4)
     assert splits["padded thd, cp 4"].padding == sum(-length % 8 for length in LONG_TAIL.tolist())
@@ -40,8 +44,19 @@ def test_a_single_document_is_the_same_for_all_that_need_no_group():
     free = {"rates": Rates(inside=1e30, between=1e30, call=1e-30, memory=1e30), "block": 1}
     splits = by_name(lengths, 4, **free)
     layer = Layer(**free)
-    ideal = (4096 * 4097 / 2 * layer.sizes.pair_flops[0] + 4096 * layer.token_flops) / 4 / layer.rates.flops
-    for name in ("padded thd, cp 4", "per-document zigzag", "zigzag", "balanced", "balanced, relay", "balanced, heads 2"):
+    ideal = (
+        (4096 * 4097 / 2 * layer.sizes.pair_flops[0] + 4096 * layer.token_flops)
+        / 4
+        / layer.rates.flops
+    )
+    for name in (
+        "padded thd, cp 4",
+        "per-document zigzag",
+        "zigzag",
+        "balanced",
+        "balanced, relay",
+        "balanced, heads 2",
+    ):
         assert splits[name].forward == pytest.approx(ideal, rel=1e-3), name
         assert splits[name].backward == pytest.approx(ideal * 2.5, rel=0.25), name
 
@@ -49,11 +64,17 @@ def test_a_single_document_is_the_same_for_all_that_need_no_group():
 def test_blocks_are_what_kernels_compute():
     mask = Mask.documents([0, 200, 456, 512])
     plan = Plan.build(mask, Layout.contiguous(512, 1))
-    assert blocked_pairs(plan.ring, 128)[0, 0] == (3 + 3 + 1) * 128**2  # documents of 2, 2 and 1 blocks
+    # documents of 2, 2 and 1 blocks
+    assert blocked_pairs(plan.ring, 128)[0, 0] == (3 + 3 + 1) * 128**2
     assert blocked_pairs(plan.ring, 1).sum() == mask.area()
     windowed = Plan.build(Mask.causal(1024, (128, 0)), Layout.zigzag(1024, 2))
     dense = Mask.causal(1024, (128, 0)).dense()
-    assert blocked_pairs(windowed.ring, 1).sum() == dense.sum() <= blocked_pairs(windowed.ring, 64).sum() <= 1024 * (128 + 3 * 64)
+    assert (
+        blocked_pairs(windowed.ring, 1).sum()
+        == dense.sum()
+        <= blocked_pairs(windowed.ring, 64).sum()
+        <= 1024 * (128 + 3 * 64)
+    )
 
 
 def test_bytes_are_those_of_the_plan():
@@ -63,8 +84,12 @@ def test_bytes_are_those_of_the_plan():
     moved = plan.verify().keys_in.sum(1).max() * Layer().key_bytes
     assert split.bytes_in == moved
     split = by_name(np.array([4096]), 4)["per-document zigzag"]
-    assert split.bytes_in == 3 * 1024 * Layer().key_bytes  # the first rank's late chunk reads all others
-    whole = Plan.build(Mask.causal(4096), Layout.zigzag(4096, 4)).verify().keys_in.sum(1).max() * Layer().key_bytes
+    # the first rank's late chunk reads all others
+    assert split.bytes_in == 3 * 1024 * Layer().key_bytes
+    whole = (
+        Plan.build(Mask.causal(4096), Layout.zigzag(4096, 4)).verify().keys_in.sum(1).max()
+        * Layer().key_bytes
+    )
     assert split.bytes_in == whole
 
 
@@ -73,8 +98,13 @@ def test_a_hybrid_schedule_is_costed_as_given():
     groups = [[[0], [0], [1], [2]], [[3], [3], [3], [3]]]
     layer = Layer(ranks_per_node=4, rates=Rates(call=1e-30), block=1)
     split = module._hybrid(lengths, groups, 4, layer)
-    long, last = (module._ring_seconds(module._Ring.of(np.array([n]), ranks, 1), layer) for n, ranks in ((4096, 2), (256, 4)))
-    assert split.forward == pytest.approx(long[0] + last[0]) and split.backward == pytest.approx(long[1] + last[1])
+    long, last = (
+        module._ring_seconds(module._Ring.of(np.array([n]), ranks, 1), layer)
+        for n, ranks in ((4096, 2), (256, 4))
+    )
+    assert split.forward == pytest.approx(long[0] + last[0]) and split.backward == pytest.approx(
+        long[1] + last[1]
+    )
     assert split.padding == 0 and split.between_nodes == 0
 
 
@@ -106,7 +136,10 @@ def test_presets_are_as_long_as_published(name):
     [
         ("preset:poems", "--lengths preset:poems: known presets are web, code, sft"),
         ("lognormal:many", "--lengths lognormal:many: give lognormal:MEAN or"),
-        ("lognormal:0.5,1", "--lengths lognormal:0.5,1: the mean must be at least 1 and finite, sigma 0 to 5"),
+        (
+            "lognormal:0.5,1",
+            "--lengths lognormal:0.5,1: the mean must be at least 1 and finite, sigma 0 to 5",
+        ),
         ("lognormal:100,9", "sigma 0 to 5"),
         ("/nowhere/lengths.txt", "--lengths /nowhere/lengths.txt: cannot read it"),
         ("100 x7 20", "length 2 is 'x7', not a whole number"),
@@ -121,7 +154,10 @@ def test_bad_lengths_are_one_line(tmp_path, capsys, monkeypatch, text, line):
     file = tmp_path / "lengths.txt"
     file.write_text(text)
     given = text if ":" in text or "/" in text else str(file)
-    monkeypatch.setattr("sys.argv", ["cp-ring", "plan", "--cp", "4", "--seq-length", "4096", "--lengths", given, "--compare"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["cp-ring", "plan", "--cp", "4", "--seq-length", "4096", "--lengths", given, "--compare"],
+    )
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
@@ -132,15 +168,44 @@ def test_bad_lengths_are_one_line(tmp_path, capsys, monkeypatch, text, line):
 def test_command(tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text(" ".join(map(str, LONG_TAIL)))
-    found = CliRunner().invoke(app, ["plan", "--cp", "4", "--lengths", str(file), "--compare", "--json", "--ranks-per-node", "2"])
+    found = CliRunner().invoke(
+        app,
+        [
+            "plan",
+            "--cp",
+            "4",
+            "--lengths",
+            str(file),
+            "--compare",
+            "--json",
+            "--ranks-per-node",
+            "2",
+        ],
+    )
     facts = json.loads(found.stdout.splitlines()[-1])
     names = [split["name"] for split in facts["splits"]]
-    assert {"padded thd, cp 4", "hybrid", "per-document zigzag", "zigzag", "balanced", "balanced, relay"} <= set(names)
-    assert min(split["ratio"] for split in facts["splits"]) == 1 and facts["tokens"] == LONG_TAIL.sum()
-    shown = CliRunner().invoke(app, ["plan", "--cp", "4", "--seq-length", "64K", "--lengths", "preset:sft", "--compare"])
+    assert {
+        "padded thd, cp 4",
+        "hybrid",
+        "per-document zigzag",
+        "zigzag",
+        "balanced",
+        "balanced, relay",
+    } <= set(names)
+    assert (
+        min(split["ratio"] for split in facts["splits"]) == 1 and facts["tokens"] == LONG_TAIL.sum()
+    )
+    shown = CliRunner().invoke(
+        app, ["plan", "--cp", "4", "--seq-length", "64K", "--lengths", "preset:sft", "--compare"]
+    )
     assert shown.exit_code == 0 and "Published: LongAlign" in " ".join(shown.stdout.split())
-    plain = CliRunner().invoke(app, ["plan", "--cp", "4", "--lengths", str(file), "--layout", "balanced", "--json"])
-    assert json.loads(plain.stdout)["n"] == LONG_TAIL.sum() and json.loads(plain.stdout)["balance"] < 1.1
+    plain = CliRunner().invoke(
+        app, ["plan", "--cp", "4", "--lengths", str(file), "--layout", "balanced", "--json"]
+    )
+    assert (
+        json.loads(plain.stdout)["n"] == LONG_TAIL.sum()
+        and json.loads(plain.stdout)["balance"] < 1.1
+    )
 
 
 @pytest.mark.parametrize(("options", "line"), [
@@ -148,7 +213,9 @@ def test_command(tmp_path):
     (["--lengths", "lognormal:100", "--documents-mean", "5"], "exclude one another"),
 ])  # fmt: skip
 def test_bad_options_are_one_line(capsys, monkeypatch, options, line):
-    monkeypatch.setattr("sys.argv", ["cp-ring", "plan", "--cp", "4", "--seq-length", "4096", *options])
+    monkeypatch.setattr(
+        "sys.argv", ["cp-ring", "plan", "--cp", "4", "--seq-length", "4096", *options]
+    )
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
@@ -161,7 +228,9 @@ def test_weighed_tokens_move_fewer_keys():
     mask = Mask.documents(samples.log_normal(65536, 1000, 2))
     plain, weighed = Layout.balanced(mask, 8), Layout.balanced(mask, 8, token_work=20000)
     assert tokens_moved([(mask, 1)], weighed) < tokens_moved([(mask, 1)], plain)
-    assert (weighed.tokens_per_rank == 8192).all() and np.array_equal(Layout.balanced(mask, 8, token_work=0).owner, plain.owner)
+    assert (weighed.tokens_per_rank == 8192).all() and np.array_equal(
+        Layout.balanced(mask, 8, token_work=0).owner, plain.owner
+    )
     for bad in (-1, float("nan"), float("inf")):
         with pytest.raises(PlanError, match=r"token_work .* must be at least 0, and finite"):
             Layout.balanced(mask, 8, token_work=bad)

@@ -1,4 +1,6 @@
-"""Conversions between layouts: the plan against a table of tokens, and mutated plans that the proof must reject."""
+"""Conversions between layouts: the plan against a table of tokens, and mutated plans that the proof
+must reject.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
     def layout() -> Layout:
         cuts = draw(st.sets(st.integers(1, n - 1), max_size=8)) if n > 1 else set()
         edges = np.array([0, *sorted(cuts), n])
-        owner = draw(st.lists(st.integers(0, cp - 1), min_size=len(edges) - 1, max_size=len(edges) - 1))
+        owner = draw(
+            st.lists(st.integers(0, cp - 1), min_size=len(edges) - 1, max_size=len(edges) - 1)
+        )
         return Layout(n, cp, edges, np.array(owner))
 
     return layout(), layout()
@@ -41,7 +45,9 @@ def test_every_token_goes_where_it_belongs_and_travels_only_where_it_must(layout
             (received,) = (one for one in plan.receives(sent.peer) if one.peer == rank)
             out = np.concatenate([held[rank][start:end] for start, end in sent.ranges])
             for (start, end), part in zip(
-                received.ranges, np.split(out, np.cumsum([end - start for start, end in received.ranges])[:-1]), strict=True
+                received.ranges,
+                np.split(out, np.cumsum([end - start for start, end in received.ranges])[:-1]),
+                strict=True,
             ):
                 got[sent.peer][start:end] = part
     for rank in range(after.cp):
@@ -59,7 +65,10 @@ def test_the_proof_finds_mutations(layouts, data):
     column[data.draw(st.integers(0, len(column) - 1))] += data.draw(st.sampled_from([-2, -1, 1, 2]))
     with pytest.raises(PlanError, match=r"^conversion: "):
         replace(plan, **{name: column}).verify()
-    lost = {each: getattr(plan, each)[1:] for each in ("sender", "receiver", "source", "target", "tokens")}
+    lost = {
+        each: getattr(plan, each)[1:]
+        for each in ("sender", "receiver", "source", "target", "tokens")
+    }
     with pytest.raises(PlanError, match=r"token .* is moved 0 times"):
         replace(plan, **lost).verify()
 
@@ -68,5 +77,7 @@ def test_zigzag_to_contiguous_and_back():
     plan = Conversion.build(Layout.zigzag(16, 2), Layout.contiguous(16, 2))
     assert plan.traveling.tolist() == [[0, 4], [4, 0]]  # half of the tokens already lie right
     assert [(sent.peer, sent.ranges) for sent in plan.sends(0)] == [(1, ((4, 8),))]
-    with pytest.raises(PlanError, match="layouts of 16 tokens on 2 ranks and 16 on 4: they must be equal"):
+    with pytest.raises(
+        PlanError, match="layouts of 16 tokens on 2 ranks and 16 on 4: they must be equal"
+    ):
         Conversion.build(Layout.zigzag(16, 2), Layout.contiguous(16, 4))

@@ -15,12 +15,16 @@ from cp_ring.plan.heads import Exchange, check_exchange
 
 def layouts(n: int, cp: int) -> list[Layout]:
     mask = Mask.documents([0, 5, n // 3, n])
-    scattered = Layout(n, cp, np.arange(n + 1), np.random.default_rng(cp).permutation(np.arange(n) % cp))
+    scattered = Layout(
+        n, cp, np.arange(n + 1), np.random.default_rng(cp).permutation(np.arange(n) % cp)
+    )
     return [Layout.zigzag(n, cp), Layout.contiguous(n, cp), Layout.balanced(mask, cp), scattered,
             Layout.per_document_zigzag([0, 2 * cp, n], cp)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cp", "heads"), [(cp, u) for cp in (1, 2, 4, 6, 8) for u in range(2, cp + 1) if cp % u == 0])
+@pytest.mark.parametrize(
+    ("cp", "heads"), [(cp, u) for cp in (1, 2, 4, 6, 8) for u in range(2, cp + 1) if cp % u == 0]
+)
 def test_members_hold_the_tokens_of_their_ranks(cp, heads):
     n = 16 * cp
     for layout in layouts(n, cp):
@@ -32,7 +36,10 @@ def test_members_hold_the_tokens_of_their_ranks(cp, heads):
             mine = [member[start:end] for start, end in exchange.ranges[exchange.place]]
             assert np.concatenate(mine).tolist() == layout.positions(rank).tolist()
             alone = Plan.build_rank_plan(plan.mask, layout, rank, ulysses=heads)
-            assert repr(alone) == repr(plan.rank_plan(rank)) and alone.digest == plan.rank_plan(rank).digest
+            assert (
+                repr(alone) == repr(plan.rank_plan(rank))
+                and alone.digest == plan.rank_plan(rank).digest
+            )
 
 
 def test_neighbors_in_a_zigzag_are_a_zigzag():
@@ -43,7 +50,10 @@ def test_neighbors_in_a_zigzag_are_a_zigzag():
 @pytest.mark.parametrize("spoil", ["swapped", "shifted", "short", "outside", "moved"])
 def test_a_spoiled_exchange_is_rejected(spoil):
     layout = Layout.balanced(Mask.documents([0, 30, 64]), 4, 4)
-    merged, exchange = layout.merged(2), Plan.build(Mask.full(64), layout, ulysses=2).rank_plan(1).exchange
+    merged, exchange = (
+        layout.merged(2),
+        Plan.build(Mask.full(64), layout, ulysses=2).rank_plan(1).exchange,
+    )
     ranges = list(exchange.ranges[1])
     spoiled = {
         "swapped": [ranges[1], ranges[0], *ranges[2:]],
@@ -60,13 +70,17 @@ def test_a_spoiled_exchange_is_rejected(spoil):
 def test_a_ring_of_other_members_is_rejected():
     plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), ulysses=2)
     with pytest.raises(PlanError, match="not that of members of 2 ranks"):
-        replace(plan, ring=Plan.build(plan.mask, Layout.contiguous(64, 2)).ring, _rank_plans={}).verify()
+        replace(
+            plan, ring=Plan.build(plan.mask, Layout.contiguous(64, 2)).ring, _rank_plans={}
+        ).verify()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 8, 12, 24])
 def test_every_query_head_meets_its_key_head_once(kv_heads, size):
-    """`check_heads` runs for every split; the heads that travel are no more than a rank's query heads use."""
+    """`check_heads` runs for every split; the heads that travel are no more than a rank's query
+    heads use.
+    """
     split = split_heads(24, kv_heads, size)
     mine = 24 // size
     for place in range(size):
@@ -80,17 +94,30 @@ def test_every_query_head_meets_its_key_head_once(kv_heads, size):
 
 def test_repetitions_are_few():
     assert split_heads(12, 1, 4).repeated == (((0,),) * 4,)  # one shared head is never repeated
-    assert split_heads(12, 3, 2).repeated == (((0, 0, 1), (0, 1, 1)),)  # 4 and 2 query heads of a rank: shares of 2
+    # 4 and 2 query heads of a rank: shares of 2
+    assert split_heads(12, 3, 2).repeated == (((0, 0, 1), (0, 1, 1)),)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"queries": (((0, 3), (2, 4)),)}, "2 key/value heads do not divide 3 query heads"),
-        ({"queries": (((0, 2), (0, 2)),), "keys": (((0, 2), (0, 2)),)}, "query head 0 is computed 2 times"),
-        ({"keys": (((0, 2), (1, 3)),)}, "rank 1 of a member, group 0: query head 2 uses key/value head 1, not 2"),
-        ({"repeated": (((0, 1), (1, 0)),)}, "rank 1 of a member, group 0: query head 2 uses key/value head 3, not 2"),
-        ({"keys": (((0, 1), (2, 4)),)}, "rank 0 of a member, group 0: query head 1 uses key/value head 1, not 1"),
+        (
+            {"queries": (((0, 2), (0, 2)),), "keys": (((0, 2), (0, 2)),)},
+            "query head 0 is computed 2 times",
+        ),
+        (
+            {"keys": (((0, 2), (1, 3)),)},
+            "rank 1 of a member, group 0: query head 2 uses key/value head 1, not 2",
+        ),
+        (
+            {"repeated": (((0, 1), (1, 0)),)},
+            "rank 1 of a member, group 0: query head 2 uses key/value head 3, not 2",
+        ),
+        (
+            {"keys": (((0, 1), (2, 4)),)},
+            "rank 0 of a member, group 0: query head 1 uses key/value head 1, not 1",
+        ),
     ],
 )
 def test_a_spoiled_split_is_rejected(change, says):
@@ -104,7 +131,10 @@ def test_a_spoiled_split_is_rejected(change, says):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Layout.zigzag(64, 4).merged(3), "heads=3: it must divide the 4 context-parallel ranks"),
+        (
+            lambda: Layout.zigzag(64, 4).merged(3),
+            "heads=3: it must divide the 4 context-parallel ranks",
+        ),
         (lambda: Layout.zigzag(64, 4).merged(0), "heads=0: it must divide"),
         (lambda: split_heads(6, 2, 4), "heads=4: it must divide the 6 query heads"),
     ],

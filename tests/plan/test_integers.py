@@ -1,4 +1,6 @@
-"""Whole numbers at the ends of int64 and beyond: masks, layouts and plans are right, or rejected in one line."""
+"""Whole numbers at the ends of int64 and beyond: masks, layouts and plans are right, or rejected in
+one line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ MAX = sys.maxsize
 POWERS = [1 << power for power in (30, 31, 32, 60, 62, 63, 64, 100)]
 ENDS = [sign * (power + more) for power in POWERS for more in (-1, 0, 1) for sign in (1, -1)]
 NUMBERS = st.one_of(st.integers(-3, N + 2), st.sampled_from(ENDS))
-ANY = st.one_of(NUMBERS, st.sampled_from([True, 2.0, 2.5, float("nan"), None, "3", np.int64(MAX), np.uint64(2**64 - 1)]))
+ANY = st.one_of(
+    NUMBERS,
+    st.sampled_from([True, 2.0, 2.5, float("nan"), None, "3", np.int64(MAX), np.uint64(2**64 - 1)]),
+)
 
 
 def rejected(error: Exception) -> None:
@@ -48,7 +53,9 @@ def within(i: int, j: int, window: tuple[int, int]) -> bool:
     return (left < 0 or i - j <= left) and (right < 0 or j - i <= right)
 
 
-WINDOWS: dict[str, tuple[Callable[[tuple[int, int]], Mask], Callable[[int, int, tuple[int, int]], bool]]] = {
+WINDOWS: dict[
+    str, tuple[Callable[[tuple[int, int]], Mask], Callable[[int, int, tuple[int, int]], bool]]
+] = {
     "full": (lambda window: Mask.full(N, window), within),
     "causal": (lambda window: Mask.causal(N, window), lambda i, j, w: j <= i and within(i, j, w)),
     "documents": (
@@ -69,12 +76,19 @@ WINDOWS: dict[str, tuple[Callable[[tuple[int, int]], Mask], Callable[[int, int, 
     ),
     "and": (lambda window: Mask.full(N) & window, within),
     "and with positions": (
-        lambda window: Mask.from_pieces(N, [(0, N, 0, N)], positions=[2**30 - 1 - i for i in range(N)]) & window,
+        lambda window: (
+            Mask.from_pieces(N, [(0, N, 0, N)], positions=[2**30 - 1 - i for i in range(N)])
+            & window
+        ),
         lambda i, j, w: within(-i, -j, w),
     ),
     "shared prefix": (
         lambda window: Mask.shared_prefix([(2, [3, 3])], window=window),
-        lambda i, j, w: j <= i and (j < 2 or (i < 5) == (j < 5)) and within(i - 3 * (i >= 5), j - 3 * (j >= 5), w),
+        lambda i, j, w: (
+            j <= i
+            and (j < 2 or (i < 5) == (j < 5))
+            and within(i - 3 * (i >= 5), j - 3 * (j >= 5), w)
+        ),
     ),
 }
 
@@ -101,7 +115,10 @@ def test_bands_of_pieces(band):
     lo, hi = band
     fits = all(-(2**63) <= bound < 2**63 for bound in band)
     plain = {"n": N, "pieces": [[0, N, 0, N, lo, hi]]}
-    for make in (lambda: Mask.from_pieces(N, [(0, N, 0, N, lo, hi)]), lambda: Mask.from_dict(plain)):
+    for make in (
+        lambda: Mask.from_pieces(N, [(0, N, 0, N, lo, hi)]),
+        lambda: Mask.from_dict(plain),
+    ):
         dense = dense_or_none(make)
         assert (dense is None) == (lo > hi or not fits)
         if dense is not None:
@@ -116,7 +133,13 @@ def test_bands_of_pieces(band):
 @example([0, 3, MAX], None)
 def test_documents(edges, n):
     end = edges[-1] if edges and n is None else n
-    right = bool(edges) and edges[0] == 0 and edges == sorted(edges) and edges[-1] <= end and 1 <= end <= 2**30
+    right = (
+        bool(edges)
+        and edges[0] == 0
+        and edges == sorted(edges)
+        and edges[-1] <= end
+        and 1 <= end <= 2**30
+    )
     try:
         mask = Mask.documents(edges, n=n)
     except Exception as error:
@@ -126,14 +149,20 @@ def test_documents(edges, n):
     assert right and mask.n == end
     if end <= N + 2:
         document = np.searchsorted(edges, np.arange(end), side="right")
-        assert np.array_equal(mask.dense(), pairs(lambda i, j: j <= i < edges[-1] and document[i] == document[j], end))
+        assert np.array_equal(
+            mask.dense(), pairs(lambda i, j: j <= i < edges[-1] and document[i] == document[j], end)
+        )
 
 
 CALLS: dict[str, Callable[[Any, Any], object]] = {
     "from_pieces": lambda a, b: Mask.from_pieces(N, [(0, a, b, N)]),
     "from_pieces, n": lambda a, b: Mask.from_pieces(a, [(0, 1, 0, b)]),
-    "from_pieces, positions": lambda a, b: Mask.from_pieces(2, [(0, 2, 0, 2)], positions=[a, b]).positions,
-    "from_dict": lambda a, b: Mask.from_dict({"n": N, "pieces": [[0, a, 0, b]], "segments": [[0, a], [0, b]]}),
+    "from_pieces, positions": lambda a, b: (
+        Mask.from_pieces(2, [(0, 2, 0, 2)], positions=[a, b]).positions
+    ),
+    "from_dict": lambda a, b: Mask.from_dict(
+        {"n": N, "pieces": [[0, a, 0, b]], "segments": [[0, a], [0, b]]}
+    ),
     "from_dict, n": lambda a, b: Mask.from_dict({"n": a, "pieces": b}),
     "prefix": lambda a, b: Mask.prefix(N, [a, b], [0, 3, N]),
     "prefix, n": lambda a, b: Mask.prefix(a, b).n if a != 1 << 30 else None,
@@ -156,7 +185,9 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
     "ranges": lambda a, b: Layout.zigzag(N, 2).ranges(a),
     "merged": lambda a, b: Layout.zigzag(N, 2).merged(a),
     "shard": lambda a, b: Layout.zigzag(N, 2).shard(torch.zeros(N, 1), a, b),
-    "plan, node_size": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), node_size=a, slot_shards=b),
+    "plan, node_size": lambda a, b: Plan.build(
+        Mask.causal(N), Layout.zigzag(N, 2), node_size=a, slot_shards=b
+    ),
     "plan, schedule": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), schedule=(a, b)),
     "plan, rank": lambda a, b: Plan.build_rank_plan(Mask.causal(N), Layout.zigzag(N, 2), a),
     "heads": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), ulysses=a, node_size=b),
@@ -199,7 +230,12 @@ def test_offsets_are_rejected(wrong, as_tensor):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_offsets_of_every_integer_dtype(dtype):
-    assert offsets(torch.tensor([0, 3, 3, 8], dtype=dtype), "cu_seqlens", 8).tolist() == [0, 3, 3, 8]
+    assert offsets(torch.tensor([0, 3, 3, 8], dtype=dtype), "cu_seqlens", 8).tolist() == [
+        0,
+        3,
+        3,
+        8,
+    ]
     for other in (torch.bool, torch.float16, torch.bfloat16, torch.float64):
         with pytest.raises(ValueError, match="cu_seqlens"):
             offsets(torch.tensor([0, 1]).to(other), "cu_seqlens")

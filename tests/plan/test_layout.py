@@ -18,19 +18,27 @@ N, CP = 65536, 8
 def test_zigzag_is_the_split_of_megatron(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     utils = pytest.importorskip("megatron.core.utils")
     tensor = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda *args, pin_memory=False, **options: tensor(*args, **options))
+    monkeypatch.setattr(
+        torch, "tensor", lambda *args, pin_memory=False, **options: tensor(*args, **options)
+    )
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x, *args, **options: x)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: cp)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
     layout = Layout.zigzag(24 * cp, cp)
     for rank in range(cp):
-        batch = {"tokens": torch.arange(layout.n).repeat(2, 1), "attention_mask": None, "cu_seqlens": None}
+        batch = {
+            "tokens": torch.arange(layout.n).repeat(2, 1),
+            "attention_mask": None,
+            "cu_seqlens": None,
+        }
         mine = utils.get_batch_on_this_cp_rank(batch, False, rank)["tokens"]
         assert mine.tolist() == [layout.positions(rank).tolist()] * 2
 
 
 def test_per_document_zigzag_by_hand() -> None:
-    """Of each document, rank r takes pieces r and 2 * cp - 1 - r of 2 * cp equal pieces, document after document."""
+    """Of each document, rank r takes pieces r and 2 * cp - 1 - r of 2 * cp equal pieces, document
+    after document.
+    """
     two = Layout.per_document_zigzag([0, 8, 12], 2)
     assert two.positions(0).tolist() == [0, 1, 6, 7, 8, 11]
     assert two.positions(1).tolist() == [2, 3, 4, 5, 9, 10]
@@ -47,14 +55,22 @@ def test_per_document_zigzag_by_hand() -> None:
 def test_uneven_lengths_make_chunks_that_differ_by_one(make, n: int) -> None:
     layout = make(n, 8)
     assert np.ptp(np.diff(layout.edges)) <= 1
-    assert sorted(np.concatenate([layout.positions(rank) for rank in range(8)]).tolist()) == list(range(n))
+    assert sorted(np.concatenate([layout.positions(rank) for rank in range(8)]).tolist()) == list(
+        range(n)
+    )
 
 
 def test_shard_and_unshard_are_inverse() -> None:
     x = torch.randn(3, 37)
-    for layout in (Layout.zigzag(37, 4), Layout.contiguous(37, 4), Layout.balanced(Mask.causal(37), 4, 3)):
+    for layout in (
+        Layout.zigzag(37, 4),
+        Layout.contiguous(37, 4),
+        Layout.balanced(Mask.causal(37), 4, 3),
+    ):
         parts = [layout.shard(x, rank, 1) for rank in range(4)]
-        assert all(torch.equal(part, x[:, layout.positions(rank)]) for rank, part in enumerate(parts))
+        assert all(
+            torch.equal(part, x[:, layout.positions(rank)]) for rank, part in enumerate(parts)
+        )
         assert torch.equal(layout.unshard(parts, 1), x)
 
 
@@ -69,7 +85,9 @@ def test_balanced_is_balanced_for_20_draws(sample) -> None:
 
 @pytest.mark.parametrize("n", [65536, 65528, 65544, 65000, 64008])
 @pytest.mark.parametrize("chunks_per_rank", [None, 3, 8])
-def test_balanced_shares_tokens_equally_whatever_divides_what(n: int, chunks_per_rank: int | None) -> None:
+def test_balanced_shares_tokens_equally_whatever_divides_what(
+    n: int, chunks_per_rank: int | None
+) -> None:
     for seed in range(3):
         mask = Mask.documents(samples.log_normal(n, 1000, seed))
         assert set(Layout.balanced(mask, 8, chunks_per_rank).tokens_per_rank.tolist()) == {n // 8}
@@ -81,15 +99,17 @@ def test_balanced_shares_differ_by_one_where_cp_does_not_divide_n() -> None:
         assert tokens.sum() == n and np.ptp(tokens) == 1
 
 
-@pytest.mark.parametrize("mask", [Mask.causal(N), Mask.causal(N, (4096, 0)), Mask.full(N), Mask.full(N, (1024, 1024))])
+@pytest.mark.parametrize(
+    "mask", [Mask.causal(N), Mask.causal(N, (4096, 0)), Mask.full(N), Mask.full(N, (1024, 1024))]
+)
 def test_balanced_is_no_worse_than_zigzag_where_zigzag_is_good(mask: Mask) -> None:
     layout, zigzag = Layout.balanced(mask, CP), Layout.zigzag(N, CP)
     assert balance([(mask, 1)], layout) <= balance([(mask, 1)], zigzag)
     assert tokens_moved([(mask, 1)], layout) <= tokens_moved([(mask, 1)], zigzag)
     contiguous = Layout.contiguous(N, CP)
-    assert balance([(mask, 1)], layout) <= balance([(mask, 1)], contiguous) or tokens_moved([(mask, 1)], layout) <= tokens_moved(
-        [(mask, 1)], contiguous
-    )
+    assert balance([(mask, 1)], layout) <= balance([(mask, 1)], contiguous) or tokens_moved(
+        [(mask, 1)], layout
+    ) <= tokens_moved([(mask, 1)], contiguous)
 
 
 def test_balanced_is_deterministic() -> None:
@@ -100,12 +120,24 @@ def test_balanced_is_deterministic() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Layout.zigzag(7, 4), "zigzag layout cuts the sequence into 8 chunks for cp 4, but it has 7 tokens"),
-        (lambda: Layout.contiguous(3, 4), "contiguous layout cuts the sequence into 4 chunks for cp 4, but it has 3 tokens"),
+        (
+            lambda: Layout.zigzag(7, 4),
+            "zigzag layout cuts the sequence into 8 chunks for cp 4, but it has 7 tokens",
+        ),
+        (
+            lambda: Layout.contiguous(3, 4),
+            "contiguous layout cuts the sequence into 4 chunks for cp 4, but it has 3 tokens",
+        ),
         (lambda: Layout.zigzag(8, 0), "context parallel size 0 must be at least 1"),
-        (lambda: Layout.balanced(Mask.causal(7), 8), "balanced layout cuts the sequence into 8 chunks for cp 8"),
+        (
+            lambda: Layout.balanced(Mask.causal(7), 8),
+            "balanced layout cuts the sequence into 8 chunks for cp 8",
+        ),
         (lambda: Layout.balanced(Mask.causal(7), 2, 0), "chunks_per_rank 0 must be at least 1"),
-        (lambda: Layout.per_document_zigzag([0, 8, 14], 2), "document 1 has 6 tokens, not a multiple of 2 [*] cp = 4: pad it"),
+        (
+            lambda: Layout.per_document_zigzag([0, 8, 14], 2),
+            "document 1 has 6 tokens, not a multiple of 2 [*] cp = 4: pad it",
+        ),
         (lambda: Layout.per_document_zigzag([0, 0], 2), "cu_seqlens_padded ends at 0"),
         (
             lambda: Layout.contiguous(8, 2).shard(torch.zeros(9), 0, 0),
@@ -113,13 +145,34 @@ def test_balanced_is_deterministic() -> None:
         ),
         (lambda: Layout.zigzag(8.0, 2), "n 8.0 is not a whole number"),
         (lambda: Layout.contiguous(8, 2.5), "context parallel size 2.5 is not a whole number"),
-        (lambda: Layout.balanced(Mask.causal(8), 2.0), "context parallel size 2.0 is not a whole number"),
-        (lambda: Layout.per_document_zigzag([0, 8.5], 2), r"cu_seqlens_padded must be whole numbers, not float64 as in \[0\."),
-        (lambda: Layout.zigzag(8, 2).positions(9), "there is no rank 9 among the 2 of the layout, 0 to 1"),
-        (lambda: Layout.zigzag(8, 2).shard(torch.zeros(8), -1, 0), "there is no rank -1 among the 2 of the layout, 0 to 1"),
-        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(-1), "there is no rank -1 among the 2"),
-        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(9), "there is no rank 9 among the 2"),
-        (lambda: Plan.build_rank_plan(Mask.causal(8), Layout.zigzag(8, 2), 2), "there is no rank 2 among the 2"),
+        (
+            lambda: Layout.balanced(Mask.causal(8), 2.0),
+            "context parallel size 2.0 is not a whole number",
+        ),
+        (
+            lambda: Layout.per_document_zigzag([0, 8.5], 2),
+            r"cu_seqlens_padded must be whole numbers, not float64 as in \[0\.",
+        ),
+        (
+            lambda: Layout.zigzag(8, 2).positions(9),
+            "there is no rank 9 among the 2 of the layout, 0 to 1",
+        ),
+        (
+            lambda: Layout.zigzag(8, 2).shard(torch.zeros(8), -1, 0),
+            "there is no rank -1 among the 2 of the layout, 0 to 1",
+        ),
+        (
+            lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(-1),
+            "there is no rank -1 among the 2",
+        ),
+        (
+            lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2)).rank_plan(9),
+            "there is no rank 9 among the 2",
+        ),
+        (
+            lambda: Plan.build_rank_plan(Mask.causal(8), Layout.zigzag(8, 2), 2),
+            "there is no rank 2 among the 2",
+        ),
         (lambda: Layout.contiguous(8, 2).unshard([torch.zeros(5), torch.zeros(3)], 0), "parts of"),
     ],
 )
@@ -136,7 +189,10 @@ MIXED = {
         for offsets in [samples.exponential(n, 3000, 1)]
         for window, layers in [((512, 0), 5), ((-1, 0), 1)]
     ],
-    "two ways and causal": lambda n: [(Mask.full(n, (256, 256)), 2), (Mask.images(n, [(100, 5000)]), 1)],
+    "two ways and causal": lambda n: [
+        (Mask.full(n, (256, 256)), 2),
+        (Mask.images(n, [(100, 5000)]), 1),
+    ],
 }
 
 
@@ -149,7 +205,9 @@ def test_one_layout_balances_the_sum_of_all_layers(name: str) -> None:
     # Balanced for one of the masks, the sum of all is not better.
     for mask, _ in layers:
         single = Layout.balanced(mask, 4)
-        other = sum(count * Plan.build(each, single).verify().work_per_rank for each, count in layers)
+        other = sum(
+            count * Plan.build(each, single).verify().work_per_rank for each, count in layers
+        )
         assert work.max() <= 1.06 * other.max()
 
 
@@ -164,7 +222,10 @@ def test_one_mask_is_a_list_of_one() -> None:
     ("layers", "message"),
     [
         ([], "needs at least one mask"),
-        ([(Mask.causal(8), 1), (Mask.causal(16), 1)], "the masks of the layers are for 8, 16 tokens"),
+        (
+            [(Mask.causal(8), 1), (Mask.causal(16), 1)],
+            "the masks of the layers are for 8, 16 tokens",
+        ),
         ([(Mask.causal(8), 0)], "0 layers have the mask 'causal': it must be at least 1"),
     ],
 )

@@ -57,7 +57,11 @@ def test_a_native_window_needs_no_lowering() -> None:
 def test_narrow_bands_stay_bands_in_small_rectangles() -> None:
     lowered = lower(Mask.full(4096, (16, 16)).pieces, Capabilities(narrow_bands=64))
     bands = lowered.tiles[lowered.kind == BAND]
-    assert len(bands) and (bands.q1 - bands.q0 <= 128).all() and (bands.k1 - bands.k0 <= 128 + 32).all()
+    assert (
+        len(bands)
+        and (bands.q1 - bands.q0 <= 128).all()
+        and (bands.k1 - bands.k0 <= 128 + 32).all()
+    )
 
 
 def test_documents_of_a_hop_are_one_varlen_batch() -> None:

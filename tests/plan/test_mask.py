@@ -15,7 +15,13 @@ from cp_ring.plan import Mask
 windows = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 9))] * 2)
 
 
-def painted(n: int, offsets: list[int], window: tuple[int, int], causal: bool, prefixes: list[int] | None = None) -> np.ndarray:
+def painted(
+    n: int,
+    offsets: list[int],
+    window: tuple[int, int],
+    causal: bool,
+    prefixes: list[int] | None = None,
+) -> np.ndarray:
     """The mask, from its definition."""
     left, right = window
     allowed = np.zeros((n, n), bool)
@@ -48,7 +54,9 @@ def test_documents(case: tuple[int, list[int]], window: tuple[int, int], causal:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), case=offsets_of(), window=windows)
-def test_prefixes(data: st.DataObject, case: tuple[int, list[int]], window: tuple[int, int]) -> None:
+def test_prefixes(
+    data: st.DataObject, case: tuple[int, list[int]], window: tuple[int, int]
+) -> None:
     n, offsets = case
     prefixes = [data.draw(st.integers(0, end - start)) for start, end in pairwise(offsets)]
     mask = Mask.prefix(n, prefixes, offsets, window)
@@ -76,7 +84,8 @@ def test_full_and_causal(n: int, window: tuple[int, int]) -> None:
         (Mask.documents([0, 64], causal=False, window=(3, -1)),
          "documents: 1, mean 64 tokens, not causal, window 3 before, all after"),
         (Mask.prefix(64, 3), "prefix: 3 tokens"),
-        (Mask.prefix(64, [1, 3], [0, 5, 64], (4, 0)), "prefix: mean 2 tokens, documents: 2, mean 32 tokens, window 4"),
+        (Mask.prefix(64, [1, 3], [0, 5, 64], (4, 0)),
+            "prefix: mean 2 tokens, documents: 2, mean 32 tokens, window 4"),
         (Mask.batch([Mask.causal(8)] * 2), "batch: 2 rows (causal)"),
         (Mask.batch([Mask.causal(8), Mask.full(8)]), "batch: 2 rows (causal; full)"),
         (Mask.documents([0], n=3), "documents: 0, mean 0 tokens, 3 tokens of padding"),
@@ -89,7 +98,11 @@ def test_masks_describe_themselves(mask: Mask, words: str) -> None:
 
 def test_one_prefix_for_a_whole_sequence() -> None:
     mask = Mask.prefix(6, 3)
-    assert mask.dense().astype(int).tolist() == [[1, 1, 1, 0, 0, 0]] * 3 + [[1] * 4 + [0] * 2, [1] * 5 + [0], [1] * 6]
+    assert mask.dense().astype(int).tolist() == [[1, 1, 1, 0, 0, 0]] * 3 + [
+        [1] * 4 + [0] * 2,
+        [1] * 5 + [0],
+        [1] * 6,
+    ]
 
 
 def test_padding_sees_nothing_and_is_seen_by_nobody() -> None:
@@ -98,7 +111,9 @@ def test_padding_sees_nothing_and_is_seen_by_nobody() -> None:
 
 
 def test_empty_documents_are_ignored() -> None:
-    assert np.array_equal(Mask.documents([0, 0, 4, 4, 7]).dense(), Mask.documents([0, 4, 7]).dense())
+    assert np.array_equal(
+        Mask.documents([0, 0, 4, 4, 7]).dense(), Mask.documents([0, 4, 7]).dense()
+    )
 
 
 def test_area_of_a_long_mask_is_exact() -> None:
@@ -110,18 +125,27 @@ def test_area_of_a_long_mask_is_exact() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mask.documents([1, 4]), r"cu_seqlens must start at 0 and not decrease, not \[1 4\]"),
+        (
+            lambda: Mask.documents([1, 4]),
+            r"cu_seqlens must start at 0 and not decrease, not \[1 4\]",
+        ),
         (lambda: Mask.documents([0, 4, 3]), "cu_seqlens must start at 0 and not decrease"),
         (lambda: Mask.documents([]), "cu_seqlens must start at 0"),
         (lambda: Mask.documents([0, 9], n=8), "cu_seqlens ends at 9, past the 8 tokens"),
         (lambda: Mask.full(0), "a stream of 0 tokens"),
-        (lambda: Mask.causal(8, (-2, 0)), r"window \(-2, 0\): each side must be -1 \(open\) or at least 0"),
+        (
+            lambda: Mask.causal(8, (-2, 0)),
+            r"window \(-2, 0\): each side must be -1 \(open\) or at least 0",
+        ),
         (lambda: Mask.causal(8, 1), r"window 1: it is a pair \(left, right\)"),
         (lambda: Mask.causal(8, (1,)), r"window \(1,\): it is a pair \(left, right\)"),
         (lambda: Mask.causal(8, (1.5, 0)), "window side 1.5 is not a whole number"),
         (lambda: Mask.causal(8.0), "n 8.0 is not a whole number"),
         (lambda: Mask.prefix(8, 2.5), "prefix lengths must be whole numbers"),
-        (lambda: Mask.documents([0, 2.5, 8]), r"cu_seqlens must be whole numbers, not float64 as in \[0\.  2\.5 8\. \]"),
+        (
+            lambda: Mask.documents([0, 2.5, 8]),
+            r"cu_seqlens must be whole numbers, not float64 as in \[0\.  2\.5 8\. \]",
+        ),
         (lambda: Mask.documents([0, 4], n=8.0), "n 8.0 is not a whole number"),
         (lambda: Mask.prefix(8, [1, 2]), "2 prefix lengths for 1 documents"),
         (lambda: Mask.prefix(8, 9), "document 0 of 8 tokens has a prefix of 9"),

@@ -1,4 +1,6 @@
-"""Masks in which a query sees several intervals of keys: as pictures, against their definitions, and what is rejected."""
+"""Masks in which a query sees several intervals of keys: as pictures, against their definitions,
+and what is rejected.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,13 @@ def test_blocks() -> None:
 def test_documents_and_batch_rows_begin_at_position_0() -> None:
     assert Mask.documents([0, 2, 5], n=6).positions.tolist() == [0, 1, 0, 1, 2, 0]
     assert Mask.causal(3).positions.tolist() == [0, 1, 2] and Mask.causal(3).segments is None
-    assert Mask.batch([Mask.causal(2), Mask.shared_prefix([(1, [1, 1])])]).positions.tolist() == [0, 1, 0, 1, 1]
+    assert Mask.batch([Mask.causal(2), Mask.shared_prefix([(1, [1, 1])])]).positions.tolist() == [
+        0,
+        1,
+        0,
+        1,
+        1,
+    ]
     assert Mask.documents([0, 2, 5], n=6).last.tolist() == [False, True, False, False, True, True]
 
 
@@ -156,13 +164,15 @@ def test_documents_and_batch_rows_begin_at_position_0() -> None:
         (Mask.shared_prefix([(4, [2, 2]), (3, [1])], n=16),
          "shared prefix: 2 prompts and 3 responses, 7 and 5 tokens, 4 tokens of padding"),
         (Mask.images(9, [(1, 4)]), "images: 1 span, 3 tokens"),
-        (Mask.images(9, [(1, 4), (5, 6)], [0, 5, 9]), "images: 2 spans, 4 tokens, documents: 2, mean 4 tokens"),
+        (Mask.images(9, [(1, 4), (5, 6)], [0, 5, 9]),
+            "images: 2 spans, 4 tokens, documents: 2, mean 4 tokens"),
         (Mask.with_global(9, [(1, 4)], (2, 0)), "global: 1 span, 3 tokens, window 2"),
         (Mask.tree([-1, 0], [1, 2]), "tree: 2 branches of 1 root, 3 tokens"),
         (Mask.block_causal(8, 2), "block causal: blocks of 2 tokens"),
         (Mask.block_diffusion(8, 2), "block diffusion: blocks of 2 tokens"),
         (Mask.from_pieces(8, []), "mask"),
-        (Mask.union(Mask.causal(8), Mask.images(8, [(1, 3)])), "union: causal or images: 1 span, 2 tokens"),
+        (Mask.union(Mask.causal(8), Mask.images(8, [(1, 3)])),
+            "union: causal or images: 1 span, 2 tokens"),
         (Mask.causal(8) & (2, -1), "causal, window 2 before, all after"),
     ],
 )  # fmt: skip
@@ -184,7 +194,9 @@ def test_a_union_has_the_pairs_of_all(data: st.DataObject, n: int) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), n=st.integers(1, 24), window=st.tuples(*[st.integers(-1, 9)] * 2))
-def test_a_window_hides_what_is_further_away(data: st.DataObject, n: int, window: tuple[int, int]) -> None:
+def test_a_window_hides_what_is_further_away(
+    data: st.DataObject, n: int, window: tuple[int, int]
+) -> None:
     mask = data.draw(masks(n))
     away = mask.positions[None, :] - mask.positions[:, None]
     near = ((window[0] < 0) | (away >= -window[0])) & ((window[1] < 0) | (away <= window[1]))
@@ -205,10 +217,21 @@ def test_plain_numbers_make_an_equal_mask(data: st.DataObject, n: int) -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), n=st.integers(1, 24))
 def test_overlaps_are_found_and_named(data: st.DataObject, n: int) -> None:
-    """One more piece is rejected exactly where it shares a pair with another, and the message names such a pair."""
+    """One more piece is rejected exactly where it shares a pair with another, and the message names
+    such a pair.
+    """
     pieces = data.draw(disjoint_pieces(n))
-    q0, q1, k0, k1 = (edge for _ in range(2) for edge in sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))))
-    more = (q0, q1, k0, k1, data.draw(st.sampled_from([-OPEN, -3, 0])), data.draw(st.sampled_from([OPEN, 3, 0])))
+    q0, q1, k0, k1 = (
+        edge for _ in range(2) for edge in sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2)))
+    )
+    more = (
+        q0,
+        q1,
+        k0,
+        k1,
+        data.draw(st.sampled_from([-OPEN, -3, 0])),
+        data.draw(st.sampled_from([OPEN, 3, 0])),
+    )
     Mask.from_pieces(n, pieces)
     painted = paint([*pieces, more], n, n)
     if painted.max() < 2:
@@ -222,25 +245,33 @@ def test_overlaps_are_found_and_named(data: st.DataObject, n: int) -> None:
 
 def test_positions_that_are_given() -> None:
     mask = Mask.from_pieces(5, [(0, 5, 0, 5)], positions=[0, 1, 1, 2, 2])
-    assert mask.positions.tolist() == [0, 1, 1, 2, 2] and mask.segments.tolist() == [[0, 2, 4], [0, 1, 2]]
+    assert mask.positions.tolist() == [0, 1, 1, 2, 2] and mask.segments.tolist() == [
+        [0, 2, 4],
+        [0, 1, 2],
+    ]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Mask.from_pieces(8, [(0, 4, 0, 4), (3, 5, 2, 6)]),
-         r"pieces 0 \(0, 4, 0, 4\) and 1 \(3, 5, 2, 6\) overlap: query 3 sees key 2 in both; Mask.union joins"),
+         r"pieces 0 \(0, 4, 0, 4\) and 1 \(3, 5, 2, 6\) overlap: query 3 sees key 2 in both; "
+         r"Mask.union joins"),
         (lambda: Mask.from_pieces(8, [(0, 8, 0, 8, -OPEN, 0), (6, 7, 7, 8), (1, 4, 0, 3, -1, 2)]),
          r"pieces 0 \(.*\) and 2 \(1, 4, 0, 3, -1, 2\) overlap: query 1 sees key 0 in both"),
-        (lambda: Mask.from_pieces(8, [(0, 4, 0, 9)]), r"piece 0 \(0, 4, 0, 9\) is outside the 8 tokens of the mask"),
-        (lambda: Mask.from_pieces(8, [(0, 1, 0, 1), (4, 2, 0, 8)]), r"piece 1 \(4, 2, 0, 8\) ends before it begins"),
+        (lambda: Mask.from_pieces(8, [(0, 4, 0, 9)]),
+            r"piece 0 \(0, 4, 0, 9\) is outside the 8 tokens of the mask"),
+        (lambda: Mask.from_pieces(8, [(0, 1, 0, 1), (4, 2, 0, 8)]),
+            r"piece 1 \(4, 2, 0, 8\) ends before it begins"),
         (lambda: Mask.from_pieces(8, [(4, 2, 0)]), "piece 0 has 3 numbers"),
         (lambda: Mask.from_pieces(8, [(4, 2, 0, 1.5)]), "pieces must be whole numbers"),
         (lambda: Mask.from_pieces(8, [], positions=[0, 1]), r"positions of shape \[2\]"),
         (lambda: Mask.union(), "a union must have at least one mask"),
-        (lambda: Mask.union(Mask.causal(4), Mask.causal(8)), "a union of masks of 4, 8 tokens: they must be as long"),
+        (lambda: Mask.union(Mask.causal(4), Mask.causal(8)),
+            "a union of masks of 4, 8 tokens: they must be as long"),
         (lambda: Mask.causal(4) & (-2, 0), r"window \(-2, 0\): each side must be -1"),
-        (lambda: Mask.shared_prefix([(4, [2, -1])]), "group 0 has a response of -1 tokens: it must have at least 0"),
+        (lambda: Mask.shared_prefix([(4, [2, -1])]),
+            "group 0 has a response of -1 tokens: it must have at least 0"),
         (lambda: Mask.shared_prefix([(4, [2]), (-3, [])]), "group 1 has a prompt of -3 tokens"),
         (lambda: Mask.shared_prefix([]), "shared prefixes need at least one group"),
         (lambda: Mask.shared_prefix([(4, [2])], n=5), "the branches have 6 tokens, the stream 5"),
@@ -255,9 +286,12 @@ def test_positions_that_are_given() -> None:
         (lambda: Mask.block_causal(8, 0), "blocks of 0 tokens"),
         (lambda: Mask.block_diffusion(7, 2), "a stream of 7 tokens has no two equal halves"),
         (lambda: Mask.from_dict({"n": 8}), r"here \['pieces'\] is missing"),
-        (lambda: Mask.from_dict({"n": 8, "pieces": [], "window": 3}), r"here \['window'\] is unknown"),
-        (lambda: Mask.from_dict({"n": 8, "pieces": [], "segments": [[1], [0]]}), "segments of a mask are first tokens, from 0"),
-        (lambda: Mask.from_dict({"n": 8, "pieces": [], "segments": [[0, 8], [0, 0]]}), "must begin at ascending tokens"),
+        (lambda: Mask.from_dict({"n": 8, "pieces": [], "window": 3}),
+            r"here \['window'\] is unknown"),
+        (lambda: Mask.from_dict({"n": 8, "pieces": [], "segments": [[1], [0]]}),
+            "segments of a mask are first tokens, from 0"),
+        (lambda: Mask.from_dict({"n": 8, "pieces": [], "segments": [[0, 8], [0, 0]]}),
+            "must begin at ascending tokens"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(make, message: str) -> None:
@@ -272,8 +306,14 @@ def test_bad_input_is_one_line(make, message: str) -> None:
 def test_the_proof_rejects_pieces_that_overlap_or_lie_outside() -> None:
     layout = Layout.zigzag(32, 2)
     for pieces, message in (
-        ([(0, 32, 0, 32, -OPEN, 0), (20, 24, 3, 6, -OPEN, OPEN)], "see a key that another tile computes for them too"),
-        ([(0, 40, 0, 32, -OPEN, 0)], r"for 32 tokens, but its piece \(0, 40, 0, 32, .*\) lies outside"),
+        (
+            [(0, 32, 0, 32, -OPEN, 0), (20, 24, 3, 6, -OPEN, OPEN)],
+            "see a key that another tile computes for them too",
+        ),
+        (
+            [(0, 40, 0, 32, -OPEN, 0)],
+            r"for 32 tokens, but its piece \(0, 40, 0, 32, .*\) lies outside",
+        ),
     ):
         with pytest.raises(PlanError, match=message):
             Plan.build(Mask(32, Tiles.of(pieces)), layout).verify()
@@ -321,7 +361,9 @@ def test_balanced_layouts_balance_them(name: str) -> None:
 def test_long_streams_of_many_groups_are_planned_and_proven() -> None:
     """1M tokens: as many tiles as chunk edges and pieces make, whatever the number of tokens."""
     lengths = np.diff(samples.exponential(1 << 20, 1000, 0)).tolist()
-    mask = Mask.shared_prefix([(lengths[i], lengths[i + 1 : i + 9]) for i in range(0, len(lengths), 9)])
+    mask = Mask.shared_prefix(
+        [(lengths[i], lengths[i + 1 : i + 9]) for i in range(0, len(lengths), 9)]
+    )
     plan = Plan.build(mask, Layout.balanced(mask, 64))
     assert plan.verify().balance < 1.06 and len(plan.ring.tiles) < 20 * len(lengths)
 

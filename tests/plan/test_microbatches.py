@@ -9,9 +9,9 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.microbatches import balanced_order, imbalance
 
 STEPS = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)).flatmap(
-    lambda shape: st.lists(st.integers(0, 50), min_size=int(np.prod(shape)), max_size=int(np.prod(shape))).map(
-        lambda work: np.array(work, np.float64).reshape(shape)
-    )
+    lambda shape: st.lists(
+        st.integers(0, 50), min_size=int(np.prod(shape)), max_size=int(np.prod(shape))
+    ).map(lambda work: np.array(work, np.float64).reshape(shape))
 )
 
 
@@ -45,7 +45,10 @@ def test_equal_rows_stay_where_they_are():
     assert order.reshape(-1).tolist() == list(range(12))
 
 
-@pytest.mark.parametrize("work", [np.ones((2, 2)), np.ones((0, 1, 1)), np.full((1, 1, 1), np.nan), np.full((1, 1, 1), -1.0)])
+@pytest.mark.parametrize(
+    "work",
+    [np.ones((2, 2)), np.ones((0, 1, 1)), np.full((1, 1, 1), np.nan), np.full((1, 1, 1), -1.0)],
+)
 def test_bad_work_is_one_line(work):
     with pytest.raises(PlanError, match="work must be finite and not negative"):
         balanced_order(work)

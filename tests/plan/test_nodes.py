@@ -1,4 +1,6 @@
-"""Routes that know the nodes: the order of the hops, and `relay`, which sends keys to each other node once."""
+"""Routes that know the nodes: the order of the hops, and `relay`, which sends keys to each other
+node once.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_each_distance_has_one_owner_and_one_reader(cp, size):
     for owner in range(cp):
         distance = order.distance(ranks, owner)
         assert sorted(distance.tolist()) == list(range(cp))
-        assert (order.reader(owner, distance) == ranks).all() and (order.owner(ranks, distance) == owner).all()
+        assert (order.reader(owner, distance) == ranks).all() and (
+            order.owner(ranks, distance) == owner
+        ).all()
         same_node = ranks // size == owner // size
         assert size in (1, cp) or (same_node == (distance < size)).all()
 
@@ -30,7 +34,9 @@ def between(table: Transfers, size: int) -> np.ndarray:
     """Tokens that each rank sends to other nodes and receives from them, [2, ranks]."""
     crossing = table[np.flatnonzero(table.sender // size != table.receiver // size)]
     count = int(max(table.sender.max(), table.receiver.max())) + 1
-    return np.stack([np.bincount(side, crossing.tokens, count) for side in (crossing.sender, crossing.receiver)])
+    return np.stack(
+        [np.bincount(side, crossing.tokens, count) for side in (crossing.sender, crossing.receiver)]
+    )
 
 
 @pytest.mark.parametrize(("cp", "size"), [(4, 2), (6, 3), (8, 2), (8, 4), (64, 8)])
@@ -40,8 +46,12 @@ def test_keys_and_gradients_cross_to_each_node_once(cp, size):
     direct = Plan.build(Mask.full(n), Layout.zigzag(n, cp), node_size=size)
     relay.verify(rank_plans=cp < 64)
     nodes, shard = cp // size, n // cp
-    for table, straight in ((relay.ring.transfers, direct.ring.transfers), (relay.ring.gradients, direct.ring.gradients)):
-        assert (between(table, size) == (nodes - 1) * shard).all()  # of every rank: all cards carry the same
+    for table, straight in (
+        (relay.ring.transfers, direct.ring.transfers),
+        (relay.ring.gradients, direct.ring.gradients),
+    ):
+        # of every rank: all cards carry the same
+        assert (between(table, size) == (nodes - 1) * shard).all()
         assert (between(straight, size) == (nodes - 1) * size * shard).all()
 
 
@@ -49,7 +59,9 @@ def test_keys_and_gradients_cross_to_each_node_once(cp, size):
 def test_a_rank_comes_to_its_own_node_first(route):
     plan = Plan.build(Mask.full(512), Layout.zigzag(512, 8), route, node_size=4)
     for rank in range(8):
-        node = [source // 4 == rank // 4 for hop in plan.rank_plan(rank).hops for source in hop.sources]
+        node = [
+            source // 4 == rank // 4 for hop in plan.rank_plan(rank).hops for source in hop.sources
+        ]
         assert node == sorted(node, reverse=True)
         if route == "direct":
             assert all(hop.receives for hop in plan.rank_plan(rank).hops[1:])
@@ -82,7 +94,9 @@ def test_bad_sizes_and_schedules():
     for size in (0, 3):
         with pytest.raises(PlanError, match=f"node_size={size}: it must divide the 4 ranks"):
             Plan.build(mask, layout, node_size=size)
-    with pytest.raises(PlanError, match="schedule gather: the route relay has a schedule of its own"):
+    with pytest.raises(
+        PlanError, match="schedule gather: the route relay has a schedule of its own"
+    ):
         Plan.build(mask, layout, "relay", "gather", node_size=2)
 
 

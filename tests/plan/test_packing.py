@@ -14,7 +14,9 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_bl
 
 @st.composite
 def packings(draw):
-    """Lengths, and how to pack them: few or many documents, short ones and some that are longer than a row."""
+    """Lengths, and how to pack them: few or many documents, short ones and some that are longer
+    than a row.
+    """
     capacity = draw(st.integers(8, 96))
     most = draw(st.sampled_from([1, 3, capacity // 4 + 1, capacity, 3 * capacity]))
     lengths = draw(st.lists(st.integers(1, most), min_size=1, max_size=40))
@@ -29,7 +31,9 @@ def check_packing(lengths, capacity, how, cp):
     for row in range(packing.rows):
         pieces, offsets = packing.pieces(row), packing.cu_seqlens(row)
         assert pieces and offsets[-1] == capacity and (np.diff(offsets) > 0).all()
-        assert how != "fill" or len(offsets) == len(pieces) + 1 or row == packing.rows - 1, "padding is in the last row alone"
+        assert how != "fill" or len(offsets) == len(pieces) + 1 or row == packing.rows - 1, (
+            "padding is in the last row alone"
+        )
         stream = np.full(capacity, -1)
         for (document, start, length), at in zip(pieces, offsets.tolist(), strict=False):
             stream[at : at + length] = tokens[document][start : start + length]
@@ -46,7 +50,9 @@ def check_packing(lengths, capacity, how, cp):
     for document, pieces in enumerate(rebuilt):
         joined = np.concatenate([part for _, part in sorted(pieces, key=lambda piece: piece[0])])
         assert np.array_equal(joined, tokens[document])
-        assert len(pieces) == -(-lengths[document] // capacity) or how == "fill", "no document is cut that fits into a row"
+        assert len(pieces) == -(-lengths[document] // capacity) or how == "fill", (
+            "no document is cut that fits into a row"
+        )
     return packing
 
 
@@ -65,7 +71,11 @@ def test_what_is_packed_is_unpacked_10_000_times(case):
 
 def test_each_way_by_hand():
     lengths = [3, 6, 4, 2, 5]
-    assert [pack(lengths, 8).pieces(row) for row in range(3)] == [[(0, 0, 3), (4, 0, 5)], [(1, 0, 6), (3, 0, 2)], [(2, 0, 4)]]
+    assert [pack(lengths, 8).pieces(row) for row in range(3)] == [
+        [(0, 0, 3), (4, 0, 5)],
+        [(1, 0, 6), (3, 0, 2)],
+        [(2, 0, 4)],
+    ]
     assert [pack(lengths, 8, "in-order").cu_seqlens(row).tolist() for row in range(4)] == [
         [0, 3, 8], [0, 6, 8], [0, 4, 6, 8], [0, 5, 8],
     ]  # fmt: skip
@@ -75,15 +85,25 @@ def test_each_way_by_hand():
         [(1, 5, 1), (2, 0, 4), (3, 0, 2), (4, 0, 1)],
         [(4, 1, 4)],
     ]
-    assert fill.describe() == "5 documents in 3 rows of 8 tokens: 83.33 % filled, 4 padding tokens in 1 row, 2 documents cut"
-    assert pack([8, 8], 8).describe() == "2 documents in 2 rows of 8 tokens: 100.00 % filled, no padding"
+    assert (
+        fill.describe()
+        == "5 documents in 3 rows of 8 tokens: 83.33 % filled, 4 padding tokens in 1 row, 2 "
+        "documents cut"
+    )
+    assert (
+        pack([8, 8], 8).describe()
+        == "2 documents in 2 rows of 8 tokens: 100.00 % filled, no padding"
+    )
     assert pack([9], 8, cut_long=True).pieces(1) == [(0, 8, 1)]
 
 
 def test_first_fit_wastes_little():
     lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1.2, 3000), 2048).astype(int) + 1
     first_fit, in_order = pack(lengths, 4096), pack(lengths, 4096, "in-order")
-    assert first_fit.fill > 0.99 > in_order.fill and first_fit.rows <= -(-int(lengths.sum()) // 4096) + 1
+    assert (
+        first_fit.fill > 0.99 > in_order.fill
+        and first_fit.rows <= -(-int(lengths.sum()) // 4096) + 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +114,12 @@ def test_first_fit_wastes_little():
         ([4, -2], {}, "document 1 has -2 tokens"),
         ([4, 2.5], {}, "lengths of documents must be whole numbers, not float64"),
         (["many"], {}, "lengths of documents must be whole numbers"),
-        ([4, 9], {}, "document 1 has 9 tokens, more than the 8 of a row: make rows longer, or let long documents be cut"),
+        (
+            [4, 9],
+            {},
+            "document 1 has 9 tokens, more than the 8 of a row: make rows longer, or let long "
+            "documents be cut",
+        ),
         ([4, 9], {"how": "in-order"}, "document 1 has 9 tokens, more than the 8 of a row"),
         ([4], {"how": "loosely"}, "pack 'loosely': known are first-fit, in-order, fill"),
     ],

@@ -22,26 +22,40 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_bl
 
 
 def check_plan(plan: Plan) -> None:
-    """The proof accepts the plan, its tiles paint the mask, also after lowering, and a rank plan built alone is the same."""
+    """The proof accepts the plan, its tiles paint the mask, also after lowering, and a rank plan
+    built alone is the same.
+    """
     report = plan.verify(rank_plans=True)
     tiles, _ = tiles_in_stream(plan.ring)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
     for capabilities in CAPABILITIES:
         lowered = lower(plan.ring.tiles, capabilities)
-        allowed = {FULL, CAUSAL, REVERSED} | ({BAND} if capabilities.bands or capabilities.narrow_bands else set())
+        allowed = {FULL, CAUSAL, REVERSED} | (
+            {BAND} if capabilities.bands or capabilities.narrow_bands else set()
+        )
         assert set(lowered.kind.tolist()) <= allowed
         for parent in np.unique(lowered.parent):
             mine = lowered.tiles[lowered.parent == parent]
-            assert np.array_equal(paint(mine, plan.n, plan.n), paint(plan.ring.tiles[parent : parent + 1], plan.n, plan.n))
+            assert np.array_equal(
+                paint(mine, plan.n, plan.n),
+                paint(plan.ring.tiles[parent : parent + 1], plan.n, plan.n),
+            )
         for batch in np.unique(lowered.batch):
             mine = np.flatnonzero(lowered.batch == batch)
             assert len(set(lowered.kind[mine].tolist())) == 1
-            queries = np.concatenate([np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine])
+            queries = np.concatenate(
+                [np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine]
+            )
             assert len(queries) == len(np.unique(queries))
     rank = plan.n % plan.cp
     alone = Plan.build_rank_plan(
-        plan.mask, plan.layout, rank, route=plan.route, schedule=plan.schedule, node_size=plan.ring.node_size
+        plan.mask,
+        plan.layout,
+        rank,
+        route=plan.route,
+        schedule=plan.schedule,
+        node_size=plan.ring.node_size,
     )
     assert repr(alone) == repr(plan.rank_plan(rank))
 
@@ -51,7 +65,9 @@ def check_mutation(plan: Plan, pick: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     if not len(plan.ring.tiles):
         return
-    name = [*PLAN_MUTATIONS, *RANK_PLAN_MUTATIONS][pick % (len(PLAN_MUTATIONS) + len(RANK_PLAN_MUTATIONS))]
+    name = [*PLAN_MUTATIONS, *RANK_PLAN_MUTATIONS][
+        pick % (len(PLAN_MUTATIONS) + len(RANK_PLAN_MUTATIONS))
+    ]
     if name in PLAN_MUTATIONS:
         spoiled = PLAN_MUTATIONS[name](plan, rng)
         if spoiled is not None:
@@ -121,7 +137,9 @@ def test_each_mutation_of_relays_is_rejected_by_name(name: str) -> None:
 def test_each_mutation_of_the_rank_plans_of_relays_is_rejected_by_name(name: str) -> None:
     for seed in range(3):
         for plan in relays():
-            parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], np.random.default_rng(seed))
+            parts = RANK_PLAN_MUTATIONS[name](
+                [plan.rank_plan(rank) for rank in range(plan.cp)], np.random.default_rng(seed)
+            )
             if parts is not None:
                 with pytest.raises(PlanError, match=r"rank \d"):
                     verify_rank_plans(plan.ring, parts)
@@ -154,7 +172,9 @@ def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name: str, route: s
     for seed in range(5):
         found = 0
         for plan in plans:
-            parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], np.random.default_rng(seed))
+            parts = RANK_PLAN_MUTATIONS[name](
+                [plan.rank_plan(rank) for rank in range(plan.cp)], np.random.default_rng(seed)
+            )
             if parts is not None:
                 found += 1
                 with pytest.raises(PlanError, match=r"rank \d"):
@@ -168,7 +188,9 @@ def test_a_message_of_a_rank_to_itself_is_rejected_by_name(table: str) -> None:
     spoiled = PLAN_MUTATIONS[f"{table}: to itself"](plan, np.random.default_rng(1))
     assert spoiled is not None
     for check in (check_sources, verify):
-        with pytest.raises(PlanError, match=r"rank (\d), hop \d: .* to rank \1: a rank has no messages to itself"):
+        with pytest.raises(
+            PlanError, match=r"rank (\d), hop \d: .* to rank \1: a rank has no messages to itself"
+        ):
             check(spoiled.ring)
 
 
@@ -176,14 +198,20 @@ def test_too_few_slots_are_rejected() -> None:
     for route in ("direct", "ring"):
         plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring")
         assert plan.verify(num_slots=2).slots == 2
-        with pytest.raises(PlanError, match="rank 0, hop 1: 2 receive buffers in use, num_slots is 1"):
+        with pytest.raises(
+            PlanError, match="rank 0, hop 1: 2 receive buffers in use, num_slots is 1"
+        ):
             plan.verify(num_slots=1)
 
 
 def test_unsorted_tables_are_rejected() -> None:
     plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4))
     back = slice(None, None, -1)
-    turned = {"tiles": plan.ring.tiles[back], "tile_rank": plan.ring.tile_rank[back], "tile_hop": plan.ring.tile_hop[back]}
+    turned = {
+        "tiles": plan.ring.tiles[back],
+        "tile_rank": plan.ring.tile_rank[back],
+        "tile_hop": plan.ring.tile_hop[back],
+    }
     for spoiled, what in (
         (replace(plan.ring, **turned, tile_source=plan.ring.tile_source[back]), "tiles"),
         (replace(plan.ring, transfers=plan.ring.transfers[back]), "transfers"),

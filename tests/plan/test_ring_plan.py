@@ -47,7 +47,9 @@ def test_ring_forwards_only_what_a_rank_downstream_needs() -> None:
 
 
 def test_documents_that_end_at_shard_edges_move_nothing() -> None:
-    report = Plan.build(Mask.documents([0, 16, 32, 48, 64]), Layout.contiguous(64, 4)).verify(rank_plans=True)
+    report = Plan.build(Mask.documents([0, 16, 32, 48, 64]), Layout.contiguous(64, 4)).verify(
+        rank_plans=True
+    )
     assert report.keys_in.sum() == report.grads_in.sum() == 0 and (report.moving_hops == 0).all()
 
 
@@ -55,7 +57,9 @@ def test_report_counts_work_and_tokens() -> None:
     report = Plan.build(Mask.causal(64), Layout.zigzag(64, 4)).verify()
     assert report.work.sum() == 64 * 65 // 2
     assert report.balance == pytest.approx(1.0)
-    assert (report.keys_in.sum(0) == report.keys_out.sum(0)).all() and (report.grads_in == report.keys_out).all()
+    assert (report.keys_in.sum(0) == report.keys_out.sum(0)).all() and (
+        report.grads_in == report.keys_out
+    ).all()
     assert report.work_per_rank.tolist() == [520] * 4
 
 
@@ -71,7 +75,9 @@ def test_a_rank_plan_built_alone_is_that_of_the_whole_plan(route: str) -> None:
     layout = Layout.balanced(mask, 8)
     plan = Plan.build(mask, layout, route)
     for rank in range(8):
-        assert repr(Plan.build_rank_plan(mask, layout, rank, route=route)) == repr(plan.rank_plan(rank))
+        assert repr(Plan.build_rank_plan(mask, layout, rank, route=route)) == repr(
+            plan.rank_plan(rank)
+        )
 
 
 def test_plans_travel_to_other_processes_with_their_rank_plans() -> None:
@@ -80,7 +86,9 @@ def test_plans_travel_to_other_processes_with_their_rank_plans() -> None:
 
 
 def effort(make: Callable[[], object]) -> tuple[int, int]:
-    """Calls of functions and peak bytes of arrays and objects that `make` needs; the same on every machine."""
+    """Calls of functions and peak bytes of arrays and objects that `make` needs; the same on every
+    machine.
+    """
     make()
     calls = 0
 
@@ -102,9 +110,13 @@ def effort(make: Callable[[], object]) -> tuple[int, int]:
 
 
 def packed_work(scale: int) -> dict[str, Callable[[], object]]:
-    """What a rank or a launcher does for `scale` times 256K tokens, 1,024 documents, and 256 ranks of one long sequence."""
+    """What a rank or a launcher does for `scale` times 256K tokens, 1,024 documents, and 256 ranks
+    of one long sequence.
+    """
     n = scale << 18
-    cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, n), scale * 1024 - 1, replace=False))
+    cuts = np.sort(
+        np.random.default_rng(0).choice(np.arange(1, n), scale * 1024 - 1, replace=False)
+    )
     mask, layout = Mask.documents([0, *cuts.tolist(), n]), Layout.zigzag(n, 64)
     long, wide = Mask.causal(scale << 22), Layout.zigzag(scale << 22, scale * 256)
     return {
@@ -117,8 +129,12 @@ def packed_work(scale: int) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("name", packed_work(1))
 def test_cost_of_large_plans_is_linear(name: str) -> None:
-    """Four times the work takes as many calls (all loops are in NumPy) and four times the memory, far from 16 times."""
-    (calls, size), (calls_of_four, size_of_four) = (effort(packed_work(scale)[name]) for scale in (1, 4))
+    """Four times the work takes as many calls (all loops are in NumPy) and four times the memory,
+    far from 16 times.
+    """
+    (calls, size), (calls_of_four, size_of_four) = (
+        effort(packed_work(scale)[name]) for scale in (1, 4)
+    )
     assert calls_of_four < 1.5 * calls < 15_000
     assert size_of_four < 7 * size < 70 << 20
 
@@ -126,8 +142,14 @@ def test_cost_of_large_plans_is_linear(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(16, 2)), "the mask is for 8 tokens, the layout for 16"),
-        (lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2), "magic"), "route='magic': unknown; known are direct, ring"),
+        (
+            lambda: Plan.build(Mask.causal(8), Layout.zigzag(16, 2)),
+            "the mask is for 8 tokens, the layout for 16",
+        ),
+        (
+            lambda: Plan.build(Mask.causal(8), Layout.zigzag(8, 2), "magic"),
+            "route='magic': unknown; known are direct, ring",
+        ),
     ],
 )
 def test_bad_input_is_one_line(make, message: str) -> None:
@@ -147,7 +169,8 @@ def test_half_of_the_own_keys_work_comes_last_in_backward():
         areas = [int(hop.tiles.area().sum()) for hop in (first, last)]
         assert sum(areas) == part.hops[0].tiles.area().sum()
         assert max(areas) < 0.6 * sum(areas)
-        assert first.tiles.q1.max() == last.tiles.q0.min() == 1536  # of 2048: about half the area, a multiple of 128
+        # of 2048: about half the area, a multiple of 128
+        assert first.tiles.q1.max() == last.tiles.q0.min() == 1536
     alone = Plan.build(Mask.causal(64), Layout.zigzag(64, 1)).rank_plan(0)
     assert alone.backward is alone.hops
     one_token_each = Plan.build(Mask.causal(2), Layout.contiguous(2, 2)).rank_plan(1)

@@ -44,11 +44,17 @@ def test_auto_is_a_schedule_of_bounded_hops(tokens: int, slot_shards: int, node_
 
 
 def modeled(sizes: tuple[int, ...], compute: float, shard: float, call: float) -> float:
-    """Time of forward and backward with hops of so many sources, one shard of keys or gradients on the wire in `shard`."""
+    """Time of forward and backward with hops of so many sources, one shard of keys or gradients on
+    the wire in `shard`.
+    """
     there, back = AttentionSizes().pair_flops
-    forward = Pass(compute * np.array([[1.0, *sizes]]), shard * np.array([[*sizes, 0.0]]), call * len(sizes))
+    forward = Pass(
+        compute * np.array([[1.0, *sizes]]), shard * np.array([[*sizes, 0.0]]), call * len(sizes)
+    )
     halves, moved = [0.5, *sizes, 0.5], np.array([*sizes, 0, 0]) + np.array([0, 0, *sizes])
-    backward = Pass(back / there * compute * np.array([halves]), shard * moved[None], call * len(sizes))
+    backward = Pass(
+        back / there * compute * np.array([halves]), shard * moved[None], call * len(sizes)
+    )
     return float(forward.seconds[0] + backward.seconds[0])
 
 
@@ -70,10 +76,17 @@ def test_auto_is_the_fastest_of_all_schedules(tokens: int, link: float) -> None:
 
 
 def test_auto_goes_by_the_links() -> None:
-    """40 GB/s: 8,192 keys and values of 4 KiB take 0.84 ms, and 8,192 ** 2 / 2 pairs at 4e14 FLOP/s take 1.37 ms."""
+    """40 GB/s: 8,192 keys and values of 4 KiB take 0.84 ms, and 8,192 ** 2 / 2 pairs at 4e14 FLOP/s
+    take 1.37 ms.
+    """
     assert group_sizes(auto(8, 8192)) == [2, 3, 2]  # the last gradients travel during half of hop 0
-    assert group_sizes(auto(8, 8192, node_size=8)) == group_sizes(auto(8, 8192, rates=Rates(between=3e11))) == [3, 4]
-    assert group_sizes(auto(64, 8192, node_size=8))[:2] == [1, 4]  # 3 more of the node, and 1 from another node
+    assert (
+        group_sizes(auto(8, 8192, node_size=8))
+        == group_sizes(auto(8, 8192, rates=Rates(between=3e11)))
+        == [3, 4]
+    )
+    # 3 more of the node, and 1 from another node
+    assert group_sizes(auto(64, 8192, node_size=8))[:2] == [1, 4]
     assert group_sizes(auto(64, 16384))[0] == 3
     slow = Rates(ranks_per_card=8)
     assert auto(64, 8192, rates=slow) == auto(64, 8192, rates=Rates(between=5e9))
@@ -87,7 +100,8 @@ def test_auto_of_a_plan() -> None:
     assert schedule(65536, 8, node_size=4) == auto(8, 8192, node_size=4)
     assert schedule(65536, 8, "ring", node_size=4) == tuple(range(8))
     assert schedule(65536, 8, slot_shards=2) == auto(8, 8192, 2)
-    assert schedule(65536, 8, "ring") == tuple(range(8))  # more sources would send past the next neighbor
+    # more sources would send past the next neighbor
+    assert schedule(65536, 8, "ring") == tuple(range(8))
     batch = Plan.build(Mask.batch([Mask.causal(64)] * 3), Layout.batch([Layout.zigzag(64, 4)] * 3))
     assert batch.schedule == auto(4, 16)
 
@@ -105,27 +119,40 @@ def test_several_sources_take_few_kernel_calls() -> None:
 
 @pytest.mark.parametrize(
     "mask",
-    [Mask.causal(1024), Mask.causal(1024, (100, 0)), Mask.documents([0, 10, 500, 511, 900, 1024]), Mask.full(1024, (40, 9))],
+    [
+        Mask.causal(1024),
+        Mask.causal(1024, (100, 0)),
+        Mask.documents([0, 10, 500, 511, 900, 1024]),
+        Mask.full(1024, (40, 9)),
+    ],
     ids=["causal", "window", "documents", "two-sided window"],
 )
-@pytest.mark.parametrize("layout", [Layout.zigzag(1024, 8), Layout.contiguous(1024, 8)], ids=["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    "layout", [Layout.zigzag(1024, 8), Layout.contiguous(1024, 8)], ids=["zigzag", "contiguous"]
+)
 def test_several_sources_move_the_same_bytes(mask: Mask, layout: Layout) -> None:
     ring = Plan.build(mask, layout, schedule="ring").verify()
     for schedule in ("auto", "gather", (0, 1, 1, 2, 2, 3, 3, 3)):
         report = Plan.build(mask, layout, schedule=schedule).verify(rank_plans=True)
-        assert (report.keys_in.sum(1) == ring.keys_in.sum(1)).all() and (report.grads_in.sum(1) == ring.grads_in.sum(1)).all()
+        assert (report.keys_in.sum(1) == ring.keys_in.sum(1)).all() and (
+            report.grads_in.sum(1) == ring.grads_in.sum(1)
+        ).all()
         if schedule == "auto":
             assert report.keys_in.max() <= SLOT_SHARDS * report.tokens_per_rank.max()
 
 
 def test_ring_route_forwards_hops_of_several_sources() -> None:
-    """The owner sends to one rank a hop at most as often as the first hop has sources; the others forward."""
+    """The owner sends to one rank a hop at most as often as the first hop has sources; the others
+    forward.
+    """
     plan = Plan.build(Mask.full(96), Layout.contiguous(96, 6), "ring", (0, 1, 2, 2, 3, 3))
     plan.verify(rank_plans=True)
     keys = plan.ring.transfers
     assert ((keys.sender == keys.owner) == (keys.hop == 1)).all()
     assert np.bincount(keys.hop).tolist() == [0, 6, 12, 12]
-    assert (plan.ring.gradients.receiver == plan.ring.gradients.owner).tolist() == (plan.ring.gradients.hop == 3).tolist()
+    assert (plan.ring.gradients.receiver == plan.ring.gradients.owner).tolist() == (
+        plan.ring.gradients.hop == 3
+    ).tolist()
 
 
 @pytest.mark.parametrize(
@@ -134,14 +161,31 @@ def test_ring_route_forwards_hops_of_several_sources() -> None:
         ((0, 1, 2, 1), "schedule 0,1,2,1: it decreases from hop 2 to hop 1 at ring distance 3"),
         ((0, 1, 3, 3), "schedule 0,1,3,3: it leaves out hop 2, before ring distance 2"),
         ((0, 2, 2, 2), "schedule 0,2,2,2: it leaves out hop 1, before ring distance 1"),
-        ((0, 1, 1), "schedule 0,1,1: 3 hops for 4 ranks; it needs the hop of each ring distance, 0 to 3"),
-        ((0, 0, 1, 2), "schedule 0,0,1,2: hop 0 is for a rank's own keys, so ring distance 0 must be at hop 0, and no other"),
+        (
+            (0, 1, 1),
+            "schedule 0,1,1: 3 hops for 4 ranks; it needs the hop of each ring distance, 0 to 3",
+        ),
+        (
+            (0, 0, 1, 2),
+            "schedule 0,0,1,2: hop 0 is for a rank's own keys, so ring distance 0 must be at hop "
+            "0, and no other",
+        ),
         ((1, 1, 2, 3), "schedule 1,1,2,3: hop 0 is for a rank's own keys"),
         ((), "schedule : 0 hops for 4 ranks"),
         ((0, 1, 1.5, 2), "a hop of schedule 1.5 is not a whole number"),
-        ("spiral", "schedule 'spiral': known are auto, ring, gather, or the hop of each ring distance as in 0,1,2,2"),
-        ("0,1,1,1", "schedule 0,1,1,1: a hop has 3 sources, but slot_shards is 2: raise slot_shards to 3"),
-        ("gather", "schedule gather: a hop has 3 sources, but slot_shards is 2: raise slot_shards to 3"),
+        (
+            "spiral",
+            "schedule 'spiral': known are auto, ring, gather, or the hop of each ring distance as "
+            "in 0,1,2,2",
+        ),
+        (
+            "0,1,1,1",
+            "schedule 0,1,1,1: a hop has 3 sources, but slot_shards is 2: raise slot_shards to 3",
+        ),
+        (
+            "gather",
+            "schedule gather: a hop has 3 sources, but slot_shards is 2: raise slot_shards to 3",
+        ),
     ],
 )
 def test_a_bad_schedule_is_one_line(schedule: object, message: str) -> None:

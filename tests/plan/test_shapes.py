@@ -23,7 +23,9 @@ def predicted(plan, ranks_per_node, sizes=SIZES, **rates):
 
 
 def test_times_by_hand():
-    """Full mask, 4 ranks of 16 tokens on nodes of 2, one source a hop: the neighbor's keys come fast, the others slowly."""
+    """Full mask, 4 ranks of 16 tokens on nodes of 2, one source a hop: the neighbor's keys come
+    fast, the others slowly.
+    """
     plan = Plan.build(Mask.full(64), Layout.contiguous(64, 4), schedule="ring", node_size=2)
     pair, shard = 4 * 4 * 16, 16 * 2 * 2 * 16 * 4  # FLOP of a pair in forward, bytes of a shard
     rates = {"flops": 256 * pair, "inside": shard / 0.5, "between": shard / 3}
@@ -32,31 +34,49 @@ def test_times_by_hand():
     assert found.forward == pytest.approx(1 + 3 + 3 + 1)
     assert found.exposed_forward == pytest.approx(4)
     assert found.efficiency_forward == pytest.approx(4 / 8)
-    # Backward: halves of 1.25 s around hops of 2.5 s. Gradients of hop 1 are fast, those of hops 2 and 3 take 3 s each,
-    # while the keys of hop 2 and 3 take 3 s each. Both directions of both links are busy at the same time.
+    # Backward: halves of 1.25 s around hops of 2.5 s. Gradients of hop 1 are fast, those of hops 2
+    # and 3 take 3 s each,
+    # while the keys of hop 2 and 3 take 3 s each. Both directions of both links are busy at the
+    # same time.
     assert found.both - found.forward == pytest.approx(1.25 + 3 + 3 + 3 + 3)
     assert found.bytes_per_card == 2 * shard
     assert predicted(plan, 2, **rates, ranks_per_card=2).bytes_per_card == 4 * shard
     near = predicted(plan, 4, **rates | {"between": 1})
-    assert near.exposed_both == 0 and near.bytes_per_card == 0 and near.efficiency_both == pytest.approx(1)
+    assert (
+        near.exposed_both == 0
+        and near.bytes_per_card == 0
+        and near.efficiency_both == pytest.approx(1)
+    )
 
 
 def test_one_card_carries_the_ring():
-    """On the route ring one rank of a node sends all that leaves it: its own card is as busy as a card of the whole node."""
+    """On the route ring one rank of a node sends all that leaves it: its own card is as busy as a
+    card of the whole node.
+    """
     plan = Plan.build(Mask.full(64), Layout.contiguous(64, 4), "ring")
     direct = Plan.build(Mask.full(64), Layout.contiguous(64, 4), node_size=2)
-    alone, shared = (predicted(plan, 2, flops=1e30, inside=1e30, between=1.0, ranks_per_card=n) for n in (1, 2))
+    alone, shared = (
+        predicted(plan, 2, flops=1e30, inside=1e30, between=1.0, ranks_per_card=n) for n in (1, 2)
+    )
     assert alone.bytes_per_card == shared.bytes_per_card
-    one, both = (predicted(direct, 2, flops=1e30, inside=1e30, between=1.0, ranks_per_card=n) for n in (1, 2))
-    assert both.bytes_per_card == 2 * one.bytes_per_card and both.forward == pytest.approx(2 * one.forward)
+    one, both = (
+        predicted(direct, 2, flops=1e30, inside=1e30, between=1.0, ranks_per_card=n) for n in (1, 2)
+    )
+    assert both.bytes_per_card == 2 * one.bytes_per_card and both.forward == pytest.approx(
+        2 * one.forward
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_cards_carry_what_crosses(heads, kv_heads):
-    """With one card a node and a full mask, what leaves the cards is what the plan says crosses nodes."""
+    """With one card a node and a full mask, what leaves the cards is what the plan says crosses
+    nodes.
+    """
     sizes = AttentionSizes(heads=4, kv_heads=kv_heads, head_dim=16, dtype="fp32")
-    plan = planned(Mask.full(128), Layout.contiguous(128, 8), Shape("direct", heads, "auto"), None, 2)
+    plan = planned(
+        Mask.full(128), Layout.contiguous(128, 8), Shape("direct", heads, "auto"), None, 2
+    )
     found, moved = predicted(plan, 2, sizes, ranks_per_card=2), crossing(plan, sizes, 2)
     assert found.bytes_per_card * 4 == moved.keys + moved.exchange
 
@@ -65,10 +85,15 @@ def test_exchange_of_heads_takes_time():
     mask, layout = Mask.causal(256), Layout.zigzag(256, 4)
     plan = planned(mask, layout, Shape("direct", 4, "auto"))
     fast, slow = (predicted(plan, 1, flops=1e30, between=rate) for rate in (1e9, 1e8))
-    # One key/value head for two ranks: one group, so the whole exchange is exposed; 3 of 4 heads travel, and the outputs.
+    # One key/value head for two ranks: one group, so the whole exchange is exposed; 3 of 4 heads
+    # travel, and the outputs.
     tokens, width = 64, 16 * 4
     inputs, outputs = 3 * tokens * (1 + 2) * width, 3 * tokens * width
-    assert slow.exposed_forward == pytest.approx((inputs + outputs) / 1e8) == pytest.approx(10 * fast.exposed_forward)
+    assert (
+        slow.exposed_forward
+        == pytest.approx((inputs + outputs) / 1e8)
+        == pytest.approx(10 * fast.exposed_forward)
+    )
 
 
 def test_all_ranks_or_a_sample():
@@ -82,8 +107,15 @@ def test_all_ranks_or_a_sample():
 def test_shapes_that_are_possible():
     names = [shape.name for shape in shapes_of(8, AttentionSizes(8, 2), 4)]
     assert names == ["direct", "ring", "relay", "heads 2", "heads 2 relay", "heads 4", "heads 8"]
-    assert [shape.name for shape in shapes_of(8, AttentionSizes(4, 2), 8)] == ["direct", "ring", "heads 2", "heads 4"]
-    assert [shape.name for shape in shapes_of(8, AttentionSizes(4, 2), 4, "relay", 2)] == ["heads 2 relay"]
+    assert [shape.name for shape in shapes_of(8, AttentionSizes(4, 2), 8)] == [
+        "direct",
+        "ring",
+        "heads 2",
+        "heads 4",
+    ]
+    assert [shape.name for shape in shapes_of(8, AttentionSizes(4, 2), 4, "relay", 2)] == [
+        "heads 2 relay"
+    ]
     assert [shape.name for shape in shapes_of(4, AttentionSizes(4, 2), 2, schedule="gather")] == [
         "direct gather", "ring gather", "heads 2 gather", "heads 4 gather",
     ]  # fmt: skip
@@ -92,19 +124,25 @@ def test_shapes_that_are_possible():
 def test_the_choice_follows_the_rates():
     n, sizes = 64 * 2048, AttentionSizes(64, 8)
     layers = [(Mask.causal(n), 1)]
-    assert choose(layers, 64, sizes, 8).shape == Shape("direct", 8, "auto")  # short shards, nodes of 8: heads inside the nodes
+    # short shards, nodes of 8: heads inside the nodes
+    assert choose(layers, 64, sizes, 8).shape == Shape("direct", 8, "auto")
     equal = choose(layers, 64, sizes, 8, rates=Rates(**FREE, inside=1e14, between=1e14))
-    assert equal.shape == Shape("direct", 1, "auto")  # nothing is exposed, calls and merges are free: the simplest
+    # nothing is exposed, calls and merges are free: the simplest
+    assert equal.shape == Shape("direct", 1, "auto")
     relay = choose(layers, 64, sizes, 8, heads=1, slot_shards=7)
     assert relay.shape == Shape("relay", 1, "auto") and "direct" in relay.reason
     bounded = choose(layers, 64, sizes, 8, heads=1)
-    assert bounded.shape == Shape("direct", 1, "auto") and bounded.reason.endswith("but it needs slot_shards 7")
+    assert bounded.shape == Shape("direct", 1, "auto") and bounded.reason.endswith(
+        "but it needs slot_shards 7"
+    )
     assert "\n" not in bounded.reason
 
 
 def test_memory_bounds_the_choice():
     n = 16 * 1024
-    with pytest.raises(PlanError, match=r"slot_shards 4: no shape fits; relay .* ms, but it needs slot_shards 7"):
+    with pytest.raises(
+        PlanError, match=r"slot_shards 4: no shape fits; relay .* ms, but it needs slot_shards 7"
+    ):
         choose([(Mask.full(n), 1)], 16, AttentionSizes(), 8, route="relay", heads=1)
     with pytest.raises(PlanError, match="heads=3: it must divide"):
         choose([(Mask.full(n), 1)], 16, AttentionSizes(), 8, heads=3)

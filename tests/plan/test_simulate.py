@@ -1,4 +1,6 @@
-"""The model of time: everything that predicts a time reads it, and it counts what the kernel can do."""
+"""The model of time: everything that predicts a time reads it, and it counts what the kernel can
+do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ import pytest
 from cp_ring.plan import Layout, Mask, Plan, compare
 from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.rates import Rates
-from cp_ring.plan.simulate import NO_UPDATES, Pass, in_turn, neighbors, rank_updates, simulate, spans
+from cp_ring.plan.simulate import (
+    NO_UPDATES,
+    Pass,
+    in_turn,
+    neighbors,
+    rank_updates,
+    simulate,
+    spans,
+)
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.tune import AttentionCosts
 from cp_ring.tools.cli.trace_drawing import predicted_bars
@@ -24,9 +34,14 @@ def test_pictures_of_plans_and_traces_show_the_predicted_time() -> None:
     compute, transfers = spans(UNEVEN.ring, report, sizes, SLOW)
     assert max(span.end for span in compute) == pytest.approx(predicted.forward)
     assert predicted.forward > 1.5 * max(predicted.passes[0].compute.sum(1)), "messages show"
-    work = {(rank, hop): int(report.work[rank, hop]) for rank, hop in zip(*np.nonzero(report.work), strict=True)}
+    work = {
+        (rank, hop): int(report.work[rank, hop])
+        for rank, hop in zip(*np.nonzero(report.work), strict=True)
+    }
     table, sent = UNEVEN.ring.transfers, {}
-    for hop, sender, receiver, tokens in zip(table.hop, table.sender, table.receiver, table.tokens, strict=True):
+    for hop, sender, receiver, tokens in zip(
+        table.hop, table.sender, table.receiver, table.tokens, strict=True
+    ):
         key = int(hop), int(sender), int(receiver)
         sent[key] = sent.get(key, 0) + int(tokens) * sizes.wire_key_bytes
     bars = predicted_bars(work, sent, sizes.pair_flops[0] / SLOW.flops, 1 / SLOW.between)
@@ -42,10 +57,16 @@ def test_comparison_and_tune_read_the_same_time() -> None:
     assert found.forward == pytest.approx(predicted.forward + alone)
     assert found.total == pytest.approx(predicted.both + 3 * alone)
     mask, sizes = Mask.causal(8192), MODEL.attention(1, 1)
-    cost = next(cost for cost in AttentionCosts(MODEL, [[(mask, 1)]], 1, 4, 1, 4, SLOW) if cost.shape.name == "ring")
+    cost = next(
+        cost
+        for cost in AttentionCosts(MODEL, [[(mask, 1)]], 1, 4, 1, 4, SLOW)
+        if cost.shape.name == "ring"
+    )
     plan = Plan.build(mask, Layout.zigzag(8192, 4), "ring", node_size=4)
     updates = {0: rank_updates(plan.rank_plan(0), KERNELS["flash"])}
-    assert cost.both == pytest.approx(simulate(plan, plan.verify(), sizes, SLOW, 4, updates=updates).both)
+    assert cost.both == pytest.approx(
+        simulate(plan, plan.verify(), sizes, SLOW, 4, updates=updates).both
+    )
 
 
 def test_a_ring_of_another_package_costs_what_ours_does_with_one_source_a_hop() -> None:
@@ -53,7 +74,9 @@ def test_a_ring_of_another_package_costs_what_ours_does_with_one_source_a_hop() 
     sizes = AttentionSizes(8, 8, 192, 128)
     layer = compare.Layer(sizes, rates=Rates(memory=1e30, call=1e-30), block=1)
     ring = compare._Ring(4, 4096, 4096, 64)
-    forward, backward = compare._hops_seconds(np.full((1, 4), 4096.0), np.zeros((1, 4)), ring.tokens, layer)
+    forward, backward = compare._hops_seconds(
+        np.full((1, 4), 4096.0), np.zeros((1, 4)), ring.tokens, layer
+    )
     assert forward == pytest.approx(4 * 4096 * 2 * 8 * (192 + 128) / layer.rates.flops)
     assert backward / forward == pytest.approx((3 * 192 + 2 * 128) / (192 + 128))
 
@@ -62,15 +85,28 @@ def test_native_windows_take_few_calls() -> None:
     plan = Plan.build(Mask.causal(8192, (128, 0)), Layout.zigzag(8192, 4))
     report, sizes = plan.verify(), AttentionSizes()
     times = {name: simulate(plan, report, sizes, kernel=KERNELS[name]).both for name in KERNELS}
-    assert times["flash"] == times["flash_aten"] < times["transformer_engine"] <= times["cudnn"] == times["cpu"]
+    assert (
+        times["flash"]
+        == times["flash_aten"]
+        < times["transformer_engine"]
+        <= times["cudnn"]
+        == times["cpu"]
+    )
     assert times["cudnn"] > 5 * times["flash"]
 
 
 def test_messages_travel_during_the_live_hop_before() -> None:
     live = np.array([[True, False, True, False], [True, True, False, False]])
     before, after = neighbors(live)
-    assert before.tolist() == [[0, 0, 0, 2], [0, 0, 1, 1]] and after.tolist() == [[2, 2, 4, 4], [1, 4, 4, 4]]
+    assert before.tolist() == [[0, 0, 0, 2], [0, 0, 1, 1]] and after.tolist() == [
+        [2, 2, 4, 4],
+        [1, 4, 4, 4],
+    ]
     one = Pass(np.array([[1.0, 2.0, 1.0]]), np.array([[3.0, 1.0, 0.0]]), 0.5)
-    assert one.begin.tolist() == [[0, 3, 5]] and one.seconds.tolist() == [6.5] and one.busy.tolist() == [4.5]
+    assert (
+        one.begin.tolist() == [[0, 3, 5]]
+        and one.seconds.tolist() == [6.5]
+        and one.busy.tolist() == [4.5]
+    )
     starts = in_turn(np.array([0.0, 5.0, 0.0]), np.array([1, 0, 1]), np.array([2.0, 1.0, 1.0]))
     assert starts.tolist() == [0.0, 5.0, 2.0]

@@ -1,4 +1,6 @@
-"""PlanSpec and `plan`: one maker and one cache of proven plans; the names that plans and routes had before."""
+"""PlanSpec and `plan`: one maker and one cache of proven plans; the names that plans and routes had
+before.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def test_equal_arguments_share_one_plan():
               PlanSpec(node_size=2), PlanSpec(slot_shards=1)]  # fmt: skip
     assert len({id(plan(MASK, 4, each)) for each in [PlanSpec(), *others]}) == 7
     with ThreadPoolExecutor(4) as threads:
-        assert len(set(map(id, threads.map(lambda _: plan(MASK, 4, PlanSpec(ulysses=4)), range(8))))) == 1
+        assert (
+            len(set(map(id, threads.map(lambda _: plan(MASK, 4, PlanSpec(ulysses=4)), range(8)))))
+            == 1
+        )
 
 
 def test_another_route_or_layout_of_the_same_name_makes_another_plan(monkeypatch):
@@ -65,7 +70,10 @@ def test_one_rank_plans_its_part_alone(route, ulysses):
     whole = plan(MASK, 4, chosen)
     for rank in range(4):
         alone = chosen.build_rank_plan(MASK, 4, rank)
-        assert repr(alone) == repr(whole.rank_plan(rank)) and alone.digest == whole.rank_plan(rank).digest
+        assert (
+            repr(alone) == repr(whole.rank_plan(rank))
+            and alone.digest == whole.rank_plan(rank).digest
+        )
         assert (alone.ulysses, alone.member, alone.shard_tokens) == (ulysses, rank // ulysses, 16)
         assert alone.num_tokens == 16 * ulysses
 
@@ -73,7 +81,10 @@ def test_one_rank_plans_its_part_alone(route, ulysses):
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (PlanSpec("diagonal"), "layout='diagonal': unknown; known are zigzag, contiguous, balanced"),
+        (
+            PlanSpec("diagonal"),
+            "layout='diagonal': unknown; known are zigzag, contiguous, balanced",
+        ),
         (PlanSpec(route="pigeon"), "route='pigeon': unknown; known are direct, ring, relay"),
         (PlanSpec(Layout.zigzag(64, 2)), "layout is for 2 ranks, not for 4"),
         (PlanSpec(ulysses=3), "heads=3: it must divide the 4 context-parallel ranks"),
@@ -99,7 +110,9 @@ def test_names_of_before_warn_and_work():
 
 def test_a_function_in_routes_is_a_route(monkeypatch):
     monkeypatch.setitem(ROUTES, "mine", Route(direct))
-    with pytest.warns(DeprecationWarning, match=r"ROUTES\['mine'\] is a function: write Route\(function\)"):
+    with pytest.warns(
+        DeprecationWarning, match=r"ROUTES\['mine'\] is a function: write Route\(function\)"
+    ):
         ROUTES["mine"] = direct
     with warnings.catch_warnings(action="error"):
         plan(MASK, 4, PlanSpec(route="mine")).verify(rank_plans=True)

@@ -13,8 +13,12 @@ from tests.plan.strategies import plans
 from tests.plan.test_properties import QUIET
 
 
-def replay(updates: tuple[Update, ...], sources: list[np.ndarray], num_tokens: int) -> list[list[int]]:
-    """For each token of a total, the numbers that its partial results hold for it, in the order in which they were added."""
+def replay(
+    updates: tuple[Update, ...], sources: list[np.ndarray], num_tokens: int
+) -> list[list[int]]:
+    """For each token of a total, the numbers that its partial results hold for it, in the order in
+    which they were added.
+    """
     running: list[list[int] | None] = [None] * num_tokens
     result: list[list[int] | None] = [None] * num_tokens
     waiting = iter(sources)
@@ -25,11 +29,20 @@ def replay(updates: tuple[Update, ...], sources: list[np.ndarray], num_tokens: i
             for token in range(start, end):
                 assert result[token] is None, "complete tokens are not touched again"
                 assert (running[token] is None) == bool(first)
-                places = [p + token - start if p >= 0 else -2 - (p + token - start) for p in positions if p != ABSENT]
+                places = [
+                    p + token - start if p >= 0 else -2 - (p + token - start)
+                    for p in positions
+                    if p != ABSENT
+                ]
                 held = [part for part, p in zip(parts, positions, strict=True) if p != ABSENT]
-                total = [*(running[token] or []), *(int(part[place]) for part, place in zip(held, places, strict=True))]
+                total = [
+                    *(running[token] or []),
+                    *(int(part[place]) for part, place in zip(held, places, strict=True)),
+                ]
                 (result if last else running)[token] = total
-    assert next(waiting, None) is None and None not in result, "all parts are read, all tokens are complete"
+    assert next(waiting, None) is None and None not in result, (
+        "all parts are read, all tokens are complete"
+    )
     return result  # type: ignore[return-value]
 
 
@@ -57,11 +70,19 @@ def test_every_part_is_added_once_and_in_order(data: st.DataObject) -> None:
 @settings(max_examples=200, **QUIET)
 @given(plan=plans(min_cp=2))
 def test_gradients_of_random_plans(plan: Plan) -> None:
-    """What a kernel call or a message holds for a key is added once, to the total of the hop. What arrives does not wait."""
+    """What a kernel call or a message holds for a key is added once, to the total of the hop. What
+    arrives does not wait.
+    """
     for rank in range(plan.cp):
         mine = plan.rank_plan(rank)
         hops = mine.backward
-        parts = [[_keys(tile, shift) for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True)] for hop in hops]
+        parts = [
+            [
+                _keys(tile, shift)
+                for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True)
+            ]
+            for hop in hops
+        ]
         updates = gradient_updates(hops, parts, mine.num_tokens)
         assert updates.keys() == {0} | {hop.index for hop in hops}
         for index, of_hop in updates.items():
@@ -72,13 +93,23 @@ def test_gradients_of_random_plans(plan: Plan) -> None:
                 events += before
                 first = np.cumsum([0, *(t.tokens for t in hop.grad_receives)]).tolist()
                 both = zip(hop.grad_receives, first, strict=False)
-                before = [Partial.of(t.ranges, at, arrived=True) for t, at in both if t.buffer == index]
+                before = [
+                    Partial.of(t.ranges, at, arrived=True) for t, at in both if t.buffer == index
+                ]
             events += before
-            assert [x for update in of_hop for x in update.arrived] == [part.arrived for part in events]
-            size = mine.num_tokens if index == 0 else max(hop.num_grads for hop in hops if hop.index == index)
+            assert [x for update in of_hop for x in update.arrived] == [
+                part.arrived for part in events
+            ]
+            size = (
+                mine.num_tokens
+                if index == 0
+                else max(hop.num_grads for hop in hops if hop.index == index)
+            )
             expected: list[list[int]] = [[] for _ in range(size)]
             for number, part in enumerate(events):
-                for start, end, at in zip(part.start.tolist(), part.end.tolist(), part.position.tolist(), strict=True):
+                for start, end, at in zip(
+                    part.start.tolist(), part.end.tolist(), part.position.tolist(), strict=True
+                ):
                     for token in range(start, end):
                         expected[token].append(1000 * number + at + token - start)
             sources = [1000 * number + np.arange(1000) for number in range(len(events))]
@@ -94,12 +125,17 @@ def _keys(tile: object, shift: int) -> Partial:
 
 
 def test_by_hand() -> None:
-    """Five calls of a causal rank: four in one update, which completes the queries that the fifth does not touch."""
+    """Five calls of a causal rank: four in one update, which completes the queries that the fifth
+    does not touch.
+    """
     spans = [(0, 8), (0, 8), (0, 8), (0, 8), (4, 8)]
     first, second = query_updates([[Partial.of([span]) for span in spans]], 8)
     assert first.segments.T.tolist() == [[0, 4, 1, 1, 0, 0, 0, 0], [4, 8, 1, 0, 4, 4, 4, 4]]
     assert second.segments.T.tolist() == [[4, 8, 0, 1, 0]]
-    assert (first.read, first.stored) == ((32, 0), (0, 4, 4)) and (second.read, second.stored) == ((4, 0), (4, 0, 4))
+    assert (first.read, first.stored) == ((32, 0), (0, 4, 4)) and (second.read, second.stored) == (
+        (4, 0),
+        (4, 0, 4),
+    )
     (only,) = query_updates([[Partial.of([(0, 8)])]], 8)
     assert only.whole and not first.whole
     (fill,) = query_updates([], 8)
@@ -107,7 +143,8 @@ def test_by_hand() -> None:
     assert query_updates([], 0) == ()
     whole = Partial.of([(0, 8)])
     by_hop = query_updates([[whole, whole], [whole], [whole], []], 8)
-    assert [update.parts for update in by_hop] == [3, 1]  # the rank's own keys wait for hop 1, hop 1 not for hop 2
+    # the rank's own keys wait for hop 1, hop 1 not for hop 2
+    assert [update.parts for update in by_hop] == [3, 1]
 
 
 @pytest.mark.parametrize("rank", range(8))
@@ -115,7 +152,8 @@ def test_what_leaves_is_as_the_kernel_made_it(rank: int) -> None:
     """With one source a hop, a tile covers the gradient buffer of its hop."""
     plan = Plan.build(Mask.causal(1024), Layout.zigzag(1024, 8), schedule="ring").rank_plan(rank)
     parts = [
-        [_keys(tile, shift) for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True)] for hop in plan.backward
+        [_keys(tile, shift) for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True)]
+        for hop in plan.backward
     ]
     updates = gradient_updates(plan.backward, parts, plan.num_tokens)
     assert all(update.whole for index, of_hop in updates.items() for update in of_hop if index)

@@ -101,8 +101,15 @@ def top_left_varlen(self, q, k, v, packing, scale):
     parts = []
     ends = packing.cu_q.tolist(), packing.cu_k.tolist()
     for q0, q1, k0, k1 in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
-        lo, hi = -packing.left if packing.left >= 0 else -OPEN, packing.right if packing.right >= 0 else OPEN
-        parts.append(REFERENCE.forward(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], lo=lo, hi=hi, scale=scale))
+        lo, hi = (
+            -packing.left if packing.left >= 0 else -OPEN,
+            packing.right if packing.right >= 0 else OPEN,
+        )
+        parts.append(
+            REFERENCE.forward(
+                q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], lo=lo, hi=hi, scale=scale
+            )
+        )
     return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
 
 
@@ -138,7 +145,9 @@ def test_planted_fault_is_caught(kernel, prop, says):
 
 def test_missing_methods_and_sizes():
     claims = replace(CPU.capabilities, varlen=True)
-    kernel = type("Half", (), {"name": "half", "capabilities": claims, "rejection": CPU.rejection})()
+    kernel = type(
+        "Half", (), {"name": "half", "capabilities": claims, "rejection": CPU.rejection}
+    )()
     with pytest.raises(AssertionError, match=r"half, varlen: .*no varlen methods"):
         conformance.check(kernel, only="varlen")
     with pytest.raises(AssertionError, match="cpu supports none of the head sizes"):

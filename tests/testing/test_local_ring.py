@@ -25,10 +25,17 @@ def on_rank(group, case: Case, plan: Plan, **options):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-@pytest.mark.parametrize(("route", "schedule"), [*((route, "ring") for route in ROUTES), ("direct", "auto"), ("ring", "gather")])
+@pytest.mark.parametrize(
+    ("route", "schedule"),
+    [*((route, "ring") for route in ROUTES), ("direct", "auto"), ("ring", "gather")],
+)
 @pytest.mark.parametrize("cp", [1, 5, 8, 9, 13])
 def test_many_ranks_equal_brute_force(cp, route, schedule):
-    for mask in (Mask.causal(N), Mask.documents([0, 3, 60, 61, 120], window=(30, 0), n=N), Mask.prefix(N, 40)):
+    for mask in (
+        Mask.causal(N),
+        Mask.documents([0, 3, 60, 61, 120], window=(30, 0), n=N),
+        Mask.prefix(N, 40),
+    ):
         plan = Plan.build(mask, Layout.zigzag(N, cp), route, schedule)
         case = Case.draw(N, b=2)
         parts = LocalRing(cp).run(on_rank, case, plan, num_slots=3)
@@ -39,17 +46,29 @@ def test_many_ranks_equal_brute_force(cp, route, schedule):
 @pytest.mark.parametrize("schedule", ["auto", "gather"])
 @pytest.mark.parametrize("cp", [5, 8, 9])
 def test_several_sources_lose_no_accuracy(cp, schedule):
-    """Errors against float64 are at most those that the design allows over one kernel call on the whole sequence."""
+    """Errors against float64 are at most those that the design allows over one kernel call on the
+    whole sequence.
+    """
     n = 40 * cp
-    for mask in (Mask.causal(n), Mask.causal(n, (60, 0)), Mask.documents([0, 3, 60, 61, n]), Mask.prefix(n, 50), Mask.full(n)):
+    for mask in (
+        Mask.causal(n),
+        Mask.causal(n, (60, 0)),
+        Mask.documents([0, 3, 60, 61, n]),
+        Mask.prefix(n, 50),
+        Mask.full(n),
+    ):
         plan = Plan.build(mask, Layout.zigzag(n, cp), schedule=schedule)
         one = Plan.build(mask, Layout.contiguous(n, 1))
         case = Case.draw(n, h=4, g=2, d=32)
         parts = LocalRing(cp).run(on_rank, case, plan)
         single = LocalRing(1).run(on_rank, case, one)[0]
         for i, truth in enumerate(brute_force(case, mask.dense())):
-            allowed = 1.15 * error(single[i], truth) + 1e-7  # short sequences: noise beside the ratio
-            assert error(plan.layout.unshard([part[i] for part in parts], 1), truth) < allowed, (mask, i)
+            # short sequences: noise beside the ratio
+            allowed = 1.15 * error(single[i], truth) + 1e-7
+            assert error(plan.layout.unshard([part[i] for part in parts], 1), truth) < allowed, (
+                mask,
+                i,
+            )
 
 
 def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
@@ -59,7 +78,9 @@ def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
     def only_rank_0(group):
         return on_rank(group, Case.draw(N), plan) if group.rank == 0 else None
 
-    with pytest.raises(ConfigError, match=r"rank 0 of a local ring waited 0.2 s for message 0 of rank 1"):
+    with pytest.raises(
+        ConfigError, match=r"rank 0 of a local ring waited 0.2 s for message 0 of rank 1"
+    ):
         LocalRing(2).run(only_rank_0)
 
 
@@ -93,7 +114,9 @@ def test_the_failure_of_a_rank_is_the_failure_of_all():
 
 
 def test_a_rank_has_one_thread_for_all_runs():
-    """cuDNN's plans are kept by thread: with new threads, a GPU would compile them again in every run."""
+    """cuDNN's plans are kept by thread: with new threads, a GPU would compile them again in every
+    run.
+    """
     ring = LocalRing(3)
     first, second = (ring.run(lambda group: threading.current_thread()) for _ in range(2))
     assert first == second

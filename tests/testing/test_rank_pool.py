@@ -37,7 +37,9 @@ if __name__ == "__main__":
 def run(folder, times):
     path = folder / "program.py"
     path.write_text(PROGRAM)
-    return subprocess.run([sys.executable, str(path), str(times)], capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        [sys.executable, str(path), str(times)], capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 def test_a_fork_server_that_died_is_started_again_once(tmp_path):

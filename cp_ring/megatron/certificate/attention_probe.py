@@ -1,9 +1,11 @@
-"""Probes of one attention layer over the context-parallel group: its mask, and its outputs and gradients against float64.
+"""Probes of one attention layer over the context-parallel group: its mask, and its outputs and
+gradients against float64.
 
-Each kind of layer is probed on a short microbatch completely, and on the job's own sequence length at a few positions, as far as
-time and memory allow.
+Each kind of layer is probed on a short microbatch completely, and on the job's own sequence length
+at a few positions, as far as time and memory allow.
 
-Shapes: s tokens of this rank, n tokens of a batch row, b batch rows, h query and g key/value heads, d and e head sizes of keys
+Shapes: s tokens of this rank, n tokens of a batch row, b batch rows, h query and g key/value heads,
+d and e head sizes of keys
 and values.
 """
 
@@ -28,12 +30,14 @@ from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.dropout import same_key
 from cp_ring.plan.sizes import WIRES
 
-# Largest norm of an error over the norm of the truth: three times what kernels leave that round partial results to the input's
-# precision and add them up in float32.
+# Largest norm of an error over the norm of the truth: three times what kernels leave that round
+# partial results to the input's precision and add them up in float32.
 BOUNDS = {torch.float64: 5e-6, torch.float32: 5e-6, torch.float16: 8e-4, torch.bfloat16: 6e-3}
 PARAMETERS = ("sink", "weight")  # their gradients are summed over the context-parallel ranks
-SINK_FACTOR = 20.0  # of the bound: the gradient of a sink is a sum over all queries in which much cancels out
-LATENT_FACTOR = 2.0  # of the bound in 16 bits: keys, and gradients of latents, are rounded once more
+# of the bound: the gradient of a sink is a sum over all queries in which much cancels out
+SINK_FACTOR = 20.0
+# of the bound in 16 bits: keys, and gradients of latents, are rounded once more
+LATENT_FACTOR = 2.0
 SAMPLED = 16  # queries of a rank and batch row that are compared at the job's own length
 PASSES = 10  # forward passes that take as long as all probes of one length
 MEMORY = 1 << 30  # bytes of a probe on the CPU
@@ -45,7 +49,9 @@ Factor = Callable[[int, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A layer under probe: the job's core attention of this kind, its context-parallel group, dtype and device."""
+    """A layer under probe: the job's core attention of this kind, its context-parallel group, dtype
+    and device.
+    """
 
     kind: LayerKind
     layer: Any
@@ -62,7 +68,9 @@ class Subject:
 
     def batch(self) -> ProbeBatch:
         """The microbatch of this rank."""
-        return make_probe_batch(self.kind, self.group.rank(), self.group.size(), self.split, self.device)
+        return make_probe_batch(
+            self.kind, self.group.rank(), self.group.size(), self.split, self.device
+        )
 
     def probe(self, name: str, error: float, bound: float, where: str) -> Probe:
         """The result of a probe of this layer."""
@@ -70,7 +78,9 @@ class Subject:
 
 
 def probe_short(subject: Subject, seed: int, values_only: bool = False) -> list[Probe]:
-    """All probes on a short microbatch, on random tensors drawn from `seed`; every rank of the group calls it."""
+    """All probes on a short microbatch, on random tensors drawn from `seed`; every rank of the
+    group calls it.
+    """
     batch = subject.batch()
     _draw_sink(subject, seed)
     masks = [] if values_only else _mask_probes(subject, batch, rounds=4)
@@ -78,7 +88,9 @@ def probe_short(subject: Subject, seed: int, values_only: bool = False) -> list[
 
 
 def probe_long(subject: Subject, seed: int) -> list[Probe]:
-    """As `probe_short`, at a few positions only, so that the references stay small; `subject.kind.tokens` may be large."""
+    """As `probe_short`, at a few positions only, so that the references stay small;
+    `subject.kind.tokens` may be large.
+    """
     batch = subject.batch()
     _draw_sink(subject, seed)
     return [*_mask_probes(subject, batch, rounds=1), *_value_probes(subject, batch, seed, SAMPLED)]
@@ -92,15 +104,22 @@ def prepare(subject: Subject, seed: int) -> tuple[ProbeBatch, _Inputs, dict[str,
     return batch, inputs, _reference(subject, batch, inputs, None)
 
 
-def probe_values(subject: Subject, batch: ProbeBatch, inputs: _Inputs, truth: dict[str, Tensor], seed: int) -> list[Probe]:
+def probe_values(
+    subject: Subject, batch: ProbeBatch, inputs: _Inputs, truth: dict[str, Tensor], seed: int
+) -> list[Probe]:
     """The layer on what `prepare` made for one like it."""
     _draw_sink(subject, seed)
     found = _of_layer(subject, batch, inputs)
-    return [_value_probe(subject, batch, name, found[name], truth[name], inputs.sampled) for name in truth]
+    return [
+        _value_probe(subject, batch, name, found[name], truth[name], inputs.sampled)
+        for name in truth
+    ]
 
 
 def probe_dropout(subject: Subject, seed: int) -> list[Probe]:
-    """The probes of values with attention dropout, whose pairs are found by their positions in the batch rows."""
+    """The probes of values with attention dropout, whose pairs are found by their positions in the
+    batch rows.
+    """
     layer = subject.layer
     rank, heads = layer.tp_group.rank(), subject.kind.heads
     numbers = list(range(rank * heads, (rank + 1) * heads))
@@ -108,7 +127,9 @@ def probe_dropout(subject: Subject, seed: int) -> list[Probe]:
 
         def factor(batch_row: int, queries: Tensor, keys: Tensor) -> Tensor:
             of_query = torch.full_like(queries, batch_row)
-            return keep(key, layer.dropout, numbers, of_query[None], queries[None], keys[None])[0] / (1 - layer.dropout)
+            return keep(key, layer.dropout, numbers, of_query[None], queries[None], keys[None])[
+                0
+            ] / (1 - layer.dropout)
 
         layer.train()
         try:
@@ -125,10 +146,14 @@ def at_length(subject: Subject, tokens: int) -> Subject:
     return replace(subject, kind=kind, note=f"{subject.note} at {tokens} tokens")
 
 
-def longest_in_time(subject: Subject, wanted: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> int:
-    """The largest length up to `wanted` that `probe_long` can probe in `seconds` and in memory; all ranks of the group agree.
+def longest_in_time(
+    subject: Subject, wanted: int, seconds: float, clock: Callable[[], float] = time.monotonic
+) -> int:
+    """The largest length up to `wanted` that `probe_long` can probe in `seconds` and in memory; all
+    ranks of the group agree.
 
-    Doubles the length and measures a forward pass each time, because the time of short ones says little.
+    Doubles the length and measures a forward pass each time, because the time of short ones says
+    little.
     """
     unit = 2 * subject.group.size() * GRAIN
     wanted = wanted if subject.kind.mask == "causal" else wanted // unit * unit
@@ -136,7 +161,9 @@ def longest_in_time(subject: Subject, wanted: int, seconds: float, clock: Callab
     while n < wanted:
         longer = min(2 * n, wanted)
         predicted = PASSES * _forward_seconds(at_length(subject, n), clock) * (longer / n) ** 2
-        too_large = predicted > seconds or _bytes(subject.kind, longer, subject.dtype) > _memory(subject.device)
+        too_large = predicted > seconds or _bytes(subject.kind, longer, subject.dtype) > _memory(
+            subject.device
+        )
         if _on_any_rank(too_large, subject):
             return n
         n = longer
@@ -150,13 +177,16 @@ def _forward_seconds(subject: Subject, clock: Callable[[], float]) -> float:
     for _ in range(2):
         start = clock()
         with torch.no_grad():
-            float(_call(subject, batch, *_equal_scores(subject, batch), values).sum())  # waits for the device
+            # waits for the device
+            float(_call(subject, batch, *_equal_scores(subject, batch), values).sum())
         times.append(clock() - start)
     return min(times)
 
 
 def _bytes(kind: LayerKind, n: int, dtype: torch.dtype) -> int:
-    """At most what `probe_long` needs: whole tensors, their float64 copies, and the scores of one batch row's sampled queries."""
+    """At most what `probe_long` needs: whole tensors, their float64 copies, and the scores of one
+    batch row's sampled queries.
+    """
     of_keys = 4 * kind.groups * (kind.d + kind.e) * 8
     of_queries = 2 * kind.heads * (kind.d + kind.e) * dtype.itemsize
     return n * (kind.batch_size * (of_keys + of_queries) + 6 * SAMPLED * kind.heads * 8)
@@ -167,7 +197,9 @@ def _memory(device: torch.device) -> int:
 
 
 def _on_any_rank(condition: bool, subject: Subject) -> bool:
-    answer = torch.tensor(float(condition), device="cuda" if dist.get_backend(subject.group) == "nccl" else "cpu")
+    answer = torch.tensor(
+        float(condition), device="cuda" if dist.get_backend(subject.group) == "nccl" else "cpu"
+    )
     if subject.group.size() > 1:
         dist.all_reduce(answer, dist.ReduceOp.MAX, group=subject.group)
     return bool(answer)
@@ -191,10 +223,19 @@ def _of_first_rank(x: Tensor, group: Any) -> Tensor:
     return x
 
 
-def _call(subject: Subject, batch: ProbeBatch, q: Tensor, k: Tensor, v: Tensor, latents: Latents | None = None) -> Tensor:
-    """Calls the layer with this rank's tokens of whole batch rows [b, n, heads, size]; returns out [b, s, h, e].
+def _call(
+    subject: Subject,
+    batch: ProbeBatch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    latents: Latents | None = None,
+) -> Tensor:
+    """Calls the layer with this rank's tokens of whole batch rows [b, n, heads, size]; returns out
+    [b, s, h, e].
 
-    `latents` [b, n, c] are those that keys and values were made from; by default ones that make the values.
+    `latents` [b, n, c] are those that keys and values were made from; by default ones that make the
+    values.
     """
     if subject.of_latents:
         given = latents or latent_probe.copies(k, v, subject.layer.config.qk_head_dim)
@@ -210,10 +251,12 @@ def _call(subject: Subject, batch: ProbeBatch, q: Tensor, k: Tensor, v: Tensor, 
 
 
 def _mask_probes(subject: Subject, batch: ProbeBatch, rounds: int) -> list[Probe]:
-    """Changes one token's value, or the gradient of one query's output: which outputs, or gradients of values, change?
+    """Changes one token's value, or the gradient of one query's output: which outputs, or gradients
+    of values, change?
 
-    With equal scores everything is linear in the values, and each channel of the value heads belongs to one token: so one call
-    probes as many tokens as there are channels. `rounds` limits the number of calls.
+    With equal scores everything is linear in the values, and each channel of the value heads
+    belongs to one token: so one call probes as many tokens as there are channels. `rounds` limits
+    the number of calls.
     """
     channels = subject.kind.groups * subject.kind.e
     channels = min(channels, latent_probe.CHANNELS) if subject.of_latents else channels
@@ -223,11 +266,16 @@ def _mask_probes(subject: Subject, batch: ProbeBatch, rounds: int) -> list[Probe
         picked = tokens[start : start + channels]
         forward.append(_changed_outputs(subject, batch, picked))
         backward.append(_changed_gradients(subject, batch, picked))
-    return [_mask_probe(subject, "mask", forward), _mask_probe(subject, "mask of gradients", backward)]
+    return [
+        _mask_probe(subject, "mask", forward),
+        _mask_probe(subject, "mask of gradients", backward),
+    ]
 
 
 def _chosen_tokens(batch: ProbeBatch, most: int) -> list[int]:
-    """Positions to probe, at most `most`: half of them edges, or all if there are fewer, and others evenly between them."""
+    """Positions to probe, at most `most`: half of them edges, or all if there are fewer, and others
+    evenly between them.
+    """
     edges = _evenly(list(batch.edges), max(most // 2, most - batch.n + len(batch.edges)))
     others = _evenly(sorted(set(range(batch.n)) - set(edges)), most - len(edges))
     return sorted([*edges, *others])
@@ -241,16 +289,27 @@ def _evenly(values: list[int], most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _WrongPairs:
-    """Pairs (batch row, query, key) on which layer and declared mask disagree: how many, the first, whether it is seen."""
+    """Pairs (batch row, query, key) on which layer and declared mask disagree: how many, the first,
+    whether it is seen.
+    """
 
     count: int
     first: tuple[int, int, int] = (0, 0, 0)
     seen: bool = False
 
 
-def _ones(subject: Subject, batch: ProbeBatch, heads: int, size: int, picked: list[int], head_of: Callable[[int], int]) -> Tensor:
+def _ones(
+    subject: Subject,
+    batch: ProbeBatch,
+    heads: int,
+    size: int,
+    picked: list[int],
+    head_of: Callable[[int], int],
+) -> Tensor:
     """Zeros [b, n, heads, size] with a one for each picked token, in a channel of its own."""
-    x = torch.zeros(len(batch.spans), batch.n, heads, size, dtype=subject.dtype, device=subject.device)
+    x = torch.zeros(
+        len(batch.spans), batch.n, heads, size, dtype=subject.dtype, device=subject.device
+    )
     for number, token in enumerate(picked):
         x[:, token, head_of(number // size), number % size] = 1
     return x
@@ -269,7 +328,9 @@ def _changed_outputs(subject: Subject, batch: ProbeBatch, picked: list[int]) -> 
     values = _ones(subject, batch, kind.groups, kind.e, picked, lambda group: group)
     with torch.no_grad():
         out = _call(subject, batch, *_equal_scores(subject, batch), values)  # [b, s, h, e]
-    seen = out[:, :, ::shared].flatten(2)[..., : len(picked)].abs() > _smallest_weight(subject, batch)
+    seen = out[:, :, ::shared].flatten(2)[..., : len(picked)].abs() > _smallest_weight(
+        subject, batch
+    )
     return _compare_pairs(subject, batch, seen, picked, of_keys=True)
 
 
@@ -292,13 +353,21 @@ def _smallest_weight(subject: Subject, batch: ProbeBatch) -> float:
     return 0.25 / (batch.n + extra)
 
 
-def _compare_pairs(subject: Subject, batch: ProbeBatch, seen: Tensor, picked: list[int], of_keys: bool) -> _WrongPairs:
-    """seen [b, s, picked] against the declared mask; `picked` are keys of this rank's queries, or queries of its keys."""
+def _compare_pairs(
+    subject: Subject, batch: ProbeBatch, seen: Tensor, picked: list[int], of_keys: bool
+) -> _WrongPairs:
+    """seen [b, s, picked] against the declared mask; `picked` are keys of this rank's queries, or
+    queries of its keys.
+    """
     others, window = torch.tensor(picked, device=seen.device), subject.kind.probed
     count, first, first_seen = 0, (0, 0, 0), False
     for batch_row, spans in enumerate(batch.spans):
         mine = batch.positions[batch_row]
-        allowed = declared_mask(mine, others, spans, window) if of_keys else declared_mask(others, mine, spans, window).T
+        allowed = (
+            declared_mask(mine, others, spans, window)
+            if of_keys
+            else declared_mask(others, mine, spans, window).T
+        )
         wrong = (seen[batch_row] != allowed).nonzero()
         if len(wrong) and not count:
             local, other = int(mine[wrong[0, 0]]), picked[int(wrong[0, 1])]
@@ -316,18 +385,23 @@ def _mask_probe(subject: Subject, name: str, found: list[_WrongPairs]) -> Probe:
         batch_row, query, key = worst.first
         what = "sees" if worst.seen else "does not see"
         declared = "hidden" if worst.seen else "visible"
-        where = f"rank {dist.get_rank()}: query {query} {what} key {key} of batch row {batch_row}, which is declared {declared}"
+        where = (
+            f"rank {dist.get_rank()}: query {query} {what} key {key} of batch row {batch_row}, "
+            f"which is declared {declared}"
+        )
     return subject.probe(name, float(count), 0.0, where)
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Random tensors of whole batch rows, q [b, n, h, d], dout [b, n, h, e], and what keys and values are made from.
+    """Random tensors of whole batch rows, q [b, n, h, d], dout [b, n, h, e], and what keys and
+    values are made from.
 
-    `of_keys` are k [b, n, g, d] and v [b, n, g, e]; where latents travel, latent [b, n, 1, c], rope [b, n, 1, r] and weight.
+    `of_keys` are k [b, n, g, d] and v [b, n, g, e]; where latents travel, latent [b, n, 1, c], rope
+    [b, n, 1, r] and weight.
 
-    `sampled` are indices int64 [m] into this rank's tokens, of the queries that are compared and have a gradient; the same for
-    every batch row.
+    `sampled` are indices int64 [m] into this rank's tokens, of the queries that are compared and
+    have a gradient; the same for every batch row.
     """
 
     q: Tensor
@@ -337,18 +411,28 @@ class _Inputs:
 
 
 def _value_probes(
-    subject: Subject, batch: ProbeBatch, seed: int, samples: int | None = None, factor: Factor | None = None
+    subject: Subject,
+    batch: ProbeBatch,
+    seed: int,
+    samples: int | None = None,
+    factor: Factor | None = None,
 ) -> list[Probe]:
-    """Outputs and gradients of random tensors against float64; with `samples` of that many queries of this rank only."""
+    """Outputs and gradients of random tensors against float64; with `samples` of that many queries
+    of this rank only.
+    """
     inputs = _draw(subject, batch, seed, samples)
     truth = _reference(subject, batch, inputs, factor)
     found = _of_layer(subject, batch, inputs)
-    return [_value_probe(subject, batch, name, found[name], truth[name], inputs.sampled) for name in truth]
+    return [
+        _value_probe(subject, batch, name, found[name], truth[name], inputs.sampled)
+        for name in truth
+    ]
 
 
 def _draw(subject: Subject, batch: ProbeBatch, seed: int, samples: int | None) -> _Inputs:
     kind, batch_size, s = subject.kind, len(batch.spans), batch.positions.shape[1]
-    on_device = subject.device if samples else torch.device("cpu")  # large ones are drawn where they are needed
+    # large ones are drawn where they are needed
+    on_device = subject.device if samples else torch.device("cpu")
     draw = torch.Generator(on_device).manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
@@ -377,25 +461,34 @@ def _draw(subject: Subject, batch: ProbeBatch, seed: int, samples: int | None) -
 
 
 def _of_layer(subject: Subject, batch: ProbeBatch, inputs: _Inputs) -> dict[str, Tensor]:
-    """What the layer computes, by name: out and dq of the sampled queries [b, m, h, size], dk and dv of this rank's keys.
+    """What the layer computes, by name: out and dq of the sampled queries [b, m, h, size], dk and
+    dv of this rank's keys.
 
-    The gradients of parameters are summed over ranks: `dsink` [h] of a learnable sink, `dweight` where latents travel.
+    The gradients of parameters are summed over ranks: `dsink` [h] of a learnable sink, `dweight`
+    where latents travel.
     """
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in {"q": inputs.q, **inputs.of_keys}.items()}
+    leaves = {
+        name: x.detach().clone().requires_grad_()
+        for name, x in {"q": inputs.q, **inputs.of_keys}.items()
+    }
     sink = subject.layer.softmax_offset
     if sink is not None and sink.requires_grad:
         leaves["sink"] = sink
     with torch.enable_grad():
         k, v = _keys(subject, leaves)
         out = _call(subject, batch, leaves["q"], k, v, _latents(subject, leaves))
-        made = torch.autograd.grad(out, list(leaves.values()), batch.local(inputs.dout), allow_unused=True)
+        made = torch.autograd.grad(
+            out, list(leaves.values()), batch.local(inputs.dout), allow_unused=True
+        )
     found = {"out": out.detach()[:, inputs.sampled]}
     for (name, leaf), grad in zip(leaves.items(), made, strict=True):
         gradient = torch.zeros_like(leaf) if grad is None else grad
         if name in PARAMETERS:
             found["d" + name] = _summed(subject, gradient.detach().double())
         else:
-            found["d" + name] = batch.local(gradient)[:, inputs.sampled] if name == "q" else batch.local(gradient)
+            found["d" + name] = (
+                batch.local(gradient)[:, inputs.sampled] if name == "q" else batch.local(gradient)
+            )
     return found
 
 
@@ -403,7 +496,9 @@ def _keys(subject: Subject, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]
     """Keys and values of `_Inputs.of_keys`."""
     if not subject.of_latents:
         return tensors["k"], tensors["v"]
-    return latent_probe.keys(tensors["latent"], tensors["rope"], tensors["weight"], subject.layer.config.qk_head_dim)
+    return latent_probe.keys(
+        tensors["latent"], tensors["rope"], tensors["weight"], subject.layer.config.qk_head_dim
+    )
 
 
 def _latents(subject: Subject, tensors: dict[str, Tensor]) -> Latents | None:
@@ -420,29 +515,50 @@ def _summed(subject: Subject, x: Tensor) -> Tensor:
     return x
 
 
-def _reference(subject: Subject, batch: ProbeBatch, inputs: _Inputs, factor: Factor | None) -> dict[str, Tensor]:
-    """As `_of_layer`, in float64: each rank computes its own queries, and gradients of keys are summed over the group."""
+def _reference(
+    subject: Subject, batch: ProbeBatch, inputs: _Inputs, factor: Factor | None
+) -> dict[str, Tensor]:
+    """As `_of_layer`, in float64: each rank computes its own queries, and gradients of keys are
+    summed over the group.
+    """
     kind, sink = subject.kind, subject.layer.softmax_offset
     keys = torch.arange(batch.n, device=subject.device)
     found: dict[str, list[Tensor]] = {}
-    parameters = {name: x.detach().double() for name, x in inputs.of_keys.items() if name in PARAMETERS}
+    parameters = {
+        name: x.detach().double() for name, x in inputs.of_keys.items() if name in PARAMETERS
+    }
     parameters |= {} if sink is None else {"sink": sink.detach().double()}
-    totals = {"d" + name: torch.zeros_like(x) for name, x in parameters.items() if name != "sink" or kind.sink == "learnable"}
+    totals = {
+        "d" + name: torch.zeros_like(x)
+        for name, x in parameters.items()
+        if name != "sink" or kind.sink == "learnable"
+    }
     for batch_row, spans in enumerate(batch.spans):
         mine = batch.positions[batch_row][inputs.sampled]
         allowed = declared_mask(mine, keys, spans, kind.probed)
-        of_keys = {name: x[batch_row].double() for name, x in inputs.of_keys.items() if name not in PARAMETERS}
+        of_keys = {
+            name: x[batch_row].double()
+            for name, x in inputs.of_keys.items()
+            if name not in PARAMETERS
+        }
         leaves = {"q": inputs.q[batch_row, mine].double(), **of_keys, **parameters}
         leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
         with torch.enable_grad():
-            k, v = _keys(subject, {name: leaves[name][None] if name in of_keys else x for name, x in leaves.items()})
+            k, v = _keys(
+                subject,
+                {name: leaves[name][None] if name in of_keys else x for name, x in leaves.items()},
+            )
             kept = None if factor is None else factor(batch_row, mine, keys)
             out = attend(leaves["q"], k[0], v[0], allowed, kind.scale, leaves.get("sink"), kept)
-            grads = torch.autograd.grad(out, list(leaves.values()), inputs.dout[batch_row, mine].double())
+            grads = torch.autograd.grad(
+                out, list(leaves.values()), inputs.dout[batch_row, mine].double()
+            )
         found.setdefault("out", []).append(out.detach())
         for name, grad in zip(leaves, grads, strict=True):
             if name in of_keys:
-                found.setdefault("d" + name, []).append(_summed(subject, grad)[batch.positions[batch_row]])
+                found.setdefault("d" + name, []).append(
+                    _summed(subject, grad)[batch.positions[batch_row]]
+                )
             elif name == "q":
                 found.setdefault("dq", []).append(grad)
             elif "d" + name in totals:
@@ -451,15 +567,28 @@ def _reference(subject: Subject, batch: ProbeBatch, inputs: _Inputs, factor: Fac
     return stacked | {name: _summed(subject, total) for name, total in totals.items()}
 
 
-def _value_probe(subject: Subject, batch: ProbeBatch, name: str, found: Tensor, truth: Tensor, sampled: Tensor) -> Probe:
+def _value_probe(
+    subject: Subject, batch: ProbeBatch, name: str, found: Tensor, truth: Tensor, sampled: Tensor
+) -> Probe:
     difference = found.double() - truth
     size = float(truth.norm()) or 1.0
     bound = BOUNDS[subject.dtype] + WIRES[subject.layer.wire].widening
-    bound *= SINK_FACTOR if name == "dsink" else LATENT_FACTOR if subject.of_latents and subject.dtype.itemsize == 2 else 1.0
+    bound *= (
+        SINK_FACTOR
+        if name == "dsink"
+        else LATENT_FACTOR
+        if subject.of_latents and subject.dtype.itemsize == 2
+        else 1.0
+    )
     where = f"rank {dist.get_rank()}"
     if found.dim() == 4:
-        batch_row, token = divmod(int(difference.abs().amax((2, 3)).nan_to_num(torch.inf).argmax()), found.shape[1])
+        batch_row, token = divmod(
+            int(difference.abs().amax((2, 3)).nan_to_num(torch.inf).argmax()), found.shape[1]
+        )
         of_keys = name not in ("out", "dq")
         position = batch.positions[batch_row] if of_keys else batch.positions[batch_row][sampled]
-        where += f": worst at {'key' if of_keys else 'query'} {int(position[token])} of batch row {batch_row}"
+        where += (
+            f": worst at {'key' if of_keys else 'query'} {int(position[token])} of batch row "
+            f"{batch_row}"
+        )
     return subject.probe(name, float(difference.norm()) / size, bound, where)

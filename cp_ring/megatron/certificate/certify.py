@@ -12,9 +12,21 @@ import torch.distributed as dist
 
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
-from cp_ring.megatron.certificate import attention_probe, layer_probe, loss_probe, record, tiny_model
+from cp_ring.megatron.certificate import (
+    attention_probe,
+    layer_probe,
+    loss_probe,
+    record,
+    tiny_model,
+)
 from cp_ring.megatron.certificate.attention_probe import Subject
-from cp_ring.megatron.certificate.isolation import Failure, ProbeGroups, made_by_members, probe_groups, states_restored
+from cp_ring.megatron.certificate.isolation import (
+    Failure,
+    ProbeGroups,
+    made_by_members,
+    probe_groups,
+    states_restored,
+)
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind, find_layer_kinds, masks_of
 from cp_ring.megatron.certificate.loss_probe import ForwardStep
 from cp_ring.megatron.certificate.recurrent_twin import uncovered_states
@@ -27,16 +39,23 @@ LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
 LOADED_SECONDS = 1.0  # for those after a checkpoint is loaded
 
 
-def certify(args: argparse.Namespace, step: ForwardStep | None = None, loaded: bool = False) -> Certificate:
-    """Probes the job of `args`, whose parallel groups exist, on all ranks; ends it with exit code 2 where a probe fails.
+def certify(
+    args: argparse.Namespace, step: ForwardStep | None = None, loaded: bool = False
+) -> Certificate:
+    """Probes the job of `args`, whose parallel groups exist, on all ranks; ends it with exit code 2
+    where a probe fails.
 
-    `step` is the forward step that it trains with, by default that of `cp_ring.pretrain_gpt`. With `--cp-ring-certify strict`
-    the job ends too where something cannot be probed. `loaded`: it has been certified before, and has loaded a checkpoint since.
+    `step` is the forward step that it trains with, by default that of `cp_ring.pretrain_gpt`. With
+    `--cp-ring-certify strict` the job ends too where something cannot be probed. `loaded`: it has
+    been certified before, and has loaded a checkpoint since.
 
-    Leaves random states, arguments, groups and settings as they were. Rank 0 writes the certificate beside the checkpoints.
+    Leaves random states, arguments, groups and settings as they were. Rank 0 writes the certificate
+    beside the checkpoints.
     """
     try:
-        certificate = run_probes(args, step=step, seconds=LOADED_SECONDS if loaded else LENGTH_SECONDS)
+        certificate = run_probes(
+            args, step=step, seconds=LOADED_SECONDS if loaded else LENGTH_SECONDS
+        )
     except ConfigError as error:
         rejection.reject(str(error))
     if loaded:
@@ -67,7 +86,9 @@ def summary(certificate: Certificate) -> str:
     limits = certificate.about.get("up_to", {})
     layers = sorted({f"{probe.layer} under {probe.mask}" for probe in certificate.probes})
     layers = [layer + (f", up to {limits[layer]}" if layer in limits else "") for layer in layers]
-    missing = f"not covered: {', '.join(certificate.not_covered)}" if certificate.not_covered else ""
+    missing = (
+        f"not covered: {', '.join(certificate.not_covered)}" if certificate.not_covered else ""
+    )
     after = " after loading the checkpoint" if certificate.about.get("loaded") else ""
     passed = f"{len(certificate.probes)} probes passed in {certificate.seconds:.1f} s ({'; '.join(layers)})"
     of_loss = any(probe.name == "loss" for probe in certificate.probes)
@@ -79,8 +100,8 @@ def summary(certificate: Certificate) -> str:
 class _Findings:
     """What the probes of one rank found.
 
-    `up_to` tells, by layer and mask, how far the probes went (tokens, batch rows) where the job goes further; `failure` why they
-    ended early.
+    `up_to` tells, by layer and mask, how far the probes went (tokens, batch rows) where the job
+    goes further; `failure` why they ended early.
     """
 
     attention: list[Probe] = field(default_factory=list)
@@ -91,9 +112,13 @@ class _Findings:
 
 
 def run_probes(
-    args: argparse.Namespace, seed: int = SEED, step: ForwardStep | None = None, seconds: float = LENGTH_SECONDS
+    args: argparse.Namespace,
+    seed: int = SEED,
+    step: ForwardStep | None = None,
+    seconds: float = LENGTH_SECONDS,
 ) -> Certificate:
-    """All probes of the job of `args`, each the worst of all ranks; every rank calls it and gets the same certificate.
+    """All probes of the job of `args`, each the worst of all ranks; every rank calls it and gets
+    the same certificate.
 
     `seconds` limits the time of the probes at the job's own sequence length.
 
@@ -104,12 +129,16 @@ def run_probes(
     with states_restored(), probe_groups() as groups:
         mine = _probe_on_this_rank(groups, args, seed, step, seconds)
         dist.all_gather_object(of_ranks, mine)
-    failures = sorted((found.failure for found in of_ranks if found.failure), key=lambda failure: failure.order)
+    failures = sorted(
+        (found.failure for found in of_ranks if found.failure), key=lambda failure: failure.order
+    )
     if failures and failures[0].fatal:
         raise ConfigError(f"--cp-ring-certify: {failures[0]}")
     certificate = Certificate(about=record.about(args))
     everywhere = set.intersection(*({probe.mask for probe in found.loss} for found in of_ranks))
-    certificate.merge([found.attention + [p for p in found.loss if p.mask in everywhere] for found in of_ranks])
+    certificate.merge(
+        [found.attention + [p for p in found.loss if p.mask in everywhere] for found in of_ranks]
+    )
     certificate.not_covered = list(mine.not_covered)
     certificate.about["up_to"] = least_reach([found.up_to for found in of_ranks], args)
     if failures:
@@ -121,11 +150,17 @@ def run_probes(
 
 
 def _probe_on_this_rank(
-    groups: ProbeGroups, args: argparse.Namespace, seed: int, step: ForwardStep | None, seconds: float
+    groups: ProbeGroups,
+    args: argparse.Namespace,
+    seed: int,
+    step: ForwardStep | None,
+    seconds: float,
 ) -> _Findings:
-    """Runs all probes; an exception becomes the failure of this rank. Other ranks learn of it and stop too.
+    """Runs all probes; an exception becomes the failure of this rank. Other ranks learn of it and
+    stop too.
 
-    A job whose flags no tiny model can have may be right, so only attention that cannot be probed is fatal.
+    A job whose flags no tiny model can have may be right, so only attention that cannot be probed
+    is fatal.
     """
     found = _Findings()
     of_attention = True
@@ -151,9 +186,19 @@ def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seco
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
     kinds = find_layer_kinds(args, config, masks_of(args))
     for kind in kinds:
-        layers = {number: _make_layer(config, replace(kind, layer=number), groups) for number in kind.numbers}
+        layers = {
+            number: _make_layer(config, replace(kind, layer=number), groups)
+            for number in kind.numbers
+        }
         layer = layers[kind.layer]
-        subject = Subject(kind, layer, groups.cp, args.params_dtype, tiny_model.own_device(), loss_probe.split_of(args))
+        subject = Subject(
+            kind,
+            layer,
+            groups.cp,
+            args.params_dtype,
+            tiny_model.own_device(),
+            loss_probe.split_of(args),
+        )
         found.attention.append(layer_probe.probe_built(subject, layers))
         others = {number: each for number, each in reversed(layers.items()) if number != kind.layer}
         found.attention += layer_probe.probe_others(subject, others, seed)
@@ -163,7 +208,9 @@ def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seco
         layer.window = kind.window
         tokens = attention_probe.longest_in_time(subject, args.seq_length, seconds / len(kinds))
         if tokens > kind.tokens or kind.probed != kind.window:
-            found.attention += attention_probe.probe_long(attention_probe.at_length(subject, tokens), seed)
+            found.attention += attention_probe.probe_long(
+                attention_probe.at_length(subject, tokens), seed
+            )
         found.up_to |= _limits(args, kind, tokens)
         if args.params_dtype in (torch.float16, torch.bfloat16):
             layer.window = kind.probed
@@ -174,11 +221,15 @@ def _probe_sums(subject: Subject, seed: int) -> list[Probe]:
     """The probes of values again in float32, which show sums that are kept in too few bits."""
     kind, layer = subject.kind, subject.layer.float()
     layer.options = replace(layer.options, kernel=_kernel_in_float32(layer.options.kernel, kind))
-    return attention_probe.probe_short(replace(subject, dtype=torch.float32, note=" in float32"), seed, values_only=True)
+    return attention_probe.probe_short(
+        replace(subject, dtype=torch.float32, note=" in float32"), seed, values_only=True
+    )
 
 
 def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str, tuple[int, int]]:
-    """How far the probes of a kind went, (tokens, batch rows) by layer and mask, where the job goes further."""
+    """How far the probes of a kind went, (tokens, batch rows) by layer and mask, where the job goes
+    further.
+    """
     short = tokens + 2 * args.context_parallel_size * GRAIN <= args.seq_length
     short |= kind.mask == "causal" and tokens < args.seq_length
     few = kind.batch_size < args.micro_batch_size and kind.mask != "packed"
@@ -188,19 +239,29 @@ def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str,
     return {f"{kind.layer_name} under {kind.mask}": reach}
 
 
-def least_reach(of_ranks: list[dict[str, tuple[int, int]]], args: argparse.Namespace) -> dict[str, str]:
-    """How far the probes went on all ranks, in words, as in `4096 of 131072 tokens`. Context-parallel groups may differ in it."""
+def least_reach(
+    of_ranks: list[dict[str, tuple[int, int]]], args: argparse.Namespace
+) -> dict[str, str]:
+    """How far the probes went on all ranks, in words, as in `4096 of 131072 tokens`.
+    Context-parallel groups may differ in it.
+    """
     words = {}
     for name in dict.fromkeys(name for up_to in of_ranks for name in up_to):
         reached = [up_to[name] for up_to in of_ranks if name in up_to]
         tokens, batch_rows = (min(one) for one in zip(*reached, strict=True))
         limits = [f"{tokens} of {args.seq_length} tokens"] if tokens < args.seq_length else []
-        limits += [f"{batch_rows} of {args.micro_batch_size} batch rows"] if batch_rows < args.micro_batch_size else []
+        limits += (
+            [f"{batch_rows} of {args.micro_batch_size} batch rows"]
+            if batch_rows < args.micro_batch_size
+            else []
+        )
         words[name] = " and ".join(limits)
     return words
 
 
-def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: ForwardStep | None) -> None:
+def _probe_loss(
+    args: argparse.Namespace, found: _Findings, seed: int, step: ForwardStep | None
+) -> None:
     """Probes the loss and the gradients of a tiny model, with the forward step of the job."""
     reason = tiny_model.uncovered(args)
     if reason:
@@ -220,11 +281,17 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
             kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
             tokens = max(kind.tokens for kind in kinds)
             kinds = [replace(kind, tokens=tokens) for kind in kinds]
-            settings.configure(before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])}))
+            settings.configure(
+                before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])})
+            )
             probes, missing = loss_probe.probe_loss(args, kinds, alone, step, seed)
             found.loss += probes
             rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
-            if rotates and tokens < args.seq_length and not any(probe.name == "rotary embedding" for probe in probes):
+            if (
+                rotates
+                and tokens < args.seq_length
+                and not any(probe.name == "rotary embedding" for probe in probes)
+            ):
                 found.up_to[f"{probes[0].layer} under {mask}"] = tokens, args.micro_batch_size
             found.not_covered += [one for one in missing if one not in found.not_covered]
     finally:
@@ -235,8 +302,8 @@ def _probe_loss(args: argparse.Namespace, found: _Findings, seed: int, step: For
 def _masks_of_loss(args: argparse.Namespace, step: ForwardStep | None) -> list[str]:
     """The masks under which the forward step of the job is probed.
 
-    A script's step takes whole batch rows and packed ones as its flags say, and that of a program one of the two. The step of
-    `cp_ring.pretrain_gpt` has documents in place of packed ones.
+    A script's step takes whole batch rows and packed ones as its flags say, and that of a program
+    one of the two. The step of `cp_ring.pretrain_gpt` has documents in place of packed ones.
     """
     masks = masks_of(args)
     if hasattr(args, "transformer_config") and "causal" in masks:
@@ -250,7 +317,14 @@ def _kernel_in_float32(name: str, kind: LayerKind) -> str:
     from cp_ring.kernels import choose  # finds out which kernels are installed
 
     try:
-        choose(name, device=tiny_model.own_device(), dtype=torch.float32, d=kind.d, e=kind.e, packed=kind.mask != "causal")
+        choose(
+            name,
+            device=tiny_model.own_device(),
+            dtype=torch.float32,
+            d=kind.d,
+            e=kind.e,
+            packed=kind.mask != "causal",
+        )
     except (ConfigError, KernelError):
         return "reference"
     return name

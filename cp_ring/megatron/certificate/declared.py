@@ -1,4 +1,5 @@
-"""Samples of the masks that batches may declare, for probes: what a batch carries, and by what rule tokens see one another.
+"""Samples of the masks that batches may declare, for probes: what a batch carries, and by what rule
+tokens see one another.
 
 The rules are made from first principles, token by token. They share no code with `cp_ring.Mask`.
 """
@@ -20,11 +21,15 @@ PREFIX = "declared "
 
 
 def sample(name: str, n: int, seed: int) -> tuple[Mask, MaskRule]:
-    """A mask of `n` tokens of the kind that `name` ends with, and the rule that it must follow; another one for each seed."""
+    """A mask of `n` tokens of the kind that `name` ends with, and the rule that it must follow;
+    another one for each seed.
+    """
     return _SAMPLES[name.removeprefix(PREFIX)](n, np.random.default_rng(seed))
 
 
-def _tree(n: int, random: np.random.Generator, parents: list[int], forest: bool = True) -> tuple[Mask, MaskRule]:
+def _tree(
+    n: int, random: np.random.Generator, parents: list[int], forest: bool = True
+) -> tuple[Mask, MaskRule]:
     """Branches of random lengths with these parents, and some padding behind them."""
     edges = np.append(0, np.sort(random.choice(np.arange(1, n), len(parents), replace=False)))
     lengths = np.diff(edges).tolist()
@@ -55,7 +60,9 @@ def _tree(n: int, random: np.random.Generator, parents: list[int], forest: bool 
 
 
 def _images(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
-    """Three images around a quarter, a half and three quarters of the sequence: there many layouts have an edge."""
+    """Three images around a quarter, a half and three quarters of the sequence: there many layouts
+    have an edge.
+    """
     half = [int(size) for size in random.integers(max(n // 16, 1), max(n // 9, 2), 3)]
     spans = [(n * i // 4 - size, n * i // 4 + size // 2 + 1) for i, size in enumerate(half, 1)]
     image = torch.full((n,), -1)
@@ -106,12 +113,20 @@ def _diffusion(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
     return Mask.block_diffusion(n, block), MaskRule(sees, positions, torch.arange(n) // half, edges)
 
 
-def _documents(n: int, random: np.random.Generator, prefixes: bool = False) -> tuple[Mask, MaskRule]:
+def _documents(
+    n: int, random: np.random.Generator, prefixes: bool = False
+) -> tuple[Mask, MaskRule]:
     edges = [0, *sorted(random.choice(np.arange(1, n), 3, replace=False).tolist()), n]
-    lengths = [int(random.integers(0, end - start + 1)) * prefixes for start, end in pairwise(edges)]
+    lengths = [
+        int(random.integers(0, end - start + 1)) * prefixes for start, end in pairwise(edges)
+    ]
     document, start, prefix = (torch.zeros(n, dtype=torch.int64) for _ in range(3))
     for number, (first, end) in enumerate(pairwise(edges)):
-        document[first:end], start[first:end], prefix[first:end] = number, first, first + lengths[number]
+        document[first:end], start[first:end], prefix[first:end] = (
+            number,
+            first,
+            first + lengths[number],
+        )
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
         same = document.to(query.device)[query] == document.to(key.device)[key]
@@ -122,8 +137,15 @@ def _documents(n: int, random: np.random.Generator, prefixes: bool = False) -> t
 
 
 def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
-    """Random cells of a grid, some of them cut by a diagonal band: disjoint, and like no mask with a name."""
-    edges = [np.append(0, np.append(np.sort(random.choice(np.arange(1, n), 3, replace=False)), n)).tolist() for _ in range(2)]
+    """Random cells of a grid, some of them cut by a diagonal band: disjoint, and like no mask with
+    a name.
+    """
+    edges = [
+        np.append(
+            0, np.append(np.sort(random.choice(np.arange(1, n), 3, replace=False)), n)
+        ).tolist()
+        for _ in range(2)
+    ]
     pieces = []
     for q0, q1 in pairwise(edges[0]):
         for k0, k1 in pairwise(edges[1]):
@@ -132,10 +154,19 @@ def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
                 pieces.append((q0, q1, k0, k1, *band))
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        found = torch.zeros(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=query.device)
+        found = torch.zeros(
+            torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=query.device
+        )
         for q0, q1, k0, k1, lo, hi in pieces:
             away = key - query
-            found |= (query >= q0) & (query < q1) & (key >= k0) & (key < k1) & (away >= lo) & (away <= hi)
+            found |= (
+                (query >= q0)
+                & (query < q1)
+                & (key >= k0)
+                & (key < k1)
+                & (away >= lo)
+                & (away <= hi)
+            )
         return found
 
     return Mask.from_pieces(n, pieces), _plain(sees, n, [edge for side in edges for edge in side])
@@ -156,6 +187,9 @@ _SAMPLES: dict[str, Callable[[int, np.random.Generator], tuple[Mask, MaskRule]]]
     "documents": _documents,
     "prefix": lambda n, random: _documents(n, random, prefixes=True),
     "causal": lambda n, random: (Mask.causal(n), _plain(lambda query, key: key <= query, n, [0])),
-    "full": lambda n, random: (Mask.full(n), _plain(lambda query, key: (query >= 0) & (key >= 0), n, [0])),
+    "full": lambda n, random: (
+        Mask.full(n),
+        _plain(lambda query, key: (query >= 0) & (key >= 0), n, [0]),
+    ),
     "any": _pieces,
 }

@@ -1,7 +1,9 @@
-"""Keeps the probes apart from the job: states are restored, and a probe that fails on one rank ends on all of them.
+"""Keeps the probes apart from the job: states are restored, and a probe that fails on one rank ends
+on all of them.
 
-The probes talk over process groups of their own, with the ranks and backends of the job's. A rank whose probe raises closes these
-groups, so that ranks that wait for it stop waiting; the job's own groups stay usable.
+The probes talk over process groups of their own, with the ranks and backends of the job's. A rank
+whose probe raises closes these groups, so that ranks that wait for it stop waiting; the job's own
+groups stay usable.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import settings
 from cp_ring.observe import watchdog
 
-TIMEOUT_S = 600.0  # how long a message of a probe may take, and a rank to end after another one has failed: a node may be busy
+# how long a message of a probe may take, and a rank to end after another one has failed: a node may
+# be busy
+TIMEOUT_S = 600.0
 POLL_S = 0.2
 _KEY = "cp_ring/certificate/"
 _number = itertools.count()
@@ -53,7 +57,9 @@ class NotProbed(Exception):
 
 @contextmanager
 def attempting(what: str) -> Iterator[None]:
-    """Errors in the block become a `NotProbed` that begins with `what`; those of cp_ring stay as they are."""
+    """Errors in the block become a `NotProbed` that begins with `what`; those of cp_ring stay as
+    they are.
+    """
     try:
         yield
     except (NotProbed, ConfigError, PlanError, KernelError):
@@ -65,7 +71,9 @@ def attempting(what: str) -> Iterator[None]:
 
 @dataclass
 class Failure:
-    """Why the probes of a rank ended early. `order` counts the failures of all ranks from 1: the first causes the others."""
+    """Why the probes of a rank ended early. `order` counts the failures of all ranks from 1: the
+    first causes the others.
+    """
 
     rank: int
     order: int
@@ -78,7 +86,9 @@ class Failure:
 
 @dataclass
 class ProbeGroups:
-    """Copies of the job's process groups, while they are in force, and the thread that watches for failures of other ranks."""
+    """Copies of the job's process groups, while they are in force, and the thread that watches for
+    failures of other ranks.
+    """
 
     copies: dict[tuple[str, tuple[int, ...]], Any]
     store: Any
@@ -99,7 +109,9 @@ class ProbeGroups:
         return cls(copies, dist.distributed_c10d._get_default_store(), f"{_KEY}{number}/")
 
     def in_force(self) -> AbstractContextManager[None]:
-        """Replaces the groups in Megatron's parallel state by their copies, and afterwards restores them."""
+        """Replaces the groups in Megatron's parallel state by their copies, and afterwards restores
+        them.
+        """
         from megatron.core import parallel_state  # heavy, and installed with Megatron only
 
         def copy_of(group: Any) -> Any:
@@ -107,7 +119,11 @@ class ProbeGroups:
 
         return replaced(
             *(
-                (parallel_state, name, [copy_of(one) for one in group] if isinstance(group, list) else copy_of(group))
+                (
+                    parallel_state,
+                    name,
+                    [copy_of(one) for one in group] if isinstance(group, list) else copy_of(group),
+                )
                 for name, group in _groups_of_megatron().items()
             )
         )
@@ -124,25 +140,31 @@ class ProbeGroups:
         return Failure(dist.get_rank(), order, message, fatal)
 
     def watch(self, store: Any) -> None:
-        """Waits until the probes end, or a rank fails: then NCCL's waits are aborted, and a rank that still hangs is ended."""
+        """Waits until the probes end, or a rank fails: then NCCL's waits are aborted, and a rank
+        that still hangs is ended.
+        """
         while not self.done.wait(POLL_S):
             if not store.check([self.key + "failed"]):
                 continue
             for (backend, _), group in self.copies.items():
                 if "nccl" in backend:
-                    group.abort()  # gloo's waits end by themselves once the failed rank has closed its side
+                    # gloo's waits end by themselves once the failed rank has closed its side
+                    group.abort()
             if not self.done.wait(TIMEOUT_S):
                 rank = dist.get_rank()
                 print(
-                    f"cp_ring: error: --cp-ring-certify: a rank failed in the probe, and rank {rank} still waits for it; "
-                    "give --no-cp-ring-certify to train without the probe",
+                    "cp_ring: error: --cp-ring-certify: a rank failed in the probe, and rank "
+                    f"{rank} still waits for it; give --no-cp-ring-certify to train without the "
+                    "probe",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
                 self.end(2)
             return
 
     def close(self) -> None:
-        """Destroys the copies, and with them the connections to other ranks, whose waits for this one fail then."""
+        """Destroys the copies, and with them the connections to other ranks, whose waits for this
+        one fail then.
+        """
         gc.collect()  # models, layers and autograd nodes of the probes refer to the groups
         for group in self.copies.values():
             forget(group)
@@ -152,10 +174,14 @@ class ProbeGroups:
 
 @contextmanager
 def probe_groups() -> Iterator[ProbeGroups]:
-    """Copies of Megatron's process groups; all ranks of the job enter it together, and leave it once all have finished."""
+    """Copies of Megatron's process groups; all ranks of the job enter it together, and leave it
+    once all have finished.
+    """
     groups = ProbeGroups.make()
     store = groups.store.clone()  # only one thread at a time may use a store
-    thread = threading.Thread(target=groups.watch, args=(store,), name="cp_ring certificate", daemon=True)
+    thread = threading.Thread(
+        target=groups.watch, args=(store,), name="cp_ring certificate", daemon=True
+    )
     thread.start()
     try:
         yield groups
@@ -166,12 +192,19 @@ def probe_groups() -> Iterator[ProbeGroups]:
 
 
 def _new_group(backend: str, ranks: tuple[int, ...], number: int) -> Any:
-    """A process group that only its members make. `number` tells it from a former one, whose addresses the store still holds.
+    """A process group that only its members make. `number` tells it from a former one, whose
+    addresses the store still holds.
 
     torch would name it by how many groups the rank is in, which differs between pipeline stages.
     """
-    name = f"cp_ring_certificate_{number}_{backend}_" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-    with replaced((dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name)), made_by_members():
+    name = (
+        f"cp_ring_certificate_{number}_{backend}_"
+        + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+    )
+    with (
+        replaced((dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name)),
+        made_by_members(),
+    ):
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
         return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
 
@@ -180,7 +213,8 @@ def _new_group(backend: str, ranks: tuple[int, ...], number: int) -> Any:
 def made_by_members() -> Iterator[None]:
     """Process groups that are made in the block wait for their members only.
 
-    Where the job's group is bound to a device, torch splits its NCCL communicator, and NCCL waits for all ranks of the job.
+    Where the job's group is bound to a device, torch splits its NCCL communicator, and NCCL waits
+    for all ranks of the job.
     """
     with replaced((dist.distributed_c10d._get_default_group(), "bound_device_id", None)):
         yield
@@ -192,7 +226,11 @@ def _groups_of_megatron() -> dict[str, Any]:
     def is_group(value: Any) -> bool:
         return isinstance(value, dist.ProcessGroup)
 
-    found = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+    found = {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and name.isupper()
+    }
     return {
         name: value
         for name, value in found.items()
@@ -206,12 +244,17 @@ def _identity(group: Any) -> tuple[str, tuple[int, ...]]:
 
 @contextmanager
 def _losses_of_models_restored() -> Iterator[None]:
-    """Afterwards restores what Megatron collects of the losses of predicted tokens and of experts, and of packed batches."""
-    from megatron.core.transformer import multi_token_prediction as mtp  # heavy, and installed with Megatron only
+    """Afterwards restores what Megatron collects of the losses of predicted tokens and of experts,
+    and of packed batches.
+    """
+    # heavy, and installed with Megatron only
+    from megatron.core.transformer import multi_token_prediction as mtp
     from megatron.core.transformer.moe import moe_utils
 
-    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")  # the losses of experts since 0.18
-    training = sys.modules.get("megatron.training.training")  # counts the tokens of packed batches since 0.19
+    # the losses of experts since 0.18
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    # counts the tokens of packed batches since 0.19
+    training = sys.modules.get("megatron.training.training")
     kept: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (getattr(mtp, "MTPLossLoggingHelper", None), "tracker", lambda value: {}),
         (getattr(mtp, "MTPLossAutoScaler", None), "main_loss_backward_scale", lambda value: value),
@@ -221,18 +264,28 @@ def _losses_of_models_restored() -> Iterator[None]:
         (training, "_seqlen_stats_in_iteration", lambda value: None),
         (training, "_seqlen_stats_active", lambda value: False),
     ]
-    with replaced(*((owner, name, fresh(getattr(owner, name))) for owner, name, fresh in kept if hasattr(owner, name))):
+    with replaced(
+        *(
+            (owner, name, fresh(getattr(owner, name)))
+            for owner, name, fresh in kept
+            if hasattr(owner, name)
+        )
+    ):
         yield
 
 
 def _copied(state: Any) -> Any:
-    """A state of Megatron's tracker. A generator, which CUDA graphs need, goes on where a tensor is replaced."""
+    """A state of Megatron's tracker. A generator, which CUDA graphs need, goes on where a tensor is
+    replaced.
+    """
     return state.clone_state() if isinstance(state, torch.Generator) else state
 
 
 @contextmanager
 def states_restored() -> Iterator[None]:
-    """Afterwards restores random states, cp_ring's settings, and what Megatron and the watchdog collect while a model runs."""
+    """Afterwards restores random states, cp_ring's settings, and what Megatron and the watchdog
+    collect while a model runs.
+    """
     from megatron.core import tensor_parallel  # heavy, and installed with Megatron only
 
     with ExitStack() as stack:
@@ -242,13 +295,18 @@ def states_restored() -> Iterator[None]:
         if torch.cuda.is_available():
             stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state())
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        stack.callback(tracker.set_states, {name: _copied(state) for name, state in tracker.get_states().items()})
+        stack.callback(
+            tracker.set_states,
+            {name: _copied(state) for name, state in tracker.get_states().items()},
+        )
         stack.callback(settings.configure, settings.current())
         stack.enter_context(_losses_of_models_restored())
         try:
             yield
         finally:
-            watchdog.rest()  # the next wait may be long: rank 0 indexes a data set while the others wait in a barrier
+            # the next wait may be long: rank 0 indexes a data set while the others wait in a
+            # barrier
+            watchdog.rest()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -1,6 +1,8 @@
-"""What probes of attention need where latents travel: a layer that is given its latents, and tensors from which keys are made.
+"""What probes of attention need where latents travel: a layer that is given its latents, and
+tensors from which keys are made.
 
-Shapes: b batch rows, n tokens of a batch row, g heads, c size of a latent, r of the rotated part of a key, k of a head's own part
+Shapes: b batch rows, n tokens of a batch row, g heads, c size of a latent, r of the rotated part of
+a key, k of a head's own part
 of it, e of a value.
 """
 
@@ -17,11 +19,15 @@ from cp_ring.comm.latent import Latents
 Drawn = Callable[..., Tensor]
 
 CHANNELS = 512
-"""Channels of values that a mask probe with latents uses at most: the weight of the probe grows with them."""
+"""Channels of values that a mask probe with latents uses at most: the weight of the probe grows
+with them.
+"""
 
 
 class GivenLatents:
-    """In place of the tap of a layer: latents that a probe made, [s, b, c] or [s, c] of packed documents, for one call."""
+    """In place of the tap of a layer: latents that a probe made, [s, b, c] or [s, c] of packed
+    documents, for one call.
+    """
 
     def __init__(self, latents: Latents) -> None:
         self._latents = latents
@@ -32,10 +38,14 @@ class GivenLatents:
 
 
 def copies(k: Tensor, v: Tensor, key_dim: int) -> Latents:
-    """Latents [b, n, c] that hold the first channels of the values [b, n, g, e] as they are. Keys are zero, as `k` must be."""
+    """Latents [b, n, c] that hold the first channels of the values [b, n, g, e] as they are. Keys
+    are zero, as `k` must be.
+    """
     heads, size = v.shape[2:]
     channels = min(CHANNELS, heads * size)
-    value_up = torch.eye(heads * size, channels, dtype=v.dtype, device=v.device).unflatten(0, (heads, size))
+    value_up = torch.eye(heads * size, channels, dtype=v.dtype, device=v.device).unflatten(
+        0, (heads, size)
+    )
     return Latents(v.flatten(2)[..., :channels], k.new_zeros(heads, key_dim, channels), value_up)
 
 
@@ -50,7 +60,9 @@ def draw(config: Any, heads: int, tokens: Drawn, drawn: Drawn) -> dict[str, Tens
 
 
 def keys(latent: Tensor, rope: Tensor, weight: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
-    """Keys [b, n, g, k + r] and values [b, n, g, e], as multi-latent attention defines them; differentiable."""
+    """Keys [b, n, g, k + r] and values [b, n, g, e], as multi-latent attention defines them;
+    differentiable.
+    """
     both = torch.einsum("bnxc,gdc->bngd", latent, weight)
     shared = rope.expand(-1, -1, weight.shape[0], -1)
     return torch.cat([both[..., :key_dim], shared], -1), both[..., key_dim:]

@@ -1,4 +1,6 @@
-"""The distinct kinds of attention in a job: windows, sinks and communication of its layers, and the masks of its microbatches."""
+"""The distinct kinds of attention in a job: windows, sinks and communication of its layers, and the
+masks of its microbatches.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,22 @@ from cp_ring.megatron import comm_types, settings
 from cp_ring.megatron.certificate.declared import PREFIX
 from cp_ring.megatron.layer_pattern import attention_layers, config_of_layer, predicting_layers
 
-MAX_SCORES = 1 << 24  # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
+# scores that a rank computes for one batch row; a probe that needs more uses a smaller window
+MAX_SCORES = 1 << 24
 MAX_ROWS = 32  # batch rows of a probe
 GRAIN = 16  # chunks are multiples of so many tokens, as packed kernels want it
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One kind of attention layer under one kind of mask, as the flags declare it, and the size of its probe.
+    """One kind of attention layer under one kind of mask, as the flags declare it, and the size of
+    its probe.
 
     Attributes:
         layer: number of the first layer of this kind, from 1.
         numbers: the numbers of all layers of this kind.
-        mask: `causal`, `documents` (boundaries in sbhd), `packed` (thd with padding), or `declared` and a kind of `mask_kinds`.
+        mask: `causal`, `documents` (boundaries in sbhd), `packed` (thd with padding), or `declared`
+        and a kind of `mask_kinds`.
         window: how many keys before and after itself a query sees; -1 is any number.
         probed: the window that the probe uses.
         scale: factor of the scores.
@@ -51,7 +56,9 @@ class LayerKind:
     comm_type: str = "p2p"
 
     def short(self, layer: int, cp: int) -> LayerKind:
-        """The kind with a probe as short as can be, of layer `layer`, under a window that such a probe shows."""
+        """The kind with a probe as short as can be, of layer `layer`, under a window that such a
+        probe shows.
+        """
         tokens = 2 * cp * GRAIN
         window = self.window if self.window[0] < tokens // 2 else (tokens // 3, self.window[1])
         return replace(self, layer=layer, tokens=min(tokens, self.tokens), probed=window)
@@ -67,17 +74,21 @@ class LayerKind:
         return f"layer {self.layer} ({', '.join(about)})"
 
 
-def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ...], whole_rows: bool = False) -> list[LayerKind]:
+def find_layer_kinds(
+    args: argparse.Namespace, config: Any, masks: tuple[str, ...], whole_rows: bool = False
+) -> list[LayerKind]:
     """Every distinct kind of layer of the job, under each of `masks`.
 
-    With `whole_rows` each rank will hold the scores of whole batch rows, so that large windows make smaller probes, and a model
-    without attention has one kind, for the size of its batch rows.
+    With `whole_rows` each rank will hold the scores of whole batch rows, so that large windows make
+    smaller probes, and a model without attention has one kind, for the size of its batch rows.
     """
     alike: dict[tuple[tuple[int, int], str, int], list[int]] = {}
     layers = attention_layers(args, config) or [1] * whole_rows
     for layer in layers if whole_rows else sorted({*layers, *predicting_layers(args)}):
         key_heads = config_of_layer(config, layer).num_query_groups
-        alike.setdefault((declared_window(config, layer), comm_types.type_of(args, layer), key_heads), []).append(layer)
+        alike.setdefault(
+            (declared_window(config, layer), comm_types.type_of(args, layer), key_heads), []
+        ).append(layer)
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     heads = config.num_attention_heads // tp
     scale, d, e = declared_scale(config)
@@ -87,10 +98,15 @@ def find_layer_kinds(args: argparse.Namespace, config: Any, masks: tuple[str, ..
     found = []
     for (window, comm_type, key_heads), numbers in alike.items():
         tokens, probed = _size_of_probe(window, cp, scores)
-        groups = heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
+        groups = (
+            heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
+        )
         kind = LayerKind(numbers[0], tuple(numbers), "", window, probed, scale, sink, heads, groups, d, e, tokens,
                          comm_type=comm_type)  # fmt: skip
-        found += [replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size) for mask in masks]
+        found += [
+            replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size)
+            for mask in masks
+        ]
     return found
 
 
@@ -100,7 +116,9 @@ def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
         return tuple(PREFIX + kind for kind in settings.current().kinds)
     if settings.current().document_mask:
         return ("documents", "packed")
-    packed = getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False)
+    packed = getattr(args, "dataloader_inter_document_masking", False) or getattr(
+        args, "sft", False
+    )
     return ("causal", "packed") if packed else ("causal",)
 
 
@@ -110,7 +128,9 @@ def declared_window(config: Any, layer: int) -> tuple[int, int]:
 
     size = getattr(config, "window_size", None)
     rule = getattr(utils, "is_layer_window_attention", None)
-    if size is None or (rule is not None and not rule(size, getattr(config, "window_attn_skip_freq", None), layer)):
+    if size is None or (
+        rule is not None and not rule(size, getattr(config, "window_attn_skip_freq", None), layer)
+    ):
         return -1, -1
     return int(size[0]), int(size[1])
 
@@ -127,7 +147,9 @@ def declared_scale(config: Any) -> tuple[float, int, int]:
 
 
 def _size_of_probe(window: tuple[int, int], cp: int, scores: int) -> tuple[int, tuple[int, int]]:
-    """Tokens n of a batch row that shows the window's edge, and the window; a smaller one where n * n would exceed `scores`."""
+    """Tokens n of a batch row that shows the window's edge, and the window; a smaller one where n *
+    n would exceed `scores`.
+    """
     unit = 2 * cp * GRAIN
     wanted = -(-2 * (window[0] + 1) // unit) * unit
     most = max(unit, int(scores**0.5) // unit * unit)

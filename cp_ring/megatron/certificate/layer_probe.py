@@ -1,7 +1,8 @@
-"""Probes of every layer of a kind: each must be built as the flags declare, and compute what the declared layer computes.
+"""Probes of every layer of a kind: each must be built as the flags declare, and compute what the
+declared layer computes.
 
-The first layer of a kind is probed completely, see `attention_probe`. The others run once, forward and backward, on so few tokens
-that a model of a hundred layers takes about a second.
+The first layer of a kind is probed completely, see `attention_probe`. The others run once, forward
+and backward, on so few tokens that a model of a hundred layers takes about a second.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ def probe_built(subject: Subject, layers: Mapping[int, Any]) -> Probe:
         if differing:
             count += 1
             name = differing[0]
-            wrong = wrong or f"rank {dist.get_rank()}: layer {number} has {name} {found[name]}, declared {declared[name]}"
+            wrong = (
+                wrong
+                or f"rank {dist.get_rank()}: layer {number} has {name} {found[name]}, declared "
+                f"{declared[name]}"
+            )
     return replace(subject.probe("settings", float(count), 0.0, wrong), unit="layers")
 
 
 def probe_others(subject: Subject, layers: Mapping[int, Any], seed: int) -> list[Probe]:
-    """Outputs and gradients of `layers`, by number, on one short microbatch; of each tensor the worst layer."""
+    """Outputs and gradients of `layers`, by number, on one short microbatch; of each tensor the
+    worst layer.
+    """
     worst: dict[str, Probe] = {}
     truth = None
     for number, layer in layers.items():
@@ -46,6 +53,10 @@ def probe_others(subject: Subject, layers: Mapping[int, Any], seed: int) -> list
             before = worst.get(probe.name, probe)
             worst[probe.name] = max(before, probe, key=lambda each: each.badness)
     return [
-        probe if not probe.passed else replace(probe, layer=subject.kind.layer_name, name=f"{name} of {len(layers)} more layers")
+        probe
+        if not probe.passed
+        else replace(
+            probe, layer=subject.kind.layer_name, name=f"{name} of {len(layers)} more layers"
+        )
         for name, probe in worst.items()
     ]

@@ -1,11 +1,14 @@
-"""Probe of a tiny model made from the job's flags: losses and gradients of one microbatch, against context parallel size 1.
+"""Probe of a tiny model made from the job's flags: losses and gradients of one microbatch, against
+context parallel size 1.
 
-The model takes one training step's forward and backward as the job does: the job's split of the batch, its forward step and loss,
-Megatron's schedule, DistributedDataParallel and reduction of gradients. Its twin has the same weights, holds whole batch rows,
-and attends by a dense mask in float64. Both compute in float32, so that they differ in context parallelism alone.
+The model takes one training step's forward and backward as the job does: the job's split of the
+batch, its forward step and loss, Megatron's schedule, DistributedDataParallel and reduction of
+gradients. Its twin has the same weights, holds whole batch rows, and attends by a dense mask in
+float64. Both compute in float32, so that they differ in context parallelism alone.
 
-Without --calculate-per-token-loss Megatron averages the mean losses of the ranks, so a token on a rank where few tokens count
-weighs more than one elsewhere. The twin then gives each token that weight.
+Without --calculate-per-token-loss Megatron averages the mean losses of the ranks, so a token on a
+rank where few tokens count weighs more than one elsewhere. The twin then gives each token that
+weight.
 """
 
 from __future__ import annotations
@@ -70,14 +73,17 @@ ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Whole batch rows [b, n] as a data set gives them, and the documents of each, or the rule of the mask that it declares."""
+    """Whole batch rows [b, n] as a data set gives them, and the documents of each, or the rule of
+    the mask that it declares.
+    """
 
     data: dict[str, Any]
     spans: list[Spans | MaskRule]
 
     @classmethod
     def draw(cls, kind: LayerKind, seed: int, cp: int, distinct: bool = False) -> Microbatch:
-        """Random tokens, in documents where the mask of `kind` has them; the loss mask differs between ranks, and has fractions.
+        """Random tokens, in documents where the mask of `kind` has them; the loss mask differs
+        between ranks, and has fractions.
 
         With `distinct` each token is another, beyond any vocabulary.
         """
@@ -85,7 +91,10 @@ class Microbatch:
         if kind.mask.startswith(PREFIX):
             return cls._declared(kind, random, distinct)
         n, documents = kind.tokens, kind.mask != "causal"
-        offsets = [random_offsets(n, 3 if documents else 0, number) for number in range(1, kind.batch_size + 1)]
+        offsets = [
+            random_offsets(n, 3 if documents else 0, number)
+            for number in range(1, kind.batch_size + 1)
+        ]
         offsets = [packed_offsets(n, cp)] if kind.mask == "packed" else offsets
         spans = [spans_between(of_row) for of_row in offsets]
         tokens = _tokens(len(spans), n + 1, random, distinct)
@@ -95,7 +104,11 @@ class Microbatch:
             for start, end in of_row:
                 positions[batch_row, start:end] = torch.arange(end - start)
                 mask[batch_row, end - 1] *= not documents
-        data = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "position_ids": positions}
+        data = {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "position_ids": positions,
+        }
         data |= {"loss_mask": mask}
         if kind.mask == "packed":  # as the data sets of Megatron's scripts have it
             data["cu_seqlens"] = torch.from_numpy(offsets[0])[None].to(torch.int32)
@@ -109,14 +122,20 @@ class Microbatch:
         n = kind.tokens
         tokens = _tokens(len(rules), n + 1, random, distinct)
         weights = _loss_mask(len(rules), n, random)
-        data = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": weights}
+        data = {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": weights,
+        }
         positions = torch.stack([rule.positions for rule in rules])
         return cls(data | {"position_ids": positions, KEY: masks}, list(rules))
 
     def counted(self, positions: list[Tensor]) -> None:
-        """Makes the loss mask of each rank, whose tokens are at `positions`, add up to a whole number.
+        """Makes the loss mask of each rank, whose tokens are at `positions`, add up to a whole
+        number.
 
-        Loss functions of Megatron's scripts cut off fractions of this number, with and without context parallelism.
+        Loss functions of Megatron's scripts cut off fractions of this number, with and without
+        context parallelism.
         """
         mask = self.data["loss_mask"]
         for of_rank in positions:
@@ -124,14 +143,21 @@ class Microbatch:
             places = part.nonzero()
             if len(places):
                 batch_row, token = (int(x) for x in places[-1])
-                mask[batch_row, of_rank[batch_row, token]] += -float(part.sum(dtype=torch.float64)) % 1
+                mask[batch_row, of_rank[batch_row, token]] += (
+                    -float(part.sum(dtype=torch.float64)) % 1
+                )
 
     def fresh(self) -> dict[str, Any]:
         """A copy of the data: a script may write into the dictionary and the tensors that it gets."""
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.data.items()}
+        return {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in self.data.items()
+        }
 
     def selected(self) -> tuple[Tensor, Tensor] | None:
-        """Positions and places of the tokens of whole batch rows [n, b], where positions are declared."""
+        """Positions and places of the tokens of whole batch rows [n, b], where positions are
+        declared.
+        """
         rules = [rule for rule in self.spans if isinstance(rule, MaskRule)]
         if not rules:
             return None
@@ -156,17 +182,20 @@ def _tokens(batch: int, n: int, random: torch.Generator, distinct: bool) -> Tens
 
 
 def _loss_mask(batch: int, n: int, random: torch.Generator) -> Tensor:
-    """Zeros, and weights of up to 1.75 in quarters, which become more often along the sequence: float32 [batch, n]."""
+    """Zeros, and weights of up to 1.75 in quarters, which become more often along the sequence:
+    float32 [batch, n].
+    """
     some = torch.rand(batch, n, generator=random) < torch.linspace(0.4, 1.0, n)
     return some * torch.randint(1, 8, (batch, n), generator=random) / 4
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a step: losses of this rank's tokens [b, s], the reported loss, gradients by parameter.
+    """The results of a step: losses of this rank's tokens [b, s], the reported loss, gradients by
+    parameter.
 
-    `sums` tells whether the loss function reports a sum and a number of tokens, which are added up over ranks, and not a mean.
-    `tokens` is the number of tokens that it returns, if it does.
+    `sums` tells whether the loss function reports a sum and a number of tokens, which are added up
+    over ranks, and not a mean. `tokens` is the number of tokens that it returns, if it does.
     """
 
     losses: Tensor
@@ -177,20 +206,28 @@ class Outcome:
 
 
 def is_own(step: ForwardStep | None) -> bool:
-    """Whether `step` is the forward step of `cp_ring.pretrain_gpt`, also for None, and not a script's own."""
+    """Whether `step` is the forward step of `cp_ring.pretrain_gpt`, also for None, and not a
+    script's own.
+    """
     from cp_ring.megatron import gpt  # imports Megatron
 
     return step is None or getattr(step, "__module__", "") == gpt.__name__
 
 
 def probe_loss(
-    args: argparse.Namespace, kinds: list[LayerKind], alone: Any, step: ForwardStep | None, seed: int
+    args: argparse.Namespace,
+    kinds: list[LayerKind],
+    alone: Any,
+    step: ForwardStep | None,
+    seed: int,
 ) -> tuple[list[Probe], list[str]]:
-    """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`, and a microbatch of the job's length.
+    """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`, and a
+    microbatch of the job's length.
 
-    Every rank of the job calls it. `alone` is a process group of this rank only, `step` the job's forward step: that of
-    `cp_ring.pretrain_gpt`, also for None, or a script's own, which then runs at context parallel size 1 too, because it may have
-    a loss of its own. Returns the probes and what they do not cover.
+    Every rank of the job calls it. `alone` is a process group of this rank only, `step` the job's
+    forward step: that of `cp_ring.pretrain_gpt`, also for None, or a script's own, which then runs
+    at context parallel size 1 too, because it may have a loss of its own. Returns the probes and
+    what they do not cover.
     """
     own = not hasattr(args, "transformer_config") and is_own(step)
     step = _in_words(_own_step() if own or step is None else step)
@@ -215,9 +252,16 @@ def probe_loss(
         twin.load_state_dict(model.state_dict())
     with ExitStack() as done:
         done.callback(_without_groups, twin)
-        with arguments_in_force(with_changes(whole, _sizes(long)), one_rank(alone)), _whole_rows_in_force(long_batch, own):
+        with (
+            arguments_in_force(with_changes(whole, _sizes(long)), one_rank(alone)),
+            _whole_rows_in_force(long_batch, own),
+        ):
             truth = batch_probe.observe(twin, theirs, long_batch.fresh(), VOCABULARY)
-        with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own), routed_by_rank(whole, positions):
+        with (
+            arguments_in_force(whole, one_rank(alone)),
+            _whole_rows_in_force(batch, own),
+            routed_by_rank(whole, positions),
+        ):
             _attend_densely(twin, batch.spans)
             run_by_document(twin, batch.spans)
             plain, *weighted = _train(whole, twin, batch, theirs, None, *weights)
@@ -229,7 +273,9 @@ def probe_loss(
 
 
 def _long_kind(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
-    """The microbatch of the job's own length: as many batch rows as the job has, or as `MOST_TOKENS` allow."""
+    """The microbatch of the job's own length: as many batch rows as the job has, or as
+    `MOST_TOKENS` allow.
+    """
     n = args.seq_length or kind.tokens
     if kind.mask == "packed" and not settings.packed_in_whole_rows():
         n -= n % (4 * args.context_parallel_size)
@@ -238,7 +284,11 @@ def _long_kind(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
 
 
 def _sizes(kind: LayerKind) -> dict[str, int]:
-    return {"seq_length": kind.tokens, "max_position_embeddings": kind.tokens, "micro_batch_size": kind.batch_size}
+    return {
+        "seq_length": kind.tokens,
+        "max_position_embeddings": kind.tokens,
+        "micro_batch_size": kind.batch_size,
+    }
 
 
 def _unseen(args: argparse.Namespace, long: LayerKind) -> list[str]:
@@ -247,10 +297,15 @@ def _unseen(args: argparse.Namespace, long: LayerKind) -> list[str]:
         return ["the microbatch at the job's own length (enable(seq_length=...) tells it)"]
     if long.mask == "packed" or long.batch_size == args.micro_batch_size:
         return []
-    return [f"labels and weights of {args.micro_batch_size - long.batch_size} of {args.micro_batch_size} batch rows"]
+    return [
+        f"labels and weights of {args.micro_batch_size - long.batch_size} of "
+        f"{args.micro_batch_size} batch rows"
+    ]
 
 
-def _drawn(args: argparse.Namespace, kind: LayerKind, seed: int, distinct: bool = False) -> tuple[Microbatch, list[Tensor]]:
+def _drawn(
+    args: argparse.Namespace, kind: LayerKind, seed: int, distinct: bool = False
+) -> tuple[Microbatch, list[Tensor]]:
     """A microbatch, and where the tokens of each context-parallel rank are in it [b, s]."""
     cp = args.context_parallel_size
     batch = Microbatch.draw(kind, seed, cp, distinct)
@@ -267,11 +322,16 @@ def _in_words(step: ForwardStep) -> ForwardStep:
     name = f"{getattr(function, '__name__', type(function).__name__)}{place}"
 
     def called(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        with attempting(f"{name} could not be called with a microbatch of tokens, labels, loss_mask and position_ids"):
+        with attempting(
+            f"{name} could not be called with a microbatch of tokens, labels, loss_mask and "
+            "position_ids"
+        ):
             output, loss = step(iterator, model)
 
         def loss_in_words(*args: Any, **kwargs: Any) -> Any:
-            with attempting(f"the loss function of {name} could not be called with the losses of tokens"):
+            with attempting(
+                f"the loss function of {name} could not be called with the losses of tokens"
+            ):
                 return loss(*args, **kwargs)
 
         return output, loss_in_words
@@ -292,7 +352,9 @@ def _rank() -> int:
 
 
 def _counts_of_ranks(ours: Outcome) -> list[float] | None:
-    """How many tokens count on each context-parallel rank by a script's own loss function, which may change the loss mask."""
+    """How many tokens count on each context-parallel rank by a script's own loss function, which
+    may change the loss mask.
+    """
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -302,7 +364,8 @@ def _counts_of_ranks(ours: Outcome) -> list[float] | None:
 
 
 def _weights(batch: Microbatch, positions: list[Tensor], tokens: list[float] | None) -> Tensor:
-    """How much each token weighs [b, n] where the mean losses of ranks are averaged, relative to a mean over all tokens.
+    """How much each token weighs [b, n] where the mean losses of ranks are averaged, relative to a
+    mean over all tokens.
 
     `tokens` is how many tokens count on each rank, by default as many as the loss mask says.
     """
@@ -310,16 +373,25 @@ def _weights(batch: Microbatch, positions: list[Tensor], tokens: list[float] | N
     counts = tokens or [float(mask.gather(1, of_rank).sum().clamp(min=1)) for of_rank in positions]
     weights = torch.empty_like(mask)
     for of_rank, count in zip(positions, counts, strict=True):
-        weights.scatter_(1, of_rank, torch.full(of_rank.shape, sum(counts) / (len(positions) * count)))
+        weights.scatter_(
+            1, of_rank, torch.full(of_rank.shape, sum(counts) / (len(positions) * count))
+        )
     return weights
 
 
 def _compare(
-    ours: Outcome, plain: Outcome, weighted: Outcome, own: bool, positions: Tensor, about: tuple[str, str]
+    ours: Outcome,
+    plain: Outcome,
+    weighted: Outcome,
+    own: bool,
+    positions: Tensor,
+    about: tuple[str, str],
 ) -> list[Probe]:
-    """The job's outcome against its twin's: `weighted` has the gradients of averaged means, `plain` those of one mean.
+    """The job's outcome against its twin's: `weighted` has the gradients of averaged means, `plain`
+    those of one mean.
 
-    A script may average either way, so that its gradients are compared with both. `about` names the model and its mask.
+    A script may average either way, so that its gradients are compared with both. `about` names the
+    model and its mask.
     """
     (model, mask), rank = about, f"rank {dist.get_rank()}"
     bound = BOUND["cuda" if ours.losses.is_cuda else "cpu"] + widening(settings.current().wire)
@@ -328,20 +400,45 @@ def _compare(
     batch_row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
     place = f"{rank}: worst at query {int(positions[batch_row, token])} of batch row {batch_row}"
     possible = [weighted] if own else [weighted, plain]
-    worst, error, ratio = min((_compare_gradients(ours, one) for one in possible), key=lambda result: _number(result[1]))
+    worst, error, ratio = min(
+        (_compare_gradients(ours, one) for one in possible), key=lambda result: _number(result[1])
+    )
     expected = [plain] if ours.sums else possible
-    loss = min((one.loss for one in expected), key=lambda value: _number(abs(ours.loss / value - 1)))
+    loss = min(
+        (one.loss for one in expected), key=lambda value: _number(abs(ours.loss / value - 1))
+    )
     return [
-        Probe("loss of each token", model, mask, float(difference.norm() / truth.norm()), bound, place),
-        Probe("loss", model, mask, abs(ours.loss / loss - 1), bound, f"{rank}: {ours.loss:.6g}, at cp 1 {loss:.6g}"),
-        Probe("gradient norm", model, mask, abs(ratio - 1), bound, f"{rank}: {ratio:.6g} of that at cp 1"),
+        Probe(
+            "loss of each token", model, mask, float(difference.norm() / truth.norm()), bound, place
+        ),
+        Probe(
+            "loss",
+            model,
+            mask,
+            abs(ours.loss / loss - 1),
+            bound,
+            f"{rank}: {ours.loss:.6g}, at cp 1 {loss:.6g}",
+        ),
+        Probe(
+            "gradient norm",
+            model,
+            mask,
+            abs(ratio - 1),
+            bound,
+            f"{rank}: {ratio:.6g} of that at cp 1",
+        ),
         Probe("gradients", model, mask, error, 10 * bound, f"{rank}: worst in {worst}"),
     ]
 
 
 def _compare_gradients(ours: Outcome, wanted: Outcome) -> tuple[str, float, float]:
-    """The parameter whose gradient is worst, its error relative to its norm, and the ratio of the norms of all gradients."""
-    norms = [torch.stack([x.norm() for x in outcome.gradients.values()]).norm() for outcome in (ours, wanted)]
+    """The parameter whose gradient is worst, its error relative to its norm, and the ratio of the
+    norms of all gradients.
+    """
+    norms = [
+        torch.stack([x.norm() for x in outcome.gradients.values()]).norm()
+        for outcome in (ours, wanted)
+    ]
     least = float(norms[1]) * 1e-2
     errors = {
         name: float((ours.gradients[name] - gradient).norm() / gradient.norm().clamp(min=least))
@@ -361,16 +458,21 @@ def split_of(args: argparse.Namespace) -> SplitBatch:
         from cp_ring.megatron import batches  # imports Megatron
 
         return batches.on_this_cp_rank
-    from cp_ring.megatron import gpt  # imports Megatron, and its training loop, which users of megatron.core alone may lack
+    # imports Megatron, and its training loop, which users of megatron.core alone may lack
+    from cp_ring.megatron import gpt
 
     return gpt.on_this_cp_rank
 
 
 def _positions(batch: Microbatch, kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> Tensor:
-    """Where the tokens of a rank are in their batch rows, int64 [b, s], as the job's own split has them."""
+    """Where the tokens of a rank are in their batch rows, int64 [b, s], as the job's own split has
+    them.
+    """
     whole = torch.arange(kind.tokens).expand(len(batch.spans), -1)
     if kind.mask == "packed":
-        return packed_positions(batch.data["cu_seqlens"][0].numpy().astype(np.int64), rank, cp)[None]
+        return packed_positions(batch.data["cu_seqlens"][0].numpy().astype(np.int64), rank, cp)[
+            None
+        ]
     if kind.mask == "documents":
         spans = [spans for spans in batch.spans if not isinstance(spans, MaskRule)]
         return torch.as_tensor(documents_of_rows(spans, kind.tokens, cp).shard(whole, rank))
@@ -379,20 +481,37 @@ def _positions(batch: Microbatch, kind: LayerKind, rank: int, cp: int, split: Sp
     return split({"tokens": whole}, rank, cp)["tokens"]
 
 
-def _train(args: argparse.Namespace, model: Any, batch: Microbatch, step: ForwardStep, *weights: Tensor | None) -> list[Outcome]:
-    """Forward, backward and reduction of gradients of one microbatch, as Megatron's training loop runs them.
+def _train(
+    args: argparse.Namespace,
+    model: Any,
+    batch: Microbatch,
+    step: ForwardStep,
+    *weights: Tensor | None,
+) -> list[Outcome]:
+    """Forward, backward and reduction of gradients of one microbatch, as Megatron's training loop
+    runs them.
 
     Once for each of `weights`, the factors [b, n] of the losses of tokens; None is 1.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.enums import ModelType
 
-    known = {"grad_reduce_in_fp32": True, "average_in_collective": getattr(args, "ddp_average_in_collective", False)}
-    config = DistributedDataParallelConfig(**compat.known_fields(DistributedDataParallelConfig, known))
+    known = {
+        "grad_reduce_in_fp32": True,
+        "average_in_collective": getattr(args, "ddp_average_in_collective", False),
+    }
+    config = DistributedDataParallelConfig(
+        **compat.known_fields(DistributedDataParallelConfig, known)
+    )
     wrapped = DistributedDataParallel(model.config, config, model)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.model_type = ModelType.encoder_or_decoder
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # a step may change them, as quantile balancing does
+    # a step may change them, as quantile balancing does
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     outcomes = []
     try:
         for factors in weights or (None,):
@@ -401,17 +520,24 @@ def _train(args: argparse.Namespace, model: Any, batch: Microbatch, step: Forwar
                 buffer.copy_(before)
         return outcomes
     finally:
-        wrapped.grad_accs.clear()  # a cycle through autograd, which would keep the model and its groups alive
+        # a cycle through autograd, which would keep the model and its groups alive
+        wrapped.grad_accs.clear()
 
 
 def _without_groups(model: Any) -> None:
-    """Takes the process groups from a model that is done: Megatron's caches keep some of its modules, and groups must close."""
+    """Takes the process groups from a model that is done: Megatron's caches keep some of its
+    modules, and groups must close.
+    """
     for module in model.modules():
-        for name in [name for name, value in vars(module).items() if isinstance(value, dist.ProcessGroup)]:
+        for name in [
+            name for name, value in vars(module).items() if isinstance(value, dist.ProcessGroup)
+        ]:
             delattr(module, name)
 
 
-def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Tensor | None) -> Outcome:
+def _train_once(
+    wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Tensor | None
+) -> Outcome:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
@@ -438,55 +564,94 @@ def _train_once(wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Ten
     report = next(iter(reports[0].values())).detach().clone().double().reshape(-1)
     sums = report.numel() == 2
     report = report if sums else torch.stack([report[0], torch.ones_like(report[0])])
-    dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    gradients = {name: parameter.main_grad.detach().double().clone() for name, parameter in wrapped.module.named_parameters()}
+    dist.all_reduce(
+        report, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    gradients = {
+        name: parameter.main_grad.detach().double().clone()
+        for name, parameter in wrapped.module.named_parameters()
+    }
     losses = seen[0].reshape(batch_size, -1).double()
-    return Outcome(losses, float(report[0] / report[1]), gradients, sums, tokens[0] if tokens else None)
+    return Outcome(
+        losses, float(report[0] / report[1]), gradients, sums, tokens[0] if tokens else None
+    )
 
 
 def _whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-    """The forward step of the twin: whole batch rows, no packing; the sum of the losses that count, and their number."""
-    batch = {name: tensor.to(own_device()) for name, tensor in next(iterator).items() if isinstance(tensor, Tensor)}
+    """The forward step of the twin: whole batch rows, no packing; the sum of the losses that count,
+    and their number.
+    """
+    batch = {
+        name: tensor.to(own_device())
+        for name, tensor in next(iterator).items()
+        if isinstance(tensor, Tensor)
+    }
     mask = batch["loss_mask"]
     more = {"loss_mask": mask} if compat.takes(model, "loss_mask") else {}
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
 
     def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         total, count = (losses.reshape(-1).float() * mask.reshape(-1)).sum(), mask.sum()
-        return total, count.detach().to(torch.int), {"lm loss": torch.stack([total.detach(), count])}
+        return (
+            total,
+            count.detach().to(torch.int),
+            {"lm loss": torch.stack([total.detach(), count])},
+        )
 
     return output, loss
 
 
 def _attend_densely(model: Any, spans: list[Spans | MaskRule]) -> None:
-    """Replaces ring attention in every layer of the twin by dense attention with the mask that the flags declare."""
+    """Replaces ring attention in every layer of the twin by dense attention with the mask that the
+    flags declare.
+    """
     from cp_ring.megatron.core_attention import RingDotProductAttention  # imports Megatron
 
     scale = declared_scale(model.config)[0]
     for module in model.modules():
         ring = getattr(module, "core_attention", None)
         if isinstance(ring, RingDotProductAttention):
-            module.core_attention = DenseAttention(ring, declared_window(model.config, ring.layer_number), scale, spans)
+            module.core_attention = DenseAttention(
+                ring, declared_window(model.config, ring.layer_number), scale, spans
+            )
 
 
 @contextmanager
 def _whole_rows_in_force(batch: Microbatch, own: bool) -> Iterator[None]:
-    """cp_ring's settings of the twin, batch rows in order; multi-token prediction stays within the declared documents.
+    """cp_ring's settings of the twin, batch rows in order; multi-token prediction stays within the
+    declared documents.
 
-    Rotary embeddings are those of the declared positions. A script's own step, if not `own`, may need the kinds of masks.
+    Rotary embeddings are those of the declared positions. A script's own step, if not `own`, may
+    need the kinds of masks.
     """
     last = batch.last()
 
-    def roll(tensor: Tensor | None, shifts: int = -1, dims: int = -1, *rest: Any, **named: Any) -> Any:
+    def roll(
+        tensor: Tensor | None, shifts: int = -1, dims: int = -1, *rest: Any, **named: Any
+    ) -> Any:
         if tensor is None:
             return None, None
-        rolled = torch.roll(tensor, -1, -1).masked_fill(last.to(tensor.device).view(tensor.shape), 0)
+        rolled = torch.roll(tensor, -1, -1).masked_fill(
+            last.to(tensor.device).view(tensor.shape), 0
+        )
         return rolled, rolled.sum()
 
     before = settings.current()
-    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core") and module]
+    loaded = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.core") and module
+    ]
     with ExitStack() as stack:
-        stack.enter_context(replaced(*((module, "roll_tensor", roll) for module in loaded if "roll_tensor" in vars(module))))
+        stack.enter_context(
+            replaced(
+                *(
+                    (module, "roll_tensor", roll)
+                    for module in loaded
+                    if "roll_tensor" in vars(module)
+                )
+            )
+        )
         stack.enter_context(positions_in_force(batch.selected()))
         kinds = "" if own else before.mask_kinds
         alone = {"layout": "zigzag", "document_mask": False, "mask_kinds": kinds, "loss_chunk": 0}

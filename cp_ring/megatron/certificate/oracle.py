@@ -1,6 +1,8 @@
-"""What the flags declare, from first principles: dense masks and attention in float64. Shares no code with cp_ring's plans.
+"""What the flags declare, from first principles: dense masks and attention in float64. Shares no
+code with cp_ring's plans.
 
-Shapes: s queries, n keys, b batch rows, h query and g key/value heads, d and e head sizes of keys and values.
+Shapes: s queries, n keys, b batch rows, h query and g key/value heads, d and e head sizes of keys
+and values.
 """
 
 from __future__ import annotations
@@ -45,20 +47,27 @@ class MaskRule:
 
 
 Spans = Sequence[tuple[int, int]]
-"""The documents [start, end) of a batch row, ascending. Positions outside all of them are padding."""
+"""The documents [start, end) of a batch row, ascending. Positions outside all of them are padding.
+"""
 
 
-def declared_mask(queries: Tensor, keys: Tensor, spans: Spans | MaskRule, window: tuple[int, int]) -> Tensor:
-    """Which keys each query may see, bool [s, n]; queries [s] and keys [n] are positions in one batch row.
+def declared_mask(
+    queries: Tensor, keys: Tensor, spans: Spans | MaskRule, window: tuple[int, int]
+) -> Tensor:
+    """Which keys each query may see, bool [s, n]; queries [s] and keys [n] are positions in one
+    batch row.
 
-    A query sees the keys of its own document that are not after it, and at most window[0] before it (-1: any number).
-    Padding neither sees nor is seen. The mask of a batch row may also be given as a `MaskRule`.
+    A query sees the keys of its own document that are not after it, and at most window[0] before it
+    (-1: any number). Padding neither sees nor is seen. The mask of a batch row may also be given as
+    a `MaskRule`.
     """
     if isinstance(spans, MaskRule):
         return spans.allowed(queries, keys, window)
     query_document, key_document = (_document_of(positions, spans) for positions in (queries, keys))
     distance = queries[:, None] - keys
-    allowed = (distance >= 0) & (query_document[:, None] == key_document) & (query_document[:, None] >= 0)
+    allowed = (
+        (distance >= 0) & (query_document[:, None] == key_document) & (query_document[:, None] >= 0)
+    )
     return allowed & (distance <= window[0]) if window[0] >= 0 else allowed
 
 
@@ -71,11 +80,18 @@ def _document_of(positions: Tensor, spans: Spans) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, sink: Tensor | None = None, factor: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    scale: float,
+    sink: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """Attention in float64, [s, h, e]; zero for a query that sees no key.
 
-    q [s, h, d], k [n, g, d], v [n, g, e], allowed bool [s, n], sink [h]; factor [h, s, n] of the weights, as dropout has it.
+    q [s, h, d], k [n, g, d], v [n, g, e], allowed bool [s, n], sink [h]; factor [h, s, n] of the
+    weights, as dropout has it.
     """
     q, k, v = (x.double() for x in (q, k, v))
     shared = q.shape[1] // k.shape[1]
@@ -92,22 +108,33 @@ def attend(
 
 
 class DenseAttention(torch.nn.Module):
-    """Core attention of a whole sequence in float64. Takes the arguments that Megatron gives to core attention.
+    """Core attention of a whole sequence in float64. Takes the arguments that Megatron gives to
+    core attention.
 
-    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `spans` are the documents of each batch row,
-    or the rule of its mask.
+    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `spans` are the
+    documents of each batch row, or the rule of its mask.
     """
 
     softmax_offset: Tensor | None
 
-    def __init__(self, ring: torch.nn.Module, window: tuple[int, int], scale: float | None, spans: Sequence[Spans | MaskRule]):
+    def __init__(
+        self,
+        ring: torch.nn.Module,
+        window: tuple[int, int],
+        scale: float | None,
+        spans: Sequence[Spans | MaskRule],
+    ):
         super().__init__()
         self.softmax_offset = getattr(ring, "softmax_offset", None)
         self.window, self.spans = window, spans
         self.scale = scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """query [n, b, h, d], key [n, b, g, d], value [n, b, g, e] to [n, b, h * e]; b is left out where documents are packed."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
+    ) -> Tensor:
+        """query [n, b, h, d], key [n, b, g, d], value [n, b, g, e] to [n, b, h * e]; b is left out
+        where documents are packed.
+        """
         if query.dim() == 3:
             return self.forward(query[:, None], key[:, None], value[:, None])[:, 0]
         positions = torch.arange(query.shape[0], device=query.device)

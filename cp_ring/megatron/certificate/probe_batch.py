@@ -1,4 +1,6 @@
-"""The microbatch of a probe: which tokens this rank holds, and the documents they are in, split as the job splits its own."""
+"""The microbatch of a probe: which tokens this rank holds, and the documents they are in, split as
+the job splits its own.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class ProbeBatch:
         spans: the documents of each batch row, or the rule of its mask.
         packed: what the layer gets as `packed_seq_params`.
         thd: whether the layer's tensors lack the batch dimension.
-        edges: positions at which a mask is most likely wrong: beside edges of chunks, documents and windows.
+        edges: positions at which a mask is most likely wrong: beside edges of chunks, documents and
+        windows.
     """
 
     n: int
@@ -41,29 +44,47 @@ class ProbeBatch:
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
-        return torch.stack([batch_row.index_select(0, mine) for batch_row, mine in zip(whole, self.positions, strict=True)])
+        return torch.stack(
+            [
+                batch_row.index_select(0, mine)
+                for batch_row, mine in zip(whole, self.positions, strict=True)
+            ]
+        )
 
 
-def make_probe_batch(kind: LayerKind, rank: int, cp: int, split: SplitBatch, device: torch.device) -> ProbeBatch:
+def make_probe_batch(
+    kind: LayerKind, rank: int, cp: int, split: SplitBatch, device: torch.device
+) -> ProbeBatch:
     """The microbatch of a probe of `kind` on rank `rank` of `cp`."""
     make = {"causal": _causal, "documents": _documents, "packed": _packed}.get(kind.mask, _declared)
     made = make(kind, rank, cp, split)
     chunks = [kind.tokens * i // (2 * cp) for i in range(2 * cp)]
     bounds = [edge for spans in made.spans for edge in _edges(spans)]
     windows = [edge + kind.probed[0] for edge in chunks] if kind.probed[0] >= 0 else []
-    near = {min(max(edge + side, 0), kind.tokens - 1) for edge in (*chunks, *bounds, *windows) for side in (-1, 0, 1)}
+    near = {
+        min(max(edge + side, 0), kind.tokens - 1)
+        for edge in (*chunks, *bounds, *windows)
+        for side in (-1, 0, 1)
+    }
     return replace(made, positions=made.positions.to(device), edges=tuple(sorted(near)))
 
 
 def _causal(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
     whole = torch.arange(kind.tokens).expand(kind.batch_size, -1)
-    return ProbeBatch(kind.tokens, split({"tokens": whole}, rank, cp)["tokens"], [[(0, kind.tokens)]] * kind.batch_size)
+    return ProbeBatch(
+        kind.tokens,
+        split({"tokens": whole}, rank, cp)["tokens"],
+        [[(0, kind.tokens)]] * kind.batch_size,
+    )
 
 
 def _documents(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
     from cp_ring.megatron.documents import DocumentParams  # imports Megatron
 
-    spans = [spans_between(random_offsets(kind.tokens, 3, seed)) for seed in range(1, kind.batch_size + 1)]
+    spans = [
+        spans_between(random_offsets(kind.tokens, 3, seed))
+        for seed in range(1, kind.batch_size + 1)
+    ]
     documents = documents_of_rows(spans, kind.tokens, cp)
     positions = documents.shard(torch.arange(kind.tokens).expand(kind.batch_size, -1), rank)
     return ProbeBatch(kind.tokens, positions, list(spans), DocumentParams.carry(documents))
@@ -92,11 +113,17 @@ def declared_of_rows(masks: list[Mask], cp: int) -> Any:
 
 
 def _edges(spans: Spans | MaskRule) -> tuple[int, ...]:
-    return spans.edges if isinstance(spans, MaskRule) else tuple(edge for span in spans for edge in span)
+    return (
+        spans.edges
+        if isinstance(spans, MaskRule)
+        else tuple(edge for span in spans for edge in span)
+    )
 
 
 def documents_of_rows(spans: list[Spans], n: int, cp: int) -> Any:
-    """The documents of batch rows of `n` tokens, which `spans` fill, split as the settings in force say."""
+    """The documents of batch rows of `n` tokens, which `spans` fill, split as the settings in force
+    say.
+    """
     from cp_ring.megatron.documents import Documents  # imports Megatron
 
     ends = [end + batch_row * n for batch_row, of_row in enumerate(spans) for _, end in of_row]
@@ -104,25 +131,32 @@ def documents_of_rows(spans: list[Spans], n: int, cp: int) -> Any:
 
 
 def _packed(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
-    from megatron.core.packed_seq_params import PackedSeqParams  # heavy, and installed with Megatron only
+    # heavy, and installed with Megatron only
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     padded = packed_offsets(kind.tokens, cp)
     length = np.diff(padded)
     if not packed_in_whole_rows():
         length = length - np.arange(1, len(padded)) % 3 - 1  # one to three tokens of padding
     real = np.append(0, np.cumsum(length))
-    spans = [(int(start), int(start + size)) for start, size in zip(padded[:-1], length, strict=True)]
+    spans = [
+        (int(start), int(start + size)) for start, size in zip(padded[:-1], length, strict=True)
+    ]
     offsets = [torch.from_numpy(edges).to(torch.int32) for edges in (real, padded)]
     longest = int(np.diff(padded).max())
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[0], cu_seqlens_q_padded=offsets[1],
         cu_seqlens_kv_padded=offsets[1], max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
-    return ProbeBatch(kind.tokens, packed_positions(padded, rank, cp)[None], [spans], packed, thd=True)
+    return ProbeBatch(
+        kind.tokens, packed_positions(padded, rank, cp)[None], [spans], packed, thd=True
+    )
 
 
 def packed_offsets(n: int, cp: int) -> np.ndarray:
-    """Offsets, int64, of packed documents that fill n tokens, of such lengths as the job's split needs."""
+    """Offsets, int64, of packed documents that fill n tokens, of such lengths as the job's split
+    needs.
+    """
     if packed_in_whole_rows():
         return random_offsets(n, 3, 1)
     return random_offsets(n // (4 * cp), 3, 1) * (4 * cp)
@@ -141,7 +175,9 @@ def packed_positions(offsets: np.ndarray, rank: int, cp: int) -> Tensor:
 
 
 def _zigzag(start: int, end: int, rank: int, cp: int) -> Tensor:
-    """Positions of a rank in [start, end) of 2 * cp chunks: each rank holds one chunk from the front and one from the back."""
+    """Positions of a rank in [start, end) of 2 * cp chunks: each rank holds one chunk from the
+    front and one from the back.
+    """
     if cp == 1:
         return torch.arange(start, end)
     chunk = (end - start) // (2 * cp)

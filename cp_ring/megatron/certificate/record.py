@@ -23,8 +23,8 @@ from cp_ring.megatron.rejection import note
 
 NAME = "cp_ring_certificate.json"
 
-# The settings that decide what attention computes. Those of the mask must stay the same when a job resumes. Layout, kernel, route
-# and sizes of parallel groups may change, and are not listed.
+# The settings that decide what attention computes. Those of the mask must stay the same when a job
+# resumes. Layout, kernel, route and sizes of parallel groups may change, and are not listed.
 _MASK = {
     "window_size": "--window-size",
     "window_attn_skip_freq": "--window-attn-skip-freq",
@@ -48,18 +48,32 @@ _OTHERS = {
     "mask_kinds": "--cp-ring-mask-kinds",
 }
 
-_RING = ("kernel", "layout", "route", "schedule", "slot_shards", "heads", "num_slots", "wire", "wire_dtype")
+_RING = (
+    "kernel",
+    "layout",
+    "route",
+    "schedule",
+    "slot_shards",
+    "heads",
+    "num_slots",
+    "wire",
+    "wire_dtype",
+)
 
 
 def attention_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings in `args` that decide what attention computes, in plain values."""
     found = {name: getattr(args, name, None) for name in (*_MASK, *_OTHERS)}
     found["document_mask"] = bool(getattr(args, "cp_ring_document_mask", False))
-    found["inter_document_masking"] = bool(getattr(args, "dataloader_inter_document_masking", False))
+    found["inter_document_masking"] = bool(
+        getattr(args, "dataloader_inter_document_masking", False)
+    )
     found["mask_kinds"] = getattr(args, "cp_ring_mask_kinds", "") or ""
     latent = bool(found["multi_latent_attention"])
     if not latent:  # Megatron gives these a value whether they are used or not
-        found |= dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor"))
+        found |= dict.fromkeys(
+            ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor")
+        )
     plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return plain
 
@@ -78,7 +92,8 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "sizes": sizes,
-        "ring": {name: getattr(used, name) for name in _RING} | {"comm_types": comm_types.types_by_layer(args)},
+        "ring": {name: getattr(used, name) for name in _RING}
+        | {"comm_types": comm_types.types_by_layer(args)},
         "dtype": str(args.params_dtype).removeprefix("torch."),
         "attention": found,
         "hash": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16],
@@ -88,7 +103,8 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """The versions of cp_ring, megatron-core and torch.
 
-    Megatron adds the git revision of the folder that it lies in, be it Megatron's or another project's: that part is left out.
+    Megatron adds the git revision of the folder that it lies in, be it Megatron's or another
+    project's: that part is left out.
     """
     return {
         "cp_ring": importlib.metadata.version("cp-ring"),
@@ -110,7 +126,9 @@ def save(args: argparse.Namespace, certificate: Certificate) -> None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON atomically: `path` holds either its old content or all of `content`, whenever the machine stops."""
+    """Writes JSON atomically: `path` holds either its old content or all of `content`, whenever the
+    machine stops.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w") as file:
@@ -131,31 +149,42 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def check(args: argparse.Namespace) -> None:
     """Compares the job with the certificate beside the checkpoints of --load, if there is one.
 
-    Prints one line about what differs. Raises `ConfigError` where the mask differs: the model was trained with another one.
+    Prints one line about what differs. Raises `ConfigError` where the mask differs: the model was
+    trained with another one.
     """
     before = _read(getattr(args, "load", None))
     if before is None:
         return
     now = attention_settings(args)
-    changed = {name: (before[name], now[name]) for name in now if name in before and before[name] != now[name]}
+    changed = {
+        name: (before[name], now[name])
+        for name in now
+        if name in before and before[name] != now[name]
+    }
     masks = [name for name in _MASK if name in changed]
     if masks:
         raise ConfigError(
-            f"--load {args.load}: its certificate is for another mask ({_shown(changed, masks, _MASK)}); give the same, or "
-            f"remove {NAME} there if the change is meant"
+            f"--load {args.load}: its certificate is for another mask "
+            f"({_shown(changed, masks, _MASK)}); give the same, or remove {NAME} there if the "
+            "change is meant"
         )
     if changed:
         note(
-            f"the checkpoints in --load {args.load} are certified for other attention: {_shown(changed, list(changed), _OTHERS)}"
+            f"the checkpoints in --load {args.load} are certified for other attention: "
+            f"{_shown(changed, list(changed), _OTHERS)}"
         )
 
 
 def _shown(changed: dict[str, tuple[Any, Any]], names: list[str], flags: dict[str, str]) -> str:
-    return ", ".join(f"{flags[name]} was {changed[name][0]}, now {changed[name][1]}" for name in names)
+    return ", ".join(
+        f"{flags[name]} was {changed[name][0]}, now {changed[name][1]}" for name in names
+    )
 
 
 def _read(folder: str | None) -> dict[str, Any] | None:
-    """The settings that the certificate in `folder` is for; None if there is no checkpoint or no certificate there."""
+    """The settings that the certificate in `folder` is for; None if there is no checkpoint or no
+    certificate there.
+    """
     if not folder or not (Path(folder) / "latest_checkpointed_iteration.txt").is_file():
         return None
     path = Path(folder) / NAME

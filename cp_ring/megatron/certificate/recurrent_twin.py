@@ -1,4 +1,6 @@
-"""Mamba and gated delta net layers of the twin, which run each document by itself: then no state can cross into another."""
+"""Mamba and gated delta net layers of the twin, which run each document by itself: then no state
+can cross into another.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,22 @@ _CLASSES = (("mamba_mixer", "MambaMixer"), ("gated_delta_net", "GatedDeltaNet"))
 
 
 def uncovered_states(args: argparse.Namespace, mask: str) -> str:
-    """What of recurrent layers this module cannot run, in words, or "": a part of a document on each tensor-parallel rank."""
+    """What of recurrent layers this module cannot run, in words, or "": a part of a document on
+    each tensor-parallel rank.
+    """
     found = [kind for letter, kind in RECURRENT.items() if letter in pattern_of(args)]
     shared = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
-    return f"the loss of {found[0]} layers under {mask} with --sequence-parallel" if found and shared and mask != "causal" else ""
+    return (
+        f"the loss of {found[0]} layers under {mask} with --sequence-parallel"
+        if found and shared and mask != "causal"
+        else ""
+    )
 
 
 def run_by_document(model: Any, spans: list[Spans | MaskRule]) -> None:
-    """Makes the recurrent layers of `model`, which holds whole batch rows, run document by document."""
+    """Makes the recurrent layers of `model`, which holds whole batch rows, run document by
+    document.
+    """
     ends = [_spans(of_row) for of_row in spans]
     if all(len(of_row) == 1 for of_row in ends):
         return
@@ -50,16 +60,24 @@ def _class(name: tuple[str, str]) -> Any:
 
 
 def _by_document(
-    forward: Callable[..., Any], spans: list[list[tuple[int, int]]], hidden: Tensor, *args: Any, **named: Any
+    forward: Callable[..., Any],
+    spans: list[list[tuple[int, int]]],
+    hidden: Tensor,
+    *args: Any,
+    **named: Any,
 ) -> tuple[Tensor, Any]:
-    """As the layer's `forward` for batch rows [n, b, h], without the documents that `named` may describe."""
+    """As the layer's `forward` for batch rows [n, b, h], without the documents that `named` may
+    describe.
+    """
     named.pop("packed_seq_params", None)
     bias: Any = None
     columns = []
     for batch_row, of_row in enumerate(spans):
         parts = []
         for start, end in of_row:
-            out, bias = forward(hidden[start:end, batch_row : batch_row + 1].contiguous(), *args, **named)
+            out, bias = forward(
+                hidden[start:end, batch_row : batch_row + 1].contiguous(), *args, **named
+            )
             parts.append(out)
         columns.append(torch.cat(parts))
     return torch.cat(columns, 1), bias

@@ -1,4 +1,6 @@
-"""What the probes found: one line for each that failed, and the content of the file beside the checkpoints."""
+"""What the probes found: one line for each that failed, and the content of the file beside the
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Probe:
-    """The result of one probe of one kind of layer, on one rank or, once merged, the worst of all ranks.
+    """The result of one probe of one kind of layer, on one rank or, once merged, the worst of all
+    ranks.
 
-    `error` must not exceed `bound`; `where` names the worst place: rank, and the positions of a query and a key. Where `bound` is
-    0, `error` counts what is wrong, in the `unit` given.
+    `error` must not exceed `bound`; `where` names the worst place: rank, and the positions of a
+    query and a key. Where `bound` is 0, `error` counts what is wrong, in the `unit` given.
     """
 
     name: str
@@ -37,7 +40,11 @@ class Probe:
 
     def rejection(self) -> str:
         """One line for a probe that failed."""
-        amount = f"off by {self.error:.2g} (bound {self.bound:.2g})" if self.bound else f"wrong in {self.error:.0f} {self.unit}"
+        amount = (
+            f"off by {self.error:.2g} (bound {self.bound:.2g})"
+            if self.bound
+            else f"wrong in {self.error:.0f} {self.unit}"
+        )
         return f"--cp-ring-certify: {self.layer}, {self.mask}: {self.name} {amount}, {self.where}"
 
 

@@ -1,8 +1,10 @@
-"""Routers of experts that look at all tokens of a rank together: limits of capacity, and Sinkhorn's algorithm.
+"""Routers of experts that look at all tokens of a rank together: limits of capacity, and Sinkhorn's
+algorithm.
 
-Megatron defines both by the tokens that one rank holds, so that a model without context parallelism, whose rank holds more of
-them, is another model. The twin of the tiny model therefore asks Megatron's functions once for the tokens of each rank of the
-job, on whole batch rows. So it has the experts of the job's tokens, and a token on the wrong rank still shows.
+Megatron defines both by the tokens that one rank holds, so that a model without context
+parallelism, whose rank holds more of them, is another model. The twin of the tiny model therefore
+asks Megatron's functions once for the tokens of each rank of the job, on whole batch rows. So it
+has the experts of the job's tokens, and a token on the wrong rank still shows.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from cp_ring.megatron.certificate.isolation import replaced
 
 @contextmanager
 def routed_by_rank(args: argparse.Namespace, positions: list[Tensor]) -> Iterator[None]:
-    """Within the block routers of a model of whole batch rows take tokens as the ranks of the job hold them.
+    """Within the block routers of a model of whole batch rows take tokens as the ranks of the job
+    hold them.
 
-    positions: the positions [b, s] of the tokens of each context-parallel rank. With sequence parallelism the tensor-parallel
-        ranks share these tokens, and those of the whole batch rows.
+    positions: the positions [b, s] of the tokens of each context-parallel rank. With sequence
+        parallelism the tensor-parallel ranks share these tokens, and those of the whole batch rows.
     """
     from megatron.core import parallel_state  # heavy, and installed with Megatron only
     from megatron.core.transformer.moe import router
@@ -37,7 +40,9 @@ def routed_by_rank(args: argparse.Namespace, positions: list[Tensor]) -> Iterato
     def sinkhorn_by_rank(cost: Tensor, *rest: Any, **named: Any) -> Tensor:
         return _by_rank(lambda part: sinkhorn(part, *rest, **named), cost, held, group)
 
-    def drop_by_rank(probs: Tensor, routing_map: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def drop_by_rank(
+        probs: Tensor, routing_map: Tensor, *rest: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
         both = torch.cat([probs.detach(), routing_map.to(probs.dtype)], 1)
 
         def kept(part: Tensor) -> Tensor:
@@ -55,15 +60,21 @@ def routed_by_rank(args: argparse.Namespace, positions: list[Tensor]) -> Iterato
 
 
 def _indices(of_rank: Tensor, shares: int) -> list[Tensor]:
-    """For each tensor-parallel rank, where its tokens are among those of whole batch rows, which Megatron orders [n, b]."""
+    """For each tensor-parallel rank, where its tokens are among those of whole batch rows, which
+    Megatron orders [n, b].
+    """
     b = len(of_rank)
     places = of_rank.T * b + torch.arange(b)
     return [part.reshape(-1) for part in places.chunk(shares, 0)]
 
 
 @torch.no_grad()
-def _by_rank(function: Callable[[Tensor], Tensor], mine: Tensor, held: list[Tensor], group: Any) -> Tensor:
-    """What `function` gives for the tokens of each rank, for the tokens of this one: [tokens, x] to [tokens, y]."""
+def _by_rank(
+    function: Callable[[Tensor], Tensor], mine: Tensor, held: list[Tensor], group: Any
+) -> Tensor:
+    """What `function` gives for the tokens of each rank, for the tokens of this one: [tokens, x] to
+    [tokens, y].
+    """
     whole = mine
     if group is not None:
         parts = [torch.empty_like(mine) for _ in range(group.size())]

@@ -1,4 +1,5 @@
-"""Which of a job's layers a tiny model copies: one of each kind, in the job's order; and the flags that ask for them.
+"""Which of a job's layers a tiny model copies: one of each kind, in the job's order; and the flags
+that ask for them.
 
 A hybrid model has layers by the letters of its pattern, a heterogeneous one by a list of blocks.
 """
@@ -16,12 +17,18 @@ from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_window
 from cp_ring.megatron.layer_pattern import PATTERNS, RECURRENT, attends, main_layers, pattern_of
 
 STATE = 16  # channels of a head of a recurrent layer, and of its state
-_KERNELS = {"M": ("mamba_mixer", "HAVE_MAMBA_SSM", "mamba_ssm"), "G": ("gated_delta_net", "HAVE_FLA", "flash-linear-attention")}
-"""Of recurrent layers: a module of megatron.core.ssm, what tells there whether the kernels can be imported, their package."""
+_KERNELS = {
+    "M": ("mamba_mixer", "HAVE_MAMBA_SSM", "mamba_ssm"),
+    "G": ("gated_delta_net", "HAVE_FLA", "flash-linear-attention"),
+}
+"""Of recurrent layers: a module of megatron.core.ssm, what tells there whether the kernels can be
+imported, their package.
+"""
 
 
 def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> list[int]:
-    """The numbers, from 1, of the layers that a tiny model copies: the first of each of `kinds` and of each other kind.
+    """The numbers, from 1, of the layers that a tiny model copies: the first of each of `kinds` and
+    of each other kind.
 
     A program builds a hybrid model of its own pattern, so that its tiny model has all layers.
     """
@@ -35,7 +42,9 @@ def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind])
 
 
 def _kinds_of_layers(args: argparse.Namespace, config: Any) -> list[Any]:
-    """What tells the layers of the job from one another, apart from their attention; [] where nothing does."""
+    """What tells the layers of the job from one another, apart from their attention; [] where
+    nothing does.
+    """
     if pattern_of(args):
         return list(main_layers(pattern_of(args)))
     blocks = getattr(config, "per_block_parameters", None)
@@ -43,16 +52,23 @@ def _kinds_of_layers(args: argparse.Namespace, config: Any) -> list[Any]:
 
 
 def layers_with_experts(args: argparse.Namespace) -> list[int]:
-    """Of each layer of the job 1 if it has experts by `--moe-layer-freq`, else 0; [] where all are alike."""
+    """Of each layer of the job 1 if it has experts by `--moe-layer-freq`, else 0; [] where all are
+    alike.
+    """
     every = getattr(args, "moe_layer_freq", 1)
     if not getattr(args, "num_experts", None) or pattern_of(args) or every in (1, None):
         return []
-    return [int(layer % every == 0) for layer in range(args.num_layers)] if isinstance(every, int) else list(every)
+    return (
+        [int(layer % every == 0) for layer in range(args.num_layers)]
+        if isinstance(every, int)
+        else list(every)
+    )
 
 
 def missing_kernels(args: argparse.Namespace) -> list[str]:
     """The letters of recurrent layers of the job's pattern whose kernels cannot be imported here."""
-    from megatron.core.transformer.spec_utils import import_module  # heavy, and installed with Megatron only
+    # heavy, and installed with Megatron only
+    from megatron.core.transformer.spec_utils import import_module
 
     present = [letter for letter in RECURRENT if letter in pattern_of(args)]
     if present and getattr(args, "spec", None):
@@ -61,8 +77,13 @@ def missing_kernels(args: argparse.Namespace) -> list[str]:
 
 
 def uncovered_layers(args: argparse.Namespace) -> list[str]:
-    """The layers of the job which no tiny model can have here, with the reason, as in `Mamba layers (mamba_ssm is missing)`."""
-    return [f"{RECURRENT[letter]} layers ({_KERNELS[letter][2]} cannot be imported)" for letter in missing_kernels(args)]
+    """The layers of the job which no tiny model can have here, with the reason, as in
+    `Mamba layers (mamba_ssm is missing)`.
+    """
+    return [
+        f"{RECURRENT[letter]} layers ({_KERNELS[letter][2]} cannot be imported)"
+        for letter in missing_kernels(args)
+    ]
 
 
 def _has_kernels(letter: str) -> bool:
@@ -74,14 +95,19 @@ def _has_kernels(letter: str) -> bool:
     return bool(getattr(module, known, False))
 
 
-def changes_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind], tp: int) -> dict[str, Any]:
+def changes_of_layers(
+    args: argparse.Namespace, config: Any, kinds: list[LayerKind], tp: int
+) -> dict[str, Any]:
     """Arguments of a tiny model, by name, that give it the layers of `chosen_layers`."""
     chosen = chosen_layers(args, config, kinds)
     experts = layers_with_experts(args)
     changes: dict[str, Any] = {"num_layers": len(chosen)}
     changes["moe_layer_freq"] = [experts[layer - 1] for layer in chosen] if experts else 1
-    # Layers that predict further tokens count from 1 again, and Megatron looks them up in the same lists.
-    depth = max(getattr(args, "mtp_num_layers", None) or 0, *map(len, pattern_of(args).split("/")[1:]), 0)
+    # Layers that predict further tokens count from 1 again, and Megatron looks them up in the same
+    # lists.
+    depth = max(
+        getattr(args, "mtp_num_layers", None) or 0, *map(len, pattern_of(args).split("/")[1:]), 0
+    )
     numbered = [*chosen, *range(len(chosen) + 1, depth + 1)]
     if len(comm_types.types_by_layer(args)) > 1:
         changes["cp_comm_type"] = [comm_types.type_of(args, layer) for layer in numbered]
@@ -93,12 +119,17 @@ def changes_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKi
 
 
 def _pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, Any]:
-    """The pattern of the chosen layers, under the names that the job has it; those that predict tokens have one of each kind."""
+    """The pattern of the chosen layers, under the names that the job has it; those that predict
+    tokens have one of each kind.
+    """
     pattern, without = pattern_of(args), missing_kernels(args)
     if not pattern:
         return {}
     letters, (_, *further) = main_layers(pattern), pattern.split("/")
-    kept = ["".join(letter for letter in dict.fromkeys(part) if letter not in without) for part in further]
+    kept = [
+        "".join(letter for letter in dict.fromkeys(part) if letter not in without)
+        for part in further
+    ]
     tiny = "/".join(["".join(letters[layer - 1] for layer in chosen), *kept])
     return {name: tiny for name in PATTERNS if getattr(args, name, None)}
 
@@ -117,17 +148,35 @@ def _recurrent(args: argparse.Namespace, config: Any, tp: int) -> dict[str, Any]
 def _kind_of_block(block: Any) -> tuple[Any, ...]:
     """What tells the block of a heterogeneous layer from others, apart from the size of its MLP."""
     attention, mlp = block.attention, block.mlp
-    return attention.no_op, attention.replace_with_linear, attention.num_query_groups, mlp.no_op, mlp.replace_with_linear
+    return (
+        attention.no_op,
+        attention.replace_with_linear,
+        attention.num_query_groups,
+        mlp.no_op,
+        mlp.replace_with_linear,
+    )
 
 
 def sharing_of(config: Any) -> int:
     """The largest number of query heads that share a key/value head in a layer of the job."""
-    groups = [block.attention.num_query_groups for block in getattr(config, "per_block_parameters", None) or [] if attends(block)]
-    return int(max(config.num_attention_heads // (own or config.num_query_groups) for own in groups or [None]))
+    groups = [
+        block.attention.num_query_groups
+        for block in getattr(config, "per_block_parameters", None) or []
+        if attends(block)
+    ]
+    return int(
+        max(
+            config.num_attention_heads // (own or config.num_query_groups)
+            for own in groups or [None]
+        )
+    )
 
 
-def changes_of_blocks(args: argparse.Namespace, config: Any, kinds: list[LayerKind], heads: int, hidden: int) -> dict[str, Any]:
-    """Arguments of a tiny heterogeneous model: blocks as the chosen layers have them; {} for other models.
+def changes_of_blocks(
+    args: argparse.Namespace, config: Any, kinds: list[LayerKind], heads: int, hidden: int
+) -> dict[str, Any]:
+    """Arguments of a tiny heterogeneous model: blocks as the chosen layers have them; {} for other
+    models.
 
     heads: query heads of the tiny model. hidden: the size of its MLPs.
     """
@@ -137,7 +186,9 @@ def changes_of_blocks(args: argparse.Namespace, config: Any, kinds: list[LayerKi
     made = []
     for layer in chosen_layers(args, config, kinds):
         block = blocks[layer - 1]
-        shared = config.num_attention_heads // (block.attention.num_query_groups or config.num_query_groups)
+        shared = config.num_attention_heads // (
+            block.attention.num_query_groups or config.num_query_groups
+        )
         own = max(1, heads // shared) if attends(block) else None
         mlp = None if block.mlp.no_op or block.mlp.replace_with_linear else hidden
         made.append(
@@ -151,13 +202,19 @@ def changes_of_blocks(args: argparse.Namespace, config: Any, kinds: list[LayerKi
 
 def blocks_of(config: Any) -> list[Any]:
     """The blocks that the JSON in a heterogeneous configuration describes, as Megatron reads them."""
-    from megatron.core.transformer.heterogeneous import heterogeneous_config as megatron  # installed with Megatron only
+    # installed with Megatron only
+    from megatron.core.transformer.heterogeneous import heterogeneous_config as megatron
 
-    attention, mlp = megatron.AttentionConfig.build_config_from_dict, megatron.MLPConfig.build_config_from_dict
+    attention, mlp = (
+        megatron.AttentionConfig.build_config_from_dict,
+        megatron.MLPConfig.build_config_from_dict,
+    )
     described = json.loads(config.heterogeneous_layers_config_encoded_json)["block_configs"]
     return [
         megatron.TransformerBlockConfig(
-            attention=attention(block_config_dict=block, num_attention_heads=config.num_attention_heads),
+            attention=attention(
+                block_config_dict=block, num_attention_heads=config.num_attention_heads
+            ),
             mlp=mlp(block_config_dict=block, hidden_size=config.hidden_size),
         )
         for block in described

@@ -33,7 +33,9 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_json(path: Path, limit: int = 64 << 20) -> dict[str, Any]:
-    """The JSON object in a file; raises `OSError`, or `ValueError` where it is none or names a key twice."""
+    """The JSON object in a file; raises `OSError`, or `ValueError` where it is none or names a key
+    twice.
+    """
     try:
         found = json.loads(read_text(path, limit), object_pairs_hook=_without_duplicates)
     except RecursionError:
@@ -53,12 +55,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def beside(path: Path) -> Path:
-    """A new name in the folder of `path` that nobody can predict: at a known one, a link could lead a write elsewhere."""
+    """A new name in the folder of `path` that nobody can predict: at a known one, a link could lead
+    a write elsewhere.
+    """
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file that does not exist yet and waits until it is on disk; raises `FileExistsError` where it does."""
+    """Writes a file that does not exist yet and waits until it is on disk; raises `FileExistsError`
+    where it does.
+    """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     with os.fdopen(handle, "w") as file:
         file.write(text)
@@ -67,7 +73,9 @@ def write_new(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file so that at any moment, a power failure included, it is the old one or the new one."""
+    """Replaces a file so that at any moment, a power failure included, it is the old one or the new
+    one.
+    """
     aside = beside(path)
     try:
         write_new(aside, text)

@@ -1,8 +1,10 @@
-"""The folder of checkpoints on disk: what is published, what is unfinished, what may go. Knows neither torch nor Megatron.
+"""The folder of checkpoints on disk: what is published, what is unfinished, what may go. Knows
+neither torch nor Megatron.
 
-A checkpoint is written to `.saving.iter_N.TOKEN.TIME`, gets its manifest there, is renamed to `iter_N`, and counts as published
-once the tracker file, replaced by one rename, names it. So at any moment the tracker names a whole checkpoint. TOKEN is that of
-the job's lock (`checkpoints.lock`): a job touches the remains of its own saves and of its dead predecessors only.
+A checkpoint is written to `.saving.iter_N.TOKEN.TIME`, gets its manifest there, is renamed to
+`iter_N`, and counts as published once the tracker file, replaced by one rename, names it. So at any
+moment the tracker names a whole checkpoint. TOKEN is that of the job's lock (`checkpoints.lock`): a
+job touches the remains of its own saves and of its dead predecessors only.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def _tracker_word(load: Path) -> str | None:
 
 
 def tracked(load: Path) -> int | None:
-    """The iteration that the tracker names; None where there is no tracker, or a broken one, or that of a release."""
+    """The iteration that the tracker names; None where there is no tracker, or a broken one, or
+    that of a release.
+    """
     word = _tracker_word(load) or ""
     return int(word) if re.fullmatch(r"[0-9]{1,18}", word) else None
 
@@ -68,11 +72,14 @@ def tracker_is_broken(load: Path) -> bool:
 def last_good(load: str | Path) -> int | None:
     """The iteration of the last good checkpoint in the folder `load`, or None.
 
-    Good means: published, and every file that its manifest names has the right size; checksums are computed only when it is
-    loaded. A checkpoint without a manifest, such as stock Megatron's, counts where the tracker names it.
+    Good means: published, and every file that its manifest names has the right size; checksums are
+    computed only when it is loaded. A checkpoint without a manifest, such as stock Megatron's,
+    counts where the tracker names it.
     """
     load, latest = Path(load), tracked(Path(load))
-    for number in reversed([number for number in published(load) if latest is None or number <= latest]):
+    for number in reversed(
+        [number for number in published(load) if latest is None or number <= latest]
+    ):
         folder = folder_of(load, number)
         if (folder / manifest.NAME).exists():
             if not manifest.defect(folder, checksums=False):
@@ -83,27 +90,39 @@ def last_good(load: str | Path) -> int | None:
 
 
 def unfinished(final: Path, token: str) -> Path:
-    """A new name for the folder in which the job `token` writes the checkpoint that will be `final`."""
+    """A new name for the folder in which the job `token` writes the checkpoint that will be
+    `final`.
+    """
     return final.with_name(f".saving.{final.name}.{token}.{time.time_ns():x}")
 
 
-def prepare(folder: Path, final: Path, tokens: Collection[str], writing: Collection[Path] = ()) -> None:
+def prepare(
+    folder: Path, final: Path, tokens: Collection[str], writing: Collection[Path] = ()
+) -> None:
     """Makes the unfinished `folder` of `final`, after `sweep` of its parent.
 
     Raises `OSError` where nothing can be written, or where there is clearly too little space.
     """
     sweep(final.parent, tokens, writing)
     folder.mkdir(parents=True)
-    wanted = max((manifest.size(folder_of(final.parent, number)) for number in published(final.parent)[-1:]), default=0)
+    wanted = max(
+        (manifest.size(folder_of(final.parent, number)) for number in published(final.parent)[-1:]),
+        default=0,
+    )
     free = shutil.disk_usage(folder).free
     if free < wanted:
-        raise OSError(f"{final.parent} has {free / 2**20:,.1f} MiB free, and the last checkpoint took {wanted / 2**20:,.1f} MiB")
+        raise OSError(
+            f"{final.parent} has {free / 2**20:,.1f} MiB free, and the last checkpoint took "
+            f"{wanted / 2**20:,.1f} MiB"
+        )
 
 
 def publish(folder: Path, final: Path, held: lock.Lock) -> None:
-    """Gives the unfinished folder, which is whole and has its manifest, its final name; the tracker does not name it yet.
+    """Gives the unfinished folder, which is whole and has its manifest, its final name; the tracker
+    does not name it yet.
 
-    held: the lock of the parent. It is looked at again just before, because the job may have been stopped since the save began.
+    held: the lock of the parent. It is looked at again just before, because the job may have been
+    stopped since the save began.
 
     Raises `OSError` where the folder cannot be seen whole under that name, or the lock is lost.
     """
@@ -126,7 +145,8 @@ def publish(folder: Path, final: Path, held: lock.Lock) -> None:
 
 
 def sweep(load: Path, tokens: Collection[str], writing: Collection[Path] = ()) -> None:
-    """Removes what interrupted saves and removals have left; a checkpoint that was about to be replaced comes back.
+    """Removes what interrupted saves and removals have left; a checkpoint that was about to be
+    replaced comes back.
 
     tokens: of the jobs whose remains these are; all others are left alone.
     writing: folders of saves that still run in the background.
@@ -143,24 +163,32 @@ def sweep(load: Path, tokens: Collection[str], writing: Collection[Path] = ()) -
 
 
 def prune(load: Path, newest: int, keep: int, token: str) -> None:
-    """Removes all but the `keep` newest checkpoints up to `newest` that have a manifest; 0 keeps all. Links are left alone."""
+    """Removes all but the `keep` newest checkpoints up to `newest` that have a manifest; 0 keeps
+    all. Links are left alone.
+    """
     if not keep:
         return
     older = [folder_of(load, number) for number in published(load) if number < newest]
-    ours = [folder for folder in older if (folder / manifest.NAME).is_file() and not folder.is_symlink()]
+    ours = [
+        folder for folder in older if (folder / manifest.NAME).is_file() and not folder.is_symlink()
+    ]
     for folder in ours[: max(len(ours) - (keep - 1), 0)]:
-        gone = folder.with_name(f".removed.{folder.name}.{token}")  # half removed, it must not look like a checkpoint
+        # half removed, it must not look like a checkpoint
+        gone = folder.with_name(f".removed.{folder.name}.{token}")
         with contextlib.suppress(OSError):
             folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def open_tracker(path: str, mode: str, done: Callable[[int | None, OSError | None], None]) -> Iterator[IO[Any]]:
+def open_tracker(
+    path: str, mode: str, done: Callable[[int | None, OSError | None], None]
+) -> Iterator[IO[Any]]:
     """As `open` for Megatron's tracker file, but what is written replaces the file by one rename.
 
-    Then `done` is called with the iteration that the tracker names (None for a release), or with the error that kept the tracker
-    from being replaced, which is not raised: the job may have lost its lock. A tracker that names no iteration reads as 0.
+    Then `done` is called with the iteration that the tracker names (None for a release), or with
+    the error that kept the tracker from being replaced, which is not raised: the job may have lost
+    its lock. A tracker that names no iteration reads as 0.
     """
     tracker = Path(path)
     if "w" not in mode:
@@ -178,7 +206,9 @@ def open_tracker(path: str, mode: str, done: Callable[[int | None, OSError | Non
 
 
 def replace_tracker(load: Path, text: str) -> None:
-    """Lets the tracker of `load` say `text`; raises `OSError` where it cannot be replaced, or this job has lost its lock."""
+    """Lets the tracker of `load` say `text`; raises `OSError` where it cannot be replaced, or this
+    job has lost its lock.
+    """
     held = lock.held(load)
     if held is not None:
         held.check()

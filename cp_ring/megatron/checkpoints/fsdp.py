@@ -1,4 +1,6 @@
-"""Checkpoints of --use-megatron-fsdp (fsdp_dtensor), which torch writes: aside, with a manifest, published all at once."""
+"""Checkpoints of --use-megatron-fsdp (fsdp_dtensor), which torch writes: aside, with a manifest,
+published all at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from cp_ring.megatron.checkpoints import folders, saving
 
 
 def written_aside(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.distributed.checkpoint.save`, which writes aside and publishes within a guarded save, and is as it was elsewhere.
+    """`torch.distributed.checkpoint.save`, which writes aside and publishes within a guarded save,
+    and is as it was elsewhere.
 
     Raises `SaveFailed` on all ranks where a rank could not write.
     """

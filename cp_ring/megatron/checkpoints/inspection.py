@@ -1,4 +1,6 @@
-"""Looks at saved checkpoints before any process group exists: is it whole, and does it hold the model that the flags describe?"""
+"""Looks at saved checkpoints before any process group exists: is it whole, and does it hold the
+model that the flags describe?
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,21 @@ def defect(folder: Path) -> str:
 
 
 def structure_defect(folder: Path) -> str:
-    """As `defect`, by the checkpoint's own index alone. Only Megatron's formats torch_dist and fsdp_dtensor are looked into.
+    """As `defect`, by the checkpoint's own index alone. Only Megatron's formats torch_dist and
+    fsdp_dtensor are looked into.
 
     Raises `ConfigError` if the index is a pickle that could run code.
     """
     if not folder.is_dir():
         return f"{folder} does not exist"
-    special = next((path for path in sorted(folder.rglob("*")) if path.exists() and not (path.is_file() or path.is_dir())), None)
+    special = next(
+        (
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.exists() and not (path.is_file() or path.is_dir())
+        ),
+        None,
+    )
     if special is not None:
         return f"{special} is not a regular file"
     about = folder / "metadata.json"
@@ -83,8 +93,8 @@ def _torch_dist_defect(folder: Path) -> str:
 
 
 def _is_fsdp_dtensor(folder: Path) -> bool:
-    """Whether the index is that of a checkpoint of Megatron's FSDP, where everything is an entry; raises `ConfigError` as
-    `structure_defect` does."""
+    """Whether the index is that of a checkpoint of Megatron's FSDP, where everything is an entry;
+    raises `ConfigError` as `structure_defect` does."""
     try:
         known = _index(folder / ".metadata").state_dict_metadata
         return {"args", "iteration", "checkpoint_version"} <= set(known)
@@ -104,9 +114,15 @@ def _needed_bytes(index: Path) -> dict[str, int]:
     stored = _index(index).storage_data
     needed: dict[str, int] = {}
     for info in stored.values():
-        if not isinstance(info.relative_path, str) or type(info.offset) is not int or type(info.length) is not int:
+        if (
+            not isinstance(info.relative_path, str)
+            or type(info.offset) is not int
+            or type(info.length) is not int
+        ):
             raise TypeError("an entry of the index is not one")
-        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+        needed[info.relative_path] = max(
+            needed.get(info.relative_path, 0), info.offset + info.length
+        )
     return needed
 
 
@@ -118,8 +134,9 @@ def requested_iteration(args: argparse.Namespace) -> int | None:
 def candidates(load: Path, wanted: int | None) -> tuple[list[int], int | None]:
     """The iterations to try, in this order, and the one that Megatron would load by itself.
 
-    Megatron's choice comes first, then the iterations before it, the newest first. Where the tracker is broken, all iterations
-    are candidates; where it is gone, only those with a manifest, so that nothing unfinished is loaded.
+    Megatron's choice comes first, then the iterations before it, the newest first. Where the
+    tracker is broken, all iterations are candidates; where it is gone, only those with a manifest,
+    so that nothing unfinished is loaded.
     """
     if wanted:
         return [wanted], wanted
@@ -130,19 +147,28 @@ def candidates(load: Path, wanted: int | None) -> tuple[list[int], int | None]:
         return there[::-1], None
     if (load / folders.TRACKER).is_file():  # that of a release
         return [], None
-    return [number for number in reversed(there) if (folders.folder_of(load, number) / manifest.NAME).is_file()], None
+    return [
+        number
+        for number in reversed(there)
+        if (folders.folder_of(load, number) / manifest.NAME).is_file()
+    ], None
 
 
 _fallbacks: dict[str, int] = RUNTIME.keep({})
 
 
 def fallback_iteration(load: Path) -> int | None:
-    """The iteration that `load_iteration` has chosen for this folder in place of Megatron's choice, or None."""
+    """The iteration that `load_iteration` has chosen for this folder in place of Megatron's choice,
+    or None.
+    """
     return _fallbacks.get(str(load))
 
 
-def load_iteration(args: argparse.Namespace, load: Path, number: int, latest: int | None, problem: str) -> None:
-    """Makes Megatron load iteration `number`, and says so where Megatron would load another one, `latest`, by itself.
+def load_iteration(
+    args: argparse.Namespace, load: Path, number: int, latest: int | None, problem: str
+) -> None:
+    """Makes Megatron load iteration `number`, and says so where Megatron would load another one,
+    `latest`, by itself.
 
     problem: what is wrong with the checkpoint of `latest`, or "" where there is none.
     """
@@ -153,28 +179,42 @@ def load_iteration(args: argparse.Namespace, load: Path, number: int, latest: in
             args.ckpt_step = None
         return
     if problem:
-        first = f"the checkpoint of iteration {latest}" if latest is not None else "the newest checkpoint"
+        first = (
+            f"the checkpoint of iteration {latest}"
+            if latest is not None
+            else "the newest checkpoint"
+        )
         note(f"{first} is half written or damaged ({problem}); resuming from iteration {number}")
     else:
         state = "names no iteration" if folders.tracker_is_broken(load) else "is missing"
-        note(f"{load / folders.TRACKER} {state}; resuming from iteration {number}, the last good one")
+        note(
+            f"{load / folders.TRACKER} {state}; resuming from iteration {number}, the last good one"
+        )
     args.ckpt_step, args.cp_ring_fell_back = number, True
     _fallbacks[str(load)] = number
 
 
 def no_whole_checkpoint(args: argparse.Namespace, load: Path, problem: str) -> str:
-    """The error message for a folder without a whole checkpoint, or without the one that --ckpt-step asks for."""
+    """The error message for a folder without a whole checkpoint, or without the one that
+    --ckpt-step asks for.
+    """
     if requested_iteration(args):
-        return f"--ckpt-step {requested_iteration(args)}: the checkpoint is half written or damaged: {problem}"
+        return (
+            f"--ckpt-step {requested_iteration(args)}: the checkpoint is half written or damaged: "
+            f"{problem}"
+        )
     return f"--load {load}: no checkpoint in it is whole ({problem}): give another folder"
 
 
 def choose(args: argparse.Namespace) -> None:
-    """Makes Megatron load the newest whole checkpoint of --load where the latest one is half written, and says so.
+    """Makes Megatron load the newest whole checkpoint of --load where the latest one is half
+    written, and says so.
 
-    Sets `args.ckpt_step`; deletes nothing. Compares sizes only; `checkpoints.loading` computes checksums later.
+    Sets `args.ckpt_step`; deletes nothing. Compares sizes only; `checkpoints.loading` computes
+    checksums later.
 
-    Raises `ConfigError` if there are checkpoints but none is whole, or if the one that --ckpt-step asks for is not.
+    Raises `ConfigError` if there are checkpoints but none is whole, or if the one that --ckpt-step
+    asks for is not.
     """
     if not getattr(args, "load", None) or "://" in str(args.load):
         return
@@ -191,18 +231,29 @@ def choose(args: argparse.Namespace) -> None:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Raises `ConfigError` unless the checkpoint that will be loaded holds a model of the shape that the flags describe."""
+    """Raises `ConfigError` unless the checkpoint that will be loaded holds a model of the shape
+    that the flags describe.
+    """
     if not getattr(args, "load", None):
         return
     iteration = getattr(args, "ckpt_step", None) or folders.tracked(Path(args.load))
-    saved = _saved_args(folders.folder_of(Path(args.load), iteration)) if iteration is not None else None
+    saved = (
+        _saved_args(folders.folder_of(Path(args.load), iteration))
+        if iteration is not None
+        else None
+    )
     if saved is None:
         return
     for name, flag in _SHAPE:
         ours, theirs = _value(args, name), _value(saved, name)
-        if hasattr(saved, name) and ours != theirs and not (name == "vocab_size" and None in (ours, theirs)):
+        if (
+            hasattr(saved, name)
+            and ours != theirs
+            and not (name == "vocab_size" and None in (ours, theirs))
+        ):
             raise ConfigError(
-                f"{flag}: the checkpoint of iteration {iteration} in --load {args.load} has {name} {theirs}, and this job {ours}"
+                f"{flag}: the checkpoint of iteration {iteration} in --load {args.load} has {name} "
+                f"{theirs}, and this job {ours}"
             )
 
 
@@ -214,7 +265,9 @@ def _value(args: Any, name: str) -> Any:
 
 
 def _saved_args(folder: Path) -> Any:
-    """The arguments of the job that has written the checkpoint; None in a format that only Megatron itself reads."""
+    """The arguments of the job that has written the checkpoint; None in a format that only Megatron
+    itself reads.
+    """
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint import CheckpointException
 

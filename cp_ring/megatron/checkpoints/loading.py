@@ -1,4 +1,5 @@
-"""Chooses which checkpoint is loaded: the one that the tracker names if it is whole, else the last good one before it.
+"""Chooses which checkpoint is loaded: the one that the tracker names if it is whole, else the last
+good one before it.
 
 Rank 0 lists the candidates, all ranks share the work of reading them, and all agree.
 """
@@ -50,10 +51,11 @@ def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def as_verified(folder: Path, before: manifest.Stamps) -> Iterator[None]:
-    """Raises `ConfigError` on all ranks where files of `folder` were changed since they had the stamps `before`.
+    """Raises `ConfigError` on all ranks where files of `folder` were changed since they had the
+    stamps `before`.
 
-    What is loaded within is then what was verified: a job that reads its checkpoint takes long enough for somebody to copy
-    another one over it.
+    What is loaded within is then what was verified: a job that reads its checkpoint takes long
+    enough for somebody to copy another one over it.
     """
     try:
         yield
@@ -66,14 +68,20 @@ def as_verified(folder: Path, before: manifest.Stamps) -> Iterator[None]:
         raise
     changed = manifest.changed(folder, before)
     if not all_ranks_agree(not changed):
-        raise ConfigError(_AGAIN.format(changed or f"a file of {folder} was replaced or changed while it was loaded"))
+        raise ConfigError(
+            _AGAIN.format(
+                changed or f"a file of {folder} was replaced or changed while it was loaded"
+            )
+        )
 
 
 _AGAIN = "the checkpoint is not what was verified: {}: start the job again"
 
 
 def gated(read: Callable[..., Any]) -> Callable[..., Any]:
-    """One of Megatron's functions that read a checkpoint before `load_checkpoint` does, through the gates of `unpickle`."""
+    """One of Megatron's functions that read a checkpoint before `load_checkpoint` does, through the
+    gates of `unpickle`.
+    """
 
     @functools.wraps(read)
     def read_gated(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +92,9 @@ def gated(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tracker_reader(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `read_metadata`, which ends the process at a broken tracker; here the chosen iteration stands in for it."""
+    """Megatron's `read_metadata`, which ends the process at a broken tracker; here the chosen
+    iteration stands in for it.
+    """
 
     @functools.wraps(read_metadata)
     def read(tracker: Any) -> tuple[int, bool]:
@@ -98,11 +108,14 @@ def tracker_reader(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def agree_on_iteration(args: argparse.Namespace) -> tuple[Path, manifest.Stamps] | None:
-    """Sets `args.ckpt_step` to the same iteration on all ranks where the tracker's checkpoint is not to be loaded.
+    """Sets `args.ckpt_step` to the same iteration on all ranks where the tracker's checkpoint is
+    not to be loaded.
 
-    Returns the folder that is to be loaded and its stamps from before it was verified, or None where there is none.
+    Returns the folder that is to be loaded and its stamps from before it was verified, or None
+    where there is none.
 
-    Raises `ConfigError` on all ranks if there are checkpoints but none is good, or if the one that --ckpt-step asks for is not.
+    Raises `ConfigError` on all ranks if there are checkpoints but none is good, or if the one that
+    --ckpt-step asks for is not.
     """
     if not getattr(args, "load", None) or "://" in str(args.load):
         return None
@@ -116,7 +129,9 @@ def agree_on_iteration(args: argparse.Namespace) -> tuple[Path, manifest.Stamps]
         if not defects:
             inspection.load_iteration(args, load, number, latest, problem)
             if not (folder / manifest.NAME).is_file():
-                note(f"the checkpoint of iteration {number} has no manifest: it is loaded unverified")
+                note(
+                    f"the checkpoint of iteration {number} has no manifest: it is loaded unverified"
+                )
             return folder, before
         problem = problem or defects[0]
     if numbers:
@@ -125,7 +140,9 @@ def agree_on_iteration(args: argparse.Namespace) -> tuple[Path, manifest.Stamps]
 
 
 def _candidates(args: argparse.Namespace, load: Path) -> tuple[list[int], int | None]:
-    """`inspection.candidates` as rank 0 sees them, after it has removed the remains of earlier saves of this job."""
+    """`inspection.candidates` as rank 0 sees them, after it has removed the remains of earlier
+    saves of this job.
+    """
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         held = lock.held(load)

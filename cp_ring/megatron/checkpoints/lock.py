@@ -1,9 +1,11 @@
-"""One job at a time writes to a folder of checkpoints: a lock file that outlives neither its job nor a lost node for long.
+"""One job at a time writes to a folder of checkpoints: a lock file that outlives neither its job
+nor a lost node for long.
 
-The file names its owner: a random token, host and process, and the Slurm job. It is made by a hard link, which is atomic on NFS
-too, and the owner renews its time every few seconds by the clock of the file system. A lock whose owner is known to be dead (its
-process is gone from this machine, or Slurm has restarted its job) is taken over at once; any other one after `STALE_S` seconds
-without a sign of life.
+The file names its owner: a random token, host and process, and the Slurm job. It is made by a hard
+link, which is atomic on NFS too, and the owner renews its time every few seconds by the clock of
+the file system. A lock whose owner is known to be dead (its process is gone from this machine, or
+Slurm has restarted its job) is taken over at once; any other one after `STALE_S` seconds without a
+sign of life.
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ class Lost(OSError):
 class Owner(BaseModel):
     """Who holds a lock.
 
-    machine: identifies the running kernel and its process namespace, in which `pid` and `started` have a meaning; "" if unknown.
-    predecessors: tokens of the dead owners before; what they have left half written belongs to this owner.
+    machine: identifies the running kernel and its process namespace, in which `pid` and `started`
+    have a meaning; "" if unknown.
+    predecessors: tokens of the dead owners before; what they have left half written belongs to this
+    owner.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -75,13 +79,19 @@ class Owner(BaseModel):
     def after(self, dead: Owner | None) -> Owner:
         """This owner as the successor of `dead`."""
         tokens = [*dead.predecessors, dead.token] if dead else []
-        return self.model_copy(update={"predecessors": [*self.predecessors, *tokens][-_KEPT_PREDECESSORS:]})
+        return self.model_copy(
+            update={"predecessors": [*self.predecessors, *tokens][-_KEPT_PREDECESSORS:]}
+        )
 
     def fate(self, asking: Owner) -> str:
         """What `asking` knows of this owner: "alive", "dead" or "unknown"."""
         if self.machine and self.machine == asking.machine:
             return "alive" if self.started and _start_of(self.pid) == self.started else "dead"
-        restarted = self.slurm_job and self.slurm_job == asking.slurm_job and self.slurm_restart < asking.slurm_restart
+        restarted = (
+            self.slurm_job
+            and self.slurm_job == asking.slurm_job
+            and self.slurm_restart < asking.slurm_restart
+        )
         return "dead" if restarted else "unknown"
 
     def __str__(self) -> str:
@@ -97,7 +107,9 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """When a process of this machine began, in ticks since the machine did; "" if there is no such process, or it has ended."""
+    """When a process of this machine began, in ticks since the machine did; "" if there is no such
+    process, or it has ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -112,7 +124,8 @@ class Lock:
     folder: Path
     owner: Owner
     _stop: threading.Event = field(default_factory=threading.Event)
-    _renewed: float = field(default_factory=time.monotonic)  # when this process has last looked after it
+    # when this process has last looked after it
+    _renewed: float = field(default_factory=time.monotonic)
 
     @property
     def path(self) -> Path:
@@ -124,22 +137,28 @@ class Lock:
         return frozenset([self.owner.token, *self.owner.predecessors])
 
     def check(self) -> None:
-        """Raises `Lost` where another job holds the lock; where there is none any more, this process takes it again.
+        """Raises `Lost` where another job holds the lock; where there is none any more, this
+        process takes it again.
 
-        Somebody may have removed the whole folder: then it is made again. But where this process was stopped for so long that
-        another job may have taken the lock, saved, and given it up since, the lock is lost. Raises `OSError` where the folder
-        cannot be made.
+        Somebody may have removed the whole folder: then it is made again. But where this process
+        was stopped for so long that another job may have taken the lock, saved, and given it up
+        since, the lock is lost. Raises `OSError` where the folder cannot be made.
         """
         holder = _read(self.path)
         if holder is None and not self.path.exists():
             if self._was_stopped():
-                raise Lost(f"this process did not run for more than {STALE_S:.0f} s, and its lock of {self.folder} is gone")
+                raise Lost(
+                    f"this process did not run for more than {STALE_S:.0f} s, and its lock of "
+                    f"{self.folder} is gone"
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
             if _create(self.path, self.owner):
                 return
         holder = _read(self.path)
         if holder is None or holder.token != self.owner.token:
-            raise Lost(f"the folder {self.folder} now belongs to another job ({holder or 'unknown'})")
+            raise Lost(
+                f"the folder {self.folder} now belongs to another job ({holder or 'unknown'})"
+            )
         self._renewed = time.monotonic()
 
     def beat(self) -> None:
@@ -173,9 +192,11 @@ _held: dict[Path, Lock] = {}
 def acquire(folder: Path) -> Lock:
     """Takes the lock of `folder` for this process, which keeps it until it ends.
 
-    Waits up to `STALE_S` seconds where nothing is known of the owner but that its lock is not renewed.
+    Waits up to `STALE_S` seconds where nothing is known of the owner but that its lock is not
+    renewed.
 
-    Raises `ConfigError` in one line where another job that lives holds it, `OSError` where the folder cannot be written to.
+    Raises `ConfigError` in one line where another job that lives holds it, `OSError` where the
+    folder cannot be written to.
     """
     folder = folder.absolute()
     lock = held(folder)
@@ -206,7 +227,8 @@ atexit.register(release_all)
 
 def _wait_for(path: Path, mine: Owner) -> Owner:
     """Makes the lock file as soon as nobody who lives holds it; returns the owner that it names."""
-    watched: tuple[int, float] | None = None  # time of the file, and since when we have seen it unchanged
+    # time of the file, and since when we have seen it unchanged
+    watched: tuple[int, float] | None = None
     while not _create(path, mine):
         holder = _read(path)
         fate = holder.fate(mine) if holder else "unknown"
@@ -216,13 +238,20 @@ def _wait_for(path: Path, mine: Owner) -> Owner:
             continue
         if watched is None and fate == "unknown":
             watched = (beat, time.monotonic())
-            note(f"{path}: waiting for a sign of life of its owner ({holder or 'unknown'}), {STALE_S:.0f} s at most")
+            note(
+                f"{path}: waiting for a sign of life of its owner ({holder or 'unknown'}), "
+                f"{STALE_S:.0f} s at most"
+            )
         if fate == "alive" or (watched is not None and beat != watched[0]):
             raise ConfigError(
-                f"--save {path.parent}: another job writes its checkpoints there ({holder or 'unknown'}): "
-                "give another folder, or end that job first"
+                f"--save {path.parent}: another job writes its checkpoints there "
+                f"({holder or 'unknown'}): give another folder, or end that job first"
             )
-        silent = watched is not None and time.monotonic() - watched[1] > 2 * BEAT_S and _age(path) > STALE_S
+        silent = (
+            watched is not None
+            and time.monotonic() - watched[1] > 2 * BEAT_S
+            and _age(path) > STALE_S
+        )
         if fate == "dead" or silent:
             mine = mine.after(holder)
             _remove(path, holder)
@@ -232,7 +261,9 @@ def _wait_for(path: Path, mine: Owner) -> Owner:
 
 
 def _read(path: Path) -> Owner | None:
-    """The owner that the lock file names; None where there is no file, or one that cp_ring has not written."""
+    """The owner that the lock file names; None where there is no file, or one that cp_ring has not
+    written.
+    """
     try:
         return Owner.model_validate(files.read_json(path, 1 << 16))
     except (OSError, ValueError, ValidationError):
@@ -246,7 +277,8 @@ def _create(path: Path, owner: Owner) -> bool:
         os.link(made, path)
         return True
     except FileExistsError:
-        return made.stat().st_nlink == 2  # over NFS the answer to a link that was made can be lost, and the repeated call fails
+        # over NFS the answer to a link that was made can be lost, and the repeated call fails
+        return made.stat().st_nlink == 2
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
             raise
@@ -285,7 +317,9 @@ def _age(path: Path) -> float:
 
 
 def _remove(path: Path, judged: Owner | None) -> None:
-    """Removes the lock of the owner that was found dead, but not one that somebody else has made in the meantime."""
+    """Removes the lock of the owner that was found dead, but not one that somebody else has made in
+    the meantime.
+    """
     aside = files.beside(path)
     try:
         path.rename(aside)

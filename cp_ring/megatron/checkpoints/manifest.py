@@ -36,13 +36,16 @@ def describe(path: Path) -> Entry:
 
 def write(folder: Path, entries: Mapping[str, Entry]) -> None:
     """Writes the manifest of `folder`, whole or not at all."""
-    files.replace_text(folder / NAME, json.dumps({"format": 1, "files": dict(sorted(entries.items()))}, indent=1))
+    files.replace_text(
+        folder / NAME, json.dumps({"format": 1, "files": dict(sorted(entries.items()))}, indent=1)
+    )
 
 
 def read(folder: Path) -> dict[str, Entry] | None:
     """The files that the manifest of `folder` names, or None where there is no manifest.
 
-    Raises `ValueError` for a manifest that cp_ring has not written, `OSError` where it cannot be read.
+    Raises `ValueError` for a manifest that cp_ring has not written, `OSError` where it cannot be
+    read.
     """
     try:
         found = files.read_json(folder / NAME).get("files")
@@ -72,7 +75,9 @@ def size(folder: Path) -> int:
 
 
 Stamps = dict[Path, tuple[int, int, int]]
-"""Of each file: its size, and when its content and its inode were changed, in ns. Whatever replaces a file changes them."""
+"""Of each file: its size, and when its content and its inode were changed, in ns. Whatever replaces
+a file changes them.
+"""
 
 
 def stamps(folder: Path) -> Stamps:
@@ -81,7 +86,10 @@ def stamps(folder: Path) -> Stamps:
         found = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
     except OSError:
         return {}
-    return {path: (status.st_size, status.st_mtime_ns, status.st_ctime_ns) for path, status in found.items()}
+    return {
+        path: (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        for path, status in found.items()
+    }
 
 
 def changed(folder: Path, before: Stamps) -> str:
@@ -92,10 +100,11 @@ def changed(folder: Path, before: Stamps) -> str:
 
 
 def defect(folder: Path, part: tuple[int, int] = (0, 1), checksums: bool = True) -> str:
-    """Why the files of `folder` are not those of its manifest, or "" (also where there is no manifest).
+    """Why the files of `folder` are not those of its manifest, or "" (also where there is no
+    manifest).
 
-    part: (i, n) computes the checksum of every n-th file only, from the i-th on, so that ranks can share the work; sizes are
-        always compared.
+    part: (i, n) computes the checksum of every n-th file only, from the i-th on, so that ranks can
+        share the work; sizes are always compared.
     """
     try:
         entries = read(folder)
@@ -107,7 +116,11 @@ def defect(folder: Path, part: tuple[int, int] = (0, 1), checksums: bool = True)
             length = path.stat().st_size
             if length != wanted["size"]:
                 return f"{path} holds {length} of {wanted['size']} bytes"
-            if checksums and place % part[1] == part[0] and describe(path)["crc32"] != wanted["crc32"]:
+            if (
+                checksums
+                and place % part[1] == part[0]
+                and describe(path)["crc32"] != wanted["crc32"]
+            ):
                 return f"{path} is not what was written: its checksum is another"
         except FileNotFoundError:
             return f"{path} is missing"

@@ -1,4 +1,6 @@
-"""What no load of a checkpoint may change: functions, classes and enumerations of Megatron, cp_ring and torch."""
+"""What no load of a checkpoint may change: functions, classes and enumerations of Megatron, cp_ring
+and torch.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,12 @@ from typing import Any
 
 _PACKAGES = ("megatron.core", "megatron.training", "cp_ring")
 _OF_TORCH = (
-    "torch", "torch._tensor", "torch._utils", "torch.storage", "torch.serialization", "torch.autograd.function", "torch.nn.init",
-    "torch.nn.functional", "torch.nn.parameter", "torch.nn.modules.module", "torch.nn.modules.linear", "torch.nn.modules.sparse",
+    "torch", "torch._tensor", "torch._utils", "torch.storage", "torch.serialization",
+    "torch.autograd.function",
+    "torch.nn.init",
+    "torch.nn.functional", "torch.nn.parameter", "torch.nn.modules.module",
+    "torch.nn.modules.linear",
+    "torch.nn.modules.sparse",
     "torch.nn.modules.normalization", "torch.optim.optimizer", "torch.distributed.distributed_c10d",
     "torch.distributed.checkpoint.metadata", "argparse", "collections", "enum", "signal", "types",
 )  # fmt: skip
@@ -22,7 +28,9 @@ Snapshot = list[tuple[str, Any, dict[str, Any]]]  # label, what holds the names,
 
 
 def snapshot() -> Snapshot:
-    """The state now, in 20 to 40 ms. It holds every value that it compares, so that no identity is used again."""
+    """The state now, in 20 to 40 ms. It holds every value that it compares, so that no identity is
+    used again.
+    """
     return [(label, owner, _watched(owner)) for label, owner in _owners()]
 
 
@@ -41,11 +49,14 @@ def first_change(before: Snapshot) -> str:
 def _owners() -> Iterator[tuple[str, Any]]:
     """Modules, the classes and functions that they define, and the members of their enumerations."""
     for label, module in list(sys.modules.items()):
-        if not (label in _OF_TORCH or label.startswith(_PACKAGES)) or not isinstance(module, types.ModuleType):
+        if not (label in _OF_TORCH or label.startswith(_PACKAGES)) or not isinstance(
+            module, types.ModuleType
+        ):
             continue
         yield label, module
         for name, thing in list(vars(module).items()):
-            kind = type(thing)  # isinstance would ask the thing itself, which may be a stand-in that imports something
+            # isinstance would ask the thing itself, which may be a stand-in that imports something
+            kind = type(thing)
             if kind is types.FunctionType and thing.__module__ == label:
                 yield f"{label}.{name}", thing
             elif issubclass(kind, type) and thing.__module__ == label:
@@ -65,13 +76,23 @@ def _of_class(label: str, kind: type) -> Iterator[tuple[str, Any]]:
 
 def _names(owner: Any) -> dict[Any, Any]:
     if isinstance(owner, types.FunctionType):
-        return {"__code__": owner.__code__, "__defaults__": owner.__defaults__, "__kwdefaults__": owner.__kwdefaults__}
+        return {
+            "__code__": owner.__code__,
+            "__defaults__": owner.__defaults__,
+            "__kwdefaults__": owner.__kwdefaults__,
+        }
     return owner if isinstance(owner, dict) else vars(owner)
 
 
 def _watched(owner: Any) -> dict[Any, Any]:
-    """Of a module its code; of a class its code and, where it is a dataclass, the defaults of its fields; else everything."""
+    """Of a module its code; of a class its code and, where it is a dataclass, the defaults of its
+    fields; else everything.
+    """
     if not isinstance(owner, type | types.ModuleType) or isinstance(owner, enum.EnumMeta):
         return dict(_names(owner))
     fields = vars(owner).get("__dataclass_fields__", ())
-    return {name: value for name, value in vars(owner).items() if issubclass(type(value), _CODE) or name in fields}
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if issubclass(type(value), _CODE) or name in fields
+    }

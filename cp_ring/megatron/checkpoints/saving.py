@@ -1,7 +1,9 @@
-"""Makes Megatron's save safe: written aside, checked, given a manifest, and published all at once by all ranks or by none.
+"""Makes Megatron's save safe: written aside, checked, given a manifest, and published all at once
+by all ranks or by none.
 
-A save that fails on any rank (a full disk, a read-only folder) is reported in one line, removes what it has written, and lets
-training go on; where it was the last save of a run, the run ends with an error. One job at a time saves to a folder (`lock`).
+A save that fails on any rank (a full disk, a read-only folder) is reported in one line, removes
+what it has written, and lets training go on; where it was the last save of a run, the run ends with
+an error. One job at a time saves to a folder (`lock`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class _State:
     errors: what went wrong on this rank in the save that is starting.
     unsaved: the iteration of the last save, if it failed.
     last: the folder that was published last.
-    writing: unfinished folders of saves that still run; there are several where saving is asynchronous.
+    writing: unfinished folders of saves that still run; there are several where saving is
+    asynchronous.
     """
 
     guarding = False
@@ -75,7 +78,9 @@ def all_ranks_agree(ok: bool) -> bool:
 
 
 def locked(set_up: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `setup_model_and_optimizer`, before which the job takes the lock of --save, or ends with one line."""
+    """Megatron's `setup_model_and_optimizer`, before which the job takes the lock of --save, or
+    ends with one line.
+    """
 
     @functools.wraps(set_up)
     def set_up_locked(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +88,8 @@ def locked(set_up: Callable[..., Any]) -> Callable[..., Any]:
 
         save = getattr(get_args(), "save", None)
         if save and "://" not in str(save):
-            with rejecting(), contextlib.suppress(OSError):  # an unwritable folder is reported at each save
+            # an unwritable folder is reported at each save
+            with rejecting(), contextlib.suppress(OSError):
                 take_lock(Path(save))
         return set_up(*args, **kwargs)
 
@@ -93,7 +99,8 @@ def locked(set_up: Callable[..., Any]) -> Callable[..., Any]:
 def take_lock(folder: Path) -> None:
     """Rank 0 takes the lock of `folder`; all ranks call it.
 
-    Raises `ConfigError` on all ranks where another job holds it, `OSError` where the folder cannot be written to.
+    Raises `ConfigError` on all ranks where another job holds it, `OSError` where the folder cannot
+    be written to.
     """
     outcome: list[tuple[str, str]] = [("", "")]
     if dist.get_rank() == 0:
@@ -115,7 +122,9 @@ def take_lock(folder: Path) -> None:
 
 
 def tolerant(write: Callable[..., Any]) -> Callable[..., Any]:
-    """`write`, which one rank runs while others wait in a collective: its failure is kept for `publish`, where all ranks meet."""
+    """`write`, which one rank runs while others wait in a collective: its failure is kept for
+    `publish`, where all ranks meet.
+    """
 
     @functools.wraps(write)
     def write_tolerantly(*args: Any, **kwargs: Any) -> Any:
@@ -128,7 +137,9 @@ def tolerant(write: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_out_folder(ensure: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `ensure_directory_exists`, which does not make the final folder of a checkpoint that is written aside."""
+    """Megatron's `ensure_directory_exists`, which does not make the final folder of a checkpoint
+    that is written aside.
+    """
 
     @functools.wraps(ensure)
     def make(filename: str, check_parent: bool = True) -> None:
@@ -139,7 +150,9 @@ def leave_out_folder(ensure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guarded(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `save_checkpoint`, after which training goes on where the checkpoint could not be saved."""
+    """Megatron's `save_checkpoint`, after which training goes on where the checkpoint could not be
+    saved.
+    """
 
     @functools.wraps(save_checkpoint)
     def save(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +169,9 @@ def guarded(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guarded_finalize(finalize: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `maybe_finalize_async_save`, which goes on with the next request where one could not be saved."""
+    """Megatron's `maybe_finalize_async_save`, which goes on with the next request where one could
+    not be saved.
+    """
 
     @functools.wraps(finalize)
     def finalize_all(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +187,9 @@ def guarded_finalize(finalize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def written_aside(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`dist_checkpointing.save`, which writes aside and publishes within `guarded`, and is as it was elsewhere."""
+    """`dist_checkpointing.save`, which writes aside and publishes within `guarded`, and is as it
+    was elsewhere.
+    """
 
     @functools.wraps(save)
     def save_aside(state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +205,9 @@ def written_aside(save: Callable[..., Any]) -> Callable[..., Any]:
         if request is None:
             publish(folder, final)
             return None
-        request.finalize_fns[:] = [_with_iteration(step, folder, iteration) for step in request.finalize_fns]
+        request.finalize_fns[:] = [
+            _with_iteration(step, folder, iteration) for step in request.finalize_fns
+        ]
         request.finalize_fns.append(functools.partial(publish, folder, final, tuple(_state.errors)))
         _state.errors.clear()  # the next save may begin before this one ends
         return request
@@ -235,7 +254,8 @@ def _with_iteration(step: Callable[[], Any], folder: Path, iteration: int) -> Ca
 
 
 def publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
-    """Checks and publishes what all ranks have written to `folder`; Megatron then writes the tracker.
+    """Checks and publishes what all ranks have written to `folder`; Megatron then writes the
+    tracker.
 
     earlier: errors of this rank from when the save began.
 
@@ -267,7 +287,8 @@ def publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
 
 
 def track(folder: Path, iteration: int) -> None:
-    """Lets the tracker file of `folder` name the published checkpoint of `iteration`, and removes those that are not kept.
+    """Lets the tracker file of `folder` name the published checkpoint of `iteration`, and removes
+    those that are not kept.
 
     All ranks call it. Raises `SaveFailed` on all of them where rank 0 cannot.
     """
@@ -296,7 +317,11 @@ def _complete_sums(folder: Path, rank: int) -> None:
     place = folder / SUMS.format(rank)
     if place.is_file():
         return
-    mine = [path for path in folder.glob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == rank]
+    mine = [
+        path
+        for path in folder.glob("*.distcp")
+        if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == rank
+    ]
     if mine:
         place.write_text(json.dumps({path.name: manifest.describe(path) for path in mine}))
 
@@ -336,16 +361,23 @@ def _report(iteration: int, why: str) -> None:
     which = f"of iteration {iteration} " if iteration >= 0 else ""
     if dist.get_rank() == 0:
         good = folders.last_good(get_args().save)
-        left = "there is none yet" if good is None else f"the last good one is that of iteration {good}"
+        left = (
+            "there is none yet"
+            if good is None
+            else f"the last good one is that of iteration {good}"
+        )
         print(
-            f"cp_ring: warning: the checkpoint {which}was not saved: {why}; {left}; the next save tries again",
+            f"cp_ring: warning: the checkpoint {which}was not saved: {why}; {left}; the next save "
+            "tries again",
             file=sys.stderr,
             flush=True,
         )
 
 
 def _tracker_written(folder: Path, iteration: int | None, error: OSError | None) -> None:
-    """After rank 0 has tried to replace the tracker: without it the next restart misses the checkpoint, which is in place."""
+    """After rank 0 has tried to replace the tracker: without it the next restart misses the
+    checkpoint, which is in place.
+    """
     if error is not None:
         _report(-1, f"the tracker was not replaced: {reason(error)}")
         return
@@ -356,7 +388,9 @@ def _tracker_written(folder: Path, iteration: int | None, error: OSError | None)
 
 @contextlib.contextmanager
 def saves_reported_at_exit() -> Iterator[None]:
-    """A run whose last save failed ends with one line and exit code 1, though training itself ended well; gives up its locks."""
+    """A run whose last save failed ends with one line and exit code 1, though training itself ended
+    well; gives up its locks.
+    """
     try:
         yield
     except SystemExit as stop:
@@ -393,7 +427,8 @@ def reason(error: BaseException) -> str:
 
 
 class Opener:
-    """Stands for Megatron's way to open files: tracker files are published by a rename, all others as before.
+    """Stands for Megatron's way to open files: tracker files are published by a rename, all others
+    as before.
 
     Has every other attribute of `original`, and is itself callable where that is.
     """
@@ -410,7 +445,13 @@ class Opener:
     def __call__(self, path: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
         return self._open(self._original, path, mode, *rest, **named)
 
-    def _open(self, plain: Callable[..., Any], path: Any, mode: str, *rest: Any, **named: Any) -> Any:
-        if not folders.is_tracker(path) or (mode == "r" and not folders.tracker_is_broken(Path(os.path.dirname(path)))):
+    def _open(
+        self, plain: Callable[..., Any], path: Any, mode: str, *rest: Any, **named: Any
+    ) -> Any:
+        if not folders.is_tracker(path) or (
+            mode == "r" and not folders.tracker_is_broken(Path(os.path.dirname(path)))
+        ):
             return plain(path, mode, *rest, **named)
-        return folders.open_tracker(path, mode, functools.partial(_tracker_written, Path(path).parent))
+        return folders.open_tracker(
+            path, mode, functools.partial(_tracker_written, Path(path).parent)
+        )

@@ -1,15 +1,18 @@
 """Checkpoints are data: loading one never runs code that is stored in it.
 
-Every pickle goes through a reader of our own, `_Gate`. It finds the names of one table, and each `Allowed` of it says which
-arguments its name takes and which state its objects take; torch's own list for `weights_only`, and what libraries declare safe,
-add nothing. A name never becomes the class or function itself while a pickle is read, so nothing in a pickle can call it or hand
-it on. A state is given once, and only to an object that the same load has made; members of enumerations are looked up by value.
+Every pickle goes through a reader of our own, `_Gate`. It finds the names of one table, and each
+`Allowed` of it says which arguments its name takes and which state its objects take; torch's own
+list for `weights_only`, and what libraries declare safe, add nothing. A name never becomes the
+class or function itself while a pickle is read, so nothing in a pickle can call it or hand it on. A
+state is given once, and only to an object that the same load has made; members of enumerations are
+looked up by value.
 
 - `torch_load`: zip archives of torch.save; no TorchScript, no file in the legacy format.
 - `IndexUnpickler`: the index `.metadata`.
 - `ExtraStateUnpickler`: the state of fp8 that TransformerEngine's layers keep in a tensor.
 
-`--cp-ring-trust-checkpoint` switches the gates off. A type of a user passes after `torch.serialization.add_safe_globals([Type])`.
+`--cp-ring-trust-checkpoint` switches the gates off. A type of a user passes after
+`torch.serialization.add_safe_globals([Type])`.
 """
 
 from __future__ import annotations
@@ -63,9 +66,12 @@ class Allowed:
 
     Attributes:
         name: the name as pickles have it.
-        make: called with arguments that pass `takes`; None for a name that is only handed to other entries.
-        takes: a check of each argument; the last ones may be missing, `least` must be there. None lets any arguments pass.
-        fill: called with an object that `make` has made in this load, and its state; None where it takes none.
+        make: called with arguments that pass `takes`; None for a name that is only handed to other
+        entries.
+        takes: a check of each argument; the last ones may be missing, `least` must be there. None
+        lets any arguments pass.
+        fill: called with an object that `make` has made in this load, and its state; None where it
+        takes none.
         new: makes the object where the pickle leaves `__init__` out; None where `make` does.
     """
 
@@ -117,7 +123,9 @@ def _entries(*entries: Allowed) -> dict[str, Allowed]:
 
 
 def _is_state(state: Any) -> bool:
-    return type(state) is dict and all(type(key) is str and not key.startswith("__") for key in state)
+    return type(state) is dict and all(
+        type(key) is str and not key.startswith("__") for key in state
+    )
 
 
 def _fill_attributes(target: Any, state: Any) -> None:
@@ -139,7 +147,9 @@ def _fill_by_own(check: Check) -> Callable[[Any, Any], None]:
 
 
 def _tuple_of(*checks: Check) -> Check:
-    return lambda value: type(value) is tuple and len(value) == len(checks) and all(map(_passes, checks, value))
+    return lambda value: (
+        type(value) is tuple and len(value) == len(checks) and all(map(_passes, checks, value))
+    )
 
 
 def _by_value(kind: Any, name: str) -> Allowed:
@@ -164,13 +174,23 @@ _PLAIN = _entries(
     Allowed("builtins.complex", complex, (_of(float), _of(float)), 2),
     Allowed("builtins.range", range, (_INT, _INT, _INT), 3),
     Allowed("builtins.slice", slice, (_INT_OR_NONE,) * 3, 3),
-    Allowed("_codecs.encode", lambda text, _: text.encode("latin-1"), (_TEXT, lambda code: code in ("latin1", "latin-1")), 2),
+    Allowed(
+        "_codecs.encode",
+        lambda text, _: text.encode("latin-1"),
+        (_TEXT, lambda code: code in ("latin1", "latin-1")),
+        2,
+    ),
     Allowed("collections.OrderedDict", collections.OrderedDict, (_LIST,), fill=_fill_attributes),
     Allowed("collections.Counter", collections.Counter, (_of(dict),)),
     Allowed("collections.deque", collections.deque, (_of(tuple, list), _INT_OR_NONE)),
     Allowed("argparse.Namespace", argparse.Namespace, fill=_fill_attributes),
     Allowed("types.SimpleNamespace", types.SimpleNamespace, fill=_fill_attributes),
-    Allowed("_io.BytesIO", io.BytesIO, (), fill=_fill_by_own(_tuple_of(_BYTES, _is_count, _of(types.NoneType)))),
+    Allowed(
+        "_io.BytesIO",
+        io.BytesIO,
+        (),
+        fill=_fill_by_own(_tuple_of(_BYTES, _is_count, _of(types.NoneType))),
+    ),
     Allowed("datetime.date", datetime.date, (_BYTES,), 1),
     Allowed("datetime.time", datetime.time, (_BYTES, _of(datetime.timezone)), 1),
     Allowed("datetime.datetime", datetime.datetime, (_BYTES, _of(datetime.timezone)), 1),
@@ -182,7 +202,12 @@ _PLAIN = _entries(
     ),
     Allowed("torch.Size", torch.Size, (_are_counts,), 1),
     Allowed("torch.device", torch.device, (_TEXT, _is_count), 1),
-    Allowed("torch.serialization._get_layout", lambda name: _torch_value(name.removeprefix("torch.")), (_TEXT,), 1),
+    Allowed(
+        "torch.serialization._get_layout",
+        lambda name: _torch_value(name.removeprefix("torch.")),
+        (_TEXT,),
+        1,
+    ),
 )
 
 
@@ -207,9 +232,16 @@ class _DataType:
 
 
 def _fill_data_type(target: _DataType, state: Any) -> None:
-    """Takes the byte order from NumPy's state of a data type; everything else in it has to be what the code says."""
+    """Takes the byte order from NumPy's state of a data type; everything else in it has to be what
+    the code says.
+    """
     own = target.plain.__reduce__()[2]
-    if not isinstance(state, tuple) or len(state) != len(own) or state[1] not in ("<", ">", "=", "|") or state[2:] != own[2:]:
+    if (
+        not isinstance(state, tuple)
+        or len(state) != len(own)
+        or state[1] not in ("<", ">", "=", "|")
+        or state[2:] != own[2:]
+    ):
         raise _rejected(f"that gives a state of its own to the numpy data type {target.plain}")
     target.plain = target.plain.newbyteorder(state[1])
 
@@ -218,7 +250,11 @@ def _fill_array(target: Any, state: Any) -> None:
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], _DataType):
         raise _rejected(f"that gives the state {state!r:.60} to a numpy array")
     _, shape, kind, column_major, data = state
-    if not _are_counts(shape) or type(data) is not bytes or math.prod(shape) * kind.plain.itemsize != len(data):
+    if (
+        not _are_counts(shape)
+        or type(data) is not bytes
+        or math.prod(shape) * kind.plain.itemsize != len(data)
+    ):
         raise _rejected(f"of a numpy array of shape {shape!r:.60} with other data")
     own: Any = (1, shape, kind.plain, bool(column_major), data)
     target.__setstate__(own)
@@ -247,21 +283,42 @@ _NUMPY = _entries(
 # Tensors.
 
 
-def _check_extent(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> None:
+def _check_extent(
+    storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], itemsize: int
+) -> None:
     """Raises `Rejected` for a tensor that reaches beyond its storage, which torch would enlarge."""
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else -1
+    last = (
+        offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if 0 not in size
+        else -1
+    )
     if (last + 1) * itemsize > storage._untyped_storage.nbytes():
         raise _rejected(f"of a tensor of shape {size!r:.60} that is larger than its storage")
 
 
-def _tensor_v2(storage: Any, offset: int, size: Any, stride: Any, grad: bool, _: Any, about: Any = None) -> Any:
+def _tensor_v2(
+    storage: Any, offset: int, size: Any, stride: Any, grad: bool, _: Any, about: Any = None
+) -> Any:
     _check_extent(storage, offset, size, stride, storage.dtype.itemsize)
-    return torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, collections.OrderedDict(), about)
+    return torch._utils._rebuild_tensor_v2(
+        storage, offset, size, stride, grad, collections.OrderedDict(), about
+    )
 
 
-def _tensor_v3(storage: Any, offset: int, size: Any, stride: Any, grad: bool, _: Any, kind: Any, about: Any = None) -> Any:
+def _tensor_v3(
+    storage: Any,
+    offset: int,
+    size: Any,
+    stride: Any,
+    grad: bool,
+    _: Any,
+    kind: Any,
+    about: Any = None,
+) -> Any:
     _check_extent(storage, offset, size, stride, kind.itemsize)
-    return torch._utils._rebuild_tensor_v3(storage, offset, size, stride, grad, collections.OrderedDict(), kind, about)
+    return torch._utils._rebuild_tensor_v3(
+        storage, offset, size, stride, grad, collections.OrderedDict(), kind, about
+    )
 
 
 def _parameter(data: Any, grad: bool, _: Any, state: Any = None) -> Any:
@@ -270,7 +327,9 @@ def _parameter(data: Any, grad: bool, _: Any, state: Any = None) -> Any:
 
 def _with_attributes(tensor: Any, state: Any) -> Any:
     """`tensor`, which this load has made, with attributes that no tensor has by itself."""
-    if state is not None and not (_is_state(state) and not any(hasattr(type(tensor), key) for key in state)):
+    if state is not None and not (
+        _is_state(state) and not any(hasattr(type(tensor), key) for key in state)
+    ):
         raise _rejected(f"that gives the state {state!r:.60} to a tensor")
     tensor.__dict__.update(state or {})
     return tensor
@@ -279,11 +338,15 @@ def _with_attributes(tensor: Any, state: Any) -> Any:
 def _retyped(rebuild: Allowed, kind: Allowed, args: Any, state: Any) -> Any:
     """For torch's `_rebuild_from_type_v2`: a tensor with attributes."""
     tensor = rebuild.call(args)
-    return _with_attributes(tensor.as_subclass(torch.nn.Parameter) if kind is _PARAMETER else tensor, state)
+    return _with_attributes(
+        tensor.as_subclass(torch.nn.Parameter) if kind is _PARAMETER else tensor, state
+    )
 
 
 def _is_about_tensor(value: Any) -> bool:
-    return value is None or (type(value) is dict and set(value) <= {"conj", "neg"} and all(map(_FLAG, value.values())))
+    return value is None or (
+        type(value) is dict and set(value) <= {"conj", "neg"} and all(map(_FLAG, value.values()))
+    )
 
 
 def _no_hooks(value: Any) -> bool:
@@ -296,8 +359,15 @@ _STORED: tuple[Check, ...] = (
 )  # fmt: skip
 _REBUILD = _entries(
     Allowed("torch._utils._rebuild_tensor_v2", _tensor_v2, (*_STORED, _is_about_tensor), 6),
-    Allowed("torch._utils._rebuild_tensor_v3", _tensor_v3, (*_STORED, _of(torch.dtype), _is_about_tensor), 7),
-    Allowed("torch._utils._rebuild_parameter", _parameter, (_of(torch.Tensor), _FLAG, _no_hooks), 3),
+    Allowed(
+        "torch._utils._rebuild_tensor_v3",
+        _tensor_v3,
+        (*_STORED, _of(torch.dtype), _is_about_tensor),
+        7,
+    ),
+    Allowed(
+        "torch._utils._rebuild_parameter", _parameter, (_of(torch.Tensor), _FLAG, _no_hooks), 3
+    ),
 )
 _TORCH = _REBUILD | _entries(
     _TENSOR,
@@ -316,7 +386,8 @@ _TORCH = _REBUILD | _entries(
 
 _DCP = "torch.distributed.checkpoint."
 _INDEX = {
-    _DCP + "metadata": "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+    _DCP
+    + "metadata": "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
     "TensorProperties _MEM_FORMAT_ENCODING StorageMeta",
     _DCP + "filesystem": "_StorageInfo _StoragePrefix",
     _DCP + "planner": "SavePlan WriteItem WriteItemType TensorWriteData",
@@ -325,15 +396,18 @@ _INDEX = {
 _MEGATRON = {"megatron.core.optimizer.optimizer_config": "OptimizerConfig", "signal": "Signals"}
 _FP8 = {
     "megatron.core.extensions.transformer_engine": "TEDelayedScaling",
-    "transformer_engine.common.recipe": "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling "
-    "NVFP4BlockScaling Format _FormatHelper MMParams QParams",
+    "transformer_engine.common.recipe": "DelayedScaling Float8CurrentScaling Float8BlockScaling "
+    "MXFP8BlockScaling NVFP4BlockScaling Format _FormatHelper MMParams QParams",
 }
 _ENUM_PACKAGES = ("megatron.core.", "transformer_engine.common.")
-_PACKAGES = ("torch", "numpy", "megatron", "transformer_engine", "cp_ring")  # nothing of them passes as a type of a user
+# nothing of them passes as a type of a user
+_PACKAGES = ("torch", "numpy", "megatron", "transformer_engine", "cp_ring")
 
 
 def _of_package(module: str, name: str) -> Allowed | None:
-    """The entry of a listed class: an enumeration, a named tuple, or one whose instances are their attributes."""
+    """The entry of a listed class: an enumeration, a named tuple, or one whose instances are their
+    attributes.
+    """
     kind = getattr(importlib.import_module(module), name, None)
     label = f"{module}.{name}"
     if isinstance(kind, enum.EnumMeta):
@@ -342,13 +416,21 @@ def _of_package(module: str, name: str) -> Allowed | None:
         return None
     if issubclass(kind, tuple):
         fields: Any = getattr(kind, "_fields", ())
-        return Allowed(label, kind, (lambda value: not isinstance(value, Allowed),) * len(fields), len(fields))
+        return Allowed(
+            label, kind, (lambda value: not isinstance(value, Allowed),) * len(fields), len(fields)
+        )
     own = name == "TensorProperties"
-    return Allowed(label, lambda: kind.__new__(kind), fill=_fill_by_own(_of(tuple)) if own else _fill_attributes)
+    return Allowed(
+        label,
+        lambda: kind.__new__(kind),
+        fill=_fill_by_own(_of(tuple)) if own else _fill_attributes,
+    )
 
 
 def _enumeration(module: str, name: str) -> Allowed | None:
-    """The entry of an enumeration of Megatron or TransformerEngine, whose module the program has imported."""
+    """The entry of an enumeration of Megatron or TransformerEngine, whose module the program has
+    imported.
+    """
     loaded = sys.modules.get(module) if module.startswith(_ENUM_PACKAGES) else None
     kind = getattr(loaded, "__dict__", {}).get(name)
     if isinstance(kind, enum.EnumMeta) and len(kind) > 0 and kind.__module__ == module:
@@ -360,7 +442,11 @@ def _of_user() -> dict[str, Allowed]:
     """What the program, and no package that cp_ring knows, has declared safe."""
     found = {}
     for declared in torch.serialization.get_safe_globals():
-        thing, name = declared if isinstance(declared, tuple) else (declared, f"{declared.__module__}.{declared.__qualname__}")
+        thing, name = (
+            declared
+            if isinstance(declared, tuple)
+            else (declared, f"{declared.__module__}.{declared.__qualname__}")
+        )
         if name.split(".")[0] in _PACKAGES:
             continue
         new = functools.partial(thing.__new__, thing) if isinstance(thing, type) else None
@@ -379,12 +465,53 @@ def _fill_as_pickle(target: Any, state: Any) -> None:
 # The reader.
 
 _OPCODES = {
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP, pickle.MEMOIZE),
+    *(
+        pickle.PROTO,
+        pickle.FRAME,
+        pickle.STOP,
+        pickle.MARK,
+        pickle.POP,
+        pickle.POP_MARK,
+        pickle.DUP,
+        pickle.MEMOIZE,
+    ),
     *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.GET, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG),
-    *(pickle.LONG1, pickle.LONG4, pickle.FLOAT, pickle.BINFLOAT, pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
-    *(pickle.BINUNICODE8, pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8, pickle.EMPTY_TUPLE, pickle.TUPLE),
-    *(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_DICT, pickle.DICT),
+    *(
+        pickle.NONE,
+        pickle.NEWTRUE,
+        pickle.NEWFALSE,
+        pickle.INT,
+        pickle.BININT,
+        pickle.BININT1,
+        pickle.BININT2,
+        pickle.LONG,
+    ),
+    *(
+        pickle.LONG1,
+        pickle.LONG4,
+        pickle.FLOAT,
+        pickle.BINFLOAT,
+        pickle.UNICODE,
+        pickle.BINUNICODE,
+        pickle.SHORT_BINUNICODE,
+    ),
+    *(
+        pickle.BINUNICODE8,
+        pickle.BINBYTES,
+        pickle.SHORT_BINBYTES,
+        pickle.BINBYTES8,
+        pickle.EMPTY_TUPLE,
+        pickle.TUPLE,
+    ),
+    *(
+        pickle.TUPLE1,
+        pickle.TUPLE2,
+        pickle.TUPLE3,
+        pickle.EMPTY_LIST,
+        pickle.LIST,
+        pickle.EMPTY_DICT,
+        pickle.DICT,
+    ),
     *(pickle.EMPTY_SET, pickle.FROZENSET, pickle.GLOBAL, pickle.STACK_GLOBAL),
 }
 
@@ -393,7 +520,9 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 def _only_for(*kinds: type, marked: bool = False, under: int = 1) -> Any:
-    """Wraps an instruction of `pickle` that puts items into a container: it has to be of one of these types, exactly."""
+    """Wraps an instruction of `pickle` that puts items into a container: it has to be of one of
+    these types, exactly.
+    """
 
     def wrap(instruction: Any) -> Any:
         @functools.wraps(instruction)
@@ -415,7 +544,8 @@ _LISTS, _MAPPINGS = (list, collections.deque), (dict, collections.OrderedDict, c
 class _Gate(_PythonUnpickler):
     """`pickle.Unpickler` of the names in `entries`, and of `classes` by module.
 
-    In Python, since the one in C lets nobody see which object is given which state: 7 s instead of 3 s for 100,000 tensors.
+    In Python, since the one in C lets nobody see which object is given which state: 7 s instead of
+    3 s for 100,000 tensors.
     """
 
     entries: ClassVar[dict[str, Allowed]] = {}
@@ -423,7 +553,8 @@ class _Gate(_PythonUnpickler):
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
-        self.made: dict[int, tuple[Any, Allowed]] = {}  # by identity: what takes a state and has none yet
+        # by identity: what takes a state and has none yet
+        self.made: dict[int, tuple[Any, Allowed]] = {}
 
     def load_reduce(self) -> None:
         """Calls an entry."""
@@ -472,7 +603,9 @@ class _Gate(_PythonUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         """The entry of that name, or a constant of torch; raises `Rejected` unless it is listed."""
         if self.proto < 3:
-            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+            module, name = NAME_MAPPING.get(
+                (module, name), (IMPORT_MAPPING.get(module, module), name)
+            )
         if module == "pathlib._local":  # where Python 3.13 alone defines them
             module = "pathlib"
         found = self.entries.get(f"{module}.{name}")
@@ -493,15 +626,21 @@ class _Gate(_PythonUnpickler):
         raise _rejected(f"with the persistent id {key!r:.60}")
 
     def read(self) -> Any:
-        """As `load`; raises `Rejected` for an instruction that neither an index nor an extra state has."""
+        """As `load`; raises `Rejected` for an instruction that neither an index nor an extra state
+        has.
+        """
         try:
             return self.load()
         except KeyError as error:  # also a reference to nothing
             raise _rejected(f"with the instruction {error.args[0]!r:.20}") from None
 
 
-def _names_storage(what: Any, kind: Any, key: Any, location: Any, size: Any, view: Any = None) -> bool:
-    """Whether these are the parts of the persistent id of a storage, which torch would use unchecked."""
+def _names_storage(
+    what: Any, kind: Any, key: Any, location: Any, size: Any, view: Any = None
+) -> bool:
+    """Whether these are the parts of the persistent id of a storage, which torch would use
+    unchecked.
+    """
     plain = what == "storage" and type(key) is str and type(location) is str and _is_count(size)
     typed = type(kind) is torch.serialization.StorageType or kind is torch.UntypedStorage
     return plain and typed and (view is None or _tuple_of(_TEXT, _is_count, _is_count)(view))
@@ -515,16 +654,24 @@ class _ArchiveUnpickler(_Gate):
     classes = _MEGATRON
 
     def find_other(self, module: str, name: str) -> Any:
-        """Also enumerations and what a user declared safe; torch finds the types of storages itself."""
+        """Also enumerations and what a user declared safe; torch finds the types of storages
+        itself.
+        """
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return torch.UntypedStorage
-        return _enumeration(module, name) or _of_user().get(f"{module}.{name}") or super().find_other(module, name)
+        return (
+            _enumeration(module, name)
+            or _of_user().get(f"{module}.{name}")
+            or super().find_other(module, name)
+        )
 
 
 class _StorageUnpickler(_Gate):
     def find_other(self, module: str, name: str) -> Any:
         """Types of storages alone."""
-        return torch.UntypedStorage if (module, name) == ("torch.storage", "UntypedStorage") else None
+        return (
+            torch.UntypedStorage if (module, name) == ("torch.storage", "UntypedStorage") else None
+        )
 
 
 class _Reader:
@@ -552,28 +699,39 @@ def _opened(file: Any) -> Iterator[Any]:
 def torch_load(file: Any, map_location: Any = None) -> Any:
     """As `torch.load` of a path or a binary file, through the gate for archives.
 
-    Raises `Rejected`, with a message of one line, if the file is not a zip archive of torch.save or names something that is not
-    allowed; `OSError` if the file cannot be read.
+    Raises `Rejected`, with a message of one line, if the file is not a zip archive of torch.save or
+    names something that is not allowed; `OSError` if the file cannot be read.
     """
     with _opened(file) as opened:
         start = opened.tell()
         magic = opened.read(4)
         opened.seek(start)
         if magic != _ZIP:  # where torch.load would take the file for one of its legacy formats
-            raise Rejected(f"the checkpoint holds a file that is no zip archive of torch.save: {_ADVICE}")
+            raise Rejected(
+                f"the checkpoint holds a file that is no zip archive of torch.save: {_ADVICE}"
+            )
         with _one_line():
-            archive: Any = torch._C.PyTorchFileReader(opened)  # Python's zipfile may see other records
+            # Python's zipfile may see other records
+            archive: Any = torch._C.PyTorchFileReader(opened)
             if "constants.pkl" in archive.get_all_records():
-                raise Rejected("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
-            return torch.serialization._load(archive, map_location, _Reader(_ArchiveUnpickler), encoding="utf-8")
+                raise Rejected(
+                    "the checkpoint holds a TorchScript archive, which is code: it is not loaded"
+                )
+            return torch.serialization._load(
+                archive, map_location, _Reader(_ArchiveUnpickler), encoding="utf-8"
+            )
 
 
 def storage_from_bytes(data: bytes) -> Any:
-    """As `torch.storage._load_from_bytes`: a storage within a pickled tensor, which torch still writes in its legacy format."""
+    """As `torch.storage._load_from_bytes`: a storage within a pickled tensor, which torch still
+    writes in its legacy format.
+    """
     if data[:4] == _ZIP:
         return torch_load(io.BytesIO(data))
     with _one_line():
-        return torch.serialization._legacy_load(io.BytesIO(data), None, _Reader(_StorageUnpickler), encoding="utf-8")
+        return torch.serialization._legacy_load(
+            io.BytesIO(data), None, _Reader(_StorageUnpickler), encoding="utf-8"
+        )
 
 
 @contextlib.contextmanager
@@ -584,7 +742,10 @@ def _one_line() -> Iterator[None]:
         raise
     except Exception as error:  # a forged archive raises nearly anything
         why = (str(error).strip().splitlines() or [""])[0]
-        text = f"the checkpoint holds an archive that cannot be loaded ({type(error).__name__}: {why:.200}): {_ADVICE}"
+        text = (
+            f"the checkpoint holds an archive that cannot be loaded ({type(error).__name__}: "
+            f"{why:.200}): {_ADVICE}"
+        )
         raise Rejected(text) from None
 
 
@@ -599,15 +760,18 @@ class IndexUnpickler(_Gate):
 
 
 class ExtraStateUnpickler(_Gate):
-    """Reads the extra state of TransformerEngine's layers: scaling factors and the recipe of fp8, pickled into a tensor.
+    """Reads the extra state of TransformerEngine's layers: scaling factors and the recipe of fp8,
+    pickled into a tensor.
 
-    Its names are those of Megatron's own `SafeUnpickler` (0.19), which NumPy's constructors could lead astray.
+    Its names are those of Megatron's own `SafeUnpickler` (0.19), which NumPy's constructors could
+    lead astray.
     """
 
     entries = _PLAIN | _NUMPY | _TORCH | _entries(
         *(
             Allowed(name, lambda data: storage_from_bytes(data), (_BYTES,), 1)
-            for name in ("torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes")
+            for name in ("torch.storage._load_from_bytes",
+            "megatron.core.safe_globals.safe_load_from_bytes")
         )
     )  # fmt: skip
     classes = _FP8
@@ -619,7 +783,9 @@ def load_index(file: Any) -> Any:
 
 
 class PickleOfIndex:
-    """Stands for the module `pickle` where torch reads `.metadata`: only `load` differs, unless checkpoints are trusted."""
+    """Stands for the module `pickle` where torch reads `.metadata`: only `load` differs, unless
+    checkpoints are trusted.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if current().trust_checkpoint:
@@ -636,9 +802,11 @@ _depth = 0
 
 @contextlib.contextmanager
 def restricted() -> Iterator[None]:
-    """While the block runs, `torch.load` and `torch.jit.load` in this process are gated, unless checkpoints are trusted.
+    """While the block runs, `torch.load` and `torch.jit.load` in this process are gated, unless
+    checkpoints are trusted.
 
-    Raises `Rejected` where code, classes or enumerations of the process are not what they were before.
+    Raises `Rejected` where code, classes or enumerations of the process are not what they were
+    before.
     """
     global _depth
     before = process_state.snapshot() if _depth == 0 and not current().trust_checkpoint else []
@@ -674,14 +842,18 @@ def gated_jit_load(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
         if _gated():
-            raise Rejected("the checkpoint holds a TorchScript archive, which is code: it is not loaded")
+            raise Rejected(
+                "the checkpoint holds a TorchScript archive, which is code: it is not loaded"
+            )
         return original(*args, **kwargs)
 
     return load
 
 
 def gated_storage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.storage._load_from_bytes` that is `storage_from_bytes` within `restricted()`, and as it was outside."""
+    """`torch.storage._load_from_bytes` that is `storage_from_bytes` within `restricted()`, and as
+    it was outside.
+    """
 
     @functools.wraps(original)
     def load(b: bytes) -> Any:
@@ -691,10 +863,16 @@ def gated_storage(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PickleOfExtraState:
-    """Stands for the module `pickle` in modules that read extra states: `loads` is gated within `restricted()`."""
+    """Stands for the module `pickle` in modules that read extra states: `loads` is gated within
+    `restricted()`.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)
 
     def loads(self, data: bytes, **options: Any) -> Any:
-        return ExtraStateUnpickler(io.BytesIO(data)).read() if _gated() else pickle.loads(data, **options)
+        return (
+            ExtraStateUnpickler(io.BytesIO(data)).read()
+            if _gated()
+            else pickle.loads(data, **options)
+        )

@@ -1,4 +1,6 @@
-"""Checkpoints of programs that call Megatron's distributed checkpointing themselves: written whole, verified before loading."""
+"""Checkpoints of programs that call Megatron's distributed checkpointing themselves: written whole,
+verified before loading.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from cp_ring.observe import watchdog
 def save_checkpoint(state: Any, folder: str | Path, iteration: int, **options: Any) -> None:
     """Saves `state` as the checkpoint `folder`/iter_0000010 of iteration 10. All ranks call it.
 
-    It is written aside and renamed once it is whole, with a manifest of the sizes and checksums of its files. Then the tracker
-    file names it, as that of Megatron's own training loop. One job at a time saves to a folder.
+    It is written aside and renamed once it is whole, with a manifest of the sizes and checksums of
+    its files. Then the tracker file names it, as that of Megatron's own training loop. One job at a
+    time saves to a folder.
 
     Args:
         state: a sharded state dict, as `model.sharded_state_dict()` returns it.
@@ -26,7 +29,8 @@ def save_checkpoint(state: Any, folder: str | Path, iteration: int, **options: A
         options: for `megatron.core.dist_checkpointing.save`.
 
     Raises:
-        cp_ring.megatron.checkpoints.saving.SaveFailed: on all ranks, where a rank could not write; what was saved before stays.
+        cp_ring.megatron.checkpoints.saving.SaveFailed: on all ranks, where a rank could not write;
+        what was saved before stays.
     """
     from megatron.core import dist_checkpointing  # heavy, and installed with Megatron only
 
@@ -38,11 +42,14 @@ def save_checkpoint(state: Any, folder: str | Path, iteration: int, **options: A
         saving.track(Path(folder), iteration)
 
 
-def load_checkpoint(state: Any, folder: str | Path, iteration: int | None = None, **options: Any) -> tuple[Any, int]:
-    """Loads the checkpoint of `iteration`, by default the last good one, into the sharded state dict `state`. All ranks call it.
+def load_checkpoint(
+    state: Any, folder: str | Path, iteration: int | None = None, **options: Any
+) -> tuple[Any, int]:
+    """Loads the checkpoint of `iteration`, by default the last good one, into the sharded state
+    dict `state`. All ranks call it.
 
-    The files are compared with their manifest first. Pickled values are built only of known types, unless
-    `trust_checkpoint=True` was given to `cp_ring.megatron.enable`.
+    The files are compared with their manifest first. Pickled values are built only of known types,
+    unless `trust_checkpoint=True` was given to `cp_ring.megatron.enable`.
 
     Returns:
         The state dict, and the iteration.

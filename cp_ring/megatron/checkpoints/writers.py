@@ -1,4 +1,6 @@
-"""What the processes that write a checkpoint's shards do beside writing: checksums, own copies of tensors, a queue of results."""
+"""What the processes that write a checkpoint's shards do beside writing: checksums, own copies of
+tensors, a queue of results.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ SUMS = ".sums.{}.json"
 _results: Any = None  # where writers in other processes leave their results
 
 
-def summing(get_save_function_and_args: Callable[..., Any], guarding: Callable[[], bool]) -> Callable[..., Any]:
-    """The writer's method, whose save function then also leaves the checksums of its files beside them.
+def summing(
+    get_save_function_and_args: Callable[..., Any], guarding: Callable[[], bool]
+) -> Callable[..., Any]:
+    """The writer's method, whose save function then also leaves the checksums of its files beside
+    them.
 
-    The process that wrote a file computes its checksum, outside of the training loop where saving is asynchronous.
+    The process that wrote a file computes its checksum, outside of the training loop where saving
+    is asynchronous.
     """
 
     @functools.wraps(get_save_function_and_args)
@@ -36,8 +42,11 @@ def summing(get_save_function_and_args: Callable[..., Any], guarding: Callable[[
     return with_sums
 
 
-def write_and_sum(save: Callable[..., Any], trainer: int, rank: int, buckets: list[Any], *rest: Any) -> None:
-    """Writes the buckets (path, name, data), then the checksums of their files, as they can be read back.
+def write_and_sum(
+    save: Callable[..., Any], trainer: int, rank: int, buckets: list[Any], *rest: Any
+) -> None:
+    """Writes the buckets (path, name, data), then the checksums of their files, as they can be read
+    back.
 
     trainer: id of the process that trains. Another process that writes for it ends when it does.
     """
@@ -53,9 +62,11 @@ def write_and_sum(save: Callable[..., Any], trainer: int, rank: int, buckets: li
 
 
 def own_copies(prepare_write_data: Callable[..., Any]) -> Callable[..., Any]:
-    """The writer's method, which then copies the tensors that training would change while another process still writes them.
+    """The writer's method, which then copies the tensors that training would change while another
+    process still writes them.
 
-    Tensors on a GPU are copied to the host anyway; those on the CPU would travel to the writer as shared memory.
+    Tensors on a GPU are copied to the host anyway; those on the CPU would travel to the writer as
+    shared memory.
     """
 
     @functools.wraps(prepare_write_data)
@@ -64,7 +75,10 @@ def own_copies(prepare_write_data: Callable[..., Any]) -> Callable[..., Any]:
         if not _asynchronous():
             return
         for _, _, (_, tensors) in self.write_buckets or []:
-            tensors[:] = [(item, tensor.clone() if tensor.device.type == "cpu" else tensor) for item, tensor in tensors]
+            tensors[:] = [
+                (item, tensor.clone() if tensor.device.type == "cpu" else tensor)
+                for item, tensor in tensors
+            ]
 
     return prepare
 
@@ -72,7 +86,8 @@ def own_copies(prepare_write_data: Callable[..., Any]) -> Callable[..., Any]:
 def queue_of_results(make: Callable[..., Any]) -> Callable[..., Any]:
     """The queue for the writer's results: of this process, unless another process writes.
 
-    Megatron starts a server in either case, which stays behind if the process that trains is killed; this one does not.
+    Megatron starts a server in either case, which stays behind if the process that trains is
+    killed; this one does not.
     """
 
     @functools.wraps(make)

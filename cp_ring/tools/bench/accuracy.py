@@ -1,4 +1,5 @@
-"""`cp-ring bench accuracy`: the error of ring attention against float64, divided by the error of one kernel call.
+"""`cp-ring bench accuracy`: the error of ring attention against float64, divided by the error of
+one kernel call.
 
 The one call attends to the whole sequence with the same kernel.
 """
@@ -37,17 +38,25 @@ def masks(n: int) -> dict[str, Mask]:
 
 INPUTS = ("normal", "outliers")
 OUTLIERS, OUTLIER_FACTOR = 32, 20.0
-"""With `outliers`, every so manieth channel of keys and values is so many times larger than the others."""
+"""With `outliers`, every so manieth channel of keys and values is so many times larger than the
+others.
+"""
 
 
-def draw(n: int, heads: int, kv_heads: int, head_dim: int, seed: int, inputs: str = "normal") -> list[Tensor]:
+def draw(
+    n: int, heads: int, kv_heads: int, head_dim: int, seed: int, inputs: str = "normal"
+) -> list[Tensor]:
     """q, k, v, dout in float64, N(0, 1), [1, n, heads, head_dim].
 
-    With `outliers`, some channels of k and v are larger, and q is smaller there, so that the scores keep their size.
+    With `outliers`, some channels of k and v are larger, and q is smaller there, so that the scores
+    keep their size.
     """
     generator = torch.Generator().manual_seed(seed)
     sizes = heads, kv_heads, kv_heads, heads
-    q, k, v, dout = (torch.randn(1, n, size, head_dim, generator=generator, dtype=torch.float64) for size in sizes)
+    q, k, v, dout = (
+        torch.randn(1, n, size, head_dim, generator=generator, dtype=torch.float64)
+        for size in sizes
+    )
     if inputs == "outliers":
         for x, factor in ((k, OUTLIER_FACTOR), (v, OUTLIER_FACTOR), (q, 1 / OUTLIER_FACTOR)):
             x[..., ::OUTLIERS] *= factor
@@ -57,8 +66,9 @@ def draw(n: int, heads: int, kv_heads: int, head_dim: int, seed: int, inputs: st
 def one_call(mask: Mask, inputs: list[Tensor], kernel: str) -> list[Tensor]:
     """out, dq, dk, dv of one rank: one call of the kernel, if the kernel supports the mask.
 
-    The CPU kernel supports masks other than causal and full as a dense bias only. The ring never gives it a bias. So this calls
-    PyTorch's own operator, with the bias, in the dtype of the inputs.
+    The CPU kernel supports masks other than causal and full as a dense bias only. The ring never
+    gives it a bias. So this calls PyTorch's own operator, with the bias, in the dtype of the
+    inputs.
     """
     if inputs[0].device.type == "cpu" and kernel == "cpu":
         return _one_torch_call(mask, inputs)
@@ -69,17 +79,29 @@ def one_call(mask: Mask, inputs: list[Tensor], kernel: str) -> list[Tensor]:
 def _one_torch_call(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
     """out, dq, dk, dv of PyTorch's operator for the CPU."""
     q, k, v, dout = (x.transpose(1, 2) for x in inputs)
-    plain = mask.name == "full" or (mask.name == "causal" and mask.area() == mask.n * (mask.n + 1) // 2)
+    plain = mask.name == "full" or (
+        mask.name == "causal" and mask.area() == mask.n * (mask.n + 1) // 2
+    )
     options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5}
     if not plain:
-        options["attn_mask"] = torch.zeros(mask.n, mask.n).masked_fill(~torch.from_numpy(mask.dense()), -torch.inf).to(q.dtype)
+        options["attn_mask"] = (
+            torch.zeros(mask.n, mask.n)
+            .masked_fill(~torch.from_numpy(mask.dense()), -torch.inf)
+            .to(q.dtype)
+        )
     causal = plain and mask.name == "causal"
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, **options)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, **options
+    )
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return [x.transpose(1, 2) for x in (out, *backward(dout, q, k, v, out, lse, 0.0, causal, **options))]
+    return [
+        x.transpose(1, 2) for x in (out, *backward(dout, q, k, v, out, lse, 0.0, causal, **options))
+    ]
 
 
-def _attend_to_shard(group: Any, plan: Plan, inputs: list[Tensor], kernel: str, wire: str = "plain") -> list[Tensor]:
+def _attend_to_shard(
+    group: Any, plan: Plan, inputs: list[Tensor], kernel: str, wire: str = "plain"
+) -> list[Tensor]:
     """out, dq, dk, dv of this rank's shard; `inputs` are those of the whole sequence."""
     q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in inputs)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -88,8 +110,12 @@ def _attend_to_shard(group: Any, plan: Plan, inputs: list[Tensor], kernel: str, 
 
 
 def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
-    """The relative error of each of out, dq, dk, dv: norm of the difference divided by norm of the truth."""
-    return [float((x.double().cpu() - y).norm() / y.norm()) for x, y in zip(got, truth, strict=True)]
+    """The relative error of each of out, dq, dk, dv: norm of the difference divided by norm of the
+    truth.
+    """
+    return [
+        float((x.double().cpu() - y).norm() / y.norm()) for x, y in zip(got, truth, strict=True)
+    ]
 
 
 def run(
@@ -108,9 +134,11 @@ def run(
 ) -> list[dict[str, Any]]:
     """Results {kernel, dtype, mask, cp, wire, out, dq, dk, dv}: mean ratios over `seeds` draws.
 
-    With `wire` other than plain they also have `error`, the mean errors of the same four themselves.
+    With `wire` other than plain they also have `error`, the mean errors of the same four
+    themselves.
 
-    Where a kernel does not support the case, the result has the reason in `rejected` instead of ratios.
+    Where a kernel does not support the case, the result has the reason in `rejected` instead of
+    ratios.
     """
     results: Results = {}
     for name, mask in masks(n).items():
@@ -120,9 +148,16 @@ def run(
                 inputs = [x.to(getattr(torch, dtype)) for x in exact]
                 whole = Plan.build(mask, Layout.contiguous(n, 1))
                 inputs = [x.to(device) for x in inputs]
-                truth = [x.cpu() for x in _attend_to_shard(None, whole, [x.double() for x in inputs], "reference")]
+                truth = [
+                    x.cpu()
+                    for x in _attend_to_shard(
+                        None, whole, [x.double() for x in inputs], "reference"
+                    )
+                ]
                 for kernel in kernels:
-                    _add_ratios(results, mask, name, dtype, kernel, sizes, inputs, truth, schedule, wires)
+                    _add_ratios(
+                        results, mask, name, dtype, kernel, sizes, inputs, truth, schedule, wires
+                    )
     for result in results.values():
         for values in (result, result.get("error", {})):
             for part in PARTS:
@@ -146,11 +181,18 @@ def _add_ratios(
     try:
         choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1])
     except KernelError as error:
-        results[kernel, dtype, name, 0, ""] = {"kernel": kernel, "dtype": dtype, "mask": name, "rejected": str(error)}
+        results[kernel, dtype, name, 0, ""] = {
+            "kernel": kernel,
+            "dtype": dtype,
+            "mask": name,
+            "rejected": str(error),
+        }
         return
     single = errors(one_call(mask, inputs, kernel), truth)
     for cp in sizes:
-        plan = Plan.build(mask, Layout.zigzag(mask.n, cp), schedule=schedule, slot_shards=max(cp, SLOT_SHARDS))
+        plan = Plan.build(
+            mask, Layout.zigzag(mask.n, cp), schedule=schedule, slot_shards=max(cp, SLOT_SHARDS)
+        )
         for wire in wires:
             parts = _ring(cp).run(_attend_to_shard, plan, inputs, kernel, wire)
             got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]

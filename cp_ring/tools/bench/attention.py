@@ -1,7 +1,9 @@
-"""`cp-ring bench attention`: times ring attention beside one kernel call, the same tiles on one rank, and other packages.
+"""`cp-ring bench attention`: times ring attention beside one kernel call, the same tiles on one
+rank, and other packages.
 
-Every contestant attends to the same tokens, forward and backward. A rank has one thread of the CPU, or a GPU of its own.
-Each round calls every contestant once. So a slow minute of a shared machine slows all contestants alike.
+Every contestant attends to the same tokens, forward and backward. A rank has one thread of the CPU,
+or a GPU of its own. Each round calls every contestant once. So a slow minute of a shared machine
+slows all contestants alike.
 """
 
 from __future__ import annotations
@@ -30,18 +32,24 @@ def cp_ring(contest: Contest, group: Any) -> tuple[Round, Layout]:
     layout = Layout.zigzag(contest.n, contest.cp)
     plan = Plan.build(Mask.causal(contest.n), layout)
     parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
-    return forward_and_backward(lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts), layout
+    return forward_and_backward(
+        lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts
+    ), layout
 
 
 def one_call(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """One causal kernel call on the whole sequence by one rank: the plan of cp 1."""
     layout = Layout.zigzag(contest.n, 1)
     plan = Plan.build(Mask.causal(contest.n), layout)
-    return forward_and_backward(lambda q, k, v: ring_attention(q, k, v, plan=plan), contest.draw()), layout
+    return forward_and_backward(
+        lambda q, k, v: ring_attention(q, k, v, plan=plan), contest.draw()
+    ), layout
 
 
 def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
-    """One rank computes the tiles and merges of all ranks: with linear scaling, `cp` ranks take 1 / cp of this time."""
+    """One rank computes the tiles and merges of all ranks: with linear scaling, `cp` ranks take 1 /
+    cp of this time.
+    """
     plan = Plan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp), schedule="ring")
     shards = [[plan.layout.shard(x, rank, 1) for x in contest.draw()] for rank in range(contest.cp)]
     dtype, d = getattr(torch, contest.dtype), contest.head_dim
@@ -52,12 +60,20 @@ def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
         out, lse = torch.zeros_like(q), q.new_full((1, contest.heads, q.shape[1]), -math.inf)
         dq, dk, dv = (torch.zeros_like(x) for x in shards[rank][:3])
         calls = [
-            (slice(t.q0, t.q1), [shards[hop.sources[0]][i][:, t.k0 : t.k1] for i in (1, 2)], 0 if t.is_causal else OPEN)
+            (
+                slice(t.q0, t.q1),
+                [shards[hop.sources[0]][i][:, t.k0 : t.k1] for i in (1, 2)],
+                0 if t.is_causal else OPEN,
+            )
             for hop in plan.rank_plan(rank).hops
             for t in hop.tiles
         ]
         for tokens, (k, v), hi in calls:
-            merge_(out[:, tokens], lse[..., tokens], *kernel.forward(q[:, tokens], k, v, lo=-OPEN, hi=hi, scale=d**-0.5))
+            merge_(
+                out[:, tokens],
+                lse[..., tokens],
+                *kernel.forward(q[:, tokens], k, v, lo=-OPEN, hi=hi, scale=d**-0.5),
+            )
         for tokens, (k, v), hi in calls:
             tile = (dout[:, tokens], q[:, tokens], k, v, out[:, tokens], lse[..., tokens])
             grads = kernel.backward(*tile, lo=-OPEN, hi=hi, scale=d**-0.5)
@@ -66,7 +82,9 @@ def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
             dv[:, : k.shape[1]] += grads[2]
         return out
 
-    return lambda: plan.layout.unshard([one(rank) for rank in range(contest.cp)], 1), Layout.contiguous(contest.n, 1)
+    return lambda: plan.layout.unshard(
+        [one(rank) for rank in range(contest.cp)], 1
+    ), Layout.contiguous(contest.n, 1)
 
 
 def ring_attention_pytorch(contest: Contest, group: Any) -> tuple[Round, Layout]:
@@ -76,19 +94,27 @@ def ring_attention_pytorch(contest: Contest, group: Any) -> tuple[Round, Layout]
     layout = Layout.contiguous(contest.n, contest.cp)
     parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
     return forward_and_backward(
-        lambda q, k, v: ring_flash_attn(q, k, v, causal=True, ring_reduce_col=True, ring_size=contest.cp), parts
+        lambda q, k, v: ring_flash_attn(
+            q, k, v, causal=True, ring_reduce_col=True, ring_size=contest.cp
+        ),
+        parts,
     ), layout
 
 
 def jax_ringattention(contest: Contest, group: Any) -> tuple[Round, Layout]:
-    """The official JAX ringattention: one process of `cp` host devices, one thread each, contiguous shards."""
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={contest.cp} --xla_cpu_multi_thread_eigen=false"
+    """The official JAX ringattention: one process of `cp` host devices, one thread each, contiguous
+    shards.
+    """
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_force_host_platform_device_count={contest.cp} --xla_cpu_multi_thread_eigen=false"
+    )
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from ringattention.ringattention_jax import ring_attention as attend
 
-    blocks = {"causal_block_size": 1, "deterministic": True, "dropout_rng": None, "attn_pdrop": 0.0, "query_chunk_size": 512,
+    blocks = {"causal_block_size": 1, "deterministic": True, "dropout_rng": None, "attn_pdrop": 0.0,
+        "query_chunk_size": 512,
               "key_chunk_size": 512, "dtype": jax.numpy.float32, "policy": jax.checkpoint_policies.nothing_saveable,
               "precision": None, "prevent_cse": True}  # fmt: skip
     mesh, spec = Mesh(np.array(jax.devices()), ("ring",)), PartitionSpec(None, "ring")
@@ -135,28 +161,37 @@ CONTESTANTS = {
     "cp_ring_one_rank_one_call": Contestant(one_call, ring=False, devices=("cpu", "cuda")),
     "ring_attention_pytorch": Contestant(ring_attention_pytorch, "ring_attention_pytorch"),
     "jax_ringattention": Contestant(jax_ringattention, "ringattention", ring=False),
-    "ring_flash_attn_zigzag": Contestant(cuda_peers.ring_flash_attn_zigzag, "ring_flash_attn", devices=("cuda",)),
-    "transformer_engine_p2p": Contestant(cuda_peers.transformer_engine_p2p, "transformer_engine", devices=("cuda",)),
+    "ring_flash_attn_zigzag": Contestant(
+        cuda_peers.ring_flash_attn_zigzag, "ring_flash_attn", devices=("cuda",)
+    ),
+    "transformer_engine_p2p": Contestant(
+        cuda_peers.transformer_engine_p2p, "transformer_engine", devices=("cuda",)
+    ),
     "torch_context_parallel": Contestant(cuda_peers.torch_context_parallel, devices=("cuda",)),
 }
 
 
 def prepare_contestant(group: Any, name: str, contest: Contest) -> tuple[Tensor, Layout]:
-    """On a rank: makes a contestant and runs one round; returns this rank's part of out, and the layout of the parts."""
+    """On a rank: makes a contestant and runs one round; returns this rank's part of out, and the
+    layout of the parts.
+    """
     one_round, layout = CONTESTANTS[name].make(contest, group)
     PREPARED[name] = one_round
     return one_round().cpu(), layout
 
 
 def run(contest: Contest, names: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Results {name, median_s, min_s, max_s, error, times}: seconds of one forward and backward on the slowest rank.
+    """Results {name, median_s, min_s, max_s, error, times}: seconds of one forward and backward on
+    the slowest rank.
 
-    `error` compares out with the out of one kernel call: norm of the difference divided by norm. A contestant that is not
-    installed, or fails, has the reason in `skipped` instead of times.
+    `error` compares out with the out of one kernel call: norm of the difference divided by norm. A
+    contestant that is not installed, or fails, has the reason in `skipped` instead of times.
     """
     backend = {"cpu": "gloo", "cuda": "nccl"}[contest.device]
     # Each contestant has processes of its own, so that a failure ends no other contestant.
-    pools = {name: Ranks(contest.cp if CONTESTANTS[name].ring else 1, backend=backend) for name in names}
+    pools = {
+        name: Ranks(contest.cp if CONTESTANTS[name].ring else 1, backend=backend) for name in names
+    }
     sizes = {name: contest.cp if CONTESTANTS[name].ring else 1 for name in names}
     truth = one_call(contest, None)[0]().cpu()
     results: dict[str, dict[str, Any]] = {}
@@ -173,8 +208,14 @@ def run(contest: Contest, names: list[str], repeats: int) -> list[dict[str, Any]
             results[name]["skipped"] = f"failed: {str(error).splitlines()[-1]}"
             continue
         out = parts[0][1].unshard([part for part, _ in parts], 1)
-        results[name]["error"] = float((out.double() - truth.double()).norm() / truth.double().norm())
-    running = {name: (pools[name], sizes[name], name) for name, result in results.items() if "skipped" not in result}
+        results[name]["error"] = float(
+            (out.double() - truth.double()).norm() / truth.double().norm()
+        )
+    running = {
+        name: (pools[name], sizes[name], name)
+        for name, result in results.items()
+        if "skipped" not in result
+    }
     for name, times in in_turn(running, repeats).items():
         results[name]["times"] = [clock for clock, _ in times]
         results[name] |= spread(results[name]["times"])

@@ -1,4 +1,6 @@
-"""What a contestant of `cp-ring bench attention` gets (the sizes, `Contest`) and returns (a function, `Round`)."""
+"""What a contestant of `cp-ring bench attention` gets (the sizes, `Contest`) and returns (a
+function, `Round`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ Round = Callable[[], Tensor]
 class Contest:
     """Sizes of the attention, which is causal with batch size 1.
 
-    `n` tokens on `cp` ranks; `heads` heads of queries, of keys and of values, of size `head_dim`; `device` is cpu or cuda.
+    `n` tokens on `cp` ranks; `heads` heads of queries, of keys and of values, of size `head_dim`;
+    `device` is cpu or cuda.
     """
 
     n: int
@@ -30,11 +33,18 @@ class Contest:
         """q, k, v, dout of the whole sequence, [1, n, heads, head_dim], the same on every rank."""
         generator = torch.Generator().manual_seed(0)
         shape = (1, self.n, self.heads, self.head_dim)
-        return [torch.randn(shape, generator=generator).to(self.device, getattr(torch, self.dtype)) for _ in range(4)]
+        return [
+            torch.randn(shape, generator=generator).to(self.device, getattr(torch, self.dtype))
+            for _ in range(4)
+        ]
 
 
-def forward_and_backward(attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list[Tensor]) -> Round:
-    """A round of `attend`, forward and backward, on `parts`: this rank's q, k, v and gradient of out."""
+def forward_and_backward(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list[Tensor]
+) -> Round:
+    """A round of `attend`, forward and backward, on `parts`: this rank's q, k, v and gradient of
+    out.
+    """
     q, k, v = (x.contiguous().requires_grad_() for x in parts[:3])
 
     def one_round() -> Tensor:

@@ -1,4 +1,5 @@
-"""Contestants of `cp-ring bench attention --device cuda`: context parallelism of other packages, where they are installed.
+"""Contestants of `cp-ring bench attention --device cuda`: context parallelism of other packages,
+where they are installed.
 
 All three use the zigzag layout.
 """
@@ -22,7 +23,9 @@ def ring_flash_attn_zigzag(contest: Contest, group: Any) -> tuple[Round, Layout]
 
     layout = Layout.zigzag(contest.n, contest.cp)
     parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
-    return forward_and_backward(lambda q, k, v: zigzag_ring_flash_attn_func(q, k, v, causal=True, group=group), parts), layout
+    return forward_and_backward(
+        lambda q, k, v: zigzag_ring_flash_attn_func(q, k, v, causal=True, group=group), parts
+    ), layout
 
 
 def transformer_engine_p2p(contest: Contest, group: Any) -> tuple[Round, Layout]:
@@ -31,8 +34,16 @@ def transformer_engine_p2p(contest: Contest, group: Any) -> tuple[Round, Layout]
 
     layout = Layout.zigzag(contest.n, contest.cp)
     parts = [layout.shard(x, group.rank(), 1) for x in contest.draw()]
-    core = DotProductAttention(contest.heads, contest.head_dim, attn_mask_type="causal", qkv_format="bshd", attention_dropout=0.0)
-    core.set_context_parallel_group(group, dist.get_process_group_ranks(group), torch.cuda.Stream(), cp_comm_type="p2p")
+    core = DotProductAttention(
+        contest.heads,
+        contest.head_dim,
+        attn_mask_type="causal",
+        qkv_format="bshd",
+        attention_dropout=0.0,
+    )
+    core.set_context_parallel_group(
+        group, dist.get_process_group_ranks(group), torch.cuda.Stream(), cp_comm_type="p2p"
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = core(q, k, v, attn_mask_type="causal")
@@ -57,9 +68,12 @@ def torch_context_parallel(contest: Contest, group: Any) -> tuple[Round, Layout]
     plain = forward_and_backward(attend, parts)
 
     def one_round() -> Tensor:
-        # context_parallel needs a buffer to shard. The inputs are shards already, so it gets one that nobody reads.
+        # context_parallel needs a buffer to shard. The inputs are shards already, so it gets one
+        # that nobody reads.
         buffer = torch.zeros(2 * contest.cp, device="cuda")
-        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
+        with context_parallel(
+            mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}
+        ):
             return plain()
 
     return one_round, layout

@@ -1,8 +1,9 @@
 """`cp-ring bench host`: time of the host in a hop, beyond the library's attention and the messages.
 
-A rank of 8, and one without others, runs alone on the CPU: causal attention, one source a hop, batch 1, 4 heads, tiny tiles. It
-goes through the adapter of TransformerEngine. The library itself is replaced by functions that return tensors of the right shapes
-at once, and the transport by copies; both are timed and left out. What is left is what the host of a GPU does between two
+A rank of 8, and one without others, runs alone on the CPU: causal attention, one source a hop,
+batch 1, 4 heads, tiny tiles. It goes through the adapter of TransformerEngine. The library itself
+is replaced by functions that return tensors of the right shapes at once, and the transport by
+copies; both are timed and left out. What is left is what the host of a GPU does between two
 launches of attention: Python, the launches of merges and sums, views, and the adapter.
 
 This file is also a program. It measures the cp_ring that it imports, which may be another version.
@@ -33,10 +34,12 @@ _TOKENS, _HEADS, _SIZE = 256, 4, 8
 
 
 def run(repeats: int, against: Path | None = None) -> list[dict[str, Any]]:
-    """Results {pass, cp, hop_us, cp_ring}: microseconds of the host a hop, the least of `repeats` calls.
+    """Results {pass, cp, hop_us, cp_ring}: microseconds of the host a hop, the least of `repeats`
+    calls.
 
-    Each version is measured `_ROUNDS` times, in processes of their own and in turn. The least counts, because other work on the
-    machine only adds. `against` is a checkout of another version of cp_ring, measured too.
+    Each version is measured `_ROUNDS` times, in processes of their own and in turn. The least
+    counts, because other work on the machine only adds. `against` is a checkout of another version
+    of cp_ring, measured too.
     """
     here = Path(__file__).parents[3]
     folders = {"this version": here} | ({str(against): against} if against else {})
@@ -46,7 +49,12 @@ def run(repeats: int, against: Path | None = None) -> list[dict[str, Any]]:
             for name, times in _measured_by(folder, repeats).items():
                 found.setdefault((version, name), []).extend(times)
     return [
-        {"pass": name.split()[0], "cp": int(name.split()[1]), "hop_us": min(times), "cp_ring": version}
+        {
+            "pass": name.split()[0],
+            "cp": int(name.split()[1]),
+            "hop_us": min(times),
+            "cp_ring": version,
+        }
         for (version, name), times in found.items()
     ]
 
@@ -61,7 +69,9 @@ def _measured_by(folder: Path, repeats: int) -> dict[str, list[float]]:
 
 
 def measure(repeats: int) -> dict[str, list[float]]:
-    """Microseconds of the host a hop by pass and ranks, of `repeats` calls; as many before them do not count."""
+    """Microseconds of the host a hop by pass and ranks, of `repeats` calls; as many before them do
+    not count.
+    """
     from cp_ring import Layout, Mask, Plan, ring_attention
     from cp_ring.testing.loopback import LoopbackTransport
 
@@ -72,14 +82,20 @@ def measure(repeats: int) -> dict[str, list[float]]:
         transport: Any = LoopbackTransport(rank, cp)
         transport.post = clock.counting(transport.post)
         n = cp * _TOKENS
-        scheduled = "schedule" in inspect.signature(Plan.build).parameters  # older versions have one source a hop
+        # older versions have one source a hop
+        scheduled = "schedule" in inspect.signature(Plan.build).parameters
         options: Any = {"schedule": "ring"} if scheduled else {}
         plan = Plan.build(Mask.causal(n), Layout.zigzag(n, cp), **options)
         hops = len(plan.rank_plan(rank).hops)
-        inputs = [torch.zeros(_TOKENS, 1, _HEADS, _SIZE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        inputs = [
+            torch.zeros(_TOKENS, 1, _HEADS, _SIZE, dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        ]
         dout = torch.zeros_like(inputs[0])
         q, k, v = inputs
-        attend = partial(ring_attention, q, k, v, transport, plan=plan, kernel="host", qkv_format="sbhd")
+        attend = partial(
+            ring_attention, q, k, v, transport, plan=plan, kernel="host", qkv_format="sbhd"
+        )
         forwards, backwards = (times.setdefault(f"{name} {cp}", []) for name in PASSES)
         for index in range(2 * repeats):
             out, forward = clock.time(attend)
@@ -116,7 +132,9 @@ class _Clock:
 
 
 def _install(clock: _Clock) -> None:
-    """Registers the kernel `host`: the adapter of TransformerEngine, with functions that compute nothing."""
+    """Registers the kernel `host`: the adapter of TransformerEngine, with functions that compute
+    nothing.
+    """
     from cp_ring.kernels import REGISTRY, transformer_engine
 
     class Names:
@@ -132,7 +150,8 @@ def _install(clock: _Clock) -> None:
 
     def forward(  # type: ignore[no-untyped-def]  # the parameters of TransformerEngine 2.20 that the adapter has values for
         is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, fused_attention_backend,
-        attn_bias=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
+        attn_bias=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
+        qkv_layout="sbh3d",
         o_format="sbhd", attn_bias_type="no_bias", attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
         bottom_right_diagonal=None, rng_gen=None, return_max_logit=False,
     ):  # fmt: skip
@@ -141,12 +160,15 @@ def _install(clock: _Clock) -> None:
     def backward(  # type: ignore[no-untyped-def]
         max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
         fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
-        qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", attn_bias_type="no_bias",
+        qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d",
+        attn_bias_type="no_bias",
         attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1), bottom_right_diagonal=None, deterministic=False,
     ):  # fmt: skip
         return [zeros(*x.shape, dtype=x.dtype) for x in (q, k, v)]
 
-    enums = types.SimpleNamespace(**{name: Names() for name in ("QKVLayout", "AttnBiasType", "AttnMaskType", "SoftmaxType")})
+    enums = types.SimpleNamespace(
+        **{name: Names() for name in ("QKVLayout", "AttnBiasType", "AttnMaskType", "SoftmaxType")}
+    )
     extension = types.SimpleNamespace(get_fused_attn_backend=lambda *args: 1)
     parts: tuple[Any, ...] = (
         clock.counting(forward), clock.counting(backward), {"No_Backend": 0}, enums, extension,

@@ -1,8 +1,8 @@
 """`cp-ring bench lengths`: documents of a long-tailed set, split over ranks in four ways, timed.
 
-A round is forward and backward of attention and of token-wise layers. `independent` is what data parallelism does: each rank gets
-whole documents, the largest first, each to the rank with least work. Rounds take turns, so that a slow minute of a shared machine
-slows all splits alike.
+A round is forward and backward of attention and of token-wise layers. `independent` is what data
+parallelism does: each rank gets whole documents, the largest first, each to the rank with least
+work. Rounds take turns, so that a slow minute of a shared machine slows all splits alike.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement
 LAYOUTS = ("balanced", "zigzag", "per_document_zigzag", "independent")
 
 GOAL = 1.3
-"""How many times faster `balanced` is to be than `per_document_zigzag` and `independent`, on the default lengths."""
+"""How many times faster `balanced` is to be than `per_document_zigzag` and `independent`, on the
+default lengths.
+"""
 
 
 @dataclass(frozen=True)
 class PackedWork:
-    """Documents of `lengths` on `cp` ranks; `heads` heads of `head_dim`, and a feed-forward network of 4 times their width."""
+    """Documents of `lengths` on `cp` ranks; `heads` heads of `head_dim`, and a feed-forward network
+    of 4 times their width.
+    """
 
     lengths: tuple[int, ...]
     cp: int = 4
@@ -56,7 +60,10 @@ def plan(work: PackedWork, name: str) -> Plan:
     mask = Mask.documents(offsets)
     if name == "per_document_zigzag":
         return Plan.build(mask, Layout.per_document_zigzag(offsets, work.cp))
-    return Plan.build(mask, Layout.balanced(mask, work.cp) if name == "balanced" else Layout.zigzag(mask.n, work.cp))
+    return Plan.build(
+        mask,
+        Layout.balanced(mask, work.cp) if name == "balanced" else Layout.zigzag(mask.n, work.cp),
+    )
 
 
 def greedy(work: PackedWork) -> list[list[int]]:
@@ -73,17 +80,28 @@ def greedy(work: PackedWork) -> list[list[int]]:
 def about(work: PackedWork, name: str) -> dict[str, Any]:
     """What a split computes and moves: {layout, tokens, balance, bytes}.
 
-    tokens: of all ranks, padding included. balance: maximum over mean pairs of attention. bytes: keys, values and their gradients
+    tokens: of all ranks, padding included. balance: maximum over mean pairs of attention. bytes:
+    keys, values and their gradients
     that move in forward and backward, in float32.
     """
     if name == "independent":
         mine = greedy(work)
         pairs = np.array([sum(n * (n + 1) // 2 for n in one) for one in mine])
-        return {"layout": name, "tokens": sum(work.lengths), "balance": float(pairs.max() / pairs.mean()), "bytes": 0}
+        return {
+            "layout": name,
+            "tokens": sum(work.lengths),
+            "balance": float(pairs.max() / pairs.mean()),
+            "bytes": 0,
+        }
     report = plan(work, name).verify()
     moved = 2 * int(report.keys_in.sum()) + int(report.grads_in.sum())
     tokens = int(report.tokens_per_rank.sum())
-    return {"layout": name, "tokens": tokens, "balance": report.balance, "bytes": moved * 2 * work.width * 4}
+    return {
+        "layout": name,
+        "tokens": tokens,
+        "balance": report.balance,
+        "bytes": moved * 2 * work.width * 4,
+    }
 
 
 def _attention(work: PackedWork, name: str, group: Any) -> tuple[int, Any]:
@@ -94,7 +112,9 @@ def _attention(work: PackedWork, name: str, group: Any) -> tuple[int, Any]:
         alone = Plan.build(mask, Layout.contiguous(mask.n, 1))
         return mask.n, lambda q, k, v: ring_attention(q, k, v, plan=alone)
     whole = plan(work, name)
-    return int(whole.layout.tokens_per_rank[group.rank()]), lambda q, k, v: ring_attention(q, k, v, group, plan=whole)
+    return int(whole.layout.tokens_per_rank[group.rank()]), lambda q, k, v: ring_attention(
+        q, k, v, group, plan=whole
+    )
 
 
 def prepare(group: Any, name: str, work: PackedWork) -> None:
@@ -102,10 +122,16 @@ def prepare(group: Any, name: str, work: PackedWork) -> None:
     tokens, attend = _attention(work, name, group)
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(1, tokens, work.width, generator=generator).requires_grad_()
-    weights = [torch.randn(*shape, generator=generator).mul_(0.02).requires_grad_() for shape in _shapes(work.width)]
+    weights = [
+        torch.randn(*shape, generator=generator).mul_(0.02).requires_grad_()
+        for shape in _shapes(work.width)
+    ]
 
     def one_round() -> None:
-        q, k, v = (part.reshape(1, tokens, work.heads, work.head_dim) for part in (x @ weights[0]).chunk(3, 2))
+        q, k, v = (
+            part.reshape(1, tokens, work.heads, work.head_dim)
+            for part in (x @ weights[0]).chunk(3, 2)
+        )
         mixed = attend(q, k, v).reshape(1, tokens, work.width)
         out: Tensor = F.gelu(mixed @ weights[1]) @ weights[2]
         torch.autograd.grad(out.sum(), [x, *weights])
@@ -119,9 +145,11 @@ def _shapes(width: int) -> list[tuple[int, int]]:
 
 
 def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Results {layout, median_s, cpu_s, tokens, balance, bytes, times} of each split, by one forward and backward.
+    """Results {layout, median_s, cpu_s, tokens, balance, bytes, times} of each split, by one
+    forward and backward.
 
-    median_s: seconds of the slowest rank by the clock, median of the rounds. cpu_s: seconds of the rank that computed longest,
+    median_s: seconds of the slowest rank by the clock, median of the rounds. cpu_s: seconds of the
+    rank that computed longest,
     median; it does not depend on how many cores the machine has, and little on other programs.
     """
     ranks = Ranks(work.cp)
@@ -140,7 +168,9 @@ def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]
 
 
 def long_tail(n: int, seed: int) -> Ints:
-    """Lengths of one document of a quarter to three quarters of `n` tokens, and short ones of n / 256 on average."""
+    """Lengths of one document of a quarter to three quarters of `n` tokens, and short ones of n /
+    256 on average.
+    """
     from cp_ring.tools.bench import samples
 
     return np.diff(samples.one_long(n, max(n / 256, 1), seed))

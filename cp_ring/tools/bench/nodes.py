@@ -1,8 +1,10 @@
-"""`cp-ring bench nodes`: shapes of context parallelism on two nodes of two ranks each, with a slow link between the nodes.
+"""`cp-ring bench nodes`: shapes of context parallelism on two nodes of two ranks each, with a slow
+link between the nodes.
 
-The nodes are network namespaces on this machine. Ranks of a node talk over its loopback device, the nodes over a throttled wire.
-The speed of the wire is a share of what hiding would need under `direct`: at 1, the bytes that `direct` sends out of a node
-in forward and backward take as long as all of forward and backward do on the free (unthrottled) wire.
+The nodes are network namespaces on this machine. Ranks of a node talk over its loopback device, the
+nodes over a throttled wire. The speed of the wire is a share of what hiding would need under
+`direct`: at 1, the bytes that `direct` sends out of a node in forward and backward take as long as
+all of forward and backward do on the free (unthrottled) wire.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from cp_ring.tools.bench.contest import Contest, forward_and_backward
 from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement, spread
 
 NODES, NODE_SIZE = 2, 2
-SHAPES = {shape.name: shape for shape in (Shape("direct", 1, "auto"), Shape("relay", 1, "auto"), Shape("direct", 2, "auto"))}
+SHAPES = {
+    shape.name: shape
+    for shape in (Shape("direct", 1, "auto"), Shape("relay", 1, "auto"), Shape("direct", 2, "auto"))
+}
 
 
 def plan_of(name: str, contest: Contest, full: bool) -> Plan:
@@ -32,29 +37,40 @@ def plan_of(name: str, contest: Contest, full: bool) -> Plan:
 
 
 def prepare_shape(group: Any, name: str, contest: Contest, full: bool) -> int:
-    """On a rank: makes a shape's round and runs it once; returns the bytes that this rank sent to the other node."""
+    """On a rank: makes a shape's round and runs it once; returns the bytes that this rank sent to
+    the other node.
+    """
     plan = plan_of(name, contest, full)
     parts = [plan.layout.shard(x, group.rank(), 1) for x in contest.draw()]
-    PREPARED[name] = forward_and_backward(lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts)
+    PREPARED[name] = forward_and_backward(
+        lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts
+    )
     with record() as counters:
         PREPARED[name]()
-    return sum(n for peer, n in counters.bytes_by_peer.items() if peer // NODE_SIZE != group.rank() // NODE_SIZE)
+    return sum(
+        n
+        for peer, n in counters.bytes_by_peer.items()
+        if peer // NODE_SIZE != group.rank() // NODE_SIZE
+    )
 
 
 def planned_bytes(name: str, contest: Contest, full: bool) -> int:
-    """Bytes between the nodes in forward and backward, by the plan: keys in both, gradients in backward."""
+    """Bytes between the nodes in forward and backward, by the plan: keys in both, gradients in
+    backward.
+    """
     sizes = AttentionSizes(contest.heads, contest.heads, contest.head_dim, dtype="fp32")
     moved = crossing(plan_of(name, contest, full), sizes, NODE_SIZE)
     return 2 * moved.keys + moved.gradients + 2 * moved.exchange
 
 
 def run(contest: Contest, repeats: int, share: float, full: bool) -> list[dict[str, Any]]:
-    """Results {shape, median_s, min_s, max_s, free_s, over_direct, bytes_between_nodes, planned_bytes_between_nodes,
-    bytes_per_s}.
+    """Results {shape, median_s, min_s, max_s, free_s, over_direct, bytes_between_nodes,
+    planned_bytes_between_nodes, bytes_per_s}.
 
-    Times are those of forward and backward on the slowest rank, `free_s` on the free wire. Each round runs each shape once.
-    `over_direct` is the time of `direct` divided by that of the shape. Where this machine or user cannot make a throttled
-    link, there is one result, with the reason in `skipped`.
+    Times are those of forward and backward on the slowest rank, `free_s` on the free wire. Each
+    round runs each shape once. `over_direct` is the time of `direct` divided by that of the shape.
+    Where this machine or user cannot make a throttled link, there is one result, with the reason in
+    `skipped`.
     """
     try:
         link = ThrottledLink()
@@ -63,7 +79,8 @@ def run(contest: Contest, repeats: int, share: float, full: bool) -> list[dict[s
     ranks = Ranks(contest.cp, [end for end in link.ends for _ in range(NODE_SIZE)])
     try:
         results: list[dict[str, Any]] = [
-            {"shape": name, "planned_bytes_between_nodes": planned_bytes(name, contest, full)} for name in SHAPES
+            {"shape": name, "planned_bytes_between_nodes": planned_bytes(name, contest, full)}
+            for name in SHAPES
         ]
         for result in results:
             sent = ranks.run(prepare_shape, contest.cp, result["shape"], contest, full)

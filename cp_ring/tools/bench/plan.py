@@ -1,4 +1,6 @@
-"""`cp-ring bench plan`: the time to make and prove plans, the keys and values that they move, the balance of their work."""
+"""`cp-ring bench plan`: the time to make and prove plans, the keys and values that they move, the
+balance of their work.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +53,23 @@ def packed(repeats: int) -> list[Result]:
 
 
 def huge(repeats: int) -> list[Result]:
-    """16M causal tokens on 1,024 ranks: the plan of one rank, and the whole plan built and proven, on two routes."""
+    """16M causal tokens on 1,024 ranks: the plan of one rank, and the whole plan built and proven,
+    on two routes.
+    """
     mask, layout = Mask.causal(1 << 24), Layout.zigzag(1 << 24, 1024)
     _, alone = best_time(lambda: Plan.build_rank_plan(mask, layout, 500), repeats)
     _, whole = best_time(lambda: Plan.build(mask, layout).verify(), min(repeats, 3))
-    _, relayed = best_time(lambda: Plan.build(mask, layout, "relay", node_size=8).verify(), min(repeats, 3))
+    _, relayed = best_time(
+        lambda: Plan.build(mask, layout, "relay", node_size=8).verify(), min(repeats, 3)
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     what = "16M causal tokens, cp 1,024"
     return [
         Result(f"{what}: one rank's plan", alone, "ms", 5),
         Result(f"{what}: all ranks, built and verified", whole / 1e3, "s", 3),
-        Result(f"{what}, relay in nodes of 8: all ranks, built and verified", relayed / 1e3, "s", 5),
+        Result(
+            f"{what}, relay in nodes of 8: all ranks, built and verified", relayed / 1e3, "s", 5
+        ),
         Result(f"{what}: peak memory of the process", peak, "GB", 2),
     ]
 
@@ -75,17 +83,26 @@ def shares() -> list[Result]:
     ]
     results = [
         Result(
-            f"share of full ring, {name}, {route}", full_ring_share(mask, layout, route), "", goal if route == DEFAULT else 0.0
+            f"share of full ring, {name}, {route}",
+            full_ring_share(mask, layout, route),
+            "",
+            goal if route == DEFAULT else 0.0,
         )
         for name, mask, layout, goal in cases
         for route in ("direct", "ring")
     ]
     masks = [Mask.documents(samples.exponential(n, 2000, seed)) for seed in range(DRAWS)]
-    layouts = {"zigzag": (lambda mask: Layout.zigzag(n, 8), 0.10), "balanced": (lambda mask: Layout.balanced(mask, 8), 0.20)}
+    layouts = {
+        "zigzag": (lambda mask: Layout.zigzag(n, 8), 0.10),
+        "balanced": (lambda mask: Layout.balanced(mask, 8), 0.20),
+    }
     for name, (make, goal) in layouts.items():
         for route in ("direct", "ring"):
             worst = max(full_ring_share(mask, make(mask), route) for mask in masks)
-            what = f"share of full ring, documents of 2,000 tokens, cp 8, {name}, {route}, worst of {DRAWS}"
+            what = (
+                f"share of full ring, documents of 2,000 tokens, cp 8, {name}, {route}, worst of "
+                f"{DRAWS}"
+            )
             results.append(Result(what, worst, "", goal if route == DEFAULT else 0.0))
     return results
 
@@ -94,12 +111,19 @@ def balances() -> list[Result]:
     """Maximum / mean work of the balanced layout, and of zigzag for comparison."""
     n, cp = 65536, 8
     results: list[Result] = []
-    for name, sample in (("log-normal", samples.log_normal), ("one long, many short", samples.one_long)):
+    for name, sample in (
+        ("log-normal", samples.log_normal),
+        ("one long, many short", samples.one_long),
+    ):
         masks = [Mask.documents(sample(n, 1000, seed)) for seed in range(DRAWS)]
         worst = max(balance([(mask, 1)], Layout.balanced(mask, cp)) for mask in masks)
         plain = max(balance([(mask, 1)], Layout.zigzag(n, cp)) for mask in masks)
-        results.append(Result(f"balance, {name} documents, cp 8, balanced, worst of {DRAWS}", worst, "", 1.05))
-        results.append(Result(f"balance, {name} documents, cp 8, zigzag, worst of {DRAWS}", plain, "", 0.0))
+        results.append(
+            Result(f"balance, {name} documents, cp 8, balanced, worst of {DRAWS}", worst, "", 1.05)
+        )
+        results.append(
+            Result(f"balance, {name} documents, cp 8, zigzag, worst of {DRAWS}", plain, "", 0.0)
+        )
     return results
 
 
@@ -108,7 +132,9 @@ def full_ring_share(mask: Mask, layout: Layout, route: str) -> float:
 
 
 def best_time(make: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """What `make` returns, and the best of `repeats` times in milliseconds. One call before them is not timed."""
+    """What `make` returns, and the best of `repeats` times in milliseconds. One call before them is
+    not timed.
+    """
     made, times = make(), []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -1,7 +1,9 @@
-"""`cp-ring bench rates`: what this machine's kernel, memory and links do in a second, as `cp-ring plan` assumes them.
+"""`cp-ring bench rates`: what this machine's kernel, memory and links do in a second, as
+`cp-ring plan` assumes them.
 
-The kernel is the one that `auto` chooses, on one GPU or on one thread of the CPU. A link is measured between two processes of
-this machine, over gloo on the CPU and over NCCL between two GPUs, where each sends and receives at the same time.
+The kernel is the one that `auto` chooses, on one GPU or on one thread of the CPU. A link is
+measured between two processes of this machine, over gloo on the CPU and over NCCL between two GPUs,
+where each sends and receives at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from cp_ring.tools.job.speeds import exchange, kernel_rates
 
 
 def run(megabytes: int = 32, repeats: int = 5) -> dict[str, Any]:
-    """Rates {device, kernel, tflops, memory_gb_s, call_us, link_gb_s}, the best of `repeats`; no link (None) with one GPU.
+    """Rates {device, kernel, tflops, memory_gb_s, call_us, link_gb_s}, the best of `repeats`; no
+    link (None) with one GPU.
 
     `cp_ring.plan.rates.read` reads a file of them.
     """
@@ -41,7 +44,9 @@ def _link(megabytes: int, repeats: int, cuda: bool) -> float | None:
 
 
 def exchange_seconds(group: Any, megabytes: int, repeats: int) -> float:
-    """On a rank: the least seconds in which two ranks exchange so many MiB; the first exchange does not count."""
+    """On a rank: the least seconds in which two ranks exchange so many MiB; the first exchange does
+    not count.
+    """
     cuda, peer = dist.get_backend(group) == "nccl", 1 - dist.get_rank(group)
     data = torch.zeros(megabytes * 2**20, dtype=torch.uint8, device="cuda" if cuda else "cpu")
     return min([exchange(data, peer, peer, group) for _ in range(repeats + 1)][1:])

@@ -1,8 +1,9 @@
-"""One device runs every rank of a context-parallel group in turn, with the rank's exact schedule, tiles, merges and slots.
+"""One device runs every rank of a context-parallel group in turn, with the rank's exact schedule,
+tiles, merges and slots.
 
-What the network would deliver is copied within the device, on a stream of its own. The efficiency is
-T_full / (cp * max over ranks of T), where T_full is the time of the best single kernel call on the whole sequence. No network
-takes part, so this is not the speed-up of a cluster.
+What the network would deliver is copied within the device, on a stream of its own. The efficiency
+is T_full / (cp * max over ranks of T), where T_full is the time of the best single kernel call on
+the whole sequence. No network takes part, so this is not the speed-up of a cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _LEAD_CYCLES = 10_000_000  # of the device's clock, about 5 ms
 
 @dataclass(frozen=True)
 class RankSizes:
-    """Sizes of one rank: `tokens` of one stream, h query heads, g key/value heads, head size d (queries, keys) and e (values)."""
+    """Sizes of one rank: `tokens` of one stream, h query heads, g key/value heads, head size d
+    (queries, keys) and e (values).
+    """
 
     tokens: int = 8192
     h: int = 32
@@ -43,22 +46,38 @@ class RankSizes:
         """q, k, v, dout: [tokens, 1, heads, head size]."""
         generator = torch.Generator(self.device).manual_seed(0)
         shapes = (self.h, self.d), (self.g, self.d), (self.g, self.e), (self.h, self.e)
-        return [torch.randn(tokens, 1, *x, generator=generator, device=self.device, dtype=self.dtype) for x in shapes]
+        return [
+            torch.randn(tokens, 1, *x, generator=generator, device=self.device, dtype=self.dtype)
+            for x in shapes
+        ]
 
 
 def replay(plan: Plan, rank: int, sizes: RankSizes, *, kernel: str = "auto", num_slots: int = 2, repeats: int = 5,
            bandwidth: float | None = None) -> dict[str, Any]:  # fmt: skip
-    """Times one rank: seconds of forward, and of forward and backward; and its peak memory beyond q, k, v, out and lse, in bytes.
+    """Times one rank: seconds of forward, and of forward and backward; and its peak memory beyond
+    q, k, v, out and lse, in bytes.
 
-    `bandwidth` is that of a simulated link, in bytes per second. Raises `KernelError` where the kernel does not support the case.
+    `bandwidth` is that of a simulated link, in bytes per second. Raises `KernelError` where the
+    kernel does not support the case.
     """
     device, rank_plan = torch.device(sizes.device), plan.rank_plan(rank)
-    kernel = choose(kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=rank_plan.packed).name
+    kernel = choose(
+        kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=rank_plan.packed
+    ).name
     transport = LoopbackTransport(rank, plan.cp, bandwidth) if plan.cp > 1 else None
     q, k, v, dout = sizes.draw(rank_plan.num_tokens)
 
     def forward() -> Tensor:
-        return ring_attention(q, k, v, transport, plan=rank_plan, kernel=kernel, num_slots=num_slots, qkv_format="sbhd")
+        return ring_attention(
+            q,
+            k,
+            v,
+            transport,
+            plan=rank_plan,
+            kernel=kernel,
+            num_slots=num_slots,
+            qkv_format="sbhd",
+        )
 
     inputs = [x.requires_grad_() for x in (q, k, v)]
     times = time_both_ways(forward, inputs, dout, repeats)
@@ -66,11 +85,21 @@ def replay(plan: Plan, rank: int, sizes: RankSizes, *, kernel: str = "auto", num
         transport.bytes_received = 0
     extra = _peak_bytes(lambda: torch.autograd.grad(forward(), inputs, dout), device)
     received = transport.bytes_received if transport else 0
-    return {"rank": rank, "kernel": kernel, **times, "peak_extra_bytes": extra, "bytes_received": received}
+    return {
+        "rank": rank,
+        "kernel": kernel,
+        **times,
+        "peak_extra_bytes": extra,
+        "bytes_received": received,
+    }
 
 
-def time_both_ways(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, repeats: int) -> dict[str, float]:
-    """Median seconds of forward alone, and of forward and backward; two warm-up rounds are not counted."""
+def time_both_ways(
+    forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, repeats: int
+) -> dict[str, float]:
+    """Median seconds of forward alone, and of forward and backward; two warm-up rounds are not
+    counted.
+    """
     device = dout.device
 
     def both() -> None:
@@ -80,7 +109,10 @@ def time_both_ways(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Te
         with torch.no_grad():
             forward()
 
-    return {name: _median(work, device, repeats) for name, work in (("forward_s", alone), ("both_s", both))}
+    return {
+        name: _median(work, device, repeats)
+        for name, work in (("forward_s", alone), ("both_s", both))
+    }
 
 
 def _median(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -94,7 +126,8 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
-    # The device sleeps until the host has begun to enqueue the work. Otherwise the time of the host's first calls would count.
+    # The device sleeps until the host has begun to enqueue the work. Otherwise the time of the
+    # host's first calls would count.
     torch.cuda._sleep(_LEAD_CYCLES)
     begin.record()
     work()
@@ -104,7 +137,9 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that were allocated at one time during `work`, beyond those allocated before it."""
+    """The most bytes that were allocated at one time during `work`, beyond those allocated before
+    it.
+    """
     if device.type != "cuda":
         return _cpu_peak_bytes(work)
     torch.cuda.synchronize(device)
@@ -116,16 +151,26 @@ def _peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
 
 
 def _cpu_peak_bytes(work: Callable[[], Any]) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         work()
-    changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [
+        event.nbytes()
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     return max(itertools.accumulate(changes, initial=0))
 
 
-def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """The fastest kernel that attends to the whole sequence in one call, without merges and float32 sums.
+def single_call(
+    mask: Mask, sizes: RankSizes, *, repeats: int = 5, names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """The fastest kernel that attends to the whole sequence in one call, without merges and float32
+    sums.
 
-    `names` are the kernels to try; by default all but the reference. Raises `KernelError` where no installed kernel can.
+    `names` are the kernels to try; by default all but the reference. Raises `KernelError` where no
+    installed kernel can.
     """
     plan = Plan.build(mask, Layout.contiguous(mask.n, 1))
     device, rank_plan = torch.device(sizes.device), plan.rank_plan(0)
@@ -141,12 +186,18 @@ def single_call(mask: Mask, sizes: RankSizes, *, repeats: int = 5, names: Sequen
             times = _time_kernel_call(calls[0], kernel, (q, k, v, dout), sizes.d**-0.5, repeats)
             found.append({"kernel": name, **times})
     if not found:
-        raise KernelError(f"no kernel attends to {mask.n} tokens with this mask in one call on {device}")
+        raise KernelError(
+            f"no kernel attends to {mask.n} tokens with this mask in one call on {device}"
+        )
     return {**min(found, key=lambda x: x["both_s"]), "all": found}
 
 
 def _time_kernel_call(
-    call: KernelCall, kernel: AttentionKernel, inputs: tuple[Tensor, ...], scale: float, repeats: int
+    call: KernelCall,
+    kernel: AttentionKernel,
+    inputs: tuple[Tensor, ...],
+    scale: float,
+    repeats: int,
 ) -> dict[str, float]:
     """Median seconds of one kernel call: forward alone, and forward and backward."""
     q, k, v, dout = inputs
@@ -161,13 +212,19 @@ def _time_kernel_call(
 
 def efficiency(cp: int, mask: Mask, sizes: RankSizes, *, kernel: str = "auto", repeats: int = 5, bandwidth: float | None = None,
                whole: dict[str, Any] | None = None, layout: str = "zigzag") -> dict[str, Any]:  # fmt: skip
-    """Replays every rank of `cp` and compares the slowest with `whole`, which `single_call` measures unless it is given.
+    """Replays every rank of `cp` and compares the slowest with `whole`, which `single_call`
+    measures unless it is given.
 
     `layout` is zigzag, or balanced for packed documents.
     """
-    plan = Plan.build(mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(mask.n, cp))
+    plan = Plan.build(
+        mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(mask.n, cp)
+    )
     whole = whole or single_call(mask, sizes, repeats=repeats)
-    ranks = [replay(plan, rank, sizes, kernel=kernel, repeats=repeats, bandwidth=bandwidth) for rank in range(cp)]
+    ranks = [
+        replay(plan, rank, sizes, kernel=kernel, repeats=repeats, bandwidth=bandwidth)
+        for rank in range(cp)
+    ]
     slowest = {name: max(x[name] for x in ranks) for name in ("forward_s", "both_s")}
     return {
         "name": "cp_ring",

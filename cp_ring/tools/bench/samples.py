@@ -1,4 +1,6 @@
-"""Random documents for plans: offsets `cu_seqlens`, int64, from 0 to exactly n; the same seed gives the same documents."""
+"""Random documents for plans: offsets `cu_seqlens`, int64, from 0 to exactly n; the same seed gives
+the same documents.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from cp_ring.plan.ranges import Ints
 def exponential(n: int, mean: float, seed: int) -> Ints:
     """Documents of exponentially distributed lengths; the last one is cut at n."""
     if not 1 <= mean < np.inf:
-        raise PlanError(f"documents of {mean} tokens on average: the mean must be at least 1, and finite")
+        raise PlanError(
+            f"documents of {mean} tokens on average: the mean must be at least 1, and finite"
+        )
     return _offsets(np.random.default_rng(seed).exponential(mean, _enough(n, mean)), n)
 
 
 def log_normal(n: int, mean: float, seed: int, sigma: float = 1.2) -> Ints:
     """Documents of log-normally distributed lengths: most are short, a few very long."""
-    lengths = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, _enough(n, mean))
+    lengths = np.random.default_rng(seed).lognormal(
+        np.log(mean) - sigma**2 / 2, sigma, _enough(n, mean)
+    )
     return _offsets(lengths, n)
 
 
@@ -34,20 +40,25 @@ def one_long(n: int, mean: float, seed: int) -> Ints:
 
 
 def from_file(path: str, n: int) -> Ints:
-    """Lengths from a text file, separated by white space; tokens after the last document are padding."""
+    """Lengths from a text file, separated by white space; tokens after the last document are
+    padding.
+    """
     try:
         lengths = [int(word) for word in Path(path).read_text().split()]
     except (OSError, ValueError) as error:
         raise PlanError(f"--documents {path}: cannot read document lengths: {error}") from None
     if not lengths or min(lengths) < 0 or sum(lengths) > n:
-        raise PlanError(f"--documents {path}: {len(lengths)} lengths that sum to {sum(lengths)}, for {n} tokens")
+        raise PlanError(
+            f"--documents {path}: {len(lengths)} lengths that sum to {sum(lengths)}, for {n} tokens"
+        )
     return np.cumsum([0, *lengths])
 
 
 class LengthPreset(NamedTuple):
     """Documents as published statistics describe them.
 
-    published: what is published, and where. assumed: what is assumed beside. draw: random lengths, about so many tokens together.
+    published: what is published, and where. assumed: what is assumed beside. draw: random lengths,
+    about so many tokens together.
     """
 
     published: str
@@ -55,8 +66,12 @@ class LengthPreset(NamedTuple):
     draw: Callable[[np.random.Generator, int], np.ndarray]
 
 
-def _logs(rng: np.random.Generator, tokens: int, mean: float, sigma: float, most: float) -> np.ndarray:
-    return np.minimum(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, _enough(tokens, mean)), most)
+def _logs(
+    rng: np.random.Generator, tokens: int, mean: float, sigma: float, most: float
+) -> np.ndarray:
+    return np.minimum(
+        rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, _enough(tokens, mean)), most
+    )
 
 
 def _conversations(rng: np.random.Generator, tokens: int) -> np.ndarray:
@@ -67,18 +82,23 @@ def _conversations(rng: np.random.Generator, tokens: int) -> np.ndarray:
 
 PRESETS = {
     "web": LengthPreset(
-        "C4, English: 364,868,892 documents (data set card of allenai/c4), 156 billion tokens (arXiv:2104.08758); 428 on average",
+        "C4, English: 364,868,892 documents (data set card of allenai/c4), 156 billion tokens "
+        "(arXiv:2104.08758); 428 on average",
         "log-normal with sigma 1.1, at most 16,384 tokens",
         lambda rng, n: _logs(rng, n, 428, 1.1, 16384),
     ),
     "code": LengthPreset(
-        "The Stack v2, full training set, grouped by repositories: about 900 billion tokens (huggingface.co/blog/starcoder2)",
-        "40 million repositories, so 22,400 tokens on average; log-normal with sigma 1.5, at most 131,072 tokens",
+        "The Stack v2, full training set, grouped by repositories: about 900 billion tokens "
+        "(huggingface.co/blog/starcoder2)",
+        "40 million repositories, so 22,400 tokens on average; log-normal with sigma 1.5, at most "
+        "131,072 tokens",
         lambda rng, n: _logs(rng, n, 22400, 1.5, 131072),
     ),
     "sft": LengthPreset(
-        "LongAlign: 10,000 long instructions of 8,192 to 65,536 tokens, mixed with short ones (arXiv:2401.18058)",
-        "a tenth are long, log-uniform; the others log-normal with mean 1,000 and sigma 1, at most 8,192 tokens",
+        "LongAlign: 10,000 long instructions of 8,192 to 65,536 tokens, mixed with short ones "
+        "(arXiv:2401.18058)",
+        "a tenth are long, log-uniform; the others log-normal with mean 1,000 and sigma 1, at "
+        "most 8,192 tokens",
         _conversations,
     ),
 }
@@ -88,16 +108,20 @@ LENGTHS = "--lengths"
 
 
 def lengths(text: str, n: int | None, seed: int) -> Ints:
-    """Lengths of documents, int64 [documents], that `text` describes: `preset:NAME`, `lognormal:MEAN[,SIGMA]`, or a file.
+    """Lengths of documents, int64 [documents], that `text` describes: `preset:NAME`,
+    `lognormal:MEAN[,SIGMA]`, or a file.
 
-    Random lengths sum to exactly `n`; the last document is cut there. A file has one number a document, separated by white space,
-    and `n` is None or at least their sum. Raises `PlanError` that begins with --lengths.
+    Random lengths sum to exactly `n`; the last document is cut there. A file has one number a
+    document, separated by white space, and `n` is None or at least their sum. Raises `PlanError`
+    that begins with --lengths.
     """
     kind, _, rest = text.partition(":")
     if kind not in ("preset", "lognormal"):
         return _lengths_of_file(text, n)
     if n is None:
-        raise PlanError(f"{LENGTHS} {text} needs --seq-length, the tokens of all documents together")
+        raise PlanError(
+            f"{LENGTHS} {text} needs --seq-length, the tokens of all documents together"
+        )
     rng = np.random.default_rng(seed)
     if kind == "preset":
         if rest not in PRESETS:
@@ -106,7 +130,10 @@ def lengths(text: str, n: int | None, seed: int) -> Ints:
     try:
         mean, sigma = map(float, (rest if "," in rest else f"{rest},1.2").split(","))
     except ValueError:
-        raise PlanError(f"{LENGTHS} {text}: give lognormal:MEAN or lognormal:MEAN,SIGMA, as in lognormal:2000,1.2") from None
+        raise PlanError(
+            f"{LENGTHS} {text}: give lognormal:MEAN or lognormal:MEAN,SIGMA, as in "
+            "lognormal:2000,1.2"
+        ) from None
     if not (1 <= mean < np.inf and 0 <= sigma <= 5):
         raise PlanError(f"{LENGTHS} {text}: the mean must be at least 1 and finite, sigma 0 to 5")
     return np.diff(_offsets(_logs(rng, n, mean, sigma, n), n))
@@ -121,12 +148,16 @@ def _lengths_of_file(path: str, n: int | None) -> Ints:
         raise PlanError(f"{LENGTHS} {path}: there is no document")
     for number, word in enumerate(words, start=1):
         if not word.isascii() or not word.isdigit():
-            raise PlanError(f"{LENGTHS} {path}: length {number} is {word[:40]!r}, not a whole number")
+            raise PlanError(
+                f"{LENGTHS} {path}: length {number} is {word[:40]!r}, not a whole number"
+            )
         if not int(word):
             raise PlanError(f"{LENGTHS} {path}: document {number} is empty: leave it out")
     found = np.array([int(word) for word in words], np.int64)
     if n is not None and int(found.sum()) > n:
-        raise PlanError(f"{LENGTHS} {path}: {len(found)} lengths that sum to {found.sum()}, for {n} tokens")
+        raise PlanError(
+            f"{LENGTHS} {path}: {len(found)} lengths that sum to {found.sum()}, for {n} tokens"
+        )
     return found
 
 

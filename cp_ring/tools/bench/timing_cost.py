@@ -1,8 +1,10 @@
-"""`cp-ring bench timing-cost`: what `--cp-ring-timing` costs, in steps that are recorded and in steps that are not.
+"""`cp-ring bench timing-cost`: what `--cp-ring-timing` costs, in steps that are recorded and in
+steps that are not.
 
-A rank of 4 runs alone on the CPU, with its messages replaced by copies: causal attention, forward and backward, with the kernel
-of the CPU. Calls take turns: with the marks recorded, and without. What a mark costs where nothing is recorded is too little to
-be seen so; it is timed by itself and multiplied by the number of marks of a call.
+A rank of 4 runs alone on the CPU, with its messages replaced by copies: causal attention, forward
+and backward, with the kernel of the CPU. Calls take turns: with the marks recorded, and without.
+What a mark costs where nothing is recorded is too little to be seen so; it is timed by itself and
+multiplied by the number of marks of a call.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ _CP, _RANK, _HEADS, _SIZE = 4, 1, 8, 64
 
 
 def run(tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """Results {what, call_ms, cost}: the share of a call's time that it costs to record, and not to record.
+    """Results {what, call_ms, cost}: the share of a call's time that it costs to record, and not to
+    record.
 
-    tokens: those of the rank. The first is the median over `repeats` pairs of calls of their ratio, less 1. The time is that of
+    tokens: those of the rank. The first is the median over `repeats` pairs of calls of their ratio,
+    less 1. The time is that of
     this thread on a core, so that other work on the machine counts as little as it can.
     """
     from cp_ring import Layout, Mask, Plan, ring_attention
@@ -58,15 +62,28 @@ def run(tokens: int, repeats: int) -> list[dict[str, Any]]:
         first, second = (recorded()[0], call()) if index % 2 else (call(), recorded()[0])
         pairs.append((first, second) if index % 2 == 0 else (second, first))
     alone = median(without for without, _ in pairs)
-    marks = sum(len(one.hops) + len(one.waits) + len(one.posts) + 1 for one in recorded()[1].resolve())
+    marks = sum(
+        len(one.hops) + len(one.waits) + len(one.posts) + 1 for one in recorded()[1].resolve()
+    )
     return [
-        {"what": "recorded", "call_ms": alone * 1e3, "cost": median(with_ / without for without, with_ in pairs) - 1},
-        {"what": "not recorded", "call_ms": alone * 1e3, "cost": marks * _idle_mark() / alone, "marks": marks},
+        {
+            "what": "recorded",
+            "call_ms": alone * 1e3,
+            "cost": median(with_ / without for without, with_ in pairs) - 1,
+        },
+        {
+            "what": "not recorded",
+            "call_ms": alone * 1e3,
+            "cost": marks * _idle_mark() / alone,
+            "marks": marks,
+        },
     ]
 
 
 def _idle_mark(count: int = 20_000) -> float:
-    """Seconds of the dearest mark where nothing is recorded: the least of five measurements, less the loop."""
+    """Seconds of the dearest mark where nothing is recorded: the least of five measurements, less
+    the loop.
+    """
     from cp_ring.observe.spans import span
 
     hop = SimpleNamespace(index=1, pairs=1)

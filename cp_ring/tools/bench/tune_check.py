@@ -1,12 +1,14 @@
-"""`cp-ring tune --check`: predicted beside measured times of a small model on 4 CPU ranks, for all shapes that they can have.
+"""`cp-ring tune --check`: predicted beside measured times of a small model on 4 CPU ranks, for all
+shapes that they can have.
 
-Every shape works on the same batch: with context parallel size 1 each rank takes one sequence of it, with 4 all ranks share each.
-The rates are measured on the same ranks, while all of them work, in the same rounds. So a slow minute of the machine slows
-rates and shapes alike. The times are medians over the rounds.
+Every shape works on the same batch: with context parallel size 1 each rank takes one sequence of
+it, with 4 all ranks share each. The rates are measured on the same ranks, while all of them work,
+in the same rounds. So a slow minute of the machine slows rates and shapes alike. The times are
+medians over the rounds.
 
-Where there are fewer cores than ranks, the ranks take turns. A message is then work of a core like any other: it hides behind
-nothing, and the prediction adds the two up. With `cpu` the same is compared in CPU time of the ranks, which other work on the
-machine hardly changes.
+Where there are fewer cores than ranks, the ranks take turns. A message is then work of a core like
+any other: it hides behind nothing, and the prediction adds the two up. With `cpu` the same is
+compared in CPU time of the ranks, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -78,9 +80,11 @@ class CheckedShape(NamedTuple):
 
 @dataclass
 class CheckResult:
-    """What was predicted and measured. times: a line for each shape, of a step and of attention in it, in seconds.
+    """What was predicted and measured. times: a line for each shape, of a step and of attention in
+    it, in seconds.
 
-    spearman: the rank correlation of steps. error: the median of |predicted / measured - 1| of attention.
+    spearman: the rank correlation of steps. error: the median of |predicted / measured - 1| of
+    attention.
     """
 
     cores: int
@@ -111,7 +115,8 @@ def _plan(model: SmallModel, checked: CheckedShape, rates: Rates) -> Plan:
 
 
 def run(repeats: int, model: SmallModel | None = None, cpu: bool = False) -> CheckResult:
-    """Measures `repeats` rounds on 4 processes of one thread each, and predicts from the rates of the same rounds.
+    """Measures `repeats` rounds on 4 processes of one thread each, and predicts from the rates of
+    the same rounds.
 
     cpu: measure CPU time instead of wall time.
     """
@@ -127,7 +132,12 @@ def run(repeats: int, model: SmallModel | None = None, cpu: bool = False) -> Che
             speeds.append({name: median(rank[name] for rank in of_ranks) for name in of_ranks[0]})
             for shape in shapes[number % len(shapes) :] + shapes[: number % len(shapes)]:
                 times = ranks.run(one_step, RANKS, model, shape, cpu)
-                steps[shape].append((sum(step for step, _ in times) / RANKS, sum(attention for _, attention in times) / RANKS))
+                steps[shape].append(
+                    (
+                        sum(step for step, _ in times) / RANKS,
+                        sum(attention for _, attention in times) / RANKS,
+                    )
+                )
     finally:
         ranks.close()
     found = {name: median(one[name] for one in speeds) for name in speeds[0]}
@@ -158,22 +168,33 @@ def judge(
         # The other layers of the whole batch, which the ranks share evenly.
         others = 3 * 2 * model.parameters * model.layers * model.tokens / speeds["products"]
         result.times.append(
-            {"name": shape.name, "step_s": step, "predicted_step_s": attention + others, "attention_s": of_attention,
+            {"name": shape.name, "step_s": step, "predicted_step_s": attention + others,
+                "attention_s": of_attention,
              "predicted_attention_s": attention}
         )  # fmt: skip
-    result.spearman = rank_correlation(*([one[name] for one in result.times] for name in ("step_s", "predicted_step_s")))
-    result.error = median(abs(one["predicted_attention_s"] / one["attention_s"] - 1) for one in result.times)
+    result.spearman = rank_correlation(
+        *([one[name] for one in result.times] for name in ("step_s", "predicted_step_s"))
+    )
+    result.error = median(
+        abs(one["predicted_attention_s"] / one["attention_s"] - 1) for one in result.times
+    )
     return result
 
 
 def predict_attention(model: SmallModel, checked: CheckedShape, rates: Rates, turns: bool) -> float:
-    """Seconds of attention of a step, forward and backward, on one of 4 ranks, which take turns or have cores of their own."""
+    """Seconds of attention of a step, forward and backward, on one of 4 ranks, which take turns or
+    have cores of their own.
+    """
     plan, calls = _plan(model, checked, RATES), checked.cp * model.layers  # microbatches x layers
     report, cpu = plan.verify(num_slots=plan.cp), KERNELS["cpu"]
     if not turns:
         return calls * simulate(plan, report, model.sizes, rates, RANKS, cpu).both
-    computed = simulate(plan, report, model.sizes, replace(rates, inside=1e30, between=1e30), RANKS, cpu)
-    moved = simulate(plan, report, model.sizes, replace(rates, flops=1e30, memory=1e30, call=1e-30), RANKS, cpu)
+    computed = simulate(
+        plan, report, model.sizes, replace(rates, inside=1e30, between=1e30), RANKS, cpu
+    )
+    moved = simulate(
+        plan, report, model.sizes, replace(rates, flops=1e30, memory=1e30, call=1e-30), RANKS, cpu
+    )
     return calls * (computed.both + moved.both)
 
 
@@ -195,7 +216,9 @@ def _group(cp: int) -> Any:
     """This rank's group of `cp` neighboring ranks. All ranks call it together."""
     if not _groups:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        _groups.update({1: None, 2: pairs[dist.get_rank() // 2], 4: dist.new_group(list(range(RANKS)))})
+        _groups.update(
+            {1: None, 2: pairs[dist.get_rank() // 2], 4: dist.new_group(list(range(RANKS)))}
+        )
     return _groups[cp]
 
 
@@ -203,7 +226,9 @@ def _clock(cpu: bool) -> Callable[[], float]:
     return time.process_time if cpu else time.perf_counter
 
 
-def one_step(group: Any, model: SmallModel, checked: CheckedShape, cpu: bool = False) -> tuple[float, float]:
+def one_step(
+    group: Any, model: SmallModel, checked: CheckedShape, cpu: bool = False
+) -> tuple[float, float]:
     """Seconds of a step of this rank, and of attention in it."""
     now = _clock(cpu)
     if checked not in _steps:
@@ -215,7 +240,9 @@ def one_step(group: Any, model: SmallModel, checked: CheckedShape, cpu: bool = F
     return now() - begin, attention
 
 
-def _make_step(model: SmallModel, checked: CheckedShape, group: Any, now: Callable[[], float]) -> Callable[[], float]:
+def _make_step(
+    model: SmallModel, checked: CheckedShape, group: Any, now: Callable[[], float]
+) -> Callable[[], float]:
     """A step of `cp` microbatches, which returns the seconds of attention."""
     torch.manual_seed(0)
     hidden, tokens = model.hidden, model.tokens // checked.cp
@@ -230,7 +257,11 @@ def _make_step(model: SmallModel, checked: CheckedShape, group: Any, now: Callab
     def microbatch() -> Iterator[float]:
         x, layers = inputs, []
         for wide, out, up, down in weights:
-            qkv = torch.nn.functional.linear(x, wide).view(1, tokens, 3, model.heads, model.head_dim).unbind(2)
+            qkv = (
+                torch.nn.functional.linear(x, wide)
+                .view(1, tokens, 3, model.heads, model.head_dim)
+                .unbind(2)
+            )
             q, k, v = cut = [part.detach().requires_grad_() for part in qkv]
             begin = now()
             attended = ring_attention(q, k, v, group, plan=plan)
@@ -253,7 +284,9 @@ def _make_step(model: SmallModel, checked: CheckedShape, group: Any, now: Callab
 
 
 def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str, float]:
-    """What this rank does in a second while all ranks do the same: flops, products, memory, link; and call, seconds."""
+    """What this rank does in a second while all ranks do the same: flops, products, memory, link;
+    and call, seconds.
+    """
     sizes, d, now = model.sizes, model.head_dim, _clock(cpu)
     tokens = model.tokens // 2
     whole = Plan.build(Mask.full(tokens), Layout.contiguous(tokens, 1))
@@ -261,12 +294,21 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     def seconds(work: Callable[[], object]) -> float:
         return float(timed(work, 3, group=group, clock=now).median)
 
-    flops = sizes.heads * d * tokens * tokens * 14.0  # seven products of matrices, forward and backward
-    x, weight = torch.randn(tokens, model.hidden, requires_grad=True), torch.randn(model.ffn, model.hidden, requires_grad=True)
+    # seven products of matrices, forward and backward
+    flops = sizes.heads * d * tokens * tokens * 14.0
+    x, weight = (
+        torch.randn(tokens, model.hidden, requires_grad=True),
+        torch.randn(model.ffn, model.hidden, requires_grad=True),
+    )
     gradient = torch.ones(tokens, model.ffn)
-    tiny = Plan.build(Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring")
+    tiny = Plan.build(
+        Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring"
+    )
     data, rank = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8), dist.get_rank(group)
-    link = [exchange(data, (rank - 1) % RANKS, (rank + 1) % RANKS, group, now, sent=True) for _ in range(4)][1:]
+    link = [
+        exchange(data, (rank - 1) % RANKS, (rank + 1) % RANKS, group, now, sent=True)
+        for _ in range(4)
+    ][1:]
     return {
         "flops": flops / seconds(_attention(model, whole, None)),
         "products": 6.0
@@ -276,12 +318,18 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
         / seconds(lambda: torch.nn.functional.linear(x, weight).backward(gradient)),
         "memory": memory_rate(x.device, 3, 1 << 22, group, now),
         "link": _MESSAGE_BYTES / median(link),
-        "call": seconds(_attention(model, tiny, group)) / 2 / int(kernel_calls(tiny.ring, KERNELS["cpu"]).max()),
+        "call": seconds(_attention(model, tiny, group))
+        / 2
+        / int(kernel_calls(tiny.ring, KERNELS["cpu"]).max()),
     }
 
 
 def _attention(model: SmallModel, plan: Plan, group: Any) -> Callable[[], object]:
     tokens = plan.n // plan.cp
-    q, k, v = (torch.randn(1, tokens, model.heads, model.head_dim, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, tokens, model.heads, model.head_dim, requires_grad=True) for _ in range(3)
+    )
     gradient = torch.ones(1, tokens, model.heads, model.head_dim)
-    return lambda: torch.autograd.grad(ring_attention(q, k, v, group, plan=plan), (q, k, v), gradient)
+    return lambda: torch.autograd.grad(
+        ring_attention(q, k, v, group, plan=plan), (q, k, v), gradient
+    )

@@ -1,8 +1,9 @@
 """`cp-ring bench wire`: what codecs save where the wire is slow, on a link of a set speed.
 
-Two ranks, each in a network namespace of its own, are joined by a throttled wire. Its speed is such that the messages of one
-forward and backward with plain keys take a given multiple of the time that both take on the free wire. Two cases run over it:
-multi-latent attention with the proportions of DeepSeek-V3, scaled down, and plain attention in float32.
+Two ranks, each in a network namespace of its own, are joined by a throttled wire. Its speed is such
+that the messages of one forward and backward with plain keys take a given multiple of the time that
+both take on the free wire. Two cases run over it: multi-latent attention with the proportions of
+DeepSeek-V3, scaled down, and plain attention in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement, spread
 
 @dataclass(frozen=True)
 class WireCase:
-    """Attention of `tokens` on two ranks in float32. With `latent` > 0 keys and values are made from latents of that size.
+    """Attention of `tokens` on two ranks in float32. With `latent` > 0 keys and values are made
+    from latents of that size.
 
     key, rope, value: sizes of a head's own part of the key, of the rotated part, and of the value.
     """
@@ -43,7 +45,9 @@ class WireCase:
 
 
 def cases(tokens: int) -> list[WireCase]:
-    """DeepSeek-V3 has 128 heads of 128 + 64 and 128, and latents of 512; here all sizes are a quarter."""
+    """DeepSeek-V3 has 128 heads of 128 + 64 and 128, and latents of 512; here all sizes are a
+    quarter.
+    """
     return [
         WireCase("multi-latent attention", tokens, 32, 32, 16, 32, 128, ("plain", "latent")),
         WireCase("attention", tokens, 8, 64, 0, 64, wires=("plain", "int8", "fp8")),
@@ -58,9 +62,14 @@ def prepare(group: Any, case: WireCase) -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).requires_grad_()
 
-    q, dout = normal(1, size, case.heads, case.key + case.rope), normal(1, size, case.heads, case.value).detach()
+    q, dout = (
+        normal(1, size, case.heads, case.key + case.rope),
+        normal(1, size, case.heads, case.value).detach(),
+    )
     if case.latent:
-        weight = (normal(case.heads * (case.key + case.value), case.latent).detach() / case.latent**0.5).requires_grad_()
+        weight = (
+            normal(case.heads * (case.key + case.value), case.latent).detach() / case.latent**0.5
+        ).requires_grad_()
         leaves = [q, normal(1, size, case.latent), normal(1, size, case.rope), weight]
     else:
         leaves = [q, normal(1, size, case.heads, case.key), normal(1, size, case.heads, case.value)]
@@ -79,9 +88,11 @@ def prepare(group: Any, case: WireCase) -> None:
 
 
 def run(tokens: int, ratio: float, repeats: int) -> list[dict[str, Any]]:
-    """Results {case, wire, ratio, free_s, bytes_per_s, median_s, min_s, max_s, faster}; `faster` is plain's time over this one.
+    """Results {case, wire, ratio, free_s, bytes_per_s, median_s, min_s, max_s, faster}; `faster` is
+    plain's time over this one.
 
-    Where this machine or user cannot make a throttled link, there is one result, with the reason in `skipped`.
+    Where this machine or user cannot make a throttled link, there is one result, with the reason in
+    `skipped`.
     """
     try:
         link = ThrottledLink()
@@ -89,17 +100,25 @@ def run(tokens: int, ratio: float, repeats: int) -> list[dict[str, Any]]:
         return [{"case": "all", "skipped": str(error)}]
     ranks = Ranks(2, link.ends)
     try:
-        return [result for case in cases(tokens) for result in _measure(link, ranks, case, ratio, repeats)]
+        return [
+            result
+            for case in cases(tokens)
+            for result in _measure(link, ranks, case, ratio, repeats)
+        ]
     finally:
         ranks.close()
         link.close()
 
 
-def _measure(link: ThrottledLink, ranks: Ranks, case: WireCase, ratio: float, repeats: int) -> list[dict[str, Any]]:
+def _measure(
+    link: ThrottledLink, ranks: Ranks, case: WireCase, ratio: float, repeats: int
+) -> list[dict[str, Any]]:
     """Each round runs every codec once; a time is that of the slower rank."""
     link.throttle(None)
     ranks.run(prepare, 2, case)
-    free = measurement([clock for clock, _ in in_turn({"plain": (ranks, 2, "plain")}, repeats)["plain"]]).median
+    free = measurement(
+        [clock for clock, _ in in_turn({"plain": (ranks, 2, "plain")}, repeats)["plain"]]
+    ).median
     # Keys travel in forward and in backward, and their gradients in backward.
     speed = 3 * case.shard_bytes / (ratio * free)
     link.throttle(speed)

@@ -1,4 +1,6 @@
-"""The `cp-ring` command. Heavy modules are imported by the command that needs them, so that help is quick."""
+"""The `cp-ring` command. Heavy modules are imported by the command that needs them, so that help is
+quick.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from cp_ring.tools.cli.trace import trace_command
 from cp_ring.tools.cli.train import train_command
 from cp_ring.tools.cli.tune import tune_command
 
-_USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of typer's own copy of click; typer does not export it
+# of click, or of typer's own copy of click; typer does not export it
+_USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -33,7 +36,10 @@ app.command("trace")(trace_command)
 app.command("certify")(certify_command)
 app.command("doctor")(doctor_command)
 app.add_typer(bench.commands(), name="bench")
-slurm = typer.Typer(no_args_is_help=True, help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.")
+slurm = typer.Typer(
+    no_args_is_help=True,
+    help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.",
+)
 for group in (app, slurm):
     group.command("submit")(submit_command)
     group.command("status")(status_command)
@@ -47,22 +53,32 @@ def _print_versions(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(", ".join(f"{name} {version(name)}" for name in ("cp-ring", "torch", "megatron-core")))
+        typer.echo(
+            ", ".join(f"{name} {version(name)}" for name in ("cp-ring", "torch", "megatron-core"))
+        )
         raise typer.Exit
 
 
 @app.callback()
 def _about(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print versions and stop.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_versions, help="Print versions and stop."
+        ),
     ] = False,
 ) -> None:
-    """Context parallelism for Megatron-core: ring attention planned as data and proven before it runs."""
+    """Context parallelism for Megatron-core: ring attention planned as data and proven before it
+    runs.
+    """
 
 
 def main() -> None:
-    """Entry point of the console script: bad input is one line on stderr and exit code 2, never a traceback."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # without a GPU it warns when it is imported
+    """Entry point of the console script: bad input is one line on stderr and exit code 2, never a
+    traceback.
+    """
+    # without a GPU it warns when it is imported
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         sys.exit(app(prog_name="cp-ring", standalone_mode=False))
     except typer.Abort:  # Ctrl-C

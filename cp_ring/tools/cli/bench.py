@@ -1,7 +1,7 @@
 """`cp-ring bench`: the table of benches, and the one command that runs them.
 
-A bench is its options, a function that measures, and the columns of its table. The modules of `cp_ring.tools.bench` are imported
-when a bench runs, so that help is quick.
+A bench is its options, a function that measures, and the columns of its table. The modules of
+`cp_ring.tools.bench` are imported when a bench runs, so that help is quick.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Column = str | Callable[[Result], str]
 class Measured:
     """What a bench has measured. A result that could not be measured has the reason in `skipped`.
 
-    title: of the table. about: further keys of the JSON. key: that of the results in the JSON; "" prints the results alone.
+    title: of the table. about: further keys of the JSON. key: that of the results in the JSON; ""
+    prints the results alone.
     lines: printed in place of a table.
     """
 
@@ -53,8 +54,12 @@ def commands() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
     as_json = ("as_json", bool, option(False, "Print JSON instead of the table.", "--json"))
     for bench in BENCHES:
-        options = make_dataclass(bench.options.__name__, [as_json], bases=(bench.options,), frozen=True, kw_only=True)
-        made = command(options, lambda given, bench=bench: _tell(bench, bench.run(given), given.as_json))  # type: ignore[misc]
+        options = make_dataclass(
+            bench.options.__name__, [as_json], bases=(bench.options,), frozen=True, kw_only=True
+        )
+        made = command(
+            options, lambda given, bench=bench: _tell(bench, bench.run(given), given.as_json)
+        )  # type: ignore[misc]
         made.__doc__ = bench.run.__doc__
         app.command(bench.name)(made)
     return app
@@ -84,11 +89,16 @@ def _tell(bench: Bench, measured: Measured, as_json: bool) -> None:
         return
     table = Table(*bench.columns, title=measured.title)
     for result in results:
-        cells = [x.format_map(result) if isinstance(x, str) else x(result) for x in _columns(bench, result)]
+        cells = [
+            x.format_map(result) if isinstance(x, str) else x(result)
+            for x in _columns(bench, result)
+        ]
         table.add_row(*cells)
     console.print(table)
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    console.print(f"{made['date']}; {made['machine']}, load {made['load']}; {versions}", soft_wrap=True)
+    console.print(
+        f"{made['date']}; {made['machine']}, load {made['load']}; {versions}", soft_wrap=True
+    )
 
 
 def _columns(bench: Bench, result: Result) -> list[Column]:
@@ -109,7 +119,9 @@ _ATTENTION: dict[str, Column] = {
     "": "{name}",
     "median s": "{median_s:.2f}",
     "min - max s": "{min_s:.2f} - {max_s:.2f}",
-    "over cp_ring": lambda result: f"{result['over_cp_ring']:.2f}" if result["over_cp_ring"] else "",
+    "over cp_ring": lambda result: (
+        f"{result['over_cp_ring']:.2f}" if result["over_cp_ring"] else ""
+    ),
     "error": "{error:.1e}",
 }
 
@@ -141,7 +153,9 @@ def _plan(options: PlanBench) -> Measured:
     """Measure planning: time, memory, bytes on the wire and balance, each with its goal."""
     from cp_ring.tools.bench.plan import run
 
-    return Measured([result._asdict() for result in run(options.repeats)], "cp_ring planning", key="")
+    return Measured(
+        [result._asdict() for result in run(options.repeats)], "cp_ring planning", key=""
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,16 +166,20 @@ class AttentionBench:
     cp: int = option(2, "Ranks; on the CPU each has one thread.", min=1)
     heads: int = _heads()
     head_dim: int = _head_dim()
-    dtype: str = option("", "float32, bfloat16 or float16. Default: float32 on the CPU, bfloat16 on CUDA.")
+    dtype: str = option(
+        "", "float32, bfloat16 or float16. Default: float32 on the CPU, bfloat16 on CUDA."
+    )
     device: str = option("cpu", "cpu, or cuda with one GPU per rank.")
     repeats: int = _repeats(5, "Rounds; each contestant runs once per round.")
     only: list[str] | None = option(None, "A contestant; repeatable. Default: all.")
 
 
 def _attention(options: AttentionBench) -> Measured:
-    """Time causal ring attention, forward and backward, beside one rank and beside other packages that are installed.
+    """Time causal ring attention, forward and backward, beside one rank and beside other packages
+    that are installed.
 
-    Packages on the CPU: pip install ring-attention-pytorch ringattention; on CUDA: ring-flash-attn, transformer-engine[pytorch].
+    Packages on the CPU: pip install ring-attention-pytorch ringattention; on CUDA: ring-flash-attn,
+    transformer-engine[pytorch].
     """
     import torch
 
@@ -174,18 +192,23 @@ def _attention(options: AttentionBench) -> Measured:
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if device == "cuda" and (not devices or (devices < cp and not shared)):
         raise ConfigError(
-            f"--device cuda: --cp {cp} ranks need a CUDA device each, there are {devices}; bench replay runs them on one"
+            f"--device cuda: --cp {cp} ranks need a CUDA device each, there are {devices}; bench "
+            "replay runs them on one"
         )
     names = options.only or [name for name, one in CONTESTANTS.items() if device in one.devices]
     for name in names:
         if name not in CONTESTANTS:
-            raise ConfigError(f"--only {name}: no such contestant; there are {', '.join(CONTESTANTS)}")
+            raise ConfigError(
+                f"--only {name}: no such contestant; there are {', '.join(CONTESTANTS)}"
+            )
         if device not in CONTESTANTS[name].devices:
             raise ConfigError(f"--only {name}: it does not run with --device {device}")
     if n % (2 * cp):
         raise ConfigError(f"--seq-length {n} does not divide by 2 * --cp {cp}")
     dtype = options.dtype or {"cpu": "float32", "cuda": "bfloat16"}[device]
-    results = run(Contest(n, cp, options.heads, options.head_dim, dtype, device), names, options.repeats)
+    results = run(
+        Contest(n, cp, options.heads, options.head_dim, dtype, device), names, options.repeats
+    )
     ours = next((result.get("median_s") for result in results if result["name"] == "cp_ring"), None)
     for result in results:
         if "skipped" not in result:
@@ -205,13 +228,17 @@ class AccuracyBench:
     dtype: list[str] | None = option(None, "Repeatable. Default: float32, bfloat16.")
     cp: list[int] | None = option(None, "Ranks; repeatable. Default: 1, 2, 4, 8.", min=1)
     wire: list[str] | None = option(None, "As --cp-ring-wire; repeatable. Default: plain.")
-    inputs: str = option("normal", "normal, or outliers: a few channels of keys are 20 times larger.")
+    inputs: str = option(
+        "normal", "normal, or outliers: a few channels of keys are 20 times larger."
+    )
     seeds: int = option(5, "Random draws; the result is their mean.", min=1)
     device: str = option("cpu", "cuda or cpu.")
 
 
 def _accuracy(options: AccuracyBench) -> Measured:
-    """Error of ring attention against float64, divided by the error of one call of the same kernel on the whole sequence."""
+    """Error of ring attention against float64, divided by the error of one call of the same kernel
+    on the whole sequence.
+    """
     import torch
 
     from cp_ring.comm.codecs import CODECS, Quantized
@@ -232,7 +259,9 @@ def _accuracy(options: AccuracyBench) -> Measured:
             if value not in known:
                 raise ConfigError(f"{flag} {value}: unknown; known are {', '.join(known)}")
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: there is no CUDA device; --device cpu measures the kernels for the CPU")
+        raise ConfigError(
+            "--device cuda: there is no CUDA device; --device cpu measures the kernels for the CPU"
+        )
     results = run(
         options.seq_length, options.heads, options.kv_heads, options.head_dim, kernels, dtypes, sizes, options.seeds,
         options.device, wires=wires, drawn=options.inputs,
@@ -241,7 +270,9 @@ def _accuracy(options: AccuracyBench) -> Measured:
 
 
 def _accuracy_cell(name: str) -> Callable[[Result], str]:
-    """A column of `bench accuracy`. A case that a kernel rejects has the reason in the first of the errors."""
+    """A column of `bench accuracy`. A case that a kernel rejects has the reason in the first of the
+    errors.
+    """
 
     def cell(result: Result) -> str:
         if name not in ("out", "dq", "dk", "dv"):
@@ -257,7 +288,9 @@ def _accuracy_cell(name: str) -> Callable[[Result], str]:
 class ReplayBench:
     """Options of `bench replay`."""
 
-    cp: list[int] | None = option(None, "Context-parallel size; repeatable. Default: 1, 2, 4, 8.", min=1)
+    cp: list[int] | None = option(
+        None, "Context-parallel size; repeatable. Default: 1, 2, 4, 8.", min=1
+    )
     tokens: int = _tokens(8192, "Tokens of one rank.")
     heads: int = _heads(32, "Query heads.")
     kv_heads: int = _heads(8, "Key/value heads.")
@@ -273,7 +306,9 @@ class ReplayBench:
 
 
 def _replay(options: ReplayBench) -> Measured:
-    """Run every rank of a group in turn on one device: efficiency against one kernel call, without a network."""
+    """Run every rank of a group in turn on one device: efficiency against one kernel call, without
+    a network.
+    """
     import torch
 
     from cp_ring.plan import Mask
@@ -287,7 +322,9 @@ def _replay(options: ReplayBench) -> Measured:
     layout = options.layout or ("balanced" if options.document else "zigzag")
     check("--layout", layout, ("zigzag", "balanced"))
     dtype, size, window = getattr(torch, options.dtype), options.head_dim, (options.window, 0)
-    sizes = RankSizes(options.tokens, options.heads, options.kv_heads, size, size, dtype, options.device)
+    sizes = RankSizes(
+        options.tokens, options.heads, options.kv_heads, size, size, dtype, options.device
+    )
     results = []
     for ranks in options.cp or [1, 2, 4, 8]:
         n = ranks * options.tokens
@@ -296,7 +333,15 @@ def _replay(options: ReplayBench) -> Measured:
             mask = Mask.documents(samples.exponential(n, options.document, 0), window=window)
         link = options.bandwidth * 1e9 or None
         results.append(
-            efficiency(ranks, mask, sizes, kernel=options.kernel, repeats=options.repeats, bandwidth=link, layout=layout)
+            efficiency(
+                ranks,
+                mask,
+                sizes,
+                kernel=options.kernel,
+                repeats=options.repeats,
+                bandwidth=link,
+                layout=layout,
+            )
         )
     return Measured(results, "single-device replay, no network")
 
@@ -309,15 +354,18 @@ class OverlapBench:
     heads: int = _heads()
     head_dim: int = _head_dim()
     ratio: list[float] | None = option(
-        None, "Time of a full shard on the wire, divided by the time that a hop computes; repeatable."
+        None,
+        "Time of a full shard on the wire, divided by the time that a hop computes; repeatable.",
     )
     repeats: int = _repeats(7, "Rounds; each wire runs once per round.")
 
 
 def _overlap(options: OverlapBench) -> Measured:
-    """Time forward and backward on two CPU ranks with a throttled link between them: how much communication is exposed.
+    """Time forward and backward on two CPU ranks with a throttled link between them: how much
+    communication is exposed.
 
-    Needs root, for network namespaces. Where it cannot make them, it prints why and measures nothing. Default ratios: 0.5, 0.9.
+    Needs root, for network namespaces. Where it cannot make them, it prints why and measures
+    nothing. Default ratios: 0.5, 0.9.
     """
     from cp_ring.tools.bench.contest import Contest
     from cp_ring.tools.bench.overlap import run
@@ -330,7 +378,9 @@ def _overlap(options: OverlapBench) -> Measured:
         raise ConfigError(f"--ratio {bad[0]:g} must be above 0")
     contest = Contest(n, 2, options.heads, options.head_dim)
     results = run(contest, options.ratio or [0.5, 0.9], options.repeats)
-    return Measured(results, f"causal, {n} x {options.heads} x {options.head_dim}, 2 ranks, throttled link")
+    return Measured(
+        results, f"causal, {n} x {options.heads} x {options.head_dim}, 2 ranks, throttled link"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,14 +388,18 @@ class WireBench:
     """Options of `bench wire`."""
 
     seq_length: int = _tokens(4096, "Tokens of the whole sequence, on two ranks.")
-    ratio: float = option(3.0, "Time of plain's messages on the wire, divided by its time on the free wire.")
+    ratio: float = option(
+        3.0, "Time of plain's messages on the wire, divided by its time on the free wire."
+    )
     repeats: int = _repeats(5, "Rounds; each codec runs once per round.")
 
 
 def _wire(options: WireBench) -> Measured:
-    """Time forward and backward with each codec on two CPU ranks with a throttled link between them.
+    """Time forward and backward with each codec on two CPU ranks with a throttled link between
+    them.
 
-    Needs root, for network namespaces. Where it cannot make them, it prints why and measures nothing.
+    Needs root, for network namespaces. Where it cannot make them, it prints why and measures
+    nothing.
     """
     from cp_ring.tools.bench.wire import run
 
@@ -363,11 +417,15 @@ class HostBench:
     """Options of `bench host`."""
 
     repeats: int = _repeats(100, "Calls of each pass that count.")
-    against: Path | None = option(None, "A checkout of another version, measured in turn with this one.", metavar="FOLDER")
+    against: Path | None = option(
+        None, "A checkout of another version, measured in turn with this one.", metavar="FOLDER"
+    )
 
 
 def _host(options: HostBench) -> Measured:
-    """Time what the host does in a hop beyond attention and messages: Python, merges, sums, views, the kernel's adapter."""
+    """Time what the host does in a hop beyond attention and messages: Python, merges, sums, views,
+    the kernel's adapter.
+    """
     from cp_ring.tools.bench.host import run
 
     against = options.against
@@ -385,17 +443,21 @@ class RatesBench:
 
 
 def _rates(options: RatesBench) -> Measured:
-    """Measure what this machine's kernel, memory and links do in a second: the rates that cp-ring plan assumes."""
+    """Measure what this machine's kernel, memory and links do in a second: the rates that cp-ring
+    plan assumes.
+    """
     from cp_ring.tools.bench import rates
     from cp_ring.tools.bench.machine import facts
 
     found = rates.run(options.megabytes, options.repeats)
     link = found["link_gb_s"]
     lines = (
-        f"{found['device']}, kernel {found['kernel']}: {found['tflops']:.3g} TFLOP/s, {found['call_us']:.3g} us a "
-        f"call, memory {found['memory_gb_s']:.3g} GB/s"
+        f"{found['device']}, kernel {found['kernel']}: {found['tflops']:.3g} TFLOP/s, "
+        f"{found['call_us']:.3g} us a call, memory {found['memory_gb_s']:.3g} GB/s"
         + (", no second GPU for a link" if link is None else f", link {link:.3g} GB/s"),
-        f"cp-ring plan --tflops {found['tflops']:.3g}" + ("" if link is None else f" --node-bandwidth {link:.3g}") + " ...",
+        f"cp-ring plan --tflops {found['tflops']:.3g}"
+        + ("" if link is None else f" --node-bandwidth {link:.3g}")
+        + " ...",
     )
     return Measured([], about={**facts(), **found}, key="", lines=lines)
 
@@ -404,9 +466,15 @@ def _rates(options: RatesBench) -> Measured:
 class LengthsBench:
     """Options of `bench lengths`."""
 
-    seq_length: int = option(8192, "Tokens of all documents together.", parser=parse_tokens, metavar="TOKENS")
-    cp: int = option(4, "Ranks, each with one thread: at most one a core.", "--cp", "--ranks", min=2)
-    lengths: str = option("", "As in `cp-ring plan`; default: one long document and many short ones.", metavar="SPEC")
+    seq_length: int = option(
+        8192, "Tokens of all documents together.", parser=parse_tokens, metavar="TOKENS"
+    )
+    cp: int = option(
+        4, "Ranks, each with one thread: at most one a core.", "--cp", "--ranks", min=2
+    )
+    lengths: str = option(
+        "", "As in `cp-ring plan`; default: one long document and many short ones.", metavar="SPEC"
+    )
     heads: int = _heads(4)
     head_dim: int = _head_dim()
     repeats: int = _repeats(7, "Rounds; each split runs once per round.")
@@ -414,7 +482,9 @@ class LengthsBench:
 
 
 def _lengths(options: LengthsBench) -> Measured:
-    """Time attention and a token-wise layer on documents of a long-tailed set: balanced, zigzag, padded, independent ranks."""
+    """Time attention and a token-wise layer on documents of a long-tailed set: balanced, zigzag,
+    padded, independent ranks.
+    """
     from cp_ring.tools.bench import samples
     from cp_ring.tools.bench.lengths import LAYOUTS, PackedWork, long_tail, run
 
@@ -427,7 +497,9 @@ def _lengths(options: LengthsBench) -> Measured:
     for result in results:
         for name in ("median_s", "cpu_s"):
             result[f"{name}_over_balanced"] = result[name] / results[0][name]
-    title = f"{len(drawn)} documents, {drawn.sum():,} tokens, the longest {drawn.max():,}; {cp} ranks"
+    title = (
+        f"{len(drawn)} documents, {drawn.sum():,} tokens, the longest {drawn.max():,}; {cp} ranks"
+    )
     return Measured(results, title, {"documents": len(drawn), "longest": int(drawn.max())})
 
 
@@ -438,15 +510,19 @@ class NodesBench:
     seq_length: int = _tokens(4096, "Tokens of the whole sequence, on four ranks.")
     heads: int = _heads()
     head_dim: int = _head_dim()
-    share: float = option(0.5, "Speed of the link, as a share of what hiding the transfers of direct would need.")
+    share: float = option(
+        0.5, "Speed of the link, as a share of what hiding the transfers of direct would need."
+    )
     full: bool = option(False, "A full mask instead of a causal one.", "--full")
     repeats: int = _repeats(5, "Rounds; each shape runs once per round.")
 
 
 def _nodes(options: NodesBench) -> Measured:
-    """Time forward and backward on two nodes of two CPU ranks each with a slow link between the nodes: direct, relay and heads.
+    """Time forward and backward on two nodes of two CPU ranks each with a slow link between the
+    nodes: direct, relay and heads.
 
-    Needs root, for network namespaces, which are the nodes. Where it cannot make them, it prints why and measures nothing.
+    Needs root, for network namespaces, which are the nodes. Where it cannot make them, it prints
+    why and measures nothing.
     """
     from cp_ring.tools.bench.contest import Contest
     from cp_ring.tools.bench.nodes import run
@@ -458,10 +534,14 @@ def _nodes(options: NodesBench) -> Measured:
         raise ConfigError(f"--heads {heads}: two ranks exchange heads, so it must divide by 2")
     if not options.share > 0:
         raise ConfigError(f"--share {options.share:g} must be above 0")
-    results = run(Contest(n, 4, heads, options.head_dim), options.repeats, options.share, options.full)
+    results = run(
+        Contest(n, 4, heads, options.head_dim), options.repeats, options.share, options.full
+    )
     speed = f"{results[0].get('bytes_per_s', 0) / 1e6:.3g} MB/s between them"
     mask = "full" if options.full else "causal"
-    return Measured(results, f"{mask}, {n} x {heads} x {options.head_dim}, 2 nodes of 2 ranks, {speed}")
+    return Measured(
+        results, f"{mask}, {n} x {heads} x {options.head_dim}, 2 nodes of 2 ranks, {speed}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,9 +558,14 @@ def _timing_cost(options: TimingCostBench) -> Measured:
 
     tokens, repeats = options.tokens, options.repeats
     if tokens < 8 or tokens % 2 or repeats < 1:
-        raise ConfigError(f"--tokens {tokens} --repeats {repeats}: at least 8 tokens, an even number, and 1 pair are needed")
+        raise ConfigError(
+            f"--tokens {tokens} --repeats {repeats}: at least 8 tokens, an even number, and 1 pair "
+            "are needed"
+        )
     results = timing_cost.run(tokens, repeats)
-    lines = tuple(f"{x['what']}: {x['cost']:.3%} of a call of {x['call_ms']:.1f} ms" for x in results)
+    lines = tuple(
+        f"{x['what']}: {x['cost']:.3%} of a call of {x['call_ms']:.1f} ms" for x in results
+    )
     return Measured(results, about={"tokens": tokens}, key="results", lines=lines)
 
 
@@ -488,11 +573,14 @@ BENCHES = (
     Bench("plan", PlanBench, _plan, {
         "": "{what}",
         "measured": "{measured:.3g} {unit}",
-        "goal (at most)": lambda result: f"{result['goal']:g} {result['unit']}" if result["goal"] else "",
+        "goal (at most)": lambda result: f"{result['goal']:g} {result['unit']}" if result["goal"] else
+        "",
     }),
     Bench("attention", AttentionBench, _attention, _ATTENTION),
     Bench("accuracy", AccuracyBench, _accuracy, {
-        name: _accuracy_cell(name) for name in ("kernel", "dtype", "mask", "cp", "wire", "out", "dq", "dk", "dv")
+        name: _accuracy_cell(name) for name in ("kernel", "dtype", "mask", "cp", "wire", "out", "dq",
+            "dk",
+            "dv")
     }),
     Bench("replay", ReplayBench, _replay, {
         "cp": "{cp}",
@@ -502,8 +590,10 @@ BENCHES = (
         "slowest rank, ms": lambda result: f"{1e3 * result['slowest_both_s']:.1f}",
     }),
     Bench("overlap", OverlapBench, _overlap, {
-        "transfer / compute of a hop": lambda result: f"{result['ratio']:g}" if result["ratio"] else "free wire",
-        "of them, ms": lambda result: f"{1e3 * result['transfer_s']:.0f} / {1e3 * result['hop_s']:.0f}",
+        "transfer / compute of a hop": lambda result: f"{result['ratio']:g}" if result["ratio"] else
+        "free wire",
+        "of them, ms": lambda result:
+        f"{1e3 * result['transfer_s']:.0f} / {1e3 * result['hop_s']:.0f}",
         "step, median s": "{median_s:.3f}",
         "min - max s": "{min_s:.3f} - {max_s:.3f}",
         "exposed": "{exposed:.1%}",
@@ -512,7 +602,8 @@ BENCHES = (
         "case": "{case}", "codec": "{wire}", **_MEDIAN, "times as fast as plain": "{faster:.2f}",
     }),
     Bench("host", HostBench, _host, {
-        "pass": "{pass}", "ranks": "{cp}", "version": "{cp_ring}", "host time of a hop, us": "{hop_us:.0f}",
+        "pass": "{pass}", "ranks": "{cp}", "version": "{cp_ring}", "host time of a hop, us":
+        "{hop_us:.0f}",
     }),
     Bench("rates", RatesBench, _rates),
     Bench("lengths", LengthsBench, _lengths, {

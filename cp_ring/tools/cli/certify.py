@@ -15,14 +15,23 @@ from rich.table import Table
 
 
 def certify_command(
-    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one (quickstart).")],
+    config: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a packaged one (quickstart).")
+    ],
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key; the value is read as YAML. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="A.B=C", help="Override a key; the value is read as YAML. Repeatable."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")
+    ] = False,
 ) -> None:
-    """Probe a job's attention, loss and gradients on its ranks, and print the results. Trains nothing."""
+    """Probe a job's attention, loss and gradients on its ranks, and print the results. Trains
+    nothing.
+    """
     from cp_ring.tools.job.certify import certify
 
     with _stdout_as_stderr():
@@ -57,7 +66,10 @@ def probe_table(found: dict[str, Any]) -> Table:
         shown.add_column(column, justify="right" if column in ("error", "bound") else "left")
     for probe in found["probes"]:
         result = "passed" if probe["passed"] else f"FAILED {probe['where']}"
-        error, bound = (f"{probe[name]:.1e}" if probe["bound"] else f"{probe[name]:.0f}" for name in ("error", "bound"))
+        error, bound = (
+            f"{probe[name]:.1e}" if probe["bound"] else f"{probe[name]:.0f}"
+            for name in ("error", "bound")
+        )
         shown.add_row(probe["name"], probe["layer"], probe["mask"], error, bound, result)
     return shown
 

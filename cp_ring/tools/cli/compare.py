@@ -18,7 +18,9 @@ SLOW_SCHEDULE = 20_000  # documents, for which Megatron's scheduler takes minute
 
 
 def compare_command(text: str, lengths: Ints, cp: int, layer: Layer, as_json: bool) -> None:
-    """Prints what the splits of documents of these lengths over `cp` ranks cost; `text` says where the lengths come from."""
+    """Prints what the splits of documents of these lengths over `cp` ranks cost; `text` says where
+    the lengths come from.
+    """
     groups, missing = _hybrid_schedule(lengths, cp)
     splits = compare(lengths, cp, layer, groups)
     best = min(split.total for split in splits)
@@ -31,7 +33,9 @@ def compare_command(text: str, lengths: Ints, cp: int, layer: Layer, as_json: bo
             "longest": int(lengths.max()),
         }
         found = [asdict(split) | {"ratio": split.total / best} for split in splits]
-        typer.echo(json.dumps(about | {"layer": asdict(layer), "hybrid_missing": missing, "splits": found}))
+        typer.echo(
+            json.dumps(about | {"layer": asdict(layer), "hybrid_missing": missing, "splits": found})
+        )
         return
     console = Console()
     console.print(_table(text, lengths, cp, splits, best))
@@ -39,9 +43,10 @@ def compare_command(text: str, lengths: Ints, cp: int, layer: Layer, as_json: bo
         console.print(missing)
     rates = layer.rates
     console.print(
-        f"One layer: {layer.sizes.heads} query and {layer.sizes.kv_heads} key/value heads of {layer.sizes.head_dim}, "
-        f"feed-forward {layer.ffn:,}, {layer.sizes.dtype}. Rates: {rates.flops:.2g} FLOP/s, {layer.link:.2g} B/s between nodes "
-        f"of {layer.ranks_per_node} ranks and {rates.inside:.2g} B/s inside, {rates.call * 1e6:.0f} us a hop; attention in "
+        f"One layer: {layer.sizes.heads} query and {layer.sizes.kv_heads} key/value heads of "
+        f"{layer.sizes.head_dim}, feed-forward {layer.ffn:,}, {layer.sizes.dtype}. Rates: "
+        f"{rates.flops:.2g} FLOP/s, {layer.link:.2g} B/s between nodes of {layer.ranks_per_node} "
+        f"ranks and {rates.inside:.2g} B/s inside, {rates.call * 1e6:.0f} us a hop; attention in "
         f"blocks of {layer.block}. Predicted, not measured."
     )
     kind, _, name = text.partition(":")
@@ -73,7 +78,10 @@ def _table(text: str, lengths: Ints, cp: int, splits: list[SplitCost], best: flo
 def _hybrid_schedule(lengths: Ints, cp: int) -> tuple[Groups | None, str]:
     """The schedule of Megatron's hybrid context parallelism, or why there is none."""
     if len(lengths) > SLOW_SCHEDULE:
-        return None, f"hybrid is left out: its scheduler is slow for more than {SLOW_SCHEDULE:,} documents"
+        return (
+            None,
+            f"hybrid is left out: its scheduler is slow for more than {SLOW_SCHEDULE:,} documents",
+        )
     full = padded(lengths, cp)
     try:
         from cp_ring.megatron.hybrid_schedule import hybrid_groups  # imports Megatron

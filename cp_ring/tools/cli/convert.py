@@ -1,4 +1,6 @@
-"""`cp-ring plan --convert BEFORE:AFTER`: what it takes to bring hidden states from one layout into another."""
+"""`cp-ring plan --convert BEFORE:AFTER`: what it takes to bring hidden states from one layout into
+another.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,23 @@ def names_of(text: str) -> tuple[str, str]:
     """The names of the two layouts; raises `PlanError` for another number of them."""
     before, colon, after = text.partition(":")
     if not (before and colon and after) or ":" in after:
-        raise PlanError(f"--convert {text!r}: give two layouts, BEFORE:AFTER, as in zigzag:contiguous")
+        raise PlanError(
+            f"--convert {text!r}: give two layouts, BEFORE:AFTER, as in zigzag:contiguous"
+        )
     return before, after
 
 
 def convert_command(
-    before: Layout, after: Layout, token_bytes: int, ranks_per_node: int, as_json: bool, draw: str | None = None
+    before: Layout,
+    after: Layout,
+    token_bytes: int,
+    ranks_per_node: int,
+    as_json: bool,
+    draw: str | None = None,
 ) -> None:
-    """Makes and proves the conversion, and prints what each rank sends and receives; `token_bytes` are those of a token."""
+    """Makes and proves the conversion, and prints what each rank sends and receives; `token_bytes`
+    are those of a token.
+    """
     begun = time.perf_counter()
     plan = Conversion.build(before, after)
     built = time.perf_counter()
@@ -46,10 +57,15 @@ def convert_command(
 
 
 def summary(plan: Conversion, token_bytes: int, ranks_per_node: int) -> dict[str, Any]:
-    """The numbers of a conversion, ready for JSON; its way back moves the same bytes in the other direction."""
+    """The numbers of a conversion, ready for JSON; its way back moves the same bytes in the other
+    direction.
+    """
     moved, cp = plan.traveling, plan.before.cp
     node = np.arange(cp) // ranks_per_node
-    tokens = [np.bincount(layout.owner, np.diff(layout.edges), cp).astype(np.int64) for layout in (plan.before, plan.after)]
+    tokens = [
+        np.bincount(layout.owner, np.diff(layout.edges), cp).astype(np.int64)
+        for layout in (plan.before, plan.after)
+    ]
     return {
         "before": plan.before.name,
         "after": plan.after.name,
@@ -69,7 +85,8 @@ def summary(plan: Conversion, token_bytes: int, ranks_per_node: int) -> dict[str
 def _print(facts: dict[str, Any]) -> None:
     console, cp = Console(), facts["cp"]
     table = Table(
-        title=f"{facts['before']} to {facts['after']}: {facts['n']:,} tokens of {facts['bytes_per_token']:,} bytes, {cp} ranks"
+        title=f"{facts['before']} to {facts['after']}: {facts['n']:,} tokens of "
+        f"{facts['bytes_per_token']:,} bytes, {cp} ranks"
     )
     for name in ("rank", "tokens before", "tokens after", "MiB out", "MiB in", "messages out"):
         table.add_column(name, justify="right")
@@ -82,8 +99,9 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(f"... and {cp - MAX_RANKS_SHOWN} more ranks (--json has all)")
     between = facts["bytes_between_nodes"] / 2**20
     console.print(
-        f"{facts['share_of_tokens_that_travel']:.1%} of the tokens travel, {between:,.1f} MiB between nodes; gradients go the "
-        f"way back; proven: built in {facts['build_ms']:.1f} ms, verified in {facts['verify_ms']:.1f} ms"
+        f"{facts['share_of_tokens_that_travel']:.1%} of the tokens travel, {between:,.1f} MiB "
+        f"between nodes; gradients go the way back; proven: built in {facts['build_ms']:.1f} ms, "
+        f"verified in {facts['verify_ms']:.1f} ms"
     )
 
 
@@ -99,10 +117,14 @@ def _draw(plan: Conversion, path: str) -> None:
     axes, cp = figure.subplots(), plan.before.cp
     for height, layout in ((1, plan.before), (0, plan.after)):
         spans = list(zip(layout.edges[:-1].tolist(), np.diff(layout.edges).tolist(), strict=True))
-        axes.broken_barh(spans, (height, 0.8), facecolors=[color(int(rank), 0, cp, 1) for rank in layout.owner])
+        axes.broken_barh(
+            spans, (height, 0.8), facecolors=[color(int(rank), 0, cp, 1) for rank in layout.owner]
+        )
     axes.set_yticks([1.4, 0.4], [plan.before.name, plan.after.name])
     axes.set_xlim(0, plan.before.n)
-    axes.set_xlabel(f"tokens, colored by rank; {plan.traveling.sum() / plan.before.n:.1%} of them travel")
+    axes.set_xlabel(
+        f"tokens, colored by rank; {plan.traveling.sum() / plan.before.n:.1%} of them travel"
+    )
     try:
         figure.savefig(path, dpi=140)
     except OSError as error:

@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 _COLORS = {"good": "green", "absent": "yellow", "problem": "red"}
 
 
-def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False) -> None:
-    """Show what this installation can do, what it cannot do, and what is wrong with it. The exit code is 1 for a problem."""
+def doctor_command(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of the tables.")
+    ] = False,
+) -> None:
+    """Show what this installation can do, what it cannot do, and what is wrong with it. The exit
+    code is 1 for a problem.
+    """
     from cp_ring.tools.job import doctor
 
     with _quiet():
@@ -29,20 +35,31 @@ def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print J
     if as_json:
         typer.echo(
             json.dumps(
-                {"ok": not wrong, "problems": wrong, "findings": [dataclasses.asdict(finding) for finding in found]}, indent=2
+                {
+                    "ok": not wrong,
+                    "problems": wrong,
+                    "findings": [dataclasses.asdict(finding) for finding in found],
+                },
+                indent=2,
             )
         )
     else:
         _print_findings(found)
         for line in wrong:
             typer.echo(f"cp_ring: problem: {line}", err=True)
-        typer.echo("cp_ring: no problem found" if not wrong else f"cp_ring: {len(wrong)} problem(s), see above")
+        typer.echo(
+            "cp_ring: no problem found"
+            if not wrong
+            else f"cp_ring: {len(wrong)} problem(s), see above"
+        )
     raise typer.Exit(1 if wrong else 0)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides what packages print when they are imported. These lines would break the report and its JSON."""
+    """Hides what packages print when they are imported. These lines would break the report and its
+    JSON.
+    """
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -66,5 +83,7 @@ def _print_findings(found: list[Finding]) -> None:
         for finding in found:
             if finding.section == section:
                 color = _COLORS[finding.state]
-                table.add_row(finding.name, f"[{color}]{finding.state}", finding.found, finding.advice)
+                table.add_row(
+                    finding.name, f"[{color}]{finding.state}", finding.found, finding.advice
+                )
         console.print(table)

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 
-def flags_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def flags_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """List the flags that cp_ring adds to a Megatron script: default, values, and what each does."""
     from cp_ring.config import ContextParallelConfig
     from cp_ring.tools.cli.tables import print_table

@@ -15,11 +15,15 @@ from cp_ring.tools.job.config import JobConfig, load
 from cp_ring.tools.slurm.placement import context_groups
 
 RANKS_OF_A_NODE = 8
-"""Ranks of a job on each node, of all its parallel dimensions together, where neither the job nor an option says otherwise."""
+"""Ranks of a job on each node, of all its parallel dimensions together, where neither the job nor
+an option says otherwise.
+"""
 
 
 def take(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
-    """Callback of JOB and of `--set`: once both are known, the job's options are the defaults of those that were not given."""
+    """Callback of JOB and of `--set`: once both are known, the job's options are the defaults of
+    those that were not given.
+    """
     given: dict[str, Any] = ctx.meta.setdefault(__name__, {})
     given[str(param.name)] = value
     if len(given) == 2:
@@ -27,15 +31,19 @@ def take(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
         if job is not None:
             ctx.default_map = options_of(load(job, overrides))
         elif overrides:
-            raise ConfigError(f"--set {overrides[0]} changes a job: name one, as in cp-ring plan quickstart --set {overrides[0]}")
+            raise ConfigError(
+                f"--set {overrides[0]} changes a job: name one, as in cp-ring plan quickstart "
+                f"--set {overrides[0]}"
+            )
     return value
 
 
 def options_of(job: JobConfig) -> dict[str, Any]:
     """The parameters of `plan_command` for the first attention layer of a job.
 
-    The mask is causal, with the window of the job: documents are in the data, not in the job. Raises `ConfigError` where the job
-    has no sequence length, or its settings contradict each other.
+    The mask is causal, with the window of the job: documents are in the data, not in the job.
+    Raises `ConfigError` where the job has no sequence length, or its settings contradict each
+    other.
     """
     given, settings, tp, cp = (
         job.megatron, job.cp_ring, job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size,
@@ -44,9 +52,18 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         raise ConfigError("megatron.seq_length is missing: a plan needs the tokens of a sequence")
     sizes = AttentionSizes.from_megatron(given, tp)
     kinds = given.get("cp_comm_type") or "p2p"
-    fixed = {name: value for name, value in (("route", "direct"), ("heads", 1)) if getattr(settings, name) == AUTO}
+    fixed = {
+        name: value
+        for name, value in (("route", "direct"), ("heads", 1))
+        if getattr(settings, name) == AUTO
+    }
     kind = kinds if isinstance(kinds, str) else kinds[0]
-    spec = spec_of_layer(kind, settings.model_copy(update=fixed), cp, given.get("hierarchical_context_parallel_sizes"))
+    spec = spec_of_layer(
+        kind,
+        settings.model_copy(update=fixed),
+        cp,
+        given.get("hierarchical_context_parallel_sizes"),
+    )
     group = context_groups(tp, cp, tp * cp)[0].tolist()
     options = {
         "cp": cp,

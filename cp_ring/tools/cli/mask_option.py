@@ -24,9 +24,11 @@ FORMS = {
 
 
 def make_mask(text: str, n: int | None, window: int, offsets: Ints | None) -> Mask:
-    """The mask that `text` describes, for a stream of `n` tokens or as long as its parts are; `window` keys back, -1 for all.
+    """The mask that `text` describes, for a stream of `n` tokens or as long as its parts are;
+    `window` keys back, -1 for all.
 
-    offsets: packed documents, int64 [documents + 1], for `images`. Raises `PlanError` that names the option.
+    offsets: packed documents, int64 [documents + 1], for `images`. Raises `PlanError` that names
+    the option.
     """
     kind, _, values = text.partition(":")
     if kind not in FORMS or not values:
@@ -35,7 +37,9 @@ def make_mask(text: str, n: int | None, window: int, offsets: Ints | None) -> Ma
     if n is None and kind not in ("shared-prefix", "tree"):
         raise PlanError(f"--mask {text}: give --seq-length, the tokens of the stream")
     if offsets is not None and kind != "images":
-        raise PlanError(f"--mask {text} has no documents: leave out --documents and --documents-mean")
+        raise PlanError(
+            f"--mask {text} has no documents: leave out --documents and --documents-mean"
+        )
     try:
         mask = _mask(kind, values, n, window, offsets)
         return mask & (window, -1) if window >= 0 and kind != "global" else mask
@@ -54,7 +58,9 @@ def _mask(kind: str, values: str, n: int | None, window: int, offsets: Ints | No
         return Mask.images(length, _spans(values), None if offsets is None else offsets)
     if kind == "global":
         return Mask.with_global(length, _spans(values), (window, 0))
-    return (Mask.block_causal if kind == "block-causal" else Mask.block_diffusion)(length, parse_tokens(values))
+    return (Mask.block_causal if kind == "block-causal" else Mask.block_diffusion)(
+        length, parse_tokens(values)
+    )
 
 
 def _group(text: str) -> tuple[int, list[int]]:

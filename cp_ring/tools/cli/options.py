@@ -1,4 +1,6 @@
-"""Options of commands as fields of a dataclass, and parsers of option values that several commands share."""
+"""Options of commands as fields of a dataclass, and parsers of option values that several commands
+share.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the 
 
 
 def option(default: Any, text: str, *names: str, **more: Any) -> Any:
-    """A field of a dataclass of options, with its help; `names` and `more` are as in `typer.Option`. MISSING: it is required."""
+    """A field of a dataclass of options, with its help; `names` and `more` are as in
+    `typer.Option`. MISSING: it is required.
+    """
     return field(default=default, metadata={"typer": typer.Option(*names, help=text, **more)})
 
 
@@ -25,7 +29,9 @@ def argument(text: str, **more: Any) -> Any:
 
 
 def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None]:
-    """A command with the options of a dataclass. It calls `run`, whose docstring is the help, with an instance."""
+    """A command with the options of a dataclass. It calls `run`, whose docstring is the help, with
+    an instance.
+    """
 
     def made(**given: Any) -> None:
         run(options(**given))
@@ -34,7 +40,11 @@ def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None
     for one in fields(options):  # type: ignore[arg-type]
         default = inspect.Parameter.empty if one.default is MISSING else one.default
         hint: Any = operator.getitem(Annotated, (hints[one.name], one.metadata["typer"]))
-        parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+        parameters.append(
+            inspect.Parameter(
+                one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+            )
+        )
     made.__doc__, made.__signature__ = run.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
     made.__annotations__ = {one.name: one.annotation for one in parameters}
     return made
@@ -50,11 +60,17 @@ def parse_tokens(text: str | int) -> int:
     Raises `typer.BadParameter`. Typer turns it into one line that names the option.
     """
     found = _NUMBER.fullmatch(str(text).strip())
-    value = float(found[1].replace("_", "")) * _FACTORS[found[2].lower()] if found and "." in found[1] else None
+    value = (
+        float(found[1].replace("_", "")) * _FACTORS[found[2].lower()]
+        if found and "." in found[1]
+        else None
+    )
     if found and value is None:
         return int(found[1]) * _FACTORS[found[2].lower()]
     if value is None or value != int(value):
-        raise typer.BadParameter(f"{str(text)!r} is not a number of tokens such as 65536, 64K or 1M")
+        raise typer.BadParameter(
+            f"{str(text)!r} is not a number of tokens such as 65536, 64K or 1M"
+        )
     return int(value)
 
 

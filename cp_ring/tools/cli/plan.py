@@ -33,12 +33,23 @@ from cp_ring.tools.cli import job_plan
 from cp_ring.tools.cli.convert import convert_command, names_of
 from cp_ring.tools.cli.mask_option import make_mask
 from cp_ring.tools.cli.options import argument, command, option, parse_mean_tokens, parse_tokens
-from cp_ring.tools.cli.plan_report import Assumed, exposed, print_plan, shapes_of_plan, speed, summary, times
+from cp_ring.tools.cli.plan_report import (
+    Assumed,
+    exposed,
+    print_plan,
+    shapes_of_plan,
+    speed,
+    summary,
+    times,
+)
 
-PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets; the layouts of LAYOUTS get only the mask
+# needs the documents' offsets; the layouts of LAYOUTS get only the mask
+PER_DOCUMENT = "per_document_zigzag"
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
-_MASK, _LAYOUT, _SIZES = ({"rich_help_panel": name} for name in ("Mask", "Layout and route", "Sizes"))
+_MASK, _LAYOUT, _SIZES = (
+    {"rich_help_panel": name} for name in ("Mask", "Layout and route", "Sizes")
+)
 _RATES, _OUTPUT = ({"rich_help_panel": name} for name in ("Rates", "Output"))
 _TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS", **_MASK}
 _MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS", **_MASK}
@@ -51,33 +62,49 @@ class PlanRequest:
 
     cp: int = option(MISSING, "Context-parallel ranks.", **_LAYOUT)
     job: str | None = argument(
-        "A job's YAML file, or the name of a packaged one: options that are not given are those of its "
-        "first attention layer.", metavar="[JOB]", **_JOB,
+        "A job's YAML file, or the name of a packaged one: options that are not given are those "
+        "of its first attention layer.", metavar="[JOB]", **_JOB,
     )  # fmt: skip
-    set_: list[str] | None = option(None, "Override a key of JOB, or preset=NAME. Repeatable.", "--set", metavar="A.B=C", **_JOB)
+    set_: list[str] | None = option(
+        None, "Override a key of JOB, or preset=NAME. Repeatable.", "--set", metavar="A.B=C", **_JOB
+    )
     seq_length: int | None = option(
-        None, "Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. Some "
-        "masks of --mask need none.", **_TOKENS,
+        None,
+            "Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. "
+            "Some masks of --mask need none.", **_TOKENS,
     )  # fmt: skip
     mask: str | None = option(
-        None, "shared-prefix:4096,1024x8 (a prompt, 8 responses; + begins the next group), "
-        "images:100-356,1000-1256, global:0-16, tree:FILE.json, block-causal:512 or block-diffusion:512.",
+        None,
+            "shared-prefix:4096,1024x8 (a prompt, 8 responses; + begins the next group), "
+            "images:100-356,1000-1256, global:0-16, tree:FILE.json, block-causal:512 or "
+            "block-diffusion:512.",
         metavar="KIND:...", **_MASK,
     )  # fmt: skip
-    window: int = option(-1, "A query sees itself and this many keys before it; -1 for all.", **_TOKENS)
+    window: int = option(
+        -1, "A query sees itself and this many keys before it; -1 for all.", **_TOKENS
+    )
     full: bool = option(False, "No causal mask: a query sees later keys too.", "--full", **_MASK)
-    prefix: int = option(0, "Every query sees this many keys at the start of its document.", **_TOKENS)
-    documents: str | None = option(None, "File of document lengths, separated by white space.", metavar="PATH", **_MASK)
+    prefix: int = option(
+        0, "Every query sees this many keys at the start of its document.", **_TOKENS
+    )
+    documents: str | None = option(
+        None, "File of document lengths, separated by white space.", metavar="PATH", **_MASK
+    )
     lengths: str | None = option(
         None, "Documents of these lengths: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
         f"{', '.join(samples.PRESETS)}.", metavar="SPEC", **_MASK,
     )  # fmt: skip
-    documents_mean: float = option(0, "Random documents, exponential lengths of this mean; 0 for none.", **_MEAN_TOKENS)
+    documents_mean: float = option(
+        0, "Random documents, exponential lengths of this mean; 0 for none.", **_MEAN_TOKENS
+    )
     seed: int = option(0, "Seed of the random documents.", **_MASK)
-    layout: str = option("zigzag", f"{', '.join(LAYOUTS)} or {PER_DOCUMENT}.", metavar="NAME", **_LAYOUT)
+    layout: str = option(
+        "zigzag", f"{', '.join(LAYOUTS)} or {PER_DOCUMENT}.", metavar="NAME", **_LAYOUT
+    )
     convert: str | None = option(
-        None, "In place of attention: bring hidden states (--heads x --head-dim numbers a token) from one "
-        "layout into another, as in zigzag:contiguous.", metavar="BEFORE:AFTER", **_LAYOUT,
+        None,
+            "In place of attention: bring hidden states (--heads x --head-dim numbers a token) "
+            "from one layout into another, as in zigzag:contiguous.", metavar="BEFORE:AFTER", **_LAYOUT,
     )  # fmt: skip
     chunks_per_rank: int | None = option(None, "Chunks per rank of the balanced layout.", **_LAYOUT)
     route: str = option(
@@ -88,21 +115,25 @@ class PlanRequest:
         "auto", f"{', '.join(NAMES)}, or the hop of each ring distance as in 0,1,2,2.",
         metavar="NAME", **_LAYOUT,
     )  # fmt: skip
-    slot_shards: int = option(SLOT_SHARDS, "Sources of a hop at most: the shards of a receive buffer.", **_LAYOUT)
+    slot_shards: int = option(
+        SLOT_SHARDS, "Sources of a hop at most: the shards of a receive buffer.", **_LAYOUT
+    )
     num_slots: int = option(2, "Receive buffers for keys and values.", **_LAYOUT)
     heads: int = option(32, "Query heads.", **_SIZES)
     kv_heads: int = option(8, "Key/value heads; only these travel.", **_SIZES)
     head_dim: int = option(128, "Size of a head.", **_SIZES)
     dtype: str = option("bf16", "bf16, fp16 or fp32.", metavar="NAME", **_SIZES)
     mla: str | None = option(
-        None, "Multi-latent attention: sizes of the latent, the rotated key, a head's own part of the key, "
-        "its value, as 512,64,128,128. It replaces --kv-heads, --head-dim.",
+        None,
+            "Multi-latent attention: sizes of the latent, the rotated key, a head's own part of "
+            "the key, its value, as 512,64,128,128. It replaces --kv-heads, --head-dim.",
         metavar="LATENT,ROPE,NOPE,VALUE", **_SIZES,
     )  # fmt: skip
     wire: str = option("plain", f"How keys travel: {', '.join(WIRES)}.", metavar="NAME", **_LAYOUT)
     ranks_per_node: int = option(8, "Neighboring ranks on one node.", **_SIZES)
     head_parallel: str = option(
-        "1", "Neighboring ranks that exchange tokens for heads; 1 is the ring alone, auto the fastest.",
+        "1",
+        "Neighboring ranks that exchange tokens for heads; 1 is the ring alone, auto the fastest.",
         metavar="RANKS", **_LAYOUT,
     )  # fmt: skip
     kernel: str = option(
@@ -110,24 +141,42 @@ class PlanRequest:
         metavar="NAME", **_RATES,
     )  # fmt: skip
     rates: str | None = option(
-        None, "Rates that `cp-ring bench rates --json` or preflight (links.json) has measured; what the "
-        "file lacks is assumed.", "--rates", metavar="FILE", **_RATES,
+        None,
+            "Rates that `cp-ring bench rates --json` or preflight (links.json) has measured; what "
+            "the file lacks is assumed.", "--rates", metavar="FILE", **_RATES,
     )  # fmt: skip
-    tflops: float | None = option(None, f"TFLOP per second of an attention kernel; default {RATES.flops / 1e12:g}.", **_RATES)
+    tflops: float | None = option(
+        None, f"TFLOP per second of an attention kernel; default {RATES.flops / 1e12:g}.", **_RATES
+    )
     node_bandwidth: float | None = option(
-        None, f"GB per second that a rank receives from ranks of its node; default {RATES.inside / 1e9:g}.",
+        None,
+            "GB per second that a rank receives from ranks of its node; default "
+            f"{RATES.inside / 1e9:g}.",
         **_RATES,
     )  # fmt: skip
     network_bandwidth: float | None = option(
-        None, f"GB per second that a network card receives from other nodes; default {RATES.between / 1e9:g}.",
+        None,
+            "GB per second that a network card receives from other nodes; default "
+            f"{RATES.between / 1e9:g}.",
         **_RATES,
     )  # fmt: skip
     ranks_per_card: int | None = option(
-        None, f"Neighboring ranks that share a network card; default {RATES.ranks_per_card}.", **_RATES
+        None,
+        f"Neighboring ranks that share a network card; default {RATES.ranks_per_card}.",
+        **_RATES,
     )
-    compare: bool = option(False, "Compare splits of --lengths: padded, hybrid, zigzag, balanced.", "--compare", **_OUTPUT)
-    draw: str | None = option(None, "Write the picture to a .png, .svg or .pdf file.", metavar="PATH", **_OUTPUT)
-    panel: str = option("both", "What to draw: left (which rank computes what), right (when), or both.", **_OUTPUT)
+    compare: bool = option(
+        False,
+        "Compare splits of --lengths: padded, hybrid, zigzag, balanced.",
+        "--compare",
+        **_OUTPUT,
+    )
+    draw: str | None = option(
+        None, "Write the picture to a .png, .svg or .pdf file.", metavar="PATH", **_OUTPUT
+    )
+    panel: str = option(
+        "both", "What to draw: left (which rank computes what), right (when), or both.", **_OUTPUT
+    )
     width: float = option(15.0, "Width of the picture in inches.", **_OUTPUT)
     as_json: bool = option(False, "Print JSON instead of the table.", "--json", **_OUTPUT)
 
@@ -138,19 +187,29 @@ class PlanRequest:
 
     def assumed(self) -> Assumed:
         """What the predictions assume. Raises `PlanError` that names the option."""
-        rates = make_rates(self.rates, self.tflops, self.node_bandwidth, self.network_bandwidth, self.ranks_per_card)
+        rates = make_rates(
+            self.rates,
+            self.tflops,
+            self.node_bandwidth,
+            self.network_bandwidth,
+            self.ranks_per_card,
+        )
         return Assumed(_sizes(self), rates, self.ranks_per_node, capabilities_of(self.kernel))
 
 
 def _plan(request: PlanRequest) -> None:
-    """Plan the attention of one layer, prove the plan, show its cost, and draw it. Needs no GPU and no process group."""
+    """Plan the attention of one layer, prove the plan, show its cost, and draw it. Needs no GPU and
+    no process group.
+    """
     _check(request)
     assumed = request.assumed()
     if request.compare:
         from cp_ring.tools.cli.compare import compare_command
 
         if request.lengths is None:
-            raise PlanError("--compare needs --lengths: a file, lognormal:MEAN,SIGMA or preset:NAME")
+            raise PlanError(
+                "--compare needs --lengths: a file, lognormal:MEAN,SIGMA or preset:NAME"
+            )
         if request.cp < 1:
             raise PlanError(f"context parallel size {request.cp} must be at least 1")
         layer = Layer(assumed.sizes, ranks_per_node=request.ranks_per_node, rates=assumed.rates)
@@ -160,7 +219,9 @@ def _plan(request: PlanRequest) -> None:
     n, drawn_offsets = request.seq_length, None
     if request.lengths is not None:
         if request.documents or request.documents_mean:
-            raise PlanError("--lengths, --documents and --documents-mean exclude one another: give one of them")
+            raise PlanError(
+                "--lengths, --documents and --documents-mean exclude one another: give one of them"
+            )
         drawn_offsets = np.cumsum([0, *samples.lengths(request.lengths, n, request.seed)])
         n = int(drawn_offsets[-1]) if n is None else n
     with _name_options_if_out_of_memory(n, request.cp):
@@ -170,7 +231,12 @@ def _plan(request: PlanRequest) -> None:
         if request.convert:
             _convert(request, mask, offsets, assumed.sizes.element)
         else:
-            _show(request, mask, _make_layout(request.layout, mask, offsets, request.cp, request.chunks_per_rank), assumed)
+            _show(
+                request,
+                mask,
+                _make_layout(request.layout, mask, offsets, request.cp, request.chunks_per_rank),
+                assumed,
+            )
 
 
 plan_command = command(PlanRequest, _plan)
@@ -187,33 +253,55 @@ def _check(request: PlanRequest) -> None:
 
         check_ending(request.draw)
         check_panel(request.panel, request.width)
-    if request.convert and (request.compare or (request.layout != "zigzag" and request.job is None)):
+    if request.convert and (
+        request.compare or (request.layout != "zigzag" and request.job is None)
+    ):
         other = "--compare" if request.compare else "--layout"
         raise PlanError(f"--convert {request.convert} names both layouts: leave out {other}")
 
 
 def _convert(request: PlanRequest, mask: Mask, offsets: Ints | None, element: int) -> None:
     before, after = (
-        _make_layout(name, mask, offsets, request.cp, request.chunks_per_rank if name == "balanced" else None)
+        _make_layout(
+            name, mask, offsets, request.cp, request.chunks_per_rank if name == "balanced" else None
+        )
         for name in names_of(str(request.convert))
     )
     token_bytes = request.heads * request.head_dim * element
-    convert_command(before, after, token_bytes, request.ranks_per_node, request.as_json, request.draw)
+    convert_command(
+        before, after, token_bytes, request.ranks_per_node, request.as_json, request.draw
+    )
 
 
 def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) -> None:
     """Makes and proves the plan; prints and draws it."""
     with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
         shape, reason = _shape(request, mask, layout, assumed)
-        limit = max(request.slot_shards, request.ranks_per_node) if ROUTES[shape.route].own_schedule else request.slot_shards
-        plan, build_ms = _timed(lambda: planned(mask, layout, shape, limit, request.node_size, assumed.rates))
+        limit = (
+            max(request.slot_shards, request.ranks_per_node)
+            if ROUTES[shape.route].own_schedule
+            else request.slot_shards
+        )
+        plan, build_ms = _timed(
+            lambda: planned(mask, layout, shape, limit, request.node_size, assumed.rates)
+        )
     report, verify_ms = _timed(lambda: plan.verify(request.num_slots))
     shapes = shapes_of_plan(mask, layout, assumed, request.node_size, request.slot_shards)
     ring, sizes = plan.ring, assumed.sizes.of_rank(plan.ulysses)
-    near, costs = members_of_node(request.ranks_per_node, shape.heads), cost(report, sizes, request.num_slots)
+    near, costs = (
+        members_of_node(request.ranks_per_node, shape.heads),
+        cost(report, sizes, request.num_slots),
+    )
     facts = summary(ring, report, costs, near, assumed.kernel) | speed(plan, report, assumed)
-    facts |= {"build_ms": build_ms, "verify_ms": verify_ms, "head_parallel": shape.heads, "chosen": reason}
-    facts |= {"bytes_between_nodes": {found["name"]: found["bytes_between_nodes"] for found in shapes}}
+    facts |= {
+        "build_ms": build_ms,
+        "verify_ms": verify_ms,
+        "head_parallel": shape.heads,
+        "chosen": reason,
+    }
+    facts |= {
+        "bytes_between_nodes": {found["name"]: found["bytes_between_nodes"] for found in shapes}
+    }
     facts |= {"predicted": times(plan, report, assumed), "shapes": shapes, "kernel": request.kernel}
     facts |= {"wire": request.wire, "predicted_exposed_seconds": exposed(plan, report, assumed)}
     if request.as_json:
@@ -227,14 +315,19 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
         typer.echo(f"wrote {request.draw}", err=request.as_json)
 
 
-def _shape(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) -> tuple[Shape, str | None]:
+def _shape(
+    request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed
+) -> tuple[Shape, str | None]:
     """The shape that was asked for; or the fastest one, and why."""
     text = request.head_parallel
     if text != AUTO and not (text.isdecimal() and int(text)):
         raise PlanError(f"--head-parallel {text!r}: it must be a whole number above 0, or auto")
     heads = text if text == AUTO else int(text)
     if assumed.sizes.codec.latent and heads != 1:
-        raise PlanError(f"--wire {request.wire} does not support --head-parallel {heads}: latents have no heads to exchange")
+        raise PlanError(
+            f"--wire {request.wire} does not support --head-parallel {heads}: latents have no "
+            "heads to exchange"
+        )
     if isinstance(heads, int) and request.route != AUTO:
         return Shape(request.route, heads, request.schedule), None
     return choose(
@@ -245,7 +338,9 @@ def _shape(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) -
 
 
 def _sizes(request: PlanRequest) -> AttentionSizes:
-    """The sizes of a layer; those of `mla` are Megatron's kv_lora_rank, qk_pos_emb_head_dim, qk_head_dim, v_head_dim."""
+    """The sizes of a layer; those of `mla` are Megatron's kv_lora_rank, qk_pos_emb_head_dim,
+    qk_head_dim, v_head_dim.
+    """
     heads, dtype, wire, mla = request.heads, request.dtype, request.wire, request.mla
     if wire not in WIRES:
         raise PlanError(f"--wire {wire!r}: known are {', '.join(WIRES)}")
@@ -255,7 +350,10 @@ def _sizes(request: PlanRequest) -> AttentionSizes:
         return AttentionSizes(heads, request.kv_heads, request.head_dim, dtype=dtype, wire=wire)
     numbers = [int(x) if x.isdecimal() else 0 for x in mla.split(",")]
     if len(numbers) != 4 or min(numbers) < 1:
-        raise PlanError(f"--mla {mla}: it must be 4 numbers of at least 1, LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
+        raise PlanError(
+            f"--mla {mla}: it must be 4 numbers of at least 1, LATENT,ROPE,NOPE,VALUE, as "
+            "512,64,128,128"
+        )
     latent = LatentSizes(*numbers)
     width = latent.nope + latent.rope
     return AttentionSizes(heads, heads, width, latent.value, dtype=dtype, wire=wire, latent=latent)
@@ -286,7 +384,8 @@ def make_rates(
     network_bandwidth: float | None = None,
     ranks_per_card: int | None = None,
 ) -> Rates:
-    """The rates of a file, or those that all predictions assume, with the ones of the options in their place.
+    """The rates of a file, or those that all predictions assume, with the ones of the options in
+    their place.
 
     Raises `PlanError` that names the option.
     """
@@ -296,7 +395,9 @@ def make_rates(
     for name, value, _ in options.values():
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{name} {value:g}: it must be a number above 0")
-    given: dict[str, Any] = {name: value * unit for name, (_, value, unit) in options.items() if value is not None}
+    given: dict[str, Any] = {
+        name: value * unit for name, (_, value, unit) in options.items() if value is not None
+    }
     return replace(RATES if path is None else read_rates(path), **given)
 
 
@@ -305,7 +406,9 @@ def _document_offsets(n: int | None, request: PlanRequest) -> Ints | None:
     path, mean, seed = request.documents, request.documents_mean, request.seed
     if n is None:
         if path or mean:
-            raise PlanError("--documents and --documents-mean need --seq-length, the tokens of the stream")
+            raise PlanError(
+                "--documents and --documents-mean need --seq-length, the tokens of the stream"
+            )
         return None
     if not 1 <= n <= MAX_TOKENS:
         raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
@@ -325,7 +428,9 @@ def _make_mask(request: PlanRequest, n: int | None, offsets: Ints | None) -> Mas
             raise PlanError(f"--mask {text} is a mask by itself: leave out --full and --prefix")
         return make_mask(text, n, window, offsets)
     if n is None:
-        raise PlanError("--seq-length: give the tokens of the sequence, or a --mask whose parts have lengths")
+        raise PlanError(
+            "--seq-length: give the tokens of the sequence, or a --mask whose parts have lengths"
+        )
     if prefix:
         lengths = prefix if offsets is None else (offsets[1:] - offsets[:-1]).clip(max=prefix)
         return Mask.prefix(n, lengths, offsets, (window, -1 if full else 0))
@@ -334,19 +439,27 @@ def _make_mask(request: PlanRequest, n: int | None, offsets: Ints | None) -> Mas
     return Mask.documents(offsets, causal=not full, window=(window, window if full else 0), n=n)
 
 
-def _make_layout(name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None) -> Layout:
+def _make_layout(
+    name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None
+) -> Layout:
     if name not in (*LAYOUTS, PER_DOCUMENT):
         raise PlanError(f"--layout {name!r}: known are {', '.join((*LAYOUTS, PER_DOCUMENT))}")
     if chunks_per_rank is not None and name != "balanced":
         raise PlanError(f"--chunks-per-rank {chunks_per_rank} is for --layout balanced, not {name}")
     if name == PER_DOCUMENT:
         return Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
-    return LAYOUTS[name](mask, cp) if chunks_per_rank is None else Layout.balanced(mask, cp, chunks_per_rank)
+    return (
+        LAYOUTS[name](mask, cp)
+        if chunks_per_rank is None
+        else Layout.balanced(mask, cp, chunks_per_rank)
+    )
 
 
 @contextmanager
 def _name_options_if_out_of_memory(n: int | None, cp: int) -> Iterator[None]:
-    """Turns `MemoryError` into a `PlanError` that names the options that determine the size of the plan."""
+    """Turns `MemoryError` into a `PlanError` that names the options that determine the size of the
+    plan.
+    """
     try:
         yield
     except MemoryError as error:
@@ -356,7 +469,9 @@ def _name_options_if_out_of_memory(n: int | None, cp: int) -> Iterator[None]:
 
 @contextmanager
 def _name_options(**options: str) -> Iterator[None]:
-    """Turns parameters into their options in a `PlanError` that begins with the name of one of them."""
+    """Turns parameters into their options in a `PlanError` that begins with the name of one of
+    them.
+    """
     try:
         yield
     except PlanError as error:

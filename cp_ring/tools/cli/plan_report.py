@@ -1,4 +1,6 @@
-"""What `cp-ring plan` says of a plan: its numbers, those of other shapes, and the table that it prints."""
+"""What `cp-ring plan` says of a plan: its numbers, those of other shapes, and the table that it
+prints.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ MAX_RANKS_PREDICTED = 256  # the times of all shapes take about a second for 64 
 
 
 class Assumed(NamedTuple):
-    """What predictions assume: a layer, rates, neighboring ranks on a node, and what the kernel can do."""
+    """What predictions assume: a layer, rates, neighboring ranks on a node, and what the kernel can
+    do.
+    """
 
     sizes: AttentionSizes
     rates: Rates
@@ -37,7 +41,9 @@ class Assumed(NamedTuple):
     kernel: Capabilities
 
 
-def summary(plan: PlanTables, report: Report, costs: Cost, ranks_per_node: int, kernel: Capabilities) -> dict[str, Any]:
+def summary(
+    plan: PlanTables, report: Report, costs: Cost, ranks_per_node: int, kernel: Capabilities
+) -> dict[str, Any]:
     """The numbers of a plan, ready for JSON. Bytes are keys and values of one forward pass."""
     return {
         "mask": plan.mask.name,
@@ -66,39 +72,55 @@ def summary(plan: PlanTables, report: Report, costs: Cost, ranks_per_node: int, 
 
 
 def speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
-    """Bytes that merges, sums, casts and zero fills of each rank read and write, and predicted speeds.
+    """Bytes that merges, sums, casts and zero fills of each rank read and write, and predicted
+    speeds.
 
-    Both are of forward and backward. Speeds are those of the slowest rank, relative to one kernel call, where all ranks share a
-    node and where each has a node of its own. None for more than `MAX_RANKS_COSTED` ranks.
+    Both are of forward and backward. Speeds are those of the slowest rank, relative to one kernel
+    call, where all ranks share a node and where each has a node of its own. None for more than
+    `MAX_RANKS_COSTED` ranks.
     """
     if plan.cp > MAX_RANKS_COSTED:
         return {"accumulator_bytes_per_rank": None, "predicted_efficiency": None}
     sizes, rates, _, kernel = assumed
-    updates = {rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel) for rank in range(plan.ring.cp)}
+    updates = {
+        rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel)
+        for rank in range(plan.ring.cp)
+    }
     predicted = {}
     for name, ranks_per_node in (("nvlink", plan.cp), ("network", 1)):
         found = simulate(plan, report, sizes, rates, ranks_per_node, kernel, updates)
         predicted[name] = {"forward": found.efficiency_forward, "both": found.efficiency_both}
-    moved = [sum(accumulator_bytes(of_rank, sizes.of_rank(plan.ulysses))) for of_rank in updates.values()]
+    moved = [
+        sum(accumulator_bytes(of_rank, sizes.of_rank(plan.ulysses))) for of_rank in updates.values()
+    ]
     return {"accumulator_bytes_per_rank": moved, "predicted_efficiency": predicted}
 
 
-def shapes_of_plan(mask: Mask, layout: Layout, assumed: Assumed, node_size: int, slot_shards: int) -> list[dict[str, Any]]:
+def shapes_of_plan(
+    mask: Mask, layout: Layout, assumed: Assumed, node_size: int, slot_shards: int
+) -> list[dict[str, Any]]:
     """What each shape costs in one layer. Times are None for more than `MAX_RANKS_PREDICTED` ranks."""
     found, (sizes, rates, ranks_per_node, kernel) = [], assumed
     several = layout.cp > 1 and layout.cp <= MAX_RANKS_PREDICTED
     schedules = [Shape("direct", 1, name) for name in NAMES if name != AUTO] if several else []
     for shape in [*shapes_of(layout.cp, sizes, node_size), *schedules]:
-        limit = slot_shards if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule else None
+        limit = (
+            slot_shards if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule else None
+        )
         plan = planned(mask, layout, shape, limit, node_size, rates)
         if layout.cp > MAX_RANKS_PREDICTED:
             moved = crossing(plan, sizes, ranks_per_node)
             bytes_moved = moved.keys + moved.exchange
-            found.append({"name": shape.name, **shape._asdict(), "bytes_between_nodes": bytes_moved})
+            found.append(
+                {"name": shape.name, **shape._asdict(), "bytes_between_nodes": bytes_moved}
+            )
             continue
         made = costed(plan, plan.verify(layout.cp), shape, sizes, ranks_per_node, rates, kernel)
         of_plan: dict[str, Any] = {"schedule": shape.schedule, "hops": list(made.schedule)}
-        of_plan |= {"bytes_between_nodes": made.bytes_between_nodes, "buffer_bytes": made.buffer_bytes}
+        of_plan |= {
+            "bytes_between_nodes": made.bytes_between_nodes,
+            "buffer_bytes": made.buffer_bytes,
+        }
         of_plan |= {"slot_shards": made.slot_shards}
         found.append({"name": shape.name, **shape._asdict()} | of_plan | made.timeline.facts())
     return found
@@ -112,7 +134,9 @@ def times(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any] | None
 
 
 def exposed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, dict[str, float]] | None:
-    """Predicted seconds that the slowest rank waits at 50 GB/s: of the codec, and of keys that travel as they are."""
+    """Predicted seconds that the slowest rank waits at 50 GB/s: of the codec, and of keys that
+    travel as they are.
+    """
     if plan.cp > MAX_RANKS_PREDICTED:
         return None
     rates, found = Rates(inside=EXPOSED_BYTES_PER_SECOND, between=EXPOSED_BYTES_PER_SECOND), {}
@@ -127,28 +151,37 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
     """Prints the numbers of a plan as tables and sentences."""
     console = Console()
     _print_verdict(console, plan, facts)
-    title = f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks, {plan.layout.name} layout, {plan.route} route"
+    title = (
+        f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks, {plan.layout.name} layout, "
+        f"{plan.route} route"
+    )
     table = Table(title=title)
     for name in ("rank", "tokens", "work (pairs)", "of mean", "MiB in", "MiB out", "moving hops"):
         table.add_column(name, justify="right")
     mean = sum(facts["work_per_rank"]) / plan.cp or 1
     for rank in range(plan.cp)[:MAX_RANKS_SHOWN]:
-        work, bytes_in, bytes_out = (facts[f"{name}_per_rank"][rank] for name in ("work", "bytes_in", "bytes_out"))
+        work, bytes_in, bytes_out = (
+            facts[f"{name}_per_rank"][rank] for name in ("work", "bytes_in", "bytes_out")
+        )
         moved = [f"{amount / 2**20:,.1f}" for amount in (bytes_in, bytes_out)]
         tokens, hops = facts["tokens_per_rank"][rank], facts["moving_hops_per_rank"][rank]
-        table.add_row(str(rank), f"{tokens:,}", f"{work:,}", f"{work / mean:.3f}", *moved, str(hops))
+        table.add_row(
+            str(rank), f"{tokens:,}", f"{work:,}", f"{work / mean:.3f}", *moved, str(hops)
+        )
     console.print(table)
     if plan.cp > MAX_RANKS_SHOWN:
         console.print(f"... and {plan.cp - MAX_RANKS_SHOWN} more ranks (--json has all)")
     console.print(
-        f"balance {facts['balance']:.3f} (max / mean work); {facts['share_of_full_ring']:.1%} of a full ring on the wire, "
-        f"{facts['share_between_nodes']:.1%} of that between nodes; proven: built in {facts['build_ms']:.1f} ms, "
-        f"verified in {facts['verify_ms']:.1f} ms, {facts['slots']} receive buffers in use"
+        f"balance {facts['balance']:.3f} (max / mean work); {facts['share_of_full_ring']:.1%} of a "
+        f"full ring on the wire, {facts['share_between_nodes']:.1%} of that between nodes; proven: "
+        f"built in {facts['build_ms']:.1f} ms, verified in {facts['verify_ms']:.1f} ms, "
+        f"{facts['slots']} receive buffers in use"
     )
     sources = ", ".join(map(str, group_sizes(plan.schedule))) or "none"
     console.print(
-        f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} kernel calls of a "
-        f"rank in forward, with the kernel {facts['kernel']}, which is assumed (--kernel)"
+        f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} "
+        f"kernel calls of a rank in forward, with the kernel {facts['kernel']}, which is assumed "
+        "(--kernel)"
     )
     if facts["chosen"]:
         console.print(f"chosen: {facts['chosen']}")
@@ -156,7 +189,10 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
     if facts["predicted_exposed_seconds"]:
         waits = facts["predicted_exposed_seconds"].items()
         shown = [f"{wire} {1e3 * x['forward']:,.2f}, {1e3 * x['both']:,.2f}" for wire, x in waits]
-        console.print(f"predicted wait for messages at 50 GB/s, ms, forward and with backward: {'; '.join(shown)}")
+        console.print(
+            "predicted wait for messages at 50 GB/s, ms, forward and with backward: "
+            f"{'; '.join(shown)}"
+        )
     buffers = Table("buffer, on the rank that needs most of it", "MiB")
     for name, size in facts["memory"].items():
         buffers.add_row(name, f"{size / 2**20:,.1f}")
@@ -164,14 +200,18 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
 
 
 def _print_verdict(console: Console, plan: PlanTables, facts: dict[str, Any]) -> None:
-    """The first line: whether the plan is right, how long a layer takes, and how much of that is waiting."""
+    """The first line: whether the plan is right, how long a layer takes, and how much of that is
+    waiting.
+    """
     own = facts["predicted"]
     times = "too many ranks to predict the time"
     if own is not None:
         times = (
-            f"a layer takes {1e3 * own['forward_s']:.3g} ms forward, {1e3 * own['both_s']:.3g} ms with backward (predicted), of "
-            f"which it waits {1e3 * own['exposed_both_s']:.3g} ms ({own['exposed_both_s'] / (own['both_s'] or 1):.1%}); "
-            f"{own['efficiency_forward']:.2f} and {own['efficiency_both']:.2f} of the speed of one kernel call"
+            f"a layer takes {1e3 * own['forward_s']:.3g} ms forward, {1e3 * own['both_s']:.3g} ms "
+            f"with backward (predicted), of which it waits {1e3 * own['exposed_both_s']:.3g} ms "
+            f"({own['exposed_both_s'] / (own['both_s'] or 1):.1%}); "
+            f"{own['efficiency_forward']:.2f} and {own['efficiency_both']:.2f} of the speed of one "
+            "kernel call"
         )
     console.print(f"proven for {plan.cp} ranks: {times}", style="bold")
 
@@ -187,7 +227,9 @@ def _print_shapes(console: Console, facts: dict[str, Any]) -> None:
         cells = [shape["name"], f"{shape['bytes_between_nodes'] / 2**30:,.2f}"]
         if timed:
             cells += [f"{shape['bytes_per_card'] / 2**30:,.2f}"]
-            cells += [f"{1e3 * shape[name]:,.2f}" for name in ("forward_s", "both_s", "exposed_both_s")]
+            cells += [
+                f"{1e3 * shape[name]:,.2f}" for name in ("forward_s", "both_s", "exposed_both_s")
+            ]
             cells += [f"{shape['efficiency_both']:.2f}"]
         table.add_row(*cells)
     console.print(table)

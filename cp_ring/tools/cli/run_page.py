@@ -1,4 +1,6 @@
-"""The page of a run: one HTML file that needs nothing else, with curves, slow ranks, the plan, versions and the certificate."""
+"""The page of a run: one HTML file that needs nothing else, with curves, slow ranks, the plan,
+versions and the certificate.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ table { border-collapse: collapse } td, th { text-align: left; padding: .15em 1.
 
 
 def write(run_dir: Path, path: Path) -> None:
-    """Writes the page of a run. Raises `ConfigError` if `run_dir` holds no run, or the file cannot be written."""
+    """Writes the page of a run. Raises `ConfigError` if `run_dir` holds no run, or the file cannot
+    be written.
+    """
     try:
         path.write_text(page(run_dir))
     except OSError as error:
@@ -50,7 +54,9 @@ def page(run_dir: Path) -> str:
     facts, steps = status(run_dir), progress.read(run_dir)
     wanted = f" of {facts['train_iters']}" if facts["train_iters"] else ""
     state = {
-        "state": facts["state"], "last step": f"{facts['step']}{wanted}", "checkpoint": facts["checkpoint"] or "none yet",
+        "state": facts["state"], "last step": f"{facts['step']}{wanted}", "checkpoint": facts[
+        "checkpoint"] or
+        "none yet",
         "restarts": facts["restarts"], "last stop": facts["last_stop"] or "none",
     }  # fmt: skip
     sections: list[tuple[str, Callable[[], str]]] = [
@@ -60,7 +66,10 @@ def page(run_dir: Path) -> str:
         ("plan", lambda: _plan(run_dir)),
         ("certificate and versions", lambda: _certificate(run_dir)),
     ]
-    body = "".join(f'<section id="{name.replace(" ", "-")}"><h2>{name}</h2>{_made(make)}</section>' for name, make in sections)
+    body = "".join(
+        f'<section id="{name.replace(" ", "-")}"><h2>{name}</h2>{_made(make)}</section>'
+        for name, make in sections
+    )
     made = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(str(run_dir))}</title><style>{_STYLE}</style>'
@@ -70,12 +79,17 @@ def page(run_dir: Path) -> str:
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     cells = "".join(f"<th>{escape(word)}</th>" for word in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in line) + "</tr>" for line in lines)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in line) + "</tr>"
+        for line in lines
+    )
     return f"<table>{f'<tr>{cells}</tr>' if head else ''}{body}</table>"
 
 
 def _made(make: Callable[[], str]) -> str:
-    """A section, or what is wrong with the file that it is made from: any program may have written it, or a part of it."""
+    """A section, or what is wrong with the file that it is made from: any program may have written
+    it, or a part of it.
+    """
     try:
         return make()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -87,24 +101,40 @@ def _none(what: str) -> str:
 
 
 def _curves(run_dir: Path, steps: list[dict[str, Any]]) -> str:
-    """Loss, tokens per second, exposed communication and memory over time, with restarts and checkpoints."""
+    """Loss, tokens per second, exposed communication and memory over time, with restarts and
+    checkpoints.
+    """
     timed = [step for step in steps if isinstance(step.get("time"), int | float)]
     if not timed:
         return _none("no step is logged yet")
     zero = timed[0]["time"]
     sampled = [step for step in timed if isinstance(step.get("timing"), dict)]
     curves = {
-        "loss": [(step["time"], step["lm loss"]) for step in timed if isinstance(step.get("lm loss"), int | float)],
-        "tokens/s": [(step["time"], step["tokens per second"]) for step in timed if "tokens per second" in step],
-        "exposed communication,\n% of attention": [
-            (step["time"], 100 * step["timing"]["exposed_share"]) for step in sampled if "exposed_share" in step["timing"]
+        "loss": [
+            (step["time"], step["lm loss"])
+            for step in timed
+            if isinstance(step.get("lm loss"), int | float)
         ],
-        "memory of a rank, GiB": [(step["time"], step["memory"] / 2**30) for step in timed if "memory" in step],
+        "tokens/s": [
+            (step["time"], step["tokens per second"])
+            for step in timed
+            if "tokens per second" in step
+        ],
+        "exposed communication,\n% of attention": [
+            (step["time"], 100 * step["timing"]["exposed_share"])
+            for step in sampled
+            if "exposed_share" in step["timing"]
+        ],
+        "memory of a rank, GiB": [
+            (step["time"], step["memory"] / 2**30) for step in timed if "memory" in step
+        ],
     }
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cp_ring"}):
         figure = Figure(figsize=(10.5, 8), layout="constrained")
         FigureCanvasSVG(figure)
-        for axes, (name, points) in zip(figure.subplots(4, 1, sharex=True), curves.items(), strict=True):
+        for axes, (name, points) in zip(
+            figure.subplots(4, 1, sharex=True), curves.items(), strict=True
+        ):
             axes.plot([(when - zero) / 60 for when, _ in points], [value for _, value in points], color=_BLUE, lw=1.5,
                       marker="." if len(points) < 60 else None)  # fmt: skip
             axes.set_ylabel(name, fontsize=9)
@@ -124,8 +154,14 @@ def _svg(figure: Figure) -> str:
 
 
 def restarts(run_dir: Path, steps: Sequence[dict[str, Any]]) -> list[float]:
-    """When the job started again: Slurm's restarts, and logged steps that are no later than the one before them."""
-    found = [float(event.time) for event in attempts.read(run_dir) if event.kind == "start" and event.restart > 0]
+    """When the job started again: Slurm's restarts, and logged steps that are no later than the one
+    before them.
+    """
+    found = [
+        float(event.time)
+        for event in attempts.read(run_dir)
+        if event.kind == "start" and event.restart > 0
+    ]
     return found + [now["time"] for before, now in pairwise(steps) if now["step"] <= before["step"]]
 
 
@@ -140,7 +176,15 @@ def _times(steps: list[dict[str, Any]]) -> str:
     if not sampled:
         return _none("no step was sampled: --cp-ring-timing 100")
     last = sampled[-1]
-    names = ("step", "attention_ms", "exposed_ms", "exposed_share", "balance_planned", "balance_timed", "plans_ms")
+    names = (
+        "step",
+        "attention_ms",
+        "exposed_ms",
+        "exposed_share",
+        "balance_planned",
+        "balance_timed",
+        "plans_ms",
+    )
     lines = [(name.replace("_", " "), last.get(name, "")) for name in names]
     lines += [(f"wire {name}, GB/s", rate) for name, rate in last.get("wire_gb_s", {}).items()]
     slow = []
@@ -148,10 +192,15 @@ def _times(steps: list[dict[str, Any]]) -> str:
         rank, link = each.get("slowest_rank") or {}, each.get("slowest_link") or {}
         slow.append((
             each.get("step", ""),
-            f"{rank['rank']} ({rank['host']}): {rank['slower'] - 1:+.0%}, in {rank['share']:.0%} of the calls" if rank else "",
+            f"{rank['rank']} ({rank['host']}): {rank['slower'] - 1:+.0%}, in {rank['share']:.0%} "
+            "of the calls" if rank else
+            "",
             f"{link['sender']} -> {link['receiver']}: {link['slower']:.1f} x" if link else "",
         ))  # fmt: skip
-    hops = [(hop["direction"], hop["hop"], hop["compute_ms"], hop["wait_ms"]) for hop in last.get("hops", ())]
+    hops = [
+        (hop["direction"], hop["hop"], hop["compute_ms"], hop["wait_ms"])
+        for hop in last.get("hops", ())
+    ]
     return (
         _table([], lines)
         + _table(("direction", "hop", "computing, ms", "waiting, ms"), hops)
@@ -169,8 +218,15 @@ def _plan(run_dir: Path) -> str:
             return _none("context parallel size 1: no hops")
         from cp_ring.tools.cli.drawing import draw
 
-        with tempfile.TemporaryDirectory() as folder, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
-            draw(attention_plan.plan_of(job), f"{folder}/plan.svg", sizes=attention_plan.sizes_of(job))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}),
+        ):
+            draw(
+                attention_plan.plan_of(job),
+                f"{folder}/plan.svg",
+                sizes=attention_plan.sizes_of(job),
+            )
             text = Path(f"{folder}/plan.svg").read_text()
         # Two pictures on a page must not share the identifiers of their parts.
         return re.sub(r'(\bid="|url\(#|href="#)', r"\1plan-", text[text.index("<svg") :])
@@ -184,5 +240,14 @@ def _certificate(run_dir: Path) -> str:
         record = json.loads(path.read_text())
     except (OSError, ValueError):
         return _none("no certificate beside the checkpoints")
-    lines = [(name, value if isinstance(value, str | int | float) else json.dumps(value)) for name, value in record.items()]
-    return _table([], [(name, text if len(str(text)) < 400 else str(text)[:400] + " ...") for name, text in lines])
+    lines = [
+        (name, value if isinstance(value, str | int | float) else json.dumps(value))
+        for name, value in record.items()
+    ]
+    return _table(
+        [],
+        [
+            (name, text if len(str(text)) < 400 else str(text)[:400] + " ...")
+            for name, text in lines
+        ],
+    )

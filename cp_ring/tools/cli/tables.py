@@ -9,7 +9,8 @@ from rich.table import Table
 
 
 def print_table(entries: list[dict[str, str]], whole: Sequence[str] = ()) -> None:
-    """Prints each entry on a line of its own. All have the same keys; the columns are in the order of the first entry.
+    """Prints each entry on a line of its own. All have the same keys; the columns are in the order
+    of the first entry.
 
     The columns in `whole` are not wrapped.
     """

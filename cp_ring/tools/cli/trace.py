@@ -11,15 +11,22 @@ import typer
 
 
 def trace_command(
-    file: Annotated[Path, typer.Argument(help="A trace-STEP.json that --cp-ring-trace has written.")],
+    file: Annotated[
+        Path, typer.Argument(help="A trace-STEP.json that --cp-ring-trace has written.")
+    ],
     draw: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Draw a call, measured beside predicted, to a .png, .svg or .pdf file."),
+        typer.Option(
+            metavar="PATH",
+            help="Draw a call, measured beside predicted, to a .png, .svg or .pdf file.",
+        ),
     ] = None,
     call: Annotated[int, typer.Option(min=0, help="Which forward call to draw, from 0.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Summarize a trace of --cp-ring-trace: hops, waits, messages, ranks; and draw one of its calls."""
+    """Summarize a trace of --cp-ring-trace: hops, waits, messages, ranks; and draw one of its
+    calls.
+    """
     from cp_ring.observe import trace
 
     found = trace.read(file)
@@ -36,15 +43,21 @@ def trace_command(
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Computation and waiting by hop and by rank, mean milliseconds of a rank; the slowest messages."""
+    """Computation and waiting by hop and by rank, mean milliseconds of a rank; the slowest
+    messages.
+    """
     slices = [event for event in found["traceEvents"] if event["ph"] == "X"]
     ranks = sorted({event["pid"] for event in slices})
-    hops: defaultdict[tuple[str, int], dict[str, float]] = defaultdict(lambda: {"compute_ms": 0.0, "wait_ms": 0.0})
+    hops: defaultdict[tuple[str, int], dict[str, float]] = defaultdict(
+        lambda: {"compute_ms": 0.0, "wait_ms": 0.0}
+    )
     each = {rank: {"rank": rank, "compute_ms": 0.0, "wait_ms": 0.0, "calls": 0} for rank in ranks}
     for event in slices:
         kind = {"hop": "compute_ms", "wait": "wait_ms"}.get(event["cat"])
         if kind:
-            hops[event["args"]["direction"], event["args"]["hop"]][kind] += event["dur"] / 1e3 / len(ranks)
+            hops[event["args"]["direction"], event["args"]["hop"]][kind] += (
+                event["dur"] / 1e3 / len(ranks)
+            )
             each[event["pid"]][kind] += event["dur"] / 1e3
         each[event["pid"]]["calls"] += event["cat"] == "call"
     received = [event for event in slices if event["cat"] == "received message"]
@@ -55,7 +68,8 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
         "hops": [{"direction": d, "hop": hop, **_rounded(its)} for (d, hop), its in sorted(hops.items())],
         "ranks": [_rounded(its) for its in each.values()],
         "longest_waits": [
-            {"name": e["name"], "direction": e["args"]["direction"], "from": e["args"]["peer"], "to": e["pid"],
+            {"name": e["name"], "direction": e["args"]["direction"], "from": e["args"]["peer"], "to": e[
+                "pid"],
              "bytes": e["args"]["bytes"], "wait_ms": round(e["args"]["waited_us"] / 1e3, 3)}
             for e in worst
         ],
@@ -63,7 +77,10 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in values.items()
+    }
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -72,10 +89,14 @@ def _show(facts: dict[str, Any]) -> None:
 
     console = Console()
     steps = ", ".join(map(str, facts["steps"]))
-    compute, wait = (sum(its[name] for its in facts["ranks"]) / len(facts["ranks"]) for name in ("compute_ms", "wait_ms"))
+    compute, wait = (
+        sum(its[name] for its in facts["ranks"]) / len(facts["ranks"])
+        for name in ("compute_ms", "wait_ms")
+    )
     console.print(
-        f"step {steps}: {len(facts['ranks'])} ranks, {facts['messages']} messages; a rank computes {compute:.1f} ms and waits "
-        f"{wait:.1f} ms ({wait / (compute + wait or 1):.1%}); clocks agree to {facts['clock_error_us']:g} us",
+        f"step {steps}: {len(facts['ranks'])} ranks, {facts['messages']} messages; a rank computes "
+        f"{compute:.1f} ms and waits {wait:.1f} ms ({wait / (compute + wait or 1):.1%}); clocks "
+        f"agree to {facts['clock_error_us']:g} us",
         soft_wrap=True,
     )
     for title, entries in (

@@ -1,4 +1,6 @@
-"""A call of a trace as a picture: what its hops would take if all ranks and links were alike, and what was measured."""
+"""A call of a trace as a picture: what its hops would take if all ranks and links were alike, and
+what was measured.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class Bar(NamedTuple):
-    """A computation, a wait or an arriving message of a rank, from `begin` to `end` in milliseconds."""
+    """A computation, a wait or an arriving message of a rank, from `begin` to `end` in
+    milliseconds.
+    """
 
     kind: str
     rank: int
@@ -34,12 +38,16 @@ class Bar(NamedTuple):
 
 
 def draw(found: dict[str, Any], path: str, call: int) -> None:
-    """Writes the picture of forward call number `call`. Raises `ConfigError` where the trace has no such call."""
+    """Writes the picture of forward call number `call`. Raises `ConfigError` where the trace has no
+    such call.
+    """
     check_ending(path)
     measured, work, sizes = measured_bars(found, call)
     predicted = predicted_bars(work, sizes, *_rates(measured, work, sizes))
     figure = Figure(
-        figsize=(15, max(3.0, 0.7 * len({bar.rank for bar in measured}) + 2)), layout="constrained", facecolor="white"
+        figsize=(15, max(3.0, 0.7 * len({bar.rank for bar in measured}) + 2)),
+        layout="constrained",
+        facecolor="white",
     )
     FigureCanvasAgg(figure)
     end = max(bar.end for bar in measured + predicted)
@@ -51,8 +59,8 @@ def draw(found: dict[str, Any], path: str, call: int) -> None:
     ):
         _draw(axes, bars, end, title)
     figure.suptitle(
-        f"forward call {call} of step {found['otherData']['steps'][0]}: computation (solid), waiting (red), arriving messages "
-        "(hatched); the color is the rank, paler at later hops", fontsize=12, color=INK,
+        f"forward call {call} of step {found['otherData']['steps'][0]}: computation (solid), "
+        "waiting (red), arriving messages (hatched); the color is the rank, paler at later hops", fontsize=12, color=INK,
     )  # fmt: skip
     try:
         figure.savefig(path, dpi=140)
@@ -63,13 +71,21 @@ def draw(found: dict[str, Any], path: str, call: int) -> None:
 def measured_bars(
     found: dict[str, Any], call: int
 ) -> tuple[list[Bar], dict[tuple[int, int], int], dict[tuple[int, int, int], int]]:
-    """The bars of a call, the pairs of each (rank, hop), and the bytes of each (hop, sender, receiver)."""
+    """The bars of a call, the pairs of each (rank, hop), and the bytes of each (hop, sender,
+    receiver).
+    """
     slices = [event for event in found["traceEvents"] if event["ph"] == "X"]
     spans = {}
     for rank in sorted({event["pid"] for event in slices}):
-        calls = [e for e in slices if e["pid"] == rank and e["cat"] == "call" and e["args"]["direction"] == "forward"]
+        calls = [
+            e
+            for e in slices
+            if e["pid"] == rank and e["cat"] == "call" and e["args"]["direction"] == "forward"
+        ]
         if call >= len(calls):
-            raise ConfigError(f"--call {call}: the trace has {len(calls)} forward calls of rank {rank}")
+            raise ConfigError(
+                f"--call {call}: the trace has {len(calls)} forward calls of rank {rank}"
+            )
         spans[rank] = calls[call]["ts"], calls[call]["ts"] + calls[call]["dur"]
     zero = min(begin for begin, _ in spans.values())
     bars, work, sizes = [], {}, {}
@@ -80,7 +96,15 @@ def measured_bars(
         if kind is None or not inside or event["args"]["direction"] != "forward":
             continue
         hop = event["args"]["hop"]
-        bars.append(Bar(kind, event["pid"], hop, (event["ts"] - zero) / 1e3, (event["ts"] + event["dur"] - zero) / 1e3))
+        bars.append(
+            Bar(
+                kind,
+                event["pid"],
+                hop,
+                (event["ts"] - zero) / 1e3,
+                (event["ts"] + event["dur"] - zero) / 1e3,
+            )
+        )
         if kind == "compute":
             work[event["pid"], hop] = event["args"]["pairs"]
         elif kind == "message":
@@ -92,7 +116,11 @@ def _rates(
     bars: list[Bar], work: dict[tuple[int, int], int], sizes: dict[tuple[int, int, int], int]
 ) -> tuple[float, float]:  # fmt: skip
     """Median milliseconds of a pair, and of a byte."""
-    pair = [(bar.end - bar.begin) / work[bar.rank, bar.hop] for bar in bars if bar.kind == "compute" and work[bar.rank, bar.hop]]
+    pair = [
+        (bar.end - bar.begin) / work[bar.rank, bar.hop]
+        for bar in bars
+        if bar.kind == "compute" and work[bar.rank, bar.hop]
+    ]
     total: defaultdict[tuple[int, int], int] = defaultdict(int)
     for (hop, _, receiver), size in sizes.items():
         total[receiver, hop] += size
@@ -105,15 +133,22 @@ def _rates(
 
 
 def predicted_bars(
-    work: dict[tuple[int, int], int], sizes: dict[tuple[int, int, int], int], pair: float, byte: float
+    work: dict[tuple[int, int], int],
+    sizes: dict[tuple[int, int, int], int],
+    pair: float,
+    byte: float,
 ) -> list[Bar]:
-    """The same call where a pair and a byte take so many milliseconds everywhere, as `cp_ring.plan.simulate` counts."""
+    """The same call where a pair and a byte take so many milliseconds everywhere, as
+    `cp_ring.plan.simulate` counts.
+    """
     ranks = sorted({rank for rank, _ in work} | {rank for _, *ends in sizes for rank in ends})
     hops = 1 + max(hop for hop in [0, *(hop for _, hop in work), *(hop for hop, _, _ in sizes)])
     compute, moved = np.zeros((len(ranks), hops)), np.zeros((2, len(ranks), hops))
     for (of_rank, at), pairs in work.items():
         compute[ranks.index(of_rank), at] = pairs * pair
-    messages = [(hop, ranks.index(sender), ranks.index(receiver)) for hop, sender, receiver in sorted(sizes)]
+    messages = [
+        (hop, ranks.index(sender), ranks.index(receiver)) for hop, sender, receiver in sorted(sizes)
+    ]
     seconds = np.array([sizes[key] * byte for key in sorted(sizes)])
     hop, sender, receiver = np.array(messages, np.int64).reshape(-1, 3).T
     for which, end_of in enumerate((receiver, sender)):
@@ -126,7 +161,9 @@ def predicted_bars(
     start = in_turn(forward.begin[receiver, before[receiver, hop]], receiver * hops + hop, seconds)
     bars = [
         Bar("message", ranks[rank], at, begin, begin + took)
-        for rank, at, begin, took in zip(receiver.tolist(), hop.tolist(), start.tolist(), seconds.tolist(), strict=True)
+        for rank, at, begin, took in zip(
+            receiver.tolist(), hop.tolist(), start.tolist(), seconds.tolist(), strict=True
+        )
     ]
     for (rank, index), begin in np.ndenumerate(forward.begin):
         if (ranks[rank], index) in work:
@@ -140,7 +177,11 @@ def predicted_bars(
 def _draw(axes: Axes, bars: list[Bar], end: float, title: str) -> None:
     ranks = sorted({bar.rank for bar in bars})
     hops = max(bar.hop for bar in bars) + 1
-    look = {"compute": (-0.38, 0.5, None), "wait": (-0.38, 0.5, None), "message": (0.16, 0.2, "////")}
+    look = {
+        "compute": (-0.38, 0.5, None),
+        "wait": (-0.38, 0.5, None),
+        "message": (0.16, 0.2, "////"),
+    }
     for kind, (offset, height, hatch) in look.items():
         of_kind = [bar for bar in bars if bar.kind == kind]
         places = [ranks.index(bar.rank) + offset for bar in of_kind]
@@ -149,14 +190,26 @@ def _draw(axes: Axes, bars: list[Bar], end: float, title: str) -> None:
             for bar, y in zip(of_kind, places, strict=True)
         ]
         colors: list[Any] = [
-            "#d62728" if kind == "wait" else color(ranks.index(bar.rank), bar.hop, len(ranks), hops) for bar in of_kind
+            "#d62728" if kind == "wait" else color(ranks.index(bar.rank), bar.hop, len(ranks), hops)
+            for bar in of_kind
         ]
         alpha = 0.45 if kind == "wait" else None
         axes.add_collection(
-            PolyCollection(shapes, facecolors=colors, edgecolors="white", linewidths=0.4, hatch=hatch, alpha=alpha)
+            PolyCollection(
+                shapes,
+                facecolors=colors,
+                edgecolors="white",
+                linewidths=0.4,
+                hatch=hatch,
+                alpha=alpha,
+            )
         )
     finish = max(bar.end for bar in bars if bar.kind != "message")
-    busy = sum(bar.end - bar.begin for bar in bars if bar.kind == "compute") / len(ranks) / (finish or 1)
+    busy = (
+        sum(bar.end - bar.begin for bar in bars if bar.kind == "compute")
+        / len(ranks)
+        / (finish or 1)
+    )
     axes.set(xlim=(0, end * 1.01 or 1), ylim=(len(ranks) - 0.4, -0.6), xlabel="ms", ylabel="rank")
     axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
     axes.set_title(f"{title}: {finish:.2f} ms, {busy:.0%} of it computing", fontsize=11, color=INK)

@@ -1,4 +1,6 @@
-"""`cp-ring tune`: the fastest ways to run a job on so many GPUs, as a table, as JSON, as a configuration and as a picture."""
+"""`cp-ring tune`: the fastest ways to run a job on so many GPUs, as a table, as JSON, as a
+configuration and as a picture.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ DRAWN = 32
 """Batch rows of documents that are drawn to see how uneven they are."""
 
 _UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30, "tb": 1e12, "mb": 1e6}
-_SEARCH, _MACHINES, _OUTPUT, _CHECK = ({"rich_help_panel": name} for name in ("Search", "Machines", "Output", "Check"))
+_SEARCH, _MACHINES, _OUTPUT, _CHECK = (
+    {"rich_help_panel": name} for name in ("Search", "Machines", "Output", "Check")
+)
 _TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS"}
 
 
@@ -37,50 +41,76 @@ _TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS"}
 class TuneOptions:
     """The options of `cp-ring tune`."""
 
-    config: str | None = argument("A YAML file, or the name of a packaged one (cp-ring train --list).")
+    config: str | None = argument(
+        "A YAML file, or the name of a packaged one (cp-ring train --list)."
+    )
     gpus: int | None = option(None, "GPUs of the job.", **_MACHINES)
     ranks_per_node: int = option(8, "GPUs of a node.", **_MACHINES)
     rates: str = option(
-        next(iter(NAMED)), f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has written.",
+        next(iter(NAMED)),
+            f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has "
+            "written.",
         metavar="NAME|FILE", **_MACHINES,
     )  # fmt: skip
     memory: str = option("80GB", "Memory of a GPU.", metavar="SIZE", **_MACHINES)
-    seq_length: int | None = option(None, "Tokens of a batch row, if not the configuration's.", **_TOKENS, **_SEARCH)
+    seq_length: int | None = option(
+        None, "Tokens of a batch row, if not the configuration's.", **_TOKENS, **_SEARCH
+    )
     lengths: str | None = option(
-        None, "Batch rows of documents with lengths like these: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
-        f"{', '.join(samples.PRESETS)}.", metavar="SPEC", **_SEARCH,
+        None,
+            "Batch rows of documents with lengths like these: a file, lognormal:MEAN,SIGMA, or "
+            f"preset:NAME of {', '.join(samples.PRESETS)}.", metavar="SPEC", **_SEARCH,
     )  # fmt: skip
     seed: int = option(0, "Seed of the drawn documents.", min=0, **_SEARCH)
     tp: int | None = option(None, "Tensor parallel size; searched.", **_SEARCH)
     cp: int | None = option(None, "Context parallel size; searched.", **_SEARCH)
     pp: int | None = option(None, "Pipeline parallel size; searched.", **_SEARCH)
-    micro_batch: int | None = option(None, "Batch rows of a microbatch; searched.", min=1, **_SEARCH)
-    lossy: bool = option(False, "Try int8 and fp8 keys too, which cost accuracy.", "--lossy", **_SEARCH)
-    set_: list[str] | None = option(None, "Override a key of the configuration. Repeatable.", "--set", metavar="A.B=C")
+    micro_batch: int | None = option(
+        None, "Batch rows of a microbatch; searched.", min=1, **_SEARCH
+    )
+    lossy: bool = option(
+        False, "Try int8 and fp8 keys too, which cost accuracy.", "--lossy", **_SEARCH
+    )
+    set_: list[str] | None = option(
+        None, "Override a key of the configuration. Repeatable.", "--set", metavar="A.B=C"
+    )
     write: str | None = option(None, "Write the best configuration.", metavar="PATH", **_OUTPUT)
     draw: str | None = option(
-        None, "Draw time against context parallel size, to a .png, .svg or .pdf file.", metavar="PATH", **_OUTPUT
+        None,
+        "Draw time against context parallel size, to a .png, .svg or .pdf file.",
+        metavar="PATH",
+        **_OUTPUT,
     )
     as_json: bool = option(False, "Print JSON instead of tables.", "--json", **_OUTPUT)
     check: bool = option(
-        False, "Compare predicted with measured times of a small model on 4 CPU ranks of this machine.",
+        False,
+            "Compare predicted with measured times of a small model on 4 CPU ranks of this "
+            "machine.",
         "--check", **_CHECK,
     )  # fmt: skip
     repeats: int = option(7, "Rounds of --check.", min=1, **_CHECK)
     cpu_time: bool = option(
-        False, "Compare CPU time in --check, which other work on the machine hardly changes.", "--cpu-time", **_CHECK
+        False,
+        "Compare CPU time in --check, which other work on the machine hardly changes.",
+        "--cpu-time",
+        **_CHECK,
     )
 
 
 def _tune(options: TuneOptions) -> None:
-    """Find the fastest ways to run a job on so many GPUs, by the cost model. All times are predicted. Needs no GPU."""
+    """Find the fastest ways to run a job on so many GPUs, by the cost model. All times are
+    predicted. Needs no GPU.
+    """
     if options.check:
         from cp_ring.tools.cli.tune_check import check_command
 
         check_command(options.repeats, options.as_json, options.cpu_time)
         return
     if options.config is None or options.gpus is None:
-        raise PlanError("cp-ring tune needs a configuration and --gpus, as in: cp-ring tune llama3-8b-128k --gpus 64")
+        raise PlanError(
+            "cp-ring tune needs a configuration and --gpus, as in: cp-ring tune llama3-8b-128k "
+            "--gpus 64"
+        )
     _check_machines(options.gpus, options.ranks_per_node)
     if options.draw:
         from cp_ring.tools.cli.drawing import check_ending
@@ -111,7 +141,9 @@ def _check_machines(gpus: int, ranks_per_node: int) -> None:
         if value < 1:
             raise PlanError(f"{flag} {value}: it must be at least 1")
     if gpus > ranks_per_node and gpus % ranks_per_node:
-        raise PlanError(f"--gpus {gpus}: they are no whole number of nodes of --ranks-per-node {ranks_per_node}")
+        raise PlanError(
+            f"--gpus {gpus}: they are no whole number of nodes of --ranks-per-node {ranks_per_node}"
+        )
 
 
 def _tell(result: TuneResult, options: TuneOptions) -> None:
@@ -139,20 +171,36 @@ def parse_memory(size: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def _documents(job: JobConfig, spec: str | None, seq_length: int | None, seed: int) -> tuple[list[Ints], str]:
-    """Lengths of the documents of some batch rows, and where they come from; none for a job without documents."""
+def _documents(
+    job: JobConfig, spec: str | None, seq_length: int | None, seed: int
+) -> tuple[list[Ints], str]:
+    """Lengths of the documents of some batch rows, and where they come from; none for a job without
+    documents.
+    """
     if spec is None and not packs_documents(job):
         return [], ""
     chosen = spec or "preset:sft"
     n = seq_length or job.megatron.get("seq_length")
     if not isinstance(n, int) or n < 1:
-        raise ConfigError(f"megatron.seq_length {n!r}: it must be the number of tokens of a batch row")
-    origin = chosen if spec else f"{chosen} (the configuration packs documents, and --lengths is not given)"
+        raise ConfigError(
+            f"megatron.seq_length {n!r}: it must be the number of tokens of a batch row"
+        )
+    origin = (
+        chosen
+        if spec
+        else f"{chosen} (the configuration packs documents, and --lengths is not given)"
+    )
     if chosen.partition(":")[0] in ("preset", "lognormal"):
-        return [samples.lengths(chosen, n, seed + draw) for draw in range(DRAWN)], f"{origin}, packed into {n:,} tokens"
+        return [
+            samples.lengths(chosen, n, seed + draw) for draw in range(DRAWN)
+        ], f"{origin}, packed into {n:,} tokens"
     known, rng = samples.lengths(chosen, None, seed), np.random.default_rng(seed)
-    drawn = [np.cumsum(rng.choice(known, math.ceil(4 * n / known.mean()) + 64)) for _ in range(DRAWN)]
-    return [np.diff([0, *ends[ends < n], n]) for ends in drawn], f"drawn from {origin}, packed into {n:,} tokens"
+    drawn = [
+        np.cumsum(rng.choice(known, math.ceil(4 * n / known.mean()) + 64)) for _ in range(DRAWN)
+    ]
+    return [
+        np.diff([0, *ends[ends < n], n]) for ends in drawn
+    ], f"drawn from {origin}, packed into {n:,} tokens"
 
 
 def _write(path: str, job: JobConfig, source: str) -> None:
@@ -160,7 +208,12 @@ def _write(path: str, job: JobConfig, source: str) -> None:
     order = ("megatron", "data", "parallel", "cp_ring", "launch")
     comment = f"# Made by cp-ring tune from {source}. The times that chose it are predicted, not measured.\n"
     try:
-        Path(path).write_text(comment + yaml.safe_dump({key: settings[key] for key in order if key in settings}, sort_keys=False))
+        Path(path).write_text(
+            comment
+            + yaml.safe_dump(
+                {key: settings[key] for key in order if key in settings}, sort_keys=False
+            )
+        )
     except OSError as error:
         raise ConfigError(f"--write {path}: cannot write: {error.strerror}") from None
 
@@ -170,7 +223,8 @@ def facts(result: TuneResult) -> dict[str, Any]:
     return {
         "best": [_way(result, way) for way, _ in result.best],
         "by_cp": {
-            cp: {"least_bytes": found} if isinstance(found, float) else _way(result, found) for cp, found in result.by_cp.items()
+            cp: {"least_bytes": found} if isinstance(found, float) else _way(result, found)
+            for cp, found in result.by_cp.items()
         },
         "reasons": result.reasons,
         "rejected": [{"sizes": sizes, "reason": reason} for sizes, reason in result.rejected],
@@ -206,12 +260,20 @@ def _way(result: TuneResult, way: Tuned) -> dict[str, Any]:
 def _print(result: TuneResult, title: str) -> None:
     console = Console()
     ways = [way for way, _ in result.best]
-    table = Table(title=f"{title}: predicted, not measured", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=f"{title}: predicted, not measured",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     table.add_column("", min_width=26)
     for number in range(1, len(ways) + 1):
         table.add_column(str(number), justify="right")
     lines = {
-        **{name: [str(getattr(way.sizes, name)) for way in ways] for name in ("tp", "cp", "pp", "dp")},
+        **{
+            name: [str(getattr(way.sizes, name)) for way in ways]
+            for name in ("tp", "cp", "pp", "dp")
+        },
         "attention": [way.attention.shape.name for way in ways],
         "wire": [way.attention.wire for way in ways],
         "layout": [way.attention.layout for way in ways],
@@ -225,9 +287,14 @@ def _print(result: TuneResult, title: str) -> None:
     seconds, memory = [way.seconds for way in ways], [way.memory for way in ways]
     for header, amounts, unit in (("step, s", seconds, 1.0), ("memory, GB", memory, 1e9)):
         table.add_section()
-        table.add_row(header, *(f"{sum(items.values()) / unit:,.2f}" for items in amounts), style="bold")
+        table.add_row(
+            header, *(f"{sum(items.values()) / unit:,.2f}" for items in amounts), style="bold"
+        )
         for name in dict.fromkeys(name for items in amounts for name in items):
-            table.add_row(f"  {name}", *(f"{items[name] / unit:,.2f}" if items.get(name) else "" for items in amounts))
+            table.add_row(
+                f"  {name}",
+                *(f"{items[name] / unit:,.2f}" if items.get(name) else "" for items in amounts),
+            )
     console.print(table)
     console.print(f"Why {ways[0].sizes.name}:")
     for name, reason in result.rejected[:3]:

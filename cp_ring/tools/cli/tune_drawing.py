@@ -1,4 +1,6 @@
-"""The predicted time of a step against the context parallel size, as a picture: where is the sweet spot?"""
+"""The predicted time of a step against the context parallel size, as a picture: where is the sweet
+spot?
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ _COLORS = ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#cc79a7", "#009e73")
 
 
 def draw_times(result: TuneResult, path: str, title: str) -> None:
-    """Writes the picture to `path`: a bar for the best way of each context parallel size, by what takes its time.
+    """Writes the picture to `path`: a bar for the best way of each context parallel size, by what
+    takes its time.
 
     Raises `PlanError` where the ending is not .png, .svg or .pdf, or the file cannot be written.
     """
@@ -53,14 +56,18 @@ def _draw(axes: Axes, result: TuneResult) -> None:
     for place, cp in enumerate(cps):
         way = result.by_cp[cp]
         if isinstance(way, float):
-            axes.text(place, top / 2, f"does not fit:\n{way / 1e9:.0f} GB", ha="center", color=FAINT)
+            axes.text(
+                place, top / 2, f"does not fit:\n{way / 1e9:.0f} GB", ha="center", color=FAINT
+            )
         else:
             ways.append((place, way))
     below = [0.0] * len(ways)
     for (name, items), color in zip(_PARTS.items(), _COLORS, strict=True):
         heights = [sum(way.seconds.get(item, 0.0) for item in items) for _, way in ways]
         if any(heights):
-            axes.bar([place for place, _ in ways], heights, 0.7, bottom=below, color=color, label=name)
+            axes.bar(
+                [place for place, _ in ways], heights, 0.7, bottom=below, color=color, label=name
+            )
             below = [low + height for low, height in zip(below, heights, strict=True)]
     best = result.best[0][0]
     for place, way in ways:

@@ -18,7 +18,9 @@ SECONDS = 2.0
 
 
 def follow(run_dir: Path) -> None:
-    """Shows the state of a run, again every `SECONDS`, until it is DONE or the user ends it (Ctrl-C)."""
+    """Shows the state of a run, again every `SECONDS`, until it is DONE or the user ends it
+    (Ctrl-C).
+    """
     with contextlib.suppress(KeyboardInterrupt), Live(refresh_per_second=1) as live:
         while True:
             facts = status(run_dir)
@@ -29,7 +31,9 @@ def follow(run_dir: Path) -> None:
 
 
 def picture(facts: dict[str, Any], steps: list[dict[str, Any]]) -> Group:
-    """What the terminal shows: the state, the last steps, and where the time of the last sampled step went."""
+    """What the terminal shows: the state, the last steps, and where the time of the last sampled
+    step went.
+    """
     lines = [show(facts)]
     for step in steps[-5:]:
         rate, loss = step.get("tokens per second"), step.get("lm loss")
@@ -41,6 +45,12 @@ def picture(facts: dict[str, Any], steps: list[dict[str, Any]]) -> Group:
     times = [step["timing"] for step in steps if isinstance(step.get("timing"), dict)]
     if times:
         last, rank = times[-1], times[-1].get("slowest_rank")
-        slow = f", slowest rank {rank['rank']} ({rank['host']}) {rank['slower'] - 1:+.0%}" if rank else ""
-        lines.append(f"step {last['step']}: {last['exposed_share']:.1%} of attention is waiting{slow}")
+        slow = (
+            f", slowest rank {rank['rank']} ({rank['host']}) {rank['slower'] - 1:+.0%}"
+            if rank
+            else ""
+        )
+        lines.append(
+            f"step {last['step']}: {last['exposed_share']:.1%} of attention is waiting{slow}"
+        )
     return Group(*map(Text, lines))

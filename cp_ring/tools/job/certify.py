@@ -17,7 +17,9 @@ from cp_ring.tools.job.launch import launch
 from cp_ring.tools.job.train import open_output
 
 
-def certify(source: str, overrides: Sequence[str] = (), verbose: bool = False) -> tuple[int, dict[str, Any] | None]:
+def certify(
+    source: str, overrides: Sequence[str] = (), verbose: bool = False
+) -> tuple[int, dict[str, Any] | None]:
     """Certifies the job of a YAML file or packaged name; returns the exit code and the certificate.
 
     The exit code is 0 if all probes passed, and 2 if the job is rejected.
@@ -27,8 +29,12 @@ def certify(source: str, overrides: Sequence[str] = (), verbose: bool = False) -
     """
     job = configs.load(source, overrides)
     if not job.cp_ring.enabled:
-        raise ConfigError(f"{source}: cp_ring.enabled is false: without ring attention there is nothing to certify")
-    job = job.model_copy(update={"megatron": job.megatron | {"tensorboard_dir": None}})  # nothing is logged
+        raise ConfigError(
+            f"{source}: cp_ring.enabled is false: without ring attention there is nothing to "
+            "certify"
+        )
+    # nothing is logged
+    job = job.model_copy(update={"megatron": job.megatron | {"tensorboard_dir": None}})
     corpus = commands.find_corpus(job)
     command = commands.build_command(job, corpus)
     if corpus is not None:
@@ -36,5 +42,7 @@ def certify(source: str, overrides: Sequence[str] = (), verbose: bool = False) -
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "certificate.json"
         entry = ("cp_ring.tools.job.certify_ranks", str(report))
-        code = launch(dataclasses.replace(command, entry=entry), open_output(job, "certify", verbose))
+        code = launch(
+            dataclasses.replace(command, entry=entry), open_output(job, "certify", verbose)
+        )
         return code, json.loads(report.read_text()) if report.is_file() else None

@@ -1,4 +1,6 @@
-"""The ranks of `cp-ring certify`: `python -m cp_ring.tools.job.certify_ranks REPORT.json <Megatron flags> --cp-ring`."""
+"""The ranks of `cp-ring certify`:
+`python -m cp_ring.tools.job.certify_ranks REPORT.json <Megatron flags> --cp-ring`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from cp_ring.patches.install import install
 
 
 def main() -> None:
-    """Probes the job of the command line; rank 0 writes REPORT.json. Exits with code 2 if a probe fails."""
+    """Probes the job of the command line; rank 0 writes REPORT.json. Exits with code 2 if a probe
+    fails.
+    """
     report = Path(sys.argv.pop(1))
     with rejection.rejecting():
         install(sys.argv[1:])

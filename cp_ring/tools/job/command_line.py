@@ -1,4 +1,6 @@
-"""Makes the command line that runs a job: torch's launcher, the entry module of cp_ring, Megatron's flags."""
+"""Makes the command line that runs a job: torch's launcher, the entry module of cp_ring, Megatron's
+flags.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,22 @@ if TYPE_CHECKING:
     from cp_ring.tools.job.corpus import Corpus
 
 ENTRY = "cp_ring.pretrain_gpt"
-PACKED_DATA = ("sft", "dataloader_inter_document_masking")  # which ask for data sets of packed documents
-OWN_DATA = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
+# which ask for data sets of packed documents
+PACKED_DATA = ("sft", "dataloader_inter_document_masking")
+OWN_DATA = (
+    "data_path",
+    "train_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "mock_data",
+)
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to run: environment variables, options of `torchrun`, the entry module with its own arguments, Megatron's flags."""
+    """What to run: environment variables, options of `torchrun`, the entry module with its own
+    arguments, Megatron's flags.
+    """
 
     environment: dict[str, str]
     torchrun: list[str]
@@ -42,18 +53,23 @@ class Command:
     def as_shell_line(self) -> str:
         """One line that a shell can run unchanged."""
         program = Path(sys.executable).with_name("torchrun")
-        torchrun = [str(program)] if program.exists() else [sys.executable, "-m", "torch.distributed.run"]
+        torchrun = (
+            [str(program)] if program.exists() else [sys.executable, "-m", "torch.distributed.run"]
+        )
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return shlex.join(["env", *variables, *torchrun, *self.arguments])
 
 
 def uses_corpus(job: JobConfig) -> bool:
-    """Whether the job trains on a corpus that cp_ring builds, not on datasets that `megatron` names."""
+    """Whether the job trains on a corpus that cp_ring builds, not on datasets that `megatron`
+    names.
+    """
     return not any(job.megatron.get(key) for key in OWN_DATA)
 
 
 def find_corpus(job: JobConfig) -> Corpus | None:
-    """The job's corpus, which this finds but does not build; None where the job names Megatron datasets of its own.
+    """The job's corpus, which this finds but does not build; None where the job names Megatron
+    datasets of its own.
 
     Raises `ConfigError` for a data path that does not exist or is empty.
     """
@@ -62,11 +78,17 @@ def find_corpus(job: JobConfig) -> Corpus | None:
     from cp_ring.tools.job import corpus
 
     data = job.data
-    return corpus.find(data.path, data.cache, vocab_size=data.vocab_size, validation_fraction=data.validation_fraction)
+    return corpus.find(
+        data.path,
+        data.cache,
+        vocab_size=data.vocab_size,
+        validation_fraction=data.validation_fraction,
+    )
 
 
 def build_command(job: JobConfig, corpus: Corpus | None, elsewhere: bool = False) -> Command:
-    """The command of `job`, checked by Megatron's own parser. With `elsewhere`, other nodes run it; their GPUs are unknown here.
+    """The command of `job`, checked by Megatron's own parser. With `elsewhere`, other nodes run it;
+    their GPUs are unknown here.
 
     Raises `ConfigError` that names the key or flag that Megatron does not have or cannot read.
     """
@@ -77,9 +99,13 @@ def build_command(job: JobConfig, corpus: Corpus | None, elsewhere: bool = False
 
 
 def megatron_flags(
-    job: JobConfig, corpus: Corpus | None, device: str, parser: argparse.ArgumentParser | None = None
+    job: JobConfig,
+    corpus: Corpus | None,
+    device: str,
+    parser: argparse.ArgumentParser | None = None,
 ) -> tuple[list[str], argparse.Namespace]:
-    """The flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu), and what Megatron's parser reads from them.
+    """The flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu), and what Megatron's parser
+    reads from them.
 
     parser: made by `build_parser` before, for several jobs. Raises as `build_command` does.
     """
@@ -87,11 +113,15 @@ def megatron_flags(
 
     packed = [key for key in PACKED_DATA if job.megatron.get(key)]
     if packed and not job.cp_ring.enabled:
-        raise ConfigError(f"megatron.{packed[0]} needs cp_ring.enabled (--cp-ring), which masks documents")
+        raise ConfigError(
+            f"megatron.{packed[0]} needs cp_ring.enabled (--cp-ring), which masks documents"
+        )
     changes = {"cpu": device == "cpu", "run_dir": str(run_dir(job).absolute())}
     config = job.cp_ring.model_copy(update=changes | ({"document_mask": True} if packed else {}))
     parser = parser or argument_parser.build_parser()
-    megatron = argument_parser.to_flags(parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel")
+    megatron = argument_parser.to_flags(
+        parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel"
+    )
     megatron += argument_parser.to_flags(parser, _defaults(job, corpus) | job.megatron, "megatron")
     megatron += config.to_args()
     args = argument_parser.check(parser, megatron)
@@ -100,20 +130,24 @@ def megatron_flags(
 
 
 def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: str = "") -> None:
-    """Raises `ConfigError` if `args` ask for layers of a package that is not installed; with `elsewhere`, only warns.
+    """Raises `ConfigError` if `args` ask for layers of a package that is not installed; with
+    `elsewhere`, only warns.
 
     otherwise: text for the end of the message, with another way out.
     """
     from cp_ring.megatron import rules
 
-    line = "" if args.cp_ring_cpu else problem(Job(args), rules.LAYERS)  # on the CPU they are Megatron's own
+    # on the CPU they are Megatron's own
+    line = "" if args.cp_ring_cpu else problem(Job(args), rules.LAYERS)
     if line and not elsewhere:
         raise ConfigError(f"{line}{otherwise}")
     if line:
         print(f"cp_ring: warning: {line}", file=sys.stderr)
 
 
-def _run_rank_checks(args: argparse.Namespace, job: JobConfig, config: ContextParallelConfig, line: list[str]) -> None:
+def _run_rank_checks(
+    args: argparse.Namespace, job: JobConfig, config: ContextParallelConfig, line: list[str]
+) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
     from cp_ring.megatron import rules, validate
 
@@ -131,7 +165,8 @@ def _run_rank_checks(args: argparse.Namespace, job: JobConfig, config: ContextPa
 def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[str, str]]:
     """`cuda` or `cpu`, and the variables that hide GPUs that the job must not use.
 
-    Raises `ConfigError` where launch.device is cuda and the node has fewer GPUs than ranks; not if the job runs `elsewhere`.
+    Raises `ConfigError` where launch.device is cuda and the node has fewer GPUs than ranks; not if
+    the job runs `elsewhere`.
     """
     import torch
 
@@ -142,12 +177,15 @@ def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[st
     ranks = job.parallel.ranks // job.launch.nnodes
     if job.launch.device == "cuda" and gpus < ranks:
         raise ConfigError(
-            f"launch.device cuda: this node has {gpus} GPUs for {ranks} ranks (the product of the sizes in section parallel, "
-            f"over launch.nnodes); lower a size or set launch.device=cpu"
+            f"launch.device cuda: this node has {gpus} GPUs for {ranks} ranks (the product of the "
+            "sizes in section parallel, over launch.nnodes); lower a size or set launch.device=cpu"
         )
     device = "cpu" if job.launch.device == "cpu" or gpus < ranks else "cuda"
     if device == "cpu" and gpus and job.launch.device == "auto":
-        print(f"cp_ring: {gpus} GPUs are too few for {ranks} ranks: running on the CPU", file=sys.stderr)
+        print(
+            f"cp_ring: {gpus} GPUs are too few for {ranks} ranks: running on the CPU",
+            file=sys.stderr,
+        )
     return device, {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" and gpus else {}
 
 
@@ -162,7 +200,9 @@ def checkpoints(job: JobConfig) -> Path:
 
 
 def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
-    """Megatron arguments that follow from the other sections. The section `megatron` may override them."""
+    """Megatron arguments that follow from the other sections. The section `megatron` may override
+    them.
+    """
     settings: dict[str, Any] = {
         "save": str(checkpoints(job)),
         "load": str(checkpoints(job)),
@@ -182,15 +222,22 @@ def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
 def _environment(job: JobConfig, device: str) -> dict[str, str]:
     """Variables of torchrun and its ranks. A variable that is already set keeps its value.
 
-    Each rank gets one thread, because ranks on one machine share its cores. Gloo needs the loopback interface by name, because
-    a host name can resolve to an address that no other rank listens on. Megatron requires one CUDA connection, and rejects one
-    where parameters are sharded.
+    Each rank gets one thread, because ranks on one machine share its cores. Gloo needs the loopback
+    interface by name, because a host name can resolve to an address that no other rank listens on.
+    Megatron requires one CUDA connection, and rejects one where parameters are sharded.
     """
     wanted = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
-    if device != "cpu" and not any(job.megatron.get(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp")):
+    if device != "cpu" and not any(
+        job.megatron.get(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp")
+    ):
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    wanted |= {"PET_SHUTDOWN_TIMEOUT": "600", "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # time to save
-    if job.launch.max_restarts:  # else restarted ranks read old addresses from a store that is still alive
+    # time to save
+    wanted |= {
+        "PET_SHUTDOWN_TIMEOUT": "600",
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    }
+    # else restarted ranks read old addresses from a store that is still alive
+    if job.launch.max_restarts:
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if device == "cpu" and job.launch.nnodes == 1:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
@@ -199,8 +246,19 @@ def _environment(job: JobConfig, device: str) -> dict[str, str]:
 
 def _torchrun(job: JobConfig) -> list[str]:
     launch = job.launch
-    options = ["--nproc-per-node", str(job.parallel.ranks // launch.nnodes), "--max-restarts", str(launch.max_restarts)]
+    options = [
+        "--nproc-per-node",
+        str(job.parallel.ranks // launch.nnodes),
+        "--max-restarts",
+        str(launch.max_restarts),
+    ]
     if launch.nnodes == 1:
         return ["--standalone", "--local-addr", "127.0.0.1", *options]
     options += ["--nnodes", str(launch.nnodes), "--node-rank", str(launch.node_rank)]
-    return [*options, "--master-addr", str(launch.master_addr), "--master-port", str(launch.master_port)]
+    return [
+        *options,
+        "--master-addr",
+        str(launch.master_addr),
+        "--master-port",
+        str(launch.master_port),
+    ]

@@ -1,7 +1,8 @@
 """`cp-ring compare`: the same job with cp_ring and without it, for some steps each, side by side.
 
-Without cp_ring means stock context parallelism of the same size where the layers are TransformerEngine's and there are GPUs.
-Where that cannot run the job, it means stock attention at context parallel size 1, or cp_ring itself at size 1.
+Without cp_ring means stock context parallelism of the same size where the layers are
+TransformerEngine's and there are GPUs. Where that cannot run the job, it means stock attention at
+context parallel size 1, or cp_ring itself at size 1.
 """
 
 from __future__ import annotations
@@ -23,42 +24,56 @@ from cp_ring.tools.job import config as configs
 
 RING, BASELINE = "cp_ring", "baseline"
 _SAMPLES = 3
-"""Steps of the job with cp_ring whose exposed communication is measured, at least, where it has so many."""
+"""Steps of the job with cp_ring whose exposed communication is measured, at least, where it has so
+many.
+"""
 
 _TRACED = ("step", "lm loss", progress.GRADIENT_NORM, progress.LEARNING_RATE)
 
 
 class Baseline(NamedTuple):
-    """What the job is compared with: the job, its name for people, and why nothing closer to the job can run."""
+    """What the job is compared with: the job, its name for people, and why nothing closer to the
+    job can run.
+    """
 
     job: configs.JobConfig
     name: str
     reasons: tuple[str, ...]
 
 
-def compare(source: str, overrides: Sequence[str], steps: int, out: Path | None, run: Callable[[Path], int]) -> dict[str, Any]:
+def compare(
+    source: str, overrides: Sequence[str], steps: int, out: Path | None, run: Callable[[Path], int]
+) -> dict[str, Any]:
     """Runs both jobs and compares their steps.
 
     Args:
         source, overrides: the job, as for `cp-ring train`.
         steps: training steps of each job.
-        out: an empty folder for both; None for the job's run directory with `-compare` behind its name.
+        out: an empty folder for both; None for the job's run directory with `-compare` behind its
+        name.
         run: trains the job of a file, and returns the exit code.
 
-    Raises `ConfigError` where the job has no context parallelism, the folder is not empty, or one of the jobs fails.
+    Raises `ConfigError` where the job has no context parallelism, the folder is not empty, or one
+    of the jobs fails.
     """
     job = configs.load(source, overrides)
     cp = job.parallel.context_parallel_size
     if not job.cp_ring.enabled or cp == 1:
-        raise ConfigError(f"{source}: compare needs cp_ring.enabled and parallel.context_parallel_size above 1, not {cp}")
+        raise ConfigError(
+            f"{source}: compare needs cp_ring.enabled and parallel.context_parallel_size above 1, "
+            f"not {cp}"
+        )
     if steps < 2:
-        raise ConfigError(f"--steps {steps}: it must be at least 2, because the first step is not timed")
+        raise ConfigError(
+            f"--steps {steps}: it must be at least 2, because the first step is not timed"
+        )
     folder = out or commands.run_dir(job).with_name(commands.run_dir(job).name + "-compare")
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"--out {folder}: it is not empty; name a new folder, or remove it")
     timed = job.cp_ring.model_copy(update={"timing": max(1, steps // _SAMPLES)})
     ring = _short(job.model_copy(update={"cp_ring": timed}), steps, folder / RING)
-    commands.build_command(ring, commands.find_corpus(ring))  # what is wrong with the job is said before anything runs
+    # what is wrong with the job is said before anything runs
+    commands.build_command(ring, commands.find_corpus(ring))
     baseline = _baseline(job, steps, folder / BASELINE)
     found = {}
     for name, each in ((RING, ring), (BASELINE, baseline.job)):
@@ -67,14 +82,25 @@ def compare(source: str, overrides: Sequence[str], steps: int, out: Path | None,
         path.write_text(yaml.safe_dump(each.model_dump(mode="json"), sort_keys=False))
         code = run(path)
         if code:
-            raise ConfigError(f"compare: the job {path} ended with exit code {code}; its output is in {folder / name / 'logs'}")
+            raise ConfigError(
+                f"compare: the job {path} ended with exit code {code}; its output is in "
+                f"{folder / name / 'logs'}"
+            )
         found[name] = summary(folder / name)
-    about = {"name": baseline.name, "because": list(baseline.reasons), "ranks": baseline.job.parallel.ranks}
+    about = {
+        "name": baseline.name,
+        "because": list(baseline.reasons),
+        "ranks": baseline.job.parallel.ranks,
+    }
     return {
         "job": source,
         "folder": str(folder),
         "steps": steps,
-        RING: {"name": f"cp_ring, context parallel size {cp}", "ranks": ring.parallel.ranks, **found[RING]},
+        RING: {
+            "name": f"cp_ring, context parallel size {cp}",
+            "ranks": ring.parallel.ranks,
+            **found[RING],
+        },
         BASELINE: {**about, **found[BASELINE]},
         "difference": difference(found[RING]["trace"], found[BASELINE]["trace"]),
     }
@@ -82,7 +108,14 @@ def compare(source: str, overrides: Sequence[str], steps: int, out: Path | None,
 
 def _short(job: configs.JobConfig, steps: int, folder: Path) -> configs.JobConfig:
     """The job for some steps, each of them logged, without checkpoints and evaluation."""
-    changes = {"train_iters": steps, "log_interval": 1, "eval_iters": 0, "save": None, "load": None, "save_interval": None}
+    changes = {
+        "train_iters": steps,
+        "log_interval": 1,
+        "eval_iters": 0,
+        "save": None,
+        "load": None,
+        "save_interval": None,
+    }
     return job.model_copy(
         update={
             "megatron": {**job.megatron, **changes},
@@ -100,15 +133,22 @@ def _baseline(job: configs.JobConfig, steps: int, folder: Path) -> Baseline:
     if commands.choose_device(job)[0] == "cpu":
         reasons.append("stock context parallelism needs GPUs")
     elif job.megatron.get("transformer_impl", "transformer_engine") != "transformer_engine":
-        reasons.append("stock context parallelism needs megatron.transformer_impl transformer_engine")
+        reasons.append(
+            "stock context parallelism needs megatron.transformer_impl transformer_engine"
+        )
     else:
         stock = short.model_copy(update={"cp_ring": off})
         if reason := _rejection(stock):
             reasons.append(f"stock context parallelism: {reason}")
         else:
             return Baseline(stock, f"stock, context parallel size {cp}", ())
-    at_one = short.model_copy(update={"parallel": alone, "megatron": {**short.megatron, **one_rank}})
-    for changes, name in (({"cp_ring": off}, "stock, context parallel size 1"), ({}, "cp_ring, context parallel size 1")):
+    at_one = short.model_copy(
+        update={"parallel": alone, "megatron": {**short.megatron, **one_rank}}
+    )
+    for changes, name in (
+        ({"cp_ring": off}, "stock, context parallel size 1"),
+        ({}, "cp_ring, context parallel size 1"),
+    ):
         candidate = at_one.model_copy(update=changes)
         if not (reason := _rejection(candidate)):
             return Baseline(candidate, name, tuple(reasons))
@@ -126,13 +166,19 @@ def _rejection(job: configs.JobConfig) -> str:
 
 
 def train(path: Path) -> int:
-    """Runs `cp-ring train` of a file in a process of its own, whose output goes to standard error. Returns the exit code."""
+    """Runs `cp-ring train` of a file in a process of its own, whose output goes to standard error.
+    Returns the exit code.
+    """
     standard_error = 2  # the number of its file, because a caller may have replaced the object
-    return subprocess.run([sys.executable, "-m", "cp_ring.tools.cli", "train", str(path)], stdout=standard_error).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "cp_ring.tools.cli", "train", str(path)], stdout=standard_error
+    ).returncode
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """What steps.jsonl tells of a run: medians without the first step, losses, and exposed communication where it is sampled."""
+    """What steps.jsonl tells of a run: medians without the first step, losses, and exposed
+    communication where it is sampled.
+    """
     steps = progress.read(folder)
     if not steps:
         raise ConfigError(f"compare: {folder} has no steps: the job logged none")
@@ -147,12 +193,16 @@ def summary(folder: Path) -> dict[str, Any]:
     }
 
 
-def difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+def difference(
+    one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
+) -> dict[str, float | None]:
     """The largest relative differences of losses and gradient norms, step by step."""
     found: dict[str, float | None] = {}
     for name in ("lm loss", progress.GRADIENT_NORM):
         pairs = [
-            (a[name], b[name]) for a, b in zip(one, other, strict=False) if a.get(name) is not None and b.get(name) is not None
+            (a[name], b[name])
+            for a, b in zip(one, other, strict=False)
+            if a.get(name) is not None and b.get(name) is not None
         ]
         found[name] = max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=None)
     return found

@@ -1,7 +1,8 @@
 """The job's YAML file: sections `megatron`, `data`, `parallel`, `cp_ring` and `launch`.
 
-One more section, `presets`, names variants of the job: `presets.tiny.megatron.num_layers: 2` applies if `preset=tiny` is among
-the overrides. A preset changes the keys that it has, and null removes a key. The section is no part of the job itself.
+One more section, `presets`, names variants of the job: `presets.tiny.megatron.num_layers: 2`
+applies if `preset=tiny` is among the overrides. A preset changes the keys that it has, and null
+removes a key. The section is no part of the job itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 
-_HINT = re.compile(r"(?:; [^;:]*)?: ")  # the first comment of a packaged file speaks of commands from here on
+# the first comment of a packaged file speaks of commands from here on
+_HINT = re.compile(r"(?:; [^;:]*)?: ")
 _SECTION = "must be a section with keys"
 _PLAIN = {
     "model_type": _SECTION,
@@ -46,11 +48,21 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    """What to train on. Unused where `megatron` names datasets of its own (data_path, train_data_path, mock_data, ...)."""
+    """What to train on. Unused where `megatron` names datasets of its own (data_path,
+    train_data_path, mock_data, ...).
+    """
 
-    path: UserPath | None = Field(None, description="A folder of texts or a .jsonl file; default: Python's standard library.")
-    vocab_size: int = Field(4096, ge=300, description="Vocabulary size of the BPE tokenizer that is trained on the data.")
-    validation_fraction: float = Field(0.05, gt=0, le=0.5, description="Share of the documents that is used only for validation.")
+    path: UserPath | None = Field(
+        None, description="A folder of texts or a .jsonl file; default: Python's standard library."
+    )
+    vocab_size: int = Field(
+        4096,
+        ge=300,
+        description="Vocabulary size of the BPE tokenizer that is trained on the data.",
+    )
+    validation_fraction: float = Field(
+        0.05, gt=0, le=0.5, description="Share of the documents that is used only for validation."
+    )
     cache: UserPath = Field(Path("runs/corpora"), description="Where tokenized corpora are kept.")
     replace: bool = Field(False, description="Allow a run to resume with another corpus.")
 
@@ -61,7 +73,9 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: int = Field(1, ge=1)
     pipeline_model_parallel_size: int = Field(1, ge=1)
     context_parallel_size: int = Field(1, ge=1)
-    data_parallel_size: int = Field(1, ge=1, description="Not a Megatron argument: Megatron divides the ranks by the others.")
+    data_parallel_size: int = Field(
+        1, ge=1, description="Not a Megatron argument: Megatron divides the ranks by the others."
+    )
 
     @property
     def ranks(self) -> int:
@@ -77,17 +91,31 @@ class ParallelConfig(Section):
 class LaunchConfig(Section):
     """Where the ranks run and where their output goes."""
 
-    run_dir: UserPath | None = Field(None, description="Checkpoints and logs; default: runs/<name of the file>.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs with NCCL where there are any, else gloo.")
-    nnodes: int = Field(1, ge=1, description="Nodes; with more than one, start the job on each of them.")
+    run_dir: UserPath | None = Field(
+        None, description="Checkpoints and logs; default: runs/<name of the file>."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: GPUs with NCCL where there are any, else gloo."
+    )
+    nnodes: int = Field(
+        1, ge=1, description="Nodes; with more than one, start the job on each of them."
+    )
     node_rank: int = Field(0, ge=0, description="Which of the nodes this one is.")
-    master_addr: str | None = Field(None, description="Address of node 0; needed with more than one node.")
-    master_port: int = Field(29500, ge=1, le=65535, description="Port on node 0; unused with one node.")
-    max_restarts: int = Field(0, ge=0, description="How often torch's launcher starts the ranks again after a failure.")
+    master_addr: str | None = Field(
+        None, description="Address of node 0; needed with more than one node."
+    )
+    master_port: int = Field(
+        29500, ge=1, le=65535, description="Port on node 0; unused with one node."
+    )
+    max_restarts: int = Field(
+        0, ge=0, description="How often torch's launcher starts the ranks again after a failure."
+    )
 
 
 class JobConfig(Section):
-    """A whole job. `megatron` maps one to one to Megatron's arguments (snake_case for --snake-case)."""
+    """A whole job. `megatron` maps one to one to Megatron's arguments (snake_case for
+    --snake-case).
+    """
 
     megatron: dict[str, Any] = Field(default_factory=dict)
     data: DataConfig = DataConfig()  # type: ignore[call-arg]
@@ -97,17 +125,20 @@ class JobConfig(Section):
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
-    """Reads a job from a file, or by name from the configurations that come with cp_ring, and applies `a.b=c` overrides.
+    """Reads a job from a file, or by name from the configurations that come with cp_ring, and
+    applies `a.b=c` overrides.
 
-    `preset=NAME` among the overrides chooses a variant from the file's section `presets`; its place among the overrides does not
-    matter. The output of a variant goes to a folder of its own.
+    `preset=NAME` among the overrides chooses a variant from the file's section `presets`; its place
+    among the overrides does not matter. The output of a variant goes to a folder of its own.
 
     Raises `ConfigError` with one line that names the file or key.
     """
     path = find(source)
     settings = read(path, source)
     presets = settings.pop("presets", None) or {}
-    chosen = [override.partition("=")[2] for override in overrides if override.startswith("preset=")]
+    chosen = [
+        override.partition("=")[2] for override in overrides if override.startswith("preset=")
+    ]
     if chosen:
         settings = _merged(settings, _find_preset(presets, chosen[-1], source))
     for override in overrides:
@@ -120,21 +151,29 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def find(source: str) -> Path:
-    """The path of a file, or of the packaged NAME.yaml of cp_ring.configs if `source` is such a NAME."""
+    """The path of a file, or of the packaged NAME.yaml of cp_ring.configs if `source` is such a
+    NAME.
+    """
     path = Path(source)
     if os.path.isfile(path):
         return path
     known = packaged()
     if source in known:
         return known[source]
-    raise ConfigError(f"{source}: no such file, nor one of the packaged configurations ({', '.join(known)})")
+    raise ConfigError(
+        f"{source}: no such file, nor one of the packaged configurations ({', '.join(known)})"
+    )
 
 
 def packaged() -> dict[str, Path]:
     """The configurations that come with cp_ring, by name."""
     import cp_ring.configs
 
-    return {file.stem: file for folder in cp_ring.configs.__path__ for file in sorted(Path(folder).glob("*.yaml"))}
+    return {
+        file.stem: file
+        for folder in cp_ring.configs.__path__
+        for file in sorted(Path(folder).glob("*.yaml"))
+    }
 
 
 def summaries() -> list[dict[str, str]]:
@@ -142,14 +181,25 @@ def summaries() -> list[dict[str, str]]:
     found = []
     for name, path in packaged().items():
         lines = path.read_text().splitlines()
-        comment = " ".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+        comment = " ".join(
+            line.lstrip("# ")
+            for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
+        )
         about = _HINT.split(comment, maxsplit=1)[0]
-        found.append({"name": name, "presets": ", ".join(read(path, name).get("presets", {})), "about": about})
+        found.append(
+            {
+                "name": name,
+                "presets": ", ".join(read(path, name).get("presets", {})),
+                "about": about,
+            }
+        )
     return found
 
 
 def read(path: Path, source: str) -> dict[str, Any]:
-    """The sections of a file, unchecked. Raises `ConfigError` that names `source` if it cannot be read or has no sections."""
+    """The sections of a file, unchecked. Raises `ConfigError` that names `source` if it cannot be
+    read or has no sections.
+    """
     try:
         with path.open() as file:
             settings = _from_yaml(file.read(_MOST_BYTES + 1))
@@ -168,33 +218,42 @@ _MOST_BYTES, _DEEPEST, _MOST_NODES = 1 << 20, 32, 100_000
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects a key that is given twice, of which YAML's own loader silently takes the second value, and text that grows.
+    """Rejects a key that is given twice, of which YAML's own loader silently takes the second
+    value, and text that grows.
 
-    The time of YAML's scanner grows with the square of the depth, and aliases of aliases stand for any number of values.
+    The time of YAML's scanner grows with the square of the depth, and aliases of aliases stand for
+    any number of values.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
-        self._sizes: dict[int, int] = {}  # nodes under a node by its identity, where an alias counts as what it stands for
+        # nodes under a node by its identity, where an alias counts as what it stands for
+        self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """The next node, if it is not too deep and does not stand for too many."""
         event = self.peek_event()
         mark, self._depth = event.start_mark, self._depth + 1
         if self._depth > _DEEPEST:
-            raise yaml.composer.ComposerError(None, None, f"it is nested too deeply: {_DEEPEST} levels are allowed", mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"it is nested too deeply: {_DEEPEST} levels are allowed", mark
+            )
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in self._sizes:
-                raise yaml.composer.ComposerError(None, None, "an alias stands for what it is in", mark)
+                raise yaml.composer.ComposerError(
+                    None, None, "an alias stands for what it is in", mark
+                )
             return node
         inner = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
         self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in parts)
         if self._sizes[id(node)] > _MOST_NODES:
-            raise yaml.composer.ComposerError(None, None, f"it has more than {_MOST_NODES} values", mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"it has more than {_MOST_NODES} values", mark
+            )
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -202,7 +261,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in given:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
             given |= {key} if isinstance(key, Hashable) else set()
         return super().construct_mapping(node, deep)
 
@@ -232,37 +293,53 @@ def _reason(error: Exception) -> str:
 def _find_preset(presets: Any, name: str, source: str) -> dict[str, Any]:
     if not isinstance(presets, dict) or not isinstance(presets.get(name), dict):
         known = ", ".join(presets) if isinstance(presets, dict) and presets else "none"
-        raise ConfigError(f"{source}: no preset {name!r} in its section presets; there are: {known}")
+        raise ConfigError(
+            f"{source}: no preset {name!r} in its section presets; there are: {known}"
+        )
     return dict(presets[name])
 
 
 def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`settings` with the keys of `changes` in place of its own; nested sections are merged in the same way."""
+    """`settings` with the keys of `changes` in place of its own; nested sections are merged in the
+    same way.
+    """
     merged = dict(settings)
     for key, value in changes.items():
         inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        merged[key] = (
+            _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        )
     return merged
 
 
 def validate(settings: dict[str, Any], source: str) -> JobConfig:
-    """Makes the job. Raises `ConfigError` that names the first wrong key, and a similar key if the key is unknown."""
+    """Makes the job. Raises `ConfigError` that names the first wrong key, and a similar key if the
+    key is unknown.
+    """
     try:
         job = JobConfig.model_validate(settings)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_describe_first(error)}") from None
     for key in job.megatron:
         if key in ParallelConfig.model_fields:
-            raise ConfigError(f"{source}: megatron.{key} belongs in its own section: set parallel.{key}")
+            raise ConfigError(
+                f"{source}: megatron.{key} belongs in its own section: set parallel.{key}"
+            )
         if key.startswith("cp_ring"):
             raise ConfigError(f"{source}: megatron.{key} belongs in the section cp_ring")
     for key, place in (("run_dir", "launch.run_dir"), ("cpu", "launch.device")):
         if getattr(job.cp_ring, key):
             raise ConfigError(f"{source}: cp_ring.{key} follows from {place}: set that")
     if job.launch.node_rank >= job.launch.nnodes:
-        raise ConfigError(f"{source}: launch.node_rank {job.launch.node_rank} must be below launch.nnodes {job.launch.nnodes}")
+        raise ConfigError(
+            f"{source}: launch.node_rank {job.launch.node_rank} must be below launch.nnodes "
+            f"{job.launch.nnodes}"
+        )
     if job.launch.nnodes > 1 and job.launch.master_addr is None:
-        raise ConfigError(f"{source}: launch.nnodes {job.launch.nnodes} needs launch.master_addr, the address of node 0")
+        raise ConfigError(
+            f"{source}: launch.nnodes {job.launch.nnodes} needs launch.master_addr, the address of "
+            "node 0"
+        )
     if job.parallel.ranks % job.launch.nnodes:
         raise ConfigError(
             f"{source}: {job.parallel.ranks} ranks (the product of the sizes in section parallel) "
@@ -272,14 +349,18 @@ def validate(settings: dict[str, Any], source: str) -> JobConfig:
 
 
 def _apply_override(settings: dict[str, Any], override: str) -> None:
-    """Sets `a.b=c` in place. The value is read as YAML: numbers, true, null and [lists] are not text."""
+    """Sets `a.b=c` in place. The value is read as YAML: numbers, true, null and [lists] are not
+    text.
+    """
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {override}: expected section.key=value")
     try:
         value = _from_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override[:200]}: the value is not valid YAML: {_reason(error)[:300]}") from None
+        raise ConfigError(
+            f"--set {override[:200]}: the value is not valid YAML: {_reason(error)[:300]}"
+        ) from None
     *sections, last = key.split(".")
     place = settings
     for section in sections:

@@ -1,7 +1,8 @@
 """A text corpus as Megatron's IndexedDataset. It is tokenized and split once, then reused.
 
-The sources are the standard library of this Python (long documents that always exist), a folder of text files, or .jsonl files
-with a "text" key. A byte-level BPE tokenizer is trained on them, so nothing has to be downloaded.
+The sources are the standard library of this Python (long documents that always exist), a folder of
+text files, or .jsonl files with a "text" key. A byte-level BPE tokenizer is trained on them, so
+nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from cp_ring.errors import ConfigError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 FORMAT = 1  # part of the cache key: raise it when the same sources give another result
-TOKENIZER_DOCUMENTS_BYTES = 32 << 20  # the tokenizer is trained on the first documents up to this size
+# the tokenizer is trained on the first documents up to this size
+TOKENIZER_DOCUMENTS_BYTES = 32 << 20
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -32,7 +34,8 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 class Corpus:
     """The sources of a corpus, and the folder of its tokens, which may not exist yet.
 
-    `train` and `valid` are IndexedDataset prefixes, `tokenizer` is a folder that Megatron's HuggingFaceTokenizer loads.
+    `train` and `valid` are IndexedDataset prefixes, `tokenizer` is a folder that Megatron's
+    HuggingFaceTokenizer loads.
     """
 
     folder: Path
@@ -59,14 +62,20 @@ class Corpus:
         return self.folder.is_dir()
 
     def summary(self) -> dict[str, Any]:
-        """Documents, tokens, vocabulary size and a hash of the contents, as written when the corpus was built."""
+        """Documents, tokens, vocabulary size and a hash of the contents, as written when the corpus
+        was built.
+        """
         return json.loads((self.folder / "corpus.json").read_text())
 
 
-def find(path: Path | None, cache: Path, *, vocab_size: int = 4096, validation_fraction: float = 0.05) -> Corpus:
-    """Finds the sources and chooses the folder of their corpus. It reads no text and builds nothing.
+def find(
+    path: Path | None, cache: Path, *, vocab_size: int = 4096, validation_fraction: float = 0.05
+) -> Corpus:
+    """Finds the sources and chooses the folder of their corpus. It reads no text and builds
+    nothing.
 
-    path: a folder, a .jsonl file, or None for the standard library. The folder's name contains a hash of the settings and of the
+    path: a folder, a .jsonl file, or None for the standard library. The folder's name contains a
+    hash of the settings and of the
     sources' names, sizes and times. So a change of any of them makes a new corpus.
     Raises `ConfigError` when the path does not exist or has no files.
     """
@@ -75,21 +84,29 @@ def find(path: Path | None, cache: Path, *, vocab_size: int = 4096, validation_f
         raise ConfigError(f"data.path {root}: no such file or folder")
     files = tuple(sorted(_source_files(root, only_python=path is None)))
     if not any(file.stat().st_size for file in files):
-        raise ConfigError(f'data.path {root}: is empty; it needs text files, or .jsonl files with a "text" key')
-    identity = hashlib.sha256(repr((FORMAT, vocab_size, validation_fraction, str(root.resolve()))).encode())
+        raise ConfigError(
+            f'data.path {root}: is empty; it needs text files, or .jsonl files with a "text" key'
+        )
+    identity = hashlib.sha256(
+        repr((FORMAT, vocab_size, validation_fraction, str(root.resolve()))).encode()
+    )
     for file in files:
         stat = file.stat()
-        identity.update(repr((str(file.relative_to(root)), stat.st_size, stat.st_mtime_ns)).encode())
+        identity.update(
+            repr((str(file.relative_to(root)), stat.st_size, stat.st_mtime_ns)).encode()
+        )
     name = "standard-library" if path is None else root.stem
     folder = (cache / f"{name}-{identity.hexdigest()[:16]}").absolute()
     return Corpus(folder, files, name, vocab_size, validation_fraction)
 
 
 def build(corpus: Corpus) -> None:
-    """Builds the corpus in a temporary folder and renames that at the end, so that a half-built corpus is never used.
+    """Builds the corpus in a temporary folder and renames that at the end, so that a half-built
+    corpus is never used.
 
-    Raises `ConfigError` where the sources hold fewer than two documents (one to train on, one to validate on), where the cache
-    cannot be written, and where the package `tokenizers` is not installed.
+    Raises `ConfigError` where the sources hold fewer than two documents (one to train on, one to
+    validate on), where the cache cannot be written, and where the package `tokenizers` is not
+    installed.
     """
     if corpus.ready:
         return
@@ -98,7 +115,9 @@ def build(corpus: Corpus) -> None:
         corpus.folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=corpus.folder.parent))
     except OSError as error:
-        raise ConfigError(f"data.cache {corpus.folder.parent}: the folder cannot be made: {error.strerror}") from None
+        raise ConfigError(
+            f"data.cache {corpus.folder.parent}: the folder cannot be made: {error.strerror}"
+        ) from None
     try:
         work.chmod(0o755)
         _build_in(work, corpus)
@@ -116,14 +135,19 @@ def _import_tokenizers() -> Any:
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            f"data.path: to build a corpus, cp_ring needs the package tokenizers ({error}): pip install 'cp-ring[corpus]', "
-            "or give datasets of Megatron (megatron.data_path)"
+            f"data.path: to build a corpus, cp_ring needs the package tokenizers ({error}): pip "
+            "install 'cp-ring[corpus]', or give datasets of Megatron (megatron.data_path)"
         ) from None
     return tokenizers
 
 
 def _build_in(work: Path, corpus: Corpus) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as progress:
         counting = progress.add_task(f"{corpus.name}: reading", total=None)
         documents = 0
@@ -137,26 +161,44 @@ def _build_in(work: Path, corpus: Corpus) -> None:
             progress.update(counting, completed=documents)
         if documents < 2:
             raise ConfigError(
-                f"data.path: found {documents} document(s) with text, at least 2 are needed (one of them to validate on)"
+                f"data.path: found {documents} document(s) with text, at least 2 are needed (one "
+                "of them to validate on)"
             )
-        progress.update(counting, total=documents, description=f"{corpus.name}: training a tokenizer")
+        progress.update(
+            counting, total=documents, description=f"{corpus.name}: training a tokenizer"
+        )
         tokenizer = _train_tokenizer(sample, corpus.vocab_size)
         _save_tokenizer(tokenizer, work / "tokenizer")
         progress.update(counting, completed=0, description=f"{corpus.name}: tokenizing")
         stride = min(documents, max(2, round(1 / corpus.validation_fraction)))
         tokens = _tokenize(
-            work, tokenizer, _read_documents(corpus.files), stride, lambda done: progress.update(counting, completed=done)
+            work,
+            tokenizer,
+            _read_documents(corpus.files),
+            stride,
+            lambda done: progress.update(counting, completed=done),
         )
-    summary = {"documents": documents, "tokens": tokens, "vocab_size": tokenizer.get_vocab_size(), "digest": _digest(work)}
+    summary = {
+        "documents": documents,
+        "tokens": tokens,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "digest": _digest(work),
+    }
     (work / "corpus.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def _tokenize(work: Path, tokenizer: Any, documents: Iterable[str], stride: int, report: Any) -> dict[str, int]:
-    """Writes every `stride`-th document to `valid` and the others to `train`. Returns the number of tokens in each."""
+def _tokenize(
+    work: Path, tokenizer: Any, documents: Iterable[str], stride: int, report: Any
+) -> dict[str, int]:
+    """Writes every `stride`-th document to `valid` and the others to `train`. Returns the number of
+    tokens in each.
+    """
     from cp_ring.megatron.token_files import TokenFile
 
     end = tokenizer.token_to_id(END_OF_DOCUMENT)
-    files = {split: TokenFile(work / split, tokenizer.get_vocab_size()) for split in ("train", "valid")}
+    files = {
+        split: TokenFile(work / split, tokenizer.get_vocab_size()) for split in ("train", "valid")
+    }
     tokens = dict.fromkeys(files, 0)
     stream, index = iter(documents), 0
     while batch := list(islice(stream, 64)):
@@ -172,7 +214,9 @@ def _tokenize(work: Path, tokenizer: Any, documents: Iterable[str], stride: int,
 
 
 def _digest(folder: Path) -> str:
-    """A hash of the tokenizer and of both splits. The same texts in another folder have the same hash."""
+    """A hash of the tokenizer and of both splits. The same texts in another folder have the same
+    hash.
+    """
     whole = hashlib.sha256()
     for name in ("tokenizer/tokenizer.json", "train.bin", "valid.bin"):
         with (folder / name).open("rb") as file:
@@ -197,7 +241,9 @@ def _train_tokenizer(documents: list[str], vocab_size: int) -> Any:
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes the two files from which `transformers.AutoTokenizer` loads a tokenizer without a network."""
+    """Writes the two files from which `transformers.AutoTokenizer` loads a tokenizer without a
+    network.
+    """
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
@@ -209,14 +255,20 @@ def _source_files(root: Path, only_python: bool) -> Iterator[Path]:
         yield root
         return
     for folder, names, files in os.walk(root):
-        names[:] = [name for name in names if not name.startswith(".") and not (only_python and name in SKIPPED_FOLDERS)]
+        names[:] = [
+            name
+            for name in names
+            if not name.startswith(".") and not (only_python and name in SKIPPED_FOLDERS)
+        ]
         for file in files:
             if file.endswith(".py") if only_python else not file.startswith("."):
                 yield Path(folder, file)
 
 
 def _read_documents(files: Iterable[Path]) -> Iterator[str]:
-    """The documents: one per text file, one per line of a .jsonl file. Files that are not UTF-8 text are left out."""
+    """The documents: one per text file, one per line of a .jsonl file. Files that are not UTF-8
+    text are left out.
+    """
     for file in files:
         if file.suffix == ".jsonl":
             yield from _json_lines(file)
@@ -237,8 +289,12 @@ def _json_lines(file: Path) -> Iterator[str]:
             try:
                 text = json.loads(line)["text"]
             except (ValueError, KeyError, TypeError, RecursionError):
-                raise ConfigError(f'data.path {file}: line {number} is not a JSON object with a "text" key') from None
+                raise ConfigError(
+                    f'data.path {file}: line {number} is not a JSON object with a "text" key'
+                ) from None
             if not isinstance(text, str):
-                raise ConfigError(f'data.path {file}: line {number}: the value of "text" is not a string')
+                raise ConfigError(
+                    f'data.path {file}: line {number}: the value of "text" is not a string'
+                )
             if text.strip():
                 yield text

@@ -1,7 +1,9 @@
-"""Examines this installation: versions, kernels, devices and patches. Each finding is one line of the report.
+"""Examines this installation: versions, kernels, devices and patches. Each finding is one line of
+the report.
 
-The examination trains nothing and makes no process group. It imports the packages that Megatron imports, because only an import
-shows that a package is broken. Any error of such an import is a finding.
+The examination trains nothing and makes no process group. It imports the packages that Megatron
+imports, because only an import shows that a package is broken. Any error of such an import is a
+finding.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Finding:
     Attributes:
         section: versions, machine, kernels, patches or limits.
         name: what was examined.
-        state: `good`, `problem`, or `absent`, which means that something cannot be used, without a fault.
+        state: `good`, `problem`, or `absent`, which means that something cannot be used, without a
+        fault.
         found: the version or the state that was found.
         advice: what to do, or the consequence; never empty for a problem.
     """
@@ -60,14 +63,18 @@ def _python() -> Iterator[Finding]:
 
 def _requirements() -> Iterator[Finding]:
     """The required packages: installed or not, and in a supported version or not."""
-    yield Finding("versions", "cp-ring", "good", _version("cp-ring") or "not installed: run from its source")
+    yield Finding(
+        "versions", "cp-ring", "good", _version("cp-ring") or "not installed: run from its source"
+    )
     for text in importlib.metadata.requires("cp-ring") or [] if _version("cp-ring") else []:
         wanted = Requirement(text)
         if wanted.name == "megatron-core" or (wanted.marker and not wanted.marker.evaluate()):
             continue
         version = _version(wanted.name)
         if version is None:
-            yield Finding("versions", wanted.name, "problem", "not installed", f"pip install '{wanted}'")
+            yield Finding(
+                "versions", wanted.name, "problem", "not installed", f"pip install '{wanted}'"
+            )
         elif not wanted.specifier.contains(version, prereleases=True):
             advice = f"cp_ring needs {wanted.specifier}: pip install '{wanted}'"
             yield Finding("versions", wanted.name, "problem", version, advice)
@@ -92,16 +99,29 @@ def _torch_libraries() -> Iterator[Finding]:
     import torch
 
     if torch.version.cuda is None:
-        yield Finding("versions", "CUDA", "absent", "this torch is a build for the CPU", "GPUs cannot be used")
+        yield Finding(
+            "versions", "CUDA", "absent", "this torch is a build for the CPU", "GPUs cannot be used"
+        )
         return
     yield Finding("versions", "CUDA", "good", torch.version.cuda)
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    found = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "this torch is built without it"
-    yield Finding("versions", "NCCL", "good" if nccl else "absent", found, "" if nccl else "GPUs cannot be used")
+    found = (
+        ".".join(map(str, torch.cuda.nccl.version())) if nccl else "this torch is built without it"
+    )
+    yield Finding(
+        "versions",
+        "NCCL",
+        "good" if nccl else "absent",
+        found,
+        "" if nccl else "GPUs cannot be used",
+    )
     try:
         cudnn = torch.backends.cudnn.version()
     except Exception as error:
-        advice = "torch cannot load it: let only the nvidia-cudnn package that torch asks for be on LD_LIBRARY_PATH"
+        advice = (
+            "torch cannot load it: let only the nvidia-cudnn package that torch asks for be on "
+            "LD_LIBRARY_PATH"
+        )
         yield Finding("versions", "cuDNN", "problem", _in_one_line(error), advice)
         return
     yield Finding("versions", "cuDNN", "good" if cudnn else "absent", str(cudnn or "not there"))
@@ -109,27 +129,48 @@ def _torch_libraries() -> Iterator[Finding]:
 
 def _transformer_engine() -> Iterator[Finding]:
     advice = (
-        "Megatron imports it too: install the build for this torch and CUDA, or pip uninstall transformer-engine and its parts"
+        "Megatron imports it too: install the build for this torch and CUDA, or pip uninstall "
+        "transformer-engine and its parts"
     )
-    yield _imported("TransformerEngine", "transformer_engine", "transformer_engine.pytorch", ("transformer-engine",), advice)
+    yield _imported(
+        "TransformerEngine",
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        ("transformer-engine",),
+        advice,
+    )
 
 
 def _flash_attention() -> Iterator[Finding]:
     advice = "install the build for this torch and CUDA, or pip uninstall flash-attn"
-    yield _imported("flash-attn", "flash_attn", "flash_attn", ("flash-attn", "flash-attn-4"), advice)
+    yield _imported(
+        "flash-attn", "flash_attn", "flash_attn", ("flash-attn", "flash-attn-4"), advice
+    )
     if importlib.util.find_spec("flash_attn_interface"):
-        yield _imported("flash-attn 3", "flash_attn_interface", "flash_attn_interface", ("flash-attn-3",), advice)
+        yield _imported(
+            "flash-attn 3",
+            "flash_attn_interface",
+            "flash_attn_interface",
+            ("flash-attn-3",),
+            advice,
+        )
 
 
-def _imported(name: str, package: str, module: str, distributions: tuple[str, ...], advice: str) -> Finding:
-    """A finding about an optional package: whether it is installed, and whether `module` can be imported."""
+def _imported(
+    name: str, package: str, module: str, distributions: tuple[str, ...], advice: str
+) -> Finding:
+    """A finding about an optional package: whether it is installed, and whether `module` can be
+    imported.
+    """
     if importlib.util.find_spec(package) is None:
         return Finding("versions", name, "absent", "not installed")
     version = next(filter(None, map(_version, distributions)), "unknown version")
     try:
         importlib.import_module(module)
     except Exception as error:
-        return Finding("versions", name, "problem", f"{version}, broken: {_in_one_line(error)}", advice)
+        return Finding(
+            "versions", name, "problem", f"{version}, broken: {_in_one_line(error)}", advice
+        )
     return Finding("versions", name, "good", version)
 
 
@@ -158,7 +199,9 @@ def _others() -> Iterator[Finding]:
         return
     done = subprocess.run([srun, "--version"], capture_output=True, text=True, timeout=30)
     if done.returncode:
-        yield Finding("versions", "Slurm", "absent", "installed, but without a cluster's configuration")
+        yield Finding(
+            "versions", "Slurm", "absent", "installed, but without a cluster's configuration"
+        )
     else:
         yield Finding("versions", "Slurm", "good", done.stdout.strip())
 
@@ -170,15 +213,21 @@ def _devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count() if present else 0):
         properties = torch.cuda.get_device_properties(index)
         about = (
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, architecture {properties.major}.{properties.minor}"
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, architecture "
+            f"{properties.major}.{properties.minor}"
         )
         yield Finding("machine", f"GPU {index}", "good", about)
     if not present:
         yield Finding("machine", "GPU", "absent", "none that torch can use")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    yield Finding("machine", "CPU", "good", f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB")
     yield Finding(
-        "machine", "--cp-ring-cpu", "good", "inert: CUDA is present" if present else "applies: ranks run on the CPU, over gloo"
+        "machine", "CPU", "good", f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+    )
+    yield Finding(
+        "machine",
+        "--cp-ring-cpu",
+        "good",
+        "inert: CUDA is present" if present else "applies: ranks run on the CPU, over gloo",
     )
 
 
@@ -192,12 +241,17 @@ def _kernels() -> Iterator[Finding]:
         on_cpu = name == "cpu" or (name == "reference" and not cuda)
         device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
         try:
-            reason = importlib.import_module(home).KERNEL.rejection(torch.device(device), dtype, 128, 128)
-        except Exception as error:  # a package that the kernel uses is broken; the finding on that package says what to do
+            reason = importlib.import_module(home).KERNEL.rejection(
+                torch.device(device), dtype, 128, 128
+            )
+        # a package that the kernel uses is broken; the finding on that package says what to do
+        except Exception as error:
             reason = f"cannot be used: {_in_one_line(error)}"
         if device == "cuda" and not cuda:
             reason = "; ".join(filter(None, ["no CUDA here", reason]))
-        yield Finding("kernels", name, "absent" if reason else "good", reason or f"usable on {device}")
+        yield Finding(
+            "kernels", name, "absent" if reason else "good", reason or f"usable on {device}"
+        )
 
 
 def _patches() -> Iterator[Finding]:
@@ -215,12 +269,28 @@ def _limits(found: list[Finding]) -> Iterator[Finding]:
     usable = {finding.name for finding in found if finding.state == "good"}
     if not any(name.startswith("GPU ") for name in usable):
         yield Finding(
-            "limits", "launch.device: cuda", "absent", "rejected without GPUs", "jobs with launch.device: auto run on the CPU"
+            "limits",
+            "launch.device: cuda",
+            "absent",
+            "rejected without GPUs",
+            "jobs with launch.device: auto run on the CPU",
         )
     if "TransformerEngine" not in usable:
-        yield Finding("limits", "transformer_impl: transformer_engine", "absent", "not available", "give transformer_impl: local")
+        yield Finding(
+            "limits",
+            "transformer_impl: transformer_engine",
+            "absent",
+            "not available",
+            "give transformer_impl: local",
+        )
         if "Apex" not in usable:
-            yield Finding("limits", "sequence_parallel: true", "absent", "rejected with torch's norms", "leave it out")
+            yield Finding(
+                "limits",
+                "sequence_parallel: true",
+                "absent",
+                "rejected with torch's norms",
+                "leave it out",
+            )
     for what, advice in compat.missing_features():
         yield Finding("limits", what, "absent", "not with this megatron-core", advice)
 
@@ -239,4 +309,8 @@ def _in_one_line(error: BaseException) -> str:
 
 def problems(found: list[Finding]) -> list[str]:
     """One line for each problem: what, and what to do."""
-    return [f"{finding.name} {finding.found}: {finding.advice}" for finding in found if finding.state == "problem"]
+    return [
+        f"{finding.name} {finding.found}: {finding.advice}"
+        for finding in found
+        if finding.state == "problem"
+    ]

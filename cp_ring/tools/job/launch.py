@@ -16,7 +16,9 @@ KILLED = 128 + signal.SIGKILL
 
 
 class _Interrupts:
-    """The handler of Ctrl-C. The first Ctrl-C ends the job as SIGTERM does; the second one kills the ranks."""
+    """The handler of Ctrl-C. The first Ctrl-C ends the job as SIGTERM does; the second one kills
+    the ranks.
+    """
 
     def __init__(self, output: RankOutput):
         self.count = 0
@@ -27,7 +29,9 @@ class _Interrupts:
 
         self.count += 1
         if self.count == 1:
-            self._output.announce("Ctrl-C: the job saves and then ends; Ctrl-C again ends it at once, without saving")
+            self._output.announce(
+                "Ctrl-C: the job saves and then ends; Ctrl-C again ends it at once, without saving"
+            )
             raise SignalException("Ctrl-C", signal.SIGTERM)
         self._output.announce("Ctrl-C again: the ranks are killed")
         _kill_children()
@@ -52,8 +56,9 @@ def _kill_children() -> None:
 def launch(command: Command, output: RankOutput) -> int:
     """Runs all ranks of this node until they end.
 
-    Returns 0, the exit code of the first rank that failed (2 where the ranks reject the job), 143 after SIGTERM or Ctrl-C, and
-    137 after a second Ctrl-C. The last line on stderr is the error, if there is one.
+    Returns 0, the exit code of the first rank that failed (2 where the ranks reject the job), 143
+    after SIGTERM or Ctrl-C, and 137 after a second Ctrl-C. The last line on stderr is the error, if
+    there is one.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -71,7 +76,8 @@ def launch(command: Command, output: RankOutput) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-            if code != 2 or not output.errors:  # otherwise the ranks have rejected the job and printed why
+            # otherwise the ranks have rejected the job and printed why
+            if code != 2 or not output.errors:
                 line = _describe_failure(rank, failure.exitcode, output)
         except SignalException as stop:
             code = KILLED if interrupts.count > 1 else 128 + stop.sigval
@@ -84,4 +90,7 @@ def _describe_failure(rank: int, exit_code: int, output: RankOutput) -> str:
     """How the first rank that failed ended, and where its output is."""
     ending = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
     reason = output.exceptions.get(rank, "")
-    return f"{ERROR}rank {rank} ended with {ending}{reason and f' ({reason[:200]})'}; the output of all ranks is in {output.log}"
+    return (
+        f"{ERROR}rank {rank} ended with {ending}{reason and f' ({reason[:200]})'}; the output of "
+        f"all ranks is in {output.log}"
+    )

@@ -1,4 +1,6 @@
-"""A record in the run directory of the process and the host that run a job without Slurm, for `cp-ring status`."""
+"""A record in the run directory of the process and the host that run a job without Slurm, for
+`cp-ring status`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ def begin(run_dir: Path) -> None:
     """Records that this process launches the ranks of the run."""
     import psutil
 
-    record = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    record = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": psutil.Process().create_time(),
+    }
     (run_dir / FILE).write_text(json.dumps(record) + "\n")
 
 
@@ -30,9 +36,16 @@ def state(run_dir: Path) -> str | None:
         return None
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))
     if host != socket.gethostname():
-        return f"started on {host} at {since}, process {pid}; ask on that host whether it still runs"
+        return (
+            f"started on {host} at {since}, process {pid}; ask on that host whether it still runs"
+        )
     try:
-        alive = psutil.Process(pid).create_time() == started  # another process may have got the same number
+        # another process may have got the same number
+        alive = psutil.Process(pid).create_time() == started
     except psutil.Error:
         alive = False
-    return f"running on this host since {since}, process {pid}" if alive else f"stopped; it was started at {since}"
+    return (
+        f"running on this host since {since}, process {pid}"
+        if alive
+        else f"stopped; it was started at {since}"
+    )

@@ -1,4 +1,6 @@
-"""The output of a job's ranks. A log file gets all of it; the console gets only the lines that a person needs."""
+"""The output of a job's ranks. A log file gets all of it; the console gets only the lines that a
+person needs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
@@ -29,12 +38,17 @@ _EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Interrupt)
 
 
 def log_path(run_dir: Path, command: str, node: str = "") -> Path:
-    """A new log file of `command` in the run directory, which this makes. Raises `ConfigError` where it cannot be made."""
+    """A new log file of `command` in the run directory, which this makes. Raises `ConfigError`
+    where it cannot be made.
+    """
     folder, number = run_dir / "logs", 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            log = folder / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}{f'-{number}' * (number > 0)}{node}.log"
+            log = (
+                folder
+                / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}{f'-{number}' * (number > 0)}{node}.log"
+            )
             with contextlib.suppress(FileExistsError), log.open("x"):
                 return log
             number += 1  # another start of the same second has that one
@@ -43,7 +57,9 @@ def log_path(run_dir: Path, command: str, node: str = "") -> Path:
 
 
 class _Log:
-    """A log file, open for appending. A line that cannot be written is lost; `tell` gets a line about the first one."""
+    """A log file, open for appending. A line that cannot be written is lost; `tell` gets a line
+    about the first one.
+    """
 
     def __init__(self, path: Path, tell: Callable[[str], None]):
         self._path, self._tell, self._told = path, tell, False
@@ -73,16 +89,27 @@ class _Log:
 
 
 class RankOutput:
-    """Follows the files that torch's launcher writes for each rank, and the run's steps.jsonl, while the ranks run.
+    """Follows the files that torch's launcher writes for each rank, and the run's steps.jsonl,
+    while the ranks run.
 
-    `folder` is the value of torchrun's --log-dir. Each line goes to `log` with its rank in front. The console gets the lines
-    that start with `cp_ring:`, validation losses and a line per step; on a terminal a progress bar stays below them.
-    With `verbose` the console gets every line. The caller prints `errors` at the end, so that they are the last lines.
+    `folder` is the value of torchrun's --log-dir. Each line goes to `log` with its rank in front.
+    The console gets the lines that start with `cp_ring:`, validation losses and a line per step; on
+    a terminal a progress bar stays below them. With `verbose` the console gets every line. The
+    caller prints `errors` at the end, so that they are the last lines.
 
-    A log that cannot be written, as on a full disk, gives one warning; what is written there until it can be is lost.
+    A log that cannot be written, as on a full disk, gives one warning; what is written there until
+    it can be is lost.
     """
 
-    def __init__(self, log: Path, *, run_dir: Path, first_rank: int = 0, steps: int | None = None, verbose: bool = False):
+    def __init__(
+        self,
+        log: Path,
+        *,
+        run_dir: Path,
+        first_rank: int = 0,
+        steps: int | None = None,
+        verbose: bool = False,
+    ):
         self.log, self.folder = log, log.with_name(f".{log.stem}")
         self.verbose = verbose
         self.errors: dict[str, None] = {}
@@ -94,20 +121,30 @@ class RankOutput:
         self._ended = threading.Event()
 
     def announce(self, line: str) -> None:
-        """Lets the thread that follows the ranks print `cp_ring: <line>`. A signal handler must not print by itself."""
+        """Lets the thread that follows the ranks print `cp_ring: <line>`. A signal handler must not
+        print by itself.
+        """
         self._announced.put(f"cp_ring: {line}")
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Follows the ranks that run in this block. Other output of this process goes to the log, unless `verbose`."""
+        """Follows the ranks that run in this block. Other output of this process goes to the log,
+        unless `verbose`.
+        """
         try:
             self.folder.mkdir()
         except OSError as error:
             raise ConfigError(f"launch.run_dir {self._run_dir}: {error.strerror}") from None
         steps = self._run_dir / progress.STEPS
-        self._read[steps] = steps.stat().st_size if steps.is_file() else 0  # skip the lines of earlier runs
-        with _Log(self.log, self.announce) as log, self._console(log) as (out, err), self._bar(out) as bar:
-            err = out if bar is not None and err.is_terminal else err  # only the bar's own console can print above it
+        # skip the lines of earlier runs
+        self._read[steps] = steps.stat().st_size if steps.is_file() else 0
+        with (
+            _Log(self.log, self.announce) as log,
+            self._console(log) as (out, err),
+            self._bar(out) as bar,
+        ):
+            # only the bar's own console can print above it
+            err = out if bar is not None and err.is_terminal else err
             thread = threading.Thread(target=self._follow, args=(log, out, err, bar), daemon=True)
             thread.start()
             try:
@@ -119,7 +156,9 @@ class RankOutput:
 
     @contextlib.contextmanager
     def _console(self, log: _Log) -> Iterator[tuple[Console, Console]]:
-        """Two consoles on this process's stdout and stderr. While this lasts, stdout and stderr themselves write to the log."""
+        """Two consoles on this process's stdout and stderr. While this lasts, stdout and stderr
+        themselves write to the log.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         kept = os.dup(1), os.dup(2)
@@ -143,26 +182,39 @@ class RankOutput:
         if not console.is_terminal or self._steps is None:
             yield None
             return
-        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console, transient=True) as bar:
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
+        with Progress(
+            *columns, TextColumn("left:"), TimeRemainingColumn(), console=console, transient=True
+        ) as bar:
             yield bar
 
     def _follow(self, log: _Log, out: Console, err: Console, bar: Progress | None) -> None:
         task = None
         while True:
-            last = self._ended.is_set()  # asked before reading, so that the last round reads all that the ranks wrote
+            # asked before reading, so that the last round reads all that the ranks wrote
+            last = self._ended.is_set()
             for path in sorted(self.folder.glob("*/attempt_*/*/std*.log")):
                 if self._is_new_attempt(path):
                     self._print(out, "cp_ring: the ranks are started again")
                 for line in self._new_lines(path, last):
                     self._log_and_print(line, path, log, out if path.name == "stdout.log" else err)
             for line in self._new_lines(self._run_dir / progress.STEPS, last):
-                with contextlib.suppress(ValueError, KeyError):  # an incomplete line: its writer was killed
+                # an incomplete line: its writer was killed
+                with contextlib.suppress(ValueError, KeyError):
                     step, shown = _step_line(line, self._steps)
                     self._print(out, shown)
                     log.write(shown)
                     if bar is not None:
-                        task = bar.add_task("", total=self._steps, completed=step) if task is None else task
+                        task = (
+                            bar.add_task("", total=self._steps, completed=step)
+                            if task is None
+                            else task
+                        )
                         bar.update(task, completed=step)
             while not self._announced.empty():
                 line = self._announced.get()
@@ -180,7 +232,9 @@ class RankOutput:
         return new
 
     def _new_lines(self, path: Path, last: bool) -> list[str]:
-        """The lines that a file got since the previous call. An incomplete line counts only in the `last` call."""
+        """The lines that a file got since the previous call. An incomplete line counts only in the
+        `last` call.
+        """
         try:
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -190,7 +244,9 @@ class RankOutput:
         if not last:
             added = added[: added.rfind(b"\n") + 1]
         self._read[path] = self._read.get(path, 0) + len(added)
-        return [line.rstrip("\r") for line in added.decode(errors="replace").split("\n") if line.strip()]
+        return [
+            line.rstrip("\r") for line in added.decode(errors="replace").split("\n") if line.strip()
+        ]
 
     def _log_and_print(self, line: str, path: Path, log: _Log, console: Console) -> None:
         rank = self._first_rank + int(path.parent.name)
@@ -206,7 +262,8 @@ class RankOutput:
             self._print(console, validation[1])
 
     def _print(self, console: Console, line: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads the console any more; the log still gets all lines
+        # nobody reads the console any more; the log still gets all lines
+        with contextlib.suppress(OSError):
             console.print(line)
 
 
@@ -220,9 +277,14 @@ def _step_line(line: str, steps: int | None) -> tuple[int, str]:
     step, rate, memory = values.pop("step"), values.pop("tokens per second"), values.pop("memory")
     waited = values.pop(progress.WAITED, 0)
     del values["time"]
-    for name in ("timing", progress.GRADIENT_NORM, progress.LEARNING_RATE):  # the rank that writes them has printed them
+    # the rank that writes them has printed them
+    for name in ("timing", progress.GRADIENT_NORM, progress.LEARNING_RATE):
         values.pop(name, None)
     losses = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
     total = "" if steps is None else f"/{steps}"
     tail = f" | waited {waited * 1e3:.1f} ms for plans" if waited else ""
-    return step, f"step {step}{total} | {losses} | {rate:,.0f} tokens/s | {memory / 2**30:.2f} GiB per rank{tail}"
+    return (
+        step,
+        f"step {step}{total} | {losses} | {rate:,.0f} tokens/s | {memory / 2**30:.2f} GiB per "
+        f"rank{tail}",
+    )

@@ -1,4 +1,6 @@
-"""What the devices and links of this machine do in a second: measured here alone, for benches, tune --check and preflight."""
+"""What the devices and links of this machine do in a second: measured here alone, for benches, tune
+--check and preflight.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,16 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def timed(
-    work: Callable[[], object], repeats: int, *, group: Any = None, clock: Clock = time.perf_counter, cuda: bool = False
+    work: Callable[[], object],
+    repeats: int,
+    *,
+    group: Any = None,
+    clock: Clock = time.perf_counter,
+    cuda: bool = False,
 ) -> Measurement:
-    """The seconds of `repeats` calls; one before them does not count. The ranks of `group` begin each call together."""
+    """The seconds of `repeats` calls; one before them does not count. The ranks of `group` begin
+    each call together.
+    """
     times = []
     for _ in range(repeats + 1):
         if group is not None:
@@ -51,9 +60,11 @@ def best(work: Callable[[], object], repeats: int, cuda: bool = False) -> float:
 
 
 def kernel_rates(device: torch.device, repeats: int = 5, megabytes: int = 32) -> dict[str, Any]:
-    """Speeds {kernel, tflops, memory_gb_s, call_us} of the kernel that `auto` chooses, the best of `repeats`.
+    """Speeds {kernel, tflops, memory_gb_s, call_us} of the kernel that `auto` chooses, the best of
+    `repeats`.
 
-    A full mask, bfloat16 on CUDA and float32 on the CPU. Raises `KernelError` where no kernel runs on the device.
+    A full mask, bfloat16 on CUDA and float32 on the CPU. Raises `KernelError` where no kernel runs
+    on the device.
     """
     cuda = device.type == "cuda"
     tokens, heads, size = (8192, 16, 128) if cuda else (1024, 8, 64)
@@ -61,8 +72,12 @@ def kernel_rates(device: torch.device, repeats: int = 5, megabytes: int = 32) ->
     kernel = choose("auto", device=device, dtype=dtype, d=size, e=size, packed=False)
 
     def seconds(tokens: int) -> float:
-        q, k, v = (torch.randn(1, tokens, heads, size, dtype=dtype, device=device) for _ in range(3))
-        return best(lambda: kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=size**-0.5), repeats, cuda)
+        q, k, v = (
+            torch.randn(1, tokens, heads, size, dtype=dtype, device=device) for _ in range(3)
+        )
+        return best(
+            lambda: kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=size**-0.5), repeats, cuda
+        )
 
     flops = 4.0 * tokens * tokens * heads * size / seconds(tokens)
     return {
@@ -73,16 +88,28 @@ def kernel_rates(device: torch.device, repeats: int = 5, megabytes: int = 32) ->
     }
 
 
-def memory_rate(device: torch.device, repeats: int, size: int, group: Any = None, clock: Clock = time.perf_counter) -> float:
-    """Bytes that a device reads and writes in a second, by copies of `size` bytes: the best of `repeats`."""
+def memory_rate(
+    device: torch.device,
+    repeats: int,
+    size: int,
+    group: Any = None,
+    clock: Clock = time.perf_counter,
+) -> float:
+    """Bytes that a device reads and writes in a second, by copies of `size` bytes: the best of
+    `repeats`.
+    """
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    found = timed(lambda: target.copy_(source), repeats, group=group, clock=clock, cuda=device.type == "cuda")
+    found = timed(
+        lambda: target.copy_(source), repeats, group=group, clock=clock, cuda=device.type == "cuda"
+    )
     return 2 * source.nbytes / (min(found.times) if group is None else found.median)
 
 
 def product_rate(device: torch.device, repeats: int = 3) -> float:
-    """FLOP per second of a matrix product, the best of `repeats`: bfloat16 on CUDA and float32 on the CPU."""
+    """FLOP per second of a matrix product, the best of `repeats`: bfloat16 on CUDA and float32 on
+    the CPU.
+    """
     cuda = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
     left = torch.ones(size, size, dtype=dtype, device=device)
@@ -90,9 +117,15 @@ def product_rate(device: torch.device, repeats: int = 3) -> float:
 
 
 def exchange(
-    data: Tensor, sender: int, receiver: int, group: Any = None, clock: Clock = time.perf_counter, sent: bool = False
+    data: Tensor,
+    sender: int,
+    receiver: int,
+    group: Any = None,
+    clock: Clock = time.perf_counter,
+    sent: bool = False,
 ) -> float:
-    """Seconds until the data of `sender` has arrived, while this rank sends as much to `receiver`: ranks of the group.
+    """Seconds until the data of `sender` has arrived, while this rank sends as much to `receiver`:
+    ranks of the group.
 
     sent: and until this rank's own data has left. All ranks of the group call this together.
     """
@@ -121,7 +154,9 @@ PREPARED: dict[str, Callable[[], Any]] = {}
 
 
 def time_prepared(group: Any, name: str) -> tuple[float, float]:
-    """On a rank: seconds of one call of what is prepared under a name, by the clock and of this process."""
+    """On a rank: seconds of one call of what is prepared under a name, by the clock and of this
+    process.
+    """
     if group is not None:
         dist.barrier(group)
     start = time.perf_counter(), time.process_time()
@@ -134,10 +169,12 @@ def time_prepared(group: Any, name: str) -> tuple[float, float]:
 def in_turn[K](
     pools: Mapping[K, tuple[Any, int, str]], repeats: int, before: Callable[[K], None] | None = None
 ) -> dict[K, list[tuple[float, float]]]:
-    """The times of each contestant, of its slowest rank: (seconds by the clock, of a process). Each round calls every one once.
+    """The times of each contestant, of its slowest rank: (seconds by the clock, of a process). Each
+    round calls every one once.
 
-    So a slow minute of a shared machine slows all alike. pools: of each contestant its ranks, their number, and the name under
-    which it is prepared there. before: called before each call of each of them.
+    So a slow minute of a shared machine slows all alike. pools: of each contestant its ranks, their
+    number, and the name under which it is prepared there. before: called before each call of each
+    of them.
     """
     times: dict[K, list[tuple[float, float]]] = {key: [] for key in pools}
     for _ in range(repeats):
@@ -145,5 +182,7 @@ def in_turn[K](
             if before is not None:
                 before(key)
             of_ranks = ranks.run(time_prepared, size, name, timeout=600)
-            times[key].append((max(clock for clock, _ in of_ranks), max(process for _, process in of_ranks)))
+            times[key].append(
+                (max(clock for clock, _ in of_ranks), max(process for _, process in of_ranks))
+            )
     return times

@@ -1,4 +1,6 @@
-"""`cp-ring train`: prepares the corpus, starts the ranks with torch's elastic launcher, and prints where the results are."""
+"""`cp-ring train`: prepares the corpus, starts the ranks with torch's elastic launcher, and prints
+where the results are.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 CORPUS = "corpus.json"  # in the run directory: which corpus the run was trained on
 
 
-def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False, verbose: bool = False) -> int:
+def train(
+    source: str, overrides: Sequence[str] = (), dry_run: bool = False, verbose: bool = False
+) -> int:
     """Runs or resumes the job of a YAML file or packaged name. Returns the exit code.
 
     verbose: print all output of the ranks, which is otherwise only in a log file.
@@ -39,7 +43,10 @@ def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False, ver
     if dry_run:
         print(command.as_shell_line())
         if corpus is not None and not corpus.ready:
-            print("cp_ring: its corpus is not built yet; `cp-ring train` without --dry-run builds it", file=sys.stderr)
+            print(
+                "cp_ring: its corpus is not built yet; `cp-ring train` without --dry-run builds it",
+                file=sys.stderr,
+            )
         return 0
     if corpus is not None:
         prepare_corpus(corpus, job)
@@ -47,7 +54,10 @@ def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False, ver
     local_run.begin(commands.run_dir(job))
     before, wanted = last_step(job), job.megatron.get("train_iters")
     if before and wanted and before >= wanted:
-        say(f"all {wanted} steps are done: only validating; for more, --set megatron.train_iters={2 * wanted}")
+        say(
+            f"all {wanted} steps are done: only validating; for more, --set "
+            f"megatron.train_iters={2 * wanted}"
+        )
     elif before:
         say(f"resuming from step {before}" + (f" of {wanted}" if wanted else ""))
     code = launch(command, open_output(job, "train", verbose))
@@ -57,7 +67,9 @@ def train(source: str, overrides: Sequence[str] = (), dry_run: bool = False, ver
 
 
 def open_output(job: configs.JobConfig, name: str, verbose: bool) -> RankOutput:
-    """Opens a new log file in the run directory for the output of this node's ranks, and prints its path."""
+    """Opens a new log file in the run directory for the output of this node's ranks, and prints its
+    path.
+    """
     launch = job.launch
     several = launch.nnodes > 1
     log = log_path(commands.run_dir(job), name, f"-node{launch.node_rank}" if several else "")
@@ -72,7 +84,9 @@ def open_output(job: configs.JobConfig, name: str, verbose: bool) -> RankOutput:
 
 
 def last_step(job: configs.JobConfig) -> int:
-    """The step of the newest finished checkpoint, from Megatron's own tracker file; 0 if there is none."""
+    """The step of the newest finished checkpoint, from Megatron's own tracker file; 0 if there is
+    none.
+    """
     tracker = commands.checkpoints(job) / "latest_checkpointed_iteration.txt"
     try:
         return int(tracker.read_text())
@@ -83,7 +97,8 @@ def last_step(job: configs.JobConfig) -> int:
 def prepare_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
     """Builds the corpus unless it exists, and prints its size.
 
-    Raises `ConfigError` if the run has checkpoints that were trained on another corpus, unless data.replace is true.
+    Raises `ConfigError` if the run has checkpoints that were trained on another corpus, unless
+    data.replace is true.
     """
     from cp_ring.tools.job import corpus as corpora
 
@@ -91,7 +106,10 @@ def prepare_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
     _reject_another_corpus(corpus, job)
     summary = corpus.summary()
     documents, tokens = summary["documents"], sum(summary["tokens"].values())
-    say(f"corpus {corpus.folder}: {documents:,} documents, {tokens:,} tokens, vocabulary {summary['vocab_size']:,}")
+    say(
+        f"corpus {corpus.folder}: {documents:,} documents, {tokens:,} tokens, vocabulary "
+        f"{summary['vocab_size']:,}"
+    )
 
 
 def _reject_another_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
@@ -103,14 +121,16 @@ def _reject_another_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
         return
     if step and digest != corpus.summary().get("digest") and not job.data.replace:
         raise ConfigError(
-            f"data.path: the run in {commands.run_dir(job)} was trained on the corpus {folder} up to step {step}, "
-            f"but this is another corpus, {corpus.folder}: give another launch.run_dir, "
-            "or --set data.replace=true to go on with the new corpus"
+            f"data.path: the run in {commands.run_dir(job)} was trained on the corpus {folder} up "
+            f"to step {step}, but this is another corpus, {corpus.folder}: give another "
+            "launch.run_dir, or --set data.replace=true to go on with the new corpus"
         )
 
 
 def record_job(job: configs.JobConfig, corpus: Corpus | None) -> None:
-    """Writes job.yaml (the job as it is run, overrides included) and corpus.json into the run directory, and removes DONE."""
+    """Writes job.yaml (the job as it is run, overrides included) and corpus.json into the run
+    directory, and removes DONE.
+    """
     folder = commands.run_dir(job)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,19 +141,29 @@ def record_job(job: configs.JobConfig, corpus: Corpus | None) -> None:
                 settings["megatron"][name] = str(Path(job.megatron[name]).absolute())
         (folder / "job.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
         if corpus is not None:
-            (folder / CORPUS).write_text(json.dumps({"folder": str(corpus.folder), **corpus.summary()}, indent=2) + "\n")
+            (folder / CORPUS).write_text(
+                json.dumps({"folder": str(corpus.folder), **corpus.summary()}, indent=2) + "\n"
+            )
     except OSError as error:
         raise ConfigError(f"launch.run_dir {folder}: {error.strerror}") from None
 
 
 def _closing_line(job: configs.JobConfig, source: str, overrides: Sequence[str]) -> str:
     step, wanted = last_step(job), job.megatron.get("train_iters")
-    settings = [setting for setting in overrides if not setting.startswith("data.replace=")]  # applies to one start only
+    # applies to one start only
+    settings = [setting for setting in overrides if not setting.startswith("data.replace=")]
     if wanted and step >= wanted:  # the same command would only validate, so add steps
-        settings = [setting for setting in settings if not setting.startswith("megatron.train_iters=")]
+        settings = [
+            setting for setting in settings if not setting.startswith("megatron.train_iters=")
+        ]
         settings.append(f"megatron.train_iters={2 * wanted}")
-    again = shlex.join(["cp-ring", "train", source, *(word for setting in settings for word in ("--set", setting))])
-    return f"step {step}: checkpoints, tensorboard and job.yaml are in {commands.run_dir(job)}; to go on: {again}"
+    again = shlex.join(
+        ["cp-ring", "train", source, *(word for setting in settings for word in ("--set", setting))]
+    )
+    return (
+        f"step {step}: checkpoints, tensorboard and job.yaml are in {commands.run_dir(job)}; to go "
+        f"on: {again}"
+    )
 
 
 def say(line: str) -> None:

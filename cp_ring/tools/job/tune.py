@@ -1,4 +1,6 @@
-"""`cp-ring tune`: the fastest ways to run a job on so many GPUs, by the cost model, of those that Megatron accepts."""
+"""`cp-ring tune`: the fastest ways to run a job on so many GPUs, by the cost model, of those that
+Megatron accepts.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,21 @@ MOST_ASKED = 40
 """Ways of which Megatron is asked at most."""
 
 _DEFAULT_VOCABULARY = 128_256
-_SAYS_THE_SAME = ("cp_comm_type", "hierarchical_context_parallel_sizes")  # as the number of ranks that exchange heads
-_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+# as the number of ranks that exchange heads
+_SAYS_THE_SAME = ("cp_comm_type", "hierarchical_context_parallel_sizes")
+_RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to search for. documents: lengths of the documents of batch rows, () for one causal sequence; only the first
-    `planned` of them get plans, all of them show how uneven they are. of_documents: where they come from, in words."""
+    """What to search for. documents: lengths of the documents of batch rows, () for one causal
+    sequence; only the first `planned` of them get plans, all of them show how uneven they are.
+    of_documents: where they come from, in words."""
 
     gpus: int
     ranks_per_node: int = 8
@@ -55,7 +64,8 @@ class Request:
 class TuneResult:
     """The best ways to run a job, the fastest first, each with its job; and what led to them.
 
-    rejected: names of ways that are faster but that Megatron rejects, with its words. by_cp: the best way of each
+    rejected: names of ways that are faster but that Megatron rejects, with its words. by_cp: the
+    best way of each
     context-parallel size, or the least memory that any needs where none fits.
     """
 
@@ -69,13 +79,16 @@ class TuneResult:
 
 def packs_documents(job: JobConfig) -> bool:
     """Whether the job's batch rows hold several documents that do not see one another."""
-    return job.cp_ring.document_mask or any(job.megatron.get(key) for key in command_line.PACKED_DATA)
+    return job.cp_ring.document_mask or any(
+        job.megatron.get(key) for key in command_line.PACKED_DATA
+    )
 
 
 def tune(job: JobConfig, request: Request) -> TuneResult:
     """Searches, and asks Megatron about the best ways until it has accepted five.
 
-    Raises `ConfigError` or `PlanError` with one line where there is no way: it names the option or the key.
+    Raises `ConfigError` or `PlanError` with one line where there is no way: it names the option or
+    the key.
     """
     job = _with_length(job, request)
     notes: list[str] = []
@@ -86,20 +99,34 @@ def tune(job: JobConfig, request: Request) -> TuneResult:
     setup, draws, vocabulary = _setup(job, args, request, notes)
     layouts = ("zigzag", "balanced") if request.documents else ("zigzag",)
     search = Search(
-        setup, draws, lambda sizes: acceptance.weight_bytes(args, sizes, vocabulary), request.given, layouts, request.lossy
+        setup,
+        draws,
+        lambda sizes: acceptance.weight_bytes(args, sizes, vocabulary),
+        request.given,
+        layouts,
+        request.lossy,
     )
     accepted, rejected = _accepted(job, request, search, parser)
     if not accepted:
         if rejected:
-            raise ConfigError(f"Megatron rejects all of the {len(rejected)} fastest ways; {rejected[0][0]}: {rejected[0][1]}")
+            raise ConfigError(
+                f"Megatron rejects all of the {len(rejected)} fastest ways; {rejected[0][0]}: "
+                f"{rejected[0][1]}"
+            )
         least = min(search.least_bytes.items(), key=lambda found: found[1])
         raise ConfigError(
-            f"--memory {request.memory / 1e9:g}GB: nothing fits; cp {least[0]} needs least, {least[1] / 1e9:.1f} GB without "
-            "attention's buffers: take more --gpus, or a smaller --seq-length"
+            f"--memory {request.memory / 1e9:g}GB: nothing fits; cp {least[0]} needs least, "
+            f"{least[1] / 1e9:.1f} GB without attention's buffers: take more --gpus, or a smaller "
+            "--seq-length"
         )
-    by_cp = {cp: next(search.ranked(cp), None) or search.least_bytes[cp] for cp in sorted(search.least_bytes)}
+    by_cp = {
+        cp: next(search.ranked(cp), None) or search.least_bytes[cp]
+        for cp in sorted(search.least_bytes)
+    }
     best = [way for way, _ in accepted]
-    return TuneResult(accepted, rejected, by_cp, reasons(best[0], best[1:], by_cp, request.memory), notes, setup)
+    return TuneResult(
+        accepted, rejected, by_cp, reasons(best[0], best[1:], by_cp, request.memory), notes, setup
+    )
 
 
 def _accepted(
@@ -137,18 +164,27 @@ def _changed(job: JobConfig, **sections: dict[str, Any]) -> JobConfig:
     settings = job.model_dump(exclude_defaults=True)
     for name, changes in sections.items():
         settings[name] = {**settings.get(name, {}), **changes}
-    settings["megatron"] = {key: value for key, value in settings["megatron"].items() if value is not None}
+    settings["megatron"] = {
+        key: value for key, value in settings["megatron"].items() if value is not None
+    }
     return validate(settings, "cp-ring tune")
 
 
 def _with_length(job: JobConfig, request: Request) -> JobConfig:
-    """The job with the sequence length of the request, and a document mask where the request has documents."""
+    """The job with the sequence length of the request, and a document mask where the request has
+    documents.
+    """
     changes: dict[str, Any] = {}
     if request.seq_length is not None:
         most = int(job.megatron.get("max_position_embeddings") or 0)
-        changes = {"seq_length": request.seq_length, "max_position_embeddings": max(most, request.seq_length)}
+        changes = {
+            "seq_length": request.seq_length,
+            "max_position_embeddings": max(most, request.seq_length),
+        }
     masks = {"document_mask": True} if request.documents and not packs_documents(job) else {}
-    return _changed(job, megatron=changes, cp_ring={"enabled": True, **masks}, launch={"node_rank": 0})
+    return _changed(
+        job, megatron=changes, cp_ring={"enabled": True, **masks}, launch={"node_rank": 0}
+    )
 
 
 def _alone(job: JobConfig) -> JobConfig:
@@ -162,7 +198,9 @@ def _alone(job: JobConfig) -> JobConfig:
 def _setup(
     job: JobConfig, args: argparse.Namespace, request: Request, notes: list[str]
 ) -> tuple[TrainingSetup, list[LayerMasks], int]:
-    """What is searched: the setup, the masks of batch rows, and the vocabulary. Adds to `notes` what is assumed."""
+    """What is searched: the setup, the masks of batch rows, and the vocabulary. Adds to `notes`
+    what is assumed.
+    """
     from cp_ring.megatron import acceptance
     from cp_ring.megatron.validate import windows_of
 
@@ -171,8 +209,13 @@ def _setup(
     model = acceptance.model_sizes(args, windows, vocabulary)
     if not args.seq_length or not args.global_batch_size:
         raise ConfigError("cp-ring tune needs megatron.seq_length and megatron.global_batch_size")
-    draws = [_masks(args.seq_length, windows, lengths) for lengths in request.documents[: request.planned]]
-    squares = np.array([float((lengths.astype(np.float64) ** 2).sum()) for lengths in request.documents] or [1.0])
+    draws = [
+        _masks(args.seq_length, windows, lengths)
+        for lengths in request.documents[: request.planned]
+    ]
+    squares = np.array(
+        [float((lengths.astype(np.float64) ** 2).sum()) for lengths in request.documents] or [1.0]
+    )
     setup = TrainingSetup(
         model=model,
         seq_length=args.seq_length,
@@ -184,13 +227,16 @@ def _setup(
         spread=float(squares.std() / squares.mean()),
         overlap=bool(args.overlap_grad_reduce),
         distributed=bool(args.use_distributed_optimizer),
-        shared_norms=bool(job.megatron.get("sequence_parallel")) or args.transformer_impl == "transformer_engine",
+        shared_norms=bool(job.megatron.get("sequence_parallel"))
+        or args.transformer_impl == "transformer_engine",
     )
     notes += _notes(setup, args, request)
     return setup, draws or [_masks(args.seq_length, windows, None)], vocabulary
 
 
-def _masks(n: int, windows: Sequence[tuple[tuple[int, int], int]], lengths: Ints | None) -> LayerMasks:
+def _masks(
+    n: int, windows: Sequence[tuple[tuple[int, int], int]], lengths: Ints | None
+) -> LayerMasks:
     """The masks of a batch row of one sequence, or of documents of these lengths."""
     if lengths is None:
         return [(Mask.causal(n, window), count) for window, count in windows]
@@ -213,16 +259,23 @@ def _notes(setup: TrainingSetup, args: argparse.Namespace, request: Request) -> 
     """What the predictions assume, a line each."""
     rates, experts = setup.rates, setup.model.experts
     yield (
-        f"a rank computes {rates.flops / 1e12:.3g} TFLOP/s in attention and {rates.flops * rates.products / 1e12:.3g} in matrix "
-        f"products, moves {rates.memory / 1e9:,.0f} GB/s in memory, {rates.inside / 1e9:.3g} GB/s inside a node of "
-        f"{setup.ranks_per_node} and {setup.link(setup.ranks_per_node + 1) / 1e9:.3g} GB/s between nodes"
+        f"a rank computes {rates.flops / 1e12:.3g} TFLOP/s in attention and "
+        f"{rates.flops * rates.products / 1e12:.3g} in matrix products, moves "
+        f"{rates.memory / 1e9:,.0f} GB/s in memory, {rates.inside / 1e9:.3g} GB/s inside a node of "
+        f"{setup.ranks_per_node} and {setup.link(setup.ranks_per_node + 1) / 1e9:.3g} GB/s between "
+        "nodes"
     )
     if request.documents:
         yield f"documents: {request.of_documents}"
-    yield "weights and optimizer by Megatron's own report, its states shared by data- and context-parallel ranks"
+    yield (
+        "weights and optimizer by Megatron's own report, its states shared by data- and "
+        "context-parallel ranks"
+    )
     yield f"{RESERVED_BYTES / 1e9:.1f} GB of each device for CUDA, NCCL and fragmentation"
     yield "messages of tensor and expert parallelism are not hidden" + (
-        f"; experts stay divided among {experts.parallel} ranks, and tokens fall on them evenly" if experts else ""
+        f"; experts stay divided among {experts.parallel} ranks, and tokens fall on them evenly"
+        if experts
+        else ""
     )
     yield "data loading, evaluation and checkpoints take no time"
     if getattr(args, "mtp_num_layers", None):
@@ -236,10 +289,15 @@ def configured(job: JobConfig, way: Tuned, request: Request) -> JobConfig:
     megatron: dict[str, Any] = dict.fromkeys((*_SAYS_THE_SAME, *_RECOMPUTE))
     megatron |= {"micro_batch_size": way.micro_batch}
     megatron |= dict(zip(_RECOMPUTE, ("full", "uniform", 1), strict=False)) if again else {}
-    shared = bool(job.megatron.get("sequence_parallel")) or job.megatron.get("transformer_impl") != "local"
+    shared = (
+        bool(job.megatron.get("sequence_parallel"))
+        or job.megatron.get("transformer_impl") != "local"
+    )
     megatron |= {"sequence_parallel": sizes.tp > 1 and shared}
     if job.megatron.get("num_experts") and sizes.tp > 1:
-        megatron |= {"expert_tensor_parallel_size": job.megatron.get("expert_tensor_parallel_size") or 1}
+        megatron |= {
+            "expert_tensor_parallel_size": job.megatron.get("expert_tensor_parallel_size") or 1
+        }
     parallel = {
         "tensor_model_parallel_size": sizes.tp,
         "context_parallel_size": sizes.cp,
@@ -263,9 +321,13 @@ def configured(job: JobConfig, way: Tuned, request: Request) -> JobConfig:
 
 
 def _schedule(way: Tuned, request: Request) -> str:
-    """The schedule as settings name it: its hops where the ranks, which take the default rates, would choose another one."""
+    """The schedule as settings name it: its hops where the ranks, which take the default rates,
+    would choose another one.
+    """
     shape, hops = way.attention.shape, way.attention.schedule
     route = ROUTES[shape.route]
     fixed = route.own_schedule is not None or route.one_source
     alike = replace(request.rates, products=RATES.products, block=RATES.block) == RATES
-    return shape.schedule if alike or shape.schedule != AUTO or fixed or len(hops) == 1 else text(hops)
+    return (
+        shape.schedule if alike or shape.schedule != AUTO or fixed or len(hops) == 1 else text(hops)
+    )

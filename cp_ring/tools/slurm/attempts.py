@@ -1,4 +1,6 @@
-"""The history of a run under Slurm (`attempts.tsv`, which the batch script writes) and its state in the queue."""
+"""The history of a run under Slurm (`attempts.tsv`, which the batch script writes) and its state in
+the queue.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ FILE = "attempts.tsv"
 
 @dataclass(frozen=True)
 class Event:
-    """A line of the history: `kind` is submit, start or stop; `restart` is the number of the attempt of the job."""
+    """A line of the history: `kind` is submit, start or stop; `restart` is the number of the
+    attempt of the job.
+    """
 
     time: int
     job: str
@@ -25,7 +29,9 @@ class Event:
 
 @dataclass(frozen=True)
 class QueueState:
-    """The state of a job from squeue: `name` is PENDING, RUNNING or another; `detail` is why it waits or where it runs."""
+    """The state of a job from squeue: `name` is PENDING, RUNNING or another; `detail` is why it
+    waits or where it runs.
+    """
 
     name: str
     detail: str
@@ -43,7 +49,9 @@ def read(run_dir: Path) -> list[Event]:
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         words = line.split("\t")
         if len(words) == 6 and all(words[i].isdigit() for i in (0, 2, 4)):
-            events.append(Event(int(words[0]), words[1], int(words[2]), words[3], int(words[4]), words[5]))
+            events.append(
+                Event(int(words[0]), words[1], int(words[2]), words[3], int(words[4]), words[5])
+            )
     return events
 
 
@@ -54,9 +62,13 @@ def last_job(run_dir: Path) -> str | None:
 
 
 def queue_state(job: str) -> QueueState | None:
-    """The state of a job that is queued, running or being requeued; None for other jobs, and where there is no Slurm."""
+    """The state of a job that is queued, running or being requeued; None for other jobs, and where
+    there is no Slurm.
+    """
     if shutil.which("squeue") is None:
         return None
-    done = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T|%R"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["squeue", "--noheader", f"--jobs={job}", "--format=%T|%R"], capture_output=True, text=True
+    )
     name, _, detail = done.stdout.strip().partition("|")
     return QueueState(name, detail.strip("()")) if done.returncode == 0 and name else None

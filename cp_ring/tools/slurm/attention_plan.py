@@ -1,4 +1,6 @@
-"""The plan of a job's attention, before the job runs: the bytes between nodes, and the predicted time."""
+"""The plan of a job's attention, before the job runs: the bytes between nodes, and the predicted
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,36 @@ from cp_ring.plan.simulate import Timeline, simulate
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.spec import plan
 from cp_ring.tools.job.config import JobConfig
-from cp_ring.tools.slurm.placement import Placement, context_groups, describe, members_of, token_bytes, traffic
+from cp_ring.tools.slurm.placement import (
+    Placement,
+    context_groups,
+    describe,
+    members_of,
+    token_bytes,
+    traffic,
+)
 
 
 def plan_of(job: JobConfig, per_node: int = 1) -> Plan:
-    """The plan of the first layer, without a window, for one causal sequence; with documents attention moves no more than this.
+    """The plan of the first layer, without a window, for one causal sequence; with documents
+    attention moves no more than this.
 
     `per_node` consecutive ranks of the job share a node, from which the order of the hops follows.
     """
     n, cp = job.megatron.get("seq_length"), job.parallel.context_parallel_size
     if not isinstance(n, int) or n < 1:
-        raise ConfigError(f"megatron.seq_length {n!r}: it must be the number of tokens of a sequence")
-    layout = Layout.contiguous(n, cp) if job.cp_ring.layout == "contiguous" else Layout.zigzag(n, cp)
+        raise ConfigError(
+            f"megatron.seq_length {n!r}: it must be the number of tokens of a sequence"
+        )
+    layout = (
+        Layout.contiguous(n, cp) if job.cp_ring.layout == "contiguous" else Layout.zigzag(n, cp)
+    )
     tp, given = job.parallel.tensor_model_parallel_size, job.megatron
     group = context_groups(tp, cp, tp * cp)[0].tolist()
     settings, _ = shape_choice.settle(job.cp_ring, given, cp, sizes_of(job), group, per_node)
-    settings = settings.model_copy(update={"node_size": settings.node_size or node_size(group, per_node)})
+    settings = settings.model_copy(
+        update={"node_size": settings.node_size or node_size(group, per_node)}
+    )
     kinds = given.get("cp_comm_type") or "p2p"
     kind = kinds if isinstance(kinds, str) else kinds[0]
     spec = spec_of_layer(kind, settings, cp, given.get("hierarchical_context_parallel_sizes"))
@@ -44,7 +60,9 @@ def sizes_of(job: JobConfig) -> AttentionSizes:
 
 
 def describe_job(job: JobConfig, placement: Placement) -> list[str]:
-    """Lines to print: the nodes of the context-parallel ranks, the exchange of heads, and the hops between nodes."""
+    """Lines to print: the nodes of the context-parallel ranks, the exchange of heads, and the hops
+    between nodes.
+    """
     cp = job.parallel.context_parallel_size
     if cp == 1:
         return ["context parallel size 1: no hops"]
@@ -56,12 +74,17 @@ def describe_job(job: JobConfig, placement: Placement) -> list[str]:
         return describe(placement, groups, hops)
     first = groups[0][: whole.ulysses].tolist()
     alone = len({placement.host(rank) for rank in first}) == 1
-    exchange = f"{whole.ulysses} neighboring ranks exchange heads, {'inside a node' if alone else 'between nodes'}"
+    exchange = (
+        f"{whole.ulysses} neighboring ranks exchange heads, "
+        f"{'inside a node' if alone else 'between nodes'}"
+    )
     return [f"{exchange}; the ring has {whole.ring.cp} members", *describe(placement, groups, hops)]
 
 
 def predict(job: JobConfig, rates: Rates, per_node: int) -> Timeline:
-    """Predicts from measured speeds: of matrix products on the slowest rank, and of the slowest links of each class."""
+    """Predicts from measured speeds: of matrix products on the slowest rank, and of the slowest
+    links of each class.
+    """
     whole = plan_of(job, per_node)
     tp, cp = job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size
     near = node_size(context_groups(tp, cp, tp * cp)[0].tolist(), per_node)

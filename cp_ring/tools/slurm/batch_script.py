@@ -52,12 +52,15 @@ class Resources:
             raise ConfigError(f"--time {self.time!r}: Slurm reads minutes, H:MM:SS or D-HH:MM:SS")
         if self.time is not None and self.warn_seconds >= limit_seconds(self.time):
             raise ConfigError(
-                f"--warn-seconds {self.warn_seconds}: --time {self.time} is {limit_seconds(self.time)} s, "
-                "which leaves no time to train; lower --warn-seconds or raise --time"
+                f"--warn-seconds {self.warn_seconds}: --time {self.time} is "
+                f"{limit_seconds(self.time)} s, which leaves no time to train; lower "
+                "--warn-seconds or raise --time"
             )
         for option in self.options:
             if not re.fullmatch(r"--[a-z][\w-]*(=\S+)?", option):
-                raise ConfigError(f"--slurm {option!r}: expected one sbatch option, such as --constraint=h100")
+                raise ConfigError(
+                    f"--slurm {option!r}: expected one sbatch option, such as --constraint=h100"
+                )
 
     @property
     def per_node_flag(self) -> str:
@@ -119,7 +122,11 @@ class Script:
             "RANK_ORDER": self.rank_order or "",
             "MAX_STALE": 2,
         }
-        lists = {"preflight": self.preflight, "srun_options": self.srun_options, "command": self.command}
+        lists = {
+            "preflight": self.preflight,
+            "srun_options": self.srun_options,
+            "command": self.command,
+        }
         lines = [f"{name}={quote(str(value))}" for name, value in words.items()]
         lines += [f"{name}=({' '.join(map(quote, values))})" for name, values in lists.items()]
         return "".join(f"{line}\n" for line in lines)
@@ -137,17 +144,27 @@ def limit_seconds(time: str) -> int:
 
 
 def quote(word: str) -> str:
-    """`word` quoted for bash, on one line, because Slurm could read a second line as a #SBATCH line."""
+    """`word` quoted for bash, on one line, because Slurm could read a second line as a #SBATCH
+    line.
+    """
     if word.isprintable():
         return shlex.quote(word)
     known = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
-    return "$'" + "".join(known.get(c, c if c.isprintable() else f"\\U{ord(c):08x}") for c in word) + "'"
+    return (
+        "$'"
+        + "".join(known.get(c, c if c.isprintable() else f"\\U{ord(c):08x}") for c in word)
+        + "'"
+    )
 
 
 def output_pattern(folder: Path) -> str:
-    """The value of sbatch's --output for a file in `folder`; percent signs of `folder` are escaped. Raises `ConfigError`."""
+    """The value of sbatch's --output for a file in `folder`; percent signs of `folder` are escaped.
+    Raises `ConfigError`.
+    """
     if "\\" in str(folder):
-        raise ConfigError(f"launch.run_dir {str(folder)!r}: Slurm cannot write to a path with a backslash")
+        raise ConfigError(
+            f"launch.run_dir {str(folder)!r}: Slurm cannot write to a path with a backslash"
+        )
     return str(folder).replace("%", "%%") + "/job-%j.log"
 
 
@@ -161,7 +178,8 @@ def lint(script: str) -> None:
             command = command or number
         elif command and line.startswith("#SBATCH"):
             raise ConfigError(
-                f"batch script, line {number}: {line!r} comes after the first command (line {command}), so Slurm ignores it"
+                f"batch script, line {number}: {line!r} comes after the first command (line "
+                f"{command}), so Slurm ignores it"
             )
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     if checked.returncode:

@@ -22,7 +22,10 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not self.hosts or self.per_node < 1:
-            raise ConfigError(f"{len(self.hosts)} hosts of {self.per_node} ranks: there must be at least one of each")
+            raise ConfigError(
+                f"{len(self.hosts)} hosts of {self.per_node} ranks: there must be at least one of "
+                "each"
+            )
         twice = {host for host in self.hosts if self.hosts.count(host) > 1}
         if twice:
             raise ConfigError(f"the order of hosts names {min(twice)} twice")
@@ -41,7 +44,9 @@ class Placement:
 
 
 def order_from_file(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
-    """The job's `hosts` in the order of the lines of `text`, which may name more hosts. Raises `ConfigError`."""
+    """The job's `hosts` in the order of the lines of `text`, which may name more hosts. Raises
+    `ConfigError`.
+    """
     lines = [line.strip() for line in text.splitlines()]
     missing = [host for host in hosts if host not in lines]
     if missing:
@@ -50,9 +55,11 @@ def order_from_file(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
 
 
 def context_groups(tp: int, cp: int, world: int) -> Ints:
-    """The context-parallel groups of Megatron's rank order (tensor ranks next to each other, then context ranks).
+    """The context-parallel groups of Megatron's rank order (tensor ranks next to each other, then
+    context ranks).
 
-    Returns int64 [world / cp, cp]: the ranks of each group, in order. The order of pipeline and data ranks does not matter.
+    Returns int64 [world / cp, cp]: the ranks of each group, in order. The order of pipeline and
+    data ranks does not matter.
     """
     if world % (tp * cp):
         raise ConfigError(f"tensor {tp} x context {cp} parallel size does not divide {world} ranks")
@@ -61,7 +68,9 @@ def context_groups(tp: int, cp: int, world: int) -> Ints:
 
 
 def members_of(groups: Ints, heads: int) -> Ints:
-    """The rings of context-parallel groups in which each `heads` neighboring ranks exchange heads: int64 [rings, members]."""
+    """The rings of context-parallel groups in which each `heads` neighboring ranks exchange heads:
+    int64 [rings, members].
+    """
     cp = groups.shape[1]
     return groups.reshape(-1, cp // heads, heads).transpose(0, 2, 1).reshape(-1, cp // heads)
 
@@ -70,7 +79,8 @@ def members_of(groups: Ints, heads: int) -> Ints:
 class HopTraffic:
     """Keys and values that all groups together move at a hop of one layer's forward pass, in bytes.
 
-    `inside` stay within a node, `between` go to another node. `out` leave each node and `into` reach it, int64 [nodes].
+    `inside` stay within a node, `between` go to another node. `out` leave each node and `into`
+    reach it, int64 [nodes].
     """
 
     hop: int
@@ -85,19 +95,33 @@ class HopTraffic:
         return int(np.maximum(self.out, self.into).argmax())
 
 
-def traffic(plan: PlanTables, groups: Ints, placement: Placement, token_bytes: int) -> list[HopTraffic]:
-    """The traffic of each hop that moves keys. `token_bytes`: bytes of the keys and values of one token."""
+def traffic(
+    plan: PlanTables, groups: Ints, placement: Placement, token_bytes: int
+) -> list[HopTraffic]:
+    """The traffic of each hop that moves keys. `token_bytes`: bytes of the keys and values of one
+    token.
+    """
     if groups.shape[1] != plan.cp or groups.max() >= placement.ranks:
-        raise ConfigError(f"groups of {groups.shape[1]} among {groups.max() + 1} ranks; the plan is for {plan.cp}")
+        raise ConfigError(
+            f"groups of {groups.shape[1]} among {groups.max() + 1} ranks; the plan is for {plan.cp}"
+        )
     moves, count = plan.transfers, len(placement.hosts)
-    sender, receiver = (placement.nodes[groups[:, side]] for side in (moves.sender, moves.receiver))  # [groups, transfers]
+    # [groups, transfers]
+    sender, receiver = (placement.nodes[groups[:, side]] for side in (moves.sender, moves.receiver))
     size = np.broadcast_to(moves.tokens * token_bytes, sender.shape)
     found = []
     for hop in np.unique(moves.hop).tolist():
         now = moves.hop == hop
-        source, target, amount = sender[:, now].ravel(), receiver[:, now].ravel(), size[:, now].ravel()
+        source, target, amount = (
+            sender[:, now].ravel(),
+            receiver[:, now].ravel(),
+            size[:, now].ravel(),
+        )
         away = source != target
-        out, into = (np.bincount(nodes[away], amount[away], minlength=count).astype(np.int64) for nodes in (source, target))
+        out, into = (
+            np.bincount(nodes[away], amount[away], minlength=count).astype(np.int64)
+            for nodes in (source, target)
+        )
         found.append(HopTraffic(hop, int(amount[~away].sum()), int(amount[away].sum()), out, into))
     return found
 
@@ -106,16 +130,25 @@ def describe(placement: Placement, groups: Ints, hops: Sequence[HopTraffic]) -> 
     """Lines to print: the nodes of the first group, and the hops between nodes."""
     cp = groups.shape[1]
     nodes_of_group = [len(set(placement.nodes[group].tolist())) for group in groups]
-    line = f"each of {len(groups)} context-parallel groups of {cp} is on {_range(nodes_of_group)} of {len(placement.hosts)} nodes"
-    lines = [line, "the first on " + " ".join(placement.host(int(rank)) for rank in groups[0][:16]) + (" ..." if cp > 16 else "")]
+    line = (
+        f"each of {len(groups)} context-parallel groups of {cp} is on {_range(nodes_of_group)} of "
+        f"{len(placement.hosts)} nodes"
+    )
+    lines = [
+        line,
+        "the first on "
+        + " ".join(placement.host(int(rank)) for rank in groups[0][:16])
+        + (" ..." if cp > 16 else ""),
+    ]
     if not any(hop.between for hop in hops):
         return [*lines, "no hop passes between nodes"]
     for hop in hops:
         if hop.between:
             node = hop.busiest
             lines.append(
-                f"hop {hop.hop}: {_mib(hop.between)} of {_mib(hop.between + hop.inside)} per layer pass between nodes; "
-                f"{placement.hosts[node]} sends {_mib(int(hop.out[node]))}, receives {_mib(int(hop.into[node]))}"
+                f"hop {hop.hop}: {_mib(hop.between)} of {_mib(hop.between + hop.inside)} per layer "
+                f"pass between nodes; {placement.hosts[node]} sends {_mib(int(hop.out[node]))}, "
+                f"receives {_mib(int(hop.into[node]))}"
             )
     local = [str(hop.hop) for hop in hops if not hop.between]
     return [*lines, f"inside nodes: {'hops ' + ', '.join(local) if local else 'no hop'}"]

@@ -1,4 +1,6 @@
-"""`cp-ring preflight`: before training, all ranks report facts and measure their links. Rank 0 decides whether to train."""
+"""`cp-ring preflight`: before training, all ranks report facts and measure their links. Rank 0
+decides whether to train.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _PACKAGES = ("torch", "megatron-core", "cp-ring", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """This rank among all ranks, from the variables of torchrun or of a Slurm task. Without them it is the only rank."""
+    """This rank among all ranks, from the variables of torchrun or of a Slurm task. Without them it
+    is the only rank.
+    """
 
     rank: int
     size: int
@@ -47,15 +51,17 @@ class World:
         size = _variable(("WORLD_SIZE", "SLURM_NTASKS"), 1)
         local = _variable(("LOCAL_RANK", "SLURM_LOCALID"), 0)
         if rank >= size:
-            raise ConfigError(f"cp-ring preflight: rank {rank} (RANK) is not a rank of {size} ranks (WORLD_SIZE)")
+            raise ConfigError(
+                f"cp-ring preflight: rank {rank} (RANK) is not a rank of {size} ranks (WORLD_SIZE)"
+            )
         address, port = os.environ.get("MASTER_ADDR"), _variable(("MASTER_PORT",), 0)
         nodes = os.environ.get("SLURM_STEP_NODELIST")
         if size > 1 and nodes is not None:  # a task of srun; the shell of a batch script is no rank
             address, port = address or _first_host(nodes), port or _slurm_port()
         if size > 1 and not (address and port):
             raise ConfigError(
-                f"cp-ring preflight: {size} ranks need MASTER_ADDR and MASTER_PORT, the host of rank 0 and a free port there: "
-                "start all ranks with srun or torchrun"
+                f"cp-ring preflight: {size} ranks need MASTER_ADDR and MASTER_PORT, the host of "
+                "rank 0 and a free port there: start all ranks with srun or torchrun"
             )
         return cls(rank, size, local, address or "127.0.0.1", port)
 
@@ -67,7 +73,8 @@ def _variable(names: tuple[str, ...], default: int) -> int:
         return default
     if not os.environ[name].isdecimal():
         raise ConfigError(
-            f"cp-ring preflight: environment variable {name}={os.environ[name]} is not a whole number of at least 0"
+            f"cp-ring preflight: environment variable {name}={os.environ[name]} is not a whole "
+            "number of at least 0"
         )
     return int(os.environ[name])
 
@@ -75,7 +82,9 @@ def _variable(names: tuple[str, ...], default: int) -> int:
 def _first_host(nodes: str) -> str:
     """The first host of a list in Slurm's short form (n[1-4]), or "" if scontrol does not answer."""
     try:
-        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return next(iter(done.stdout.split()), "")
@@ -113,7 +122,9 @@ def preflight(source: str, overrides: list[str]) -> int:
 
 
 def _can_measure_links(job: configs.JobConfig, world: World, store: Any, facts: Facts) -> bool:
-    """Whether links can be measured. With a fatal problem (no GPU, a host name for loopback), ranks would wait forever."""
+    """Whether links can be measured. With a fatal problem (no GPU, a host name for loopback), ranks
+    would wait forever.
+    """
     store.set(f"seen/{world.rank}", json.dumps(dataclasses.asdict(facts)))
     if world.rank == 0:
         seen = [from_json(json.loads(store.get(f"seen/{rank}"))) for rank in range(world.size)]
@@ -129,30 +140,55 @@ def report(job: configs.JobConfig, ranks: list[Facts], problems: list[Problem]) 
     if fits and len(ranks) > 1:
         lines += attention_plan.describe_job(job, Placement(tuple(hosts), len(ranks) // len(hosts)))
     lines += summary(ranks)
-    measured = slowest([facts.host for facts in ranks], [link for facts in ranks for link in facts.links])
+    measured = slowest(
+        [facts.host for facts in ranks], [link for facts in ranks for link in facts.links]
+    )
     if fits and measured and job.parallel.context_parallel_size > 1:
-        rates = Rates(min(1e12 * facts.speeds["tflops"] if facts.speeds else facts.flops for facts in ranks), *measured)
+        rates = Rates(
+            min(1e12 * facts.speeds["tflops"] if facts.speeds else facts.flops for facts in ranks),
+            *measured,
+        )
         made = attention_plan.predict(job, rates, len(ranks) // len(hosts))
         share = made.exposed_forward / made.forward
-        lines.append(f"predicted at these speeds: {share:.0%} of the forward attention of a layer is spent waiting for transfers")
-    alone = "; to measure links, run this on all ranks: srun cp-ring preflight ..." if len(ranks) == 1 else ""
-    lines.append(f"{len(ranks)} ranks on {len(hosts)} hosts: {'may train' if fits else 'must not train'}{alone}")
+        lines.append(
+            f"predicted at these speeds: {share:.0%} of the forward attention of a layer is spent "
+            "waiting for transfers"
+        )
+    alone = (
+        "; to measure links, run this on all ranks: srun cp-ring preflight ..."
+        if len(ranks) == 1
+        else ""
+    )
+    lines.append(
+        f"{len(ranks)} ranks on {len(hosts)} hosts: "
+        f"{'may train' if fits else 'must not train'}{alone}"
+    )
     return lines
 
 
 def _make_store(world: World) -> Any:
-    """A store on rank 0's host, at the port that training will use. Raises `ConfigError` if the port is in use."""
+    """A store on rank 0's host, at the port that training will use. Raises `ConfigError` if the
+    port is in use.
+    """
     import torch.distributed as dist
 
     limit = datetime.timedelta(seconds=TIMEOUT_S)
     if world.size == 1:
         return dist.HashStore()
     try:
-        return dist.TCPStore(world.address, world.port, world.size, world.rank == 0, timeout=limit, wait_for_workers=False)
+        return dist.TCPStore(
+            world.address,
+            world.port,
+            world.size,
+            world.rank == 0,
+            timeout=limit,
+            wait_for_workers=False,
+        )
     except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
         what = "is in use" if world.rank == 0 else "cannot be reached"
         raise ConfigError(
-            f"port {world.port} of {world.address} {what}, from rank {world.rank}: {str(error).splitlines()[0]}"
+            f"port {world.port} of {world.address} {what}, from rank {world.rank}: "
+            f"{str(error).splitlines()[0]}"
         ) from None
 
 
@@ -201,7 +237,9 @@ def _find_missing(job: configs.JobConfig, gpu: bool) -> list[str]:
 
     missing = []
     if job.launch.device == "cuda" and not gpu:
-        missing.append(f"launch.device cuda: no GPU for this rank ({torch.cuda.device_count()} GPUs here)")
+        missing.append(
+            f"launch.device cuda: no GPU for this rank ({torch.cuda.device_count()} GPUs here)"
+        )
     if job.launch.device == "cuda" or gpu:  # on the CPU the layers are Megatron's own
         layers = job.megatron.get("transformer_impl", "transformer_engine")
         given = argparse.Namespace(transformer_impl=layers, spec=job.megatron.get("spec"))
@@ -260,8 +298,15 @@ def _gpu_facts(job: configs.JobConfig, index: int) -> dict[str, Any]:
 
 
 def _memory_errors(index: int) -> int:
-    """Uncorrected memory errors since the driver was loaded, from nvidia-smi; 0 if it does not count them."""
-    query = ["nvidia-smi", f"--id={index}", "--query-gpu=ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
+    """Uncorrected memory errors since the driver was loaded, from nvidia-smi; 0 if it does not
+    count them.
+    """
+    query = [
+        "nvidia-smi",
+        f"--id={index}",
+        "--query-gpu=ecc.errors.uncorrected.volatile.total",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         word = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -270,7 +315,9 @@ def _memory_errors(index: int) -> int:
 
 
 def _measure_speeds(gpu: bool) -> dict[str, Any]:
-    """What the attention kernel and the memory of this rank do in a second; {} where no kernel runs here."""
+    """What the attention kernel and the memory of this rank do in a second; {} where no kernel runs
+    here.
+    """
     import torch
 
     from cp_ring.tools.job import speeds
@@ -291,7 +338,9 @@ def _measure_flops(gpu: bool) -> float:
 
 
 def main(source: str, overrides: list[str]) -> int:
-    """Runs `preflight`. A rejection is one line on stderr and exit code 2, on any rank, because each rank checks its own host."""
+    """Runs `preflight`. A rejection is one line on stderr and exit code 2, on any rank, because
+    each rank checks its own host.
+    """
     try:
         return preflight(source, overrides)
     except ConfigError as error:

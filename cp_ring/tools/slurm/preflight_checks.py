@@ -1,4 +1,6 @@
-"""The checks of preflight: pure functions that turn the facts of the ranks into problems, one line each."""
+"""The checks of preflight: pure functions that turn the facts of the ranks into problems, one line
+each.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ class Problem:
 class Facts:
     """What one rank reports. Times are in seconds, sizes in bytes.
 
-    gpu: {} if there is none. missing: what the job needs and this host does not have, one line each. flops: of a matrix product.
-    links: the hops of the context-parallel groups. pairs: links to all ranks. speeds: what `cp_ring.tools.job.speeds` measures.
+    gpu: {} if there is none. missing: what the job needs and this host does not have, one line
+    each. flops: of a matrix product.
+    links: the hops of the context-parallel groups. pairs: links to all ranks. speeds: what
+    `cp_ring.tools.job.speeds` measures.
     """
 
     rank: int
@@ -53,27 +57,46 @@ class Facts:
 def judge(job: JobConfig, ranks: Sequence[Facts]) -> list[Problem]:
     """All problems, fatal ones first."""
     found = [*sizes(job, len(ranks), len({facts.host for facts in ranks}))]
-    for check in (installed, same_everywhere, names, run_directory, clocks, gpus, slow_ranks, slow_links):
+    for check in (
+        installed,
+        same_everywhere,
+        names,
+        run_directory,
+        clocks,
+        gpus,
+        slow_ranks,
+        slow_links,
+    ):
         found += check(ranks)
     return sorted(found, key=lambda problem: not problem.fatal)
 
 
 def sizes(job: JobConfig, world: int, hosts: int) -> Iterator[Problem]:
-    """The sizes in section parallel give the number of ranks that were started, with the same number on each node."""
+    """The sizes in section parallel give the number of ranks that were started, with the same
+    number on each node.
+    """
     if world == 1:
         return  # preflight runs alone, before the job
     if job.parallel.ranks != world:
-        yield Problem(True, f"section parallel makes {job.parallel.ranks} ranks, but {world} were started")
+        yield Problem(
+            True, f"section parallel makes {job.parallel.ranks} ranks, but {world} were started"
+        )
     if world % hosts:
         yield Problem(True, f"{world} ranks do not divide by {hosts} nodes")
     elif job.parallel.tensor_model_parallel_size > world // hosts:
         tp = job.parallel.tensor_model_parallel_size
-        yield Problem(False, f"parallel.tensor_model_parallel_size {tp} is more than the {world // hosts} ranks of a node: slow")
+        yield Problem(
+            False,
+            f"parallel.tensor_model_parallel_size {tp} is more than the {world // hosts} ranks of "
+            "a node: slow",
+        )
 
 
 def installed(ranks: Sequence[Facts]) -> Iterator[Problem]:
     """Every host has the GPUs and the packages that the job needs."""
-    for line in dict.fromkeys(f"{facts.host}: {missing}" for facts in ranks for missing in facts.missing):
+    for line in dict.fromkeys(
+        f"{facts.host}: {missing}" for facts in ranks for missing in facts.missing
+    ):
         yield Problem(True, line)
 
 
@@ -81,7 +104,11 @@ def same_everywhere(ranks: Sequence[Facts]) -> Iterator[Problem]:
     """Every rank reads the same job with the same software."""
     for facts in ranks:
         if facts.config_hash != ranks[0].config_hash:
-            yield Problem(True, f"rank {facts.rank} on {facts.host} reads a different job.yaml than rank 0 on {ranks[0].host}")
+            yield Problem(
+                True,
+                f"rank {facts.rank} on {facts.host} reads a different job.yaml than rank 0 on "
+                f"{ranks[0].host}",
+            )
         for name, version in ranks[0].versions.items():
             other = facts.versions.get(name)
             if other != version:
@@ -95,12 +122,16 @@ def names(ranks: Sequence[Facts]) -> Iterator[Problem]:
         return
     for facts in _one_per_host(ranks):
         if facts.interface == "lo":
-            yield Problem(True, f"{facts.host}: GLOO_SOCKET_IFNAME is lo, which no other host can reach: name a device in env.sh")
+            yield Problem(
+                True,
+                f"{facts.host}: GLOO_SOCKET_IFNAME is lo, which no other host can reach: name a "
+                "device in env.sh",
+            )
         elif facts.address.startswith("127.") and not facts.interface:
             yield Problem(
                 True,
-                f"{facts.host}: its name resolves to {facts.address}, which no other host can reach: "
-                "set GLOO_SOCKET_IFNAME in env.sh",
+                f"{facts.host}: its name resolves to {facts.address}, which no other host can "
+                "reach: set GLOO_SOCKET_IFNAME in env.sh",
             )
 
 
@@ -108,14 +139,22 @@ def run_directory(ranks: Sequence[Facts]) -> Iterator[Problem]:
     """The run directory is the same on all hosts, can be written, and has free space."""
     for facts in _one_per_host(ranks):
         if facts.writable:
-            yield Problem(True, f"launch.run_dir cannot be written on {facts.host}: {facts.writable}")
+            yield Problem(
+                True, f"launch.run_dir cannot be written on {facts.host}: {facts.writable}"
+            )
         elif not facts.shared:
             yield Problem(
-                True, f"launch.run_dir is a different directory on {facts.host} than on {ranks[0].host}: use a shared file system"
+                True,
+                f"launch.run_dir is a different directory on {facts.host} than on {ranks[0].host}: "
+                "use a shared file system",
             )
     room = min(ranks, key=lambda facts: facts.free)
     if room.free < FREE_BYTES:
-        yield Problem(False, f"launch.run_dir has {room.free / 2**30:.1f} GiB free on {room.host}: too little for checkpoints?")
+        yield Problem(
+            False,
+            f"launch.run_dir has {room.free / 2**30:.1f} GiB free on {room.host}: too little for "
+            "checkpoints?",
+        )
 
 
 def clocks(ranks: Sequence[Facts]) -> Iterator[Problem]:
@@ -123,7 +162,11 @@ def clocks(ranks: Sequence[Facts]) -> Iterator[Problem]:
     middle = statistics.median(facts.clock for facts in ranks)
     for facts in _one_per_host(ranks):
         if abs(facts.clock - middle) > CLOCK_S:
-            yield Problem(False, f"the clock of {facts.host} is {facts.clock - middle:+.0f} s off the clocks of the others")
+            yield Problem(
+                False,
+                f"the clock of {facts.host} is {facts.clock - middle:+.0f} s off the clocks of the "
+                "others",
+            )
 
 
 def gpus(ranks: Sequence[Facts]) -> Iterator[Problem]:
@@ -132,28 +175,38 @@ def gpus(ranks: Sequence[Facts]) -> Iterator[Problem]:
     if len(kinds) > 1:
         by_kind = {facts.gpu.get("name"): facts for facts in reversed(ranks)}
         shown = ", ".join(
-            f"{facts.host} has {kind or 'none'}" for kind, facts in sorted(by_kind.items(), key=lambda item: str(item[0]))
+            f"{facts.host} has {kind or 'none'}"
+            for kind, facts in sorted(by_kind.items(), key=lambda item: str(item[0]))
         )
         yield Problem(None in kinds, f"GPUs differ: {shown}")
     for facts in ranks:
         where = f"GPU {facts.gpu.get('index')} of {facts.host}"
         if facts.gpu.get("uncorrected_errors"):
-            yield Problem(True, f"{where}: {facts.gpu['uncorrected_errors']} uncorrected memory errors: leave out this node")
+            yield Problem(
+                True,
+                f"{where}: {facts.gpu['uncorrected_errors']} uncorrected memory errors: leave out "
+                "this node",
+            )
         total, free = facts.gpu.get("total", 0), facts.gpu.get("free", 0)
         if total and free < FREE_GPU_SHARE * total:
             yield Problem(
-                False, f"{where}: only {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free: does another process use it?"
+                False,
+                f"{where}: only {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free: does "
+                "another process use it?",
             )
 
 
 def slow_ranks(ranks: Sequence[Facts]) -> Iterator[Problem]:
-    """No rank multiplies matrices at less than half the median speed, because all ranks wait for the slowest."""
+    """No rank multiplies matrices at less than half the median speed, because all ranks wait for
+    the slowest.
+    """
     middle = statistics.median(facts.flops for facts in ranks)
     for facts in ranks:
         if facts.flops * SLOW_RANK < middle:
             yield Problem(
                 False,
-                f"slow rank {facts.rank} on {facts.host}: {facts.flops / 1e9:,.1f} GFLOP/s, the median is {middle / 1e9:,.1f}",
+                f"slow rank {facts.rank} on {facts.host}: {facts.flops / 1e9:,.1f} GFLOP/s, the "
+                f"median is {middle / 1e9:,.1f}",
             )
 
 
@@ -177,13 +230,16 @@ def slow_links(ranks: Sequence[Facts]) -> Iterator[Problem]:
             if link.rate * SLOW_LINK < good:
                 yield Problem(
                     False,
-                    f"slow link {sender} -> {receiver} (hop {link.hop}, rank {link.sender} to {link.receiver}): "
-                    f"{link.rate / 1e6:,.1f} MB/s, better links {good / 1e6:,.1f}",
+                    f"slow link {sender} -> {receiver} (hop {link.hop}, rank {link.sender} to "
+                    f"{link.receiver}): {link.rate / 1e6:,.1f} MB/s, better links "
+                    f"{good / 1e6:,.1f}",
                 )
 
 
 def summary(ranks: Sequence[Facts]) -> Iterator[str]:
-    """One line per hop: bandwidth, latency and the slowest link; and one for each class of links between any two ranks."""
+    """One line per hop: bandwidth, latency and the slowest link; and one for each class of links
+    between any two ranks.
+    """
     links = [link for facts in ranks for link in facts.links]
     hosts = [facts.host for facts in ranks]
     for hop in sorted({link.hop for link in links}):
@@ -191,22 +247,31 @@ def summary(ranks: Sequence[Facts]) -> Iterator[str]:
         slow = min(mine, key=lambda link: link.rate)
         latency = statistics.median(link.latency for link in mine)
         yield (
-            f"hop {hop}: {slow.rate / 1e6:,.1f} to {max(link.rate for link in mine) / 1e6:,.1f} MB/s, {latency * 1e6:,.0f} us; "
-            f"slowest from rank {slow.sender} ({hosts[slow.sender]}) to rank {slow.receiver} ({hosts[slow.receiver]})"
+            f"hop {hop}: {slow.rate / 1e6:,.1f} to {max(link.rate for link in mine) / 1e6:,.1f} "
+            f"MB/s, {latency * 1e6:,.0f} us; slowest from rank {slow.sender} "
+            f"({hosts[slow.sender]}) to rank {slow.receiver} ({hosts[slow.receiver]})"
         )
     pairs = [link for facts in ranks for link in facts.pairs]
     for name, of in by_class(hosts, pairs).items():
         yield (
-            f"links {name}: {of['links']} measured, {of['slowest_gb_s'] * 1e3:,.1f} to {of['fastest_gb_s'] * 1e3:,.1f} MB/s, "
-            f"{of['latency_us']:,.0f} us"
+            f"links {name}: {of['links']} measured, {of['slowest_gb_s'] * 1e3:,.1f} to "
+            f"{of['fastest_gb_s'] * 1e3:,.1f} MB/s, {of['latency_us']:,.0f} us"
         )
     if pairs and len(pairs) < len(ranks) * (len(ranks) - 1):
-        yield f"{len(pairs)} of {len(ranks) * (len(ranks) - 1)} links were measured in the time that preflight has"
+        yield (
+            f"{len(pairs)} of {len(ranks) * (len(ranks) - 1)} links were measured in the time that "
+            "preflight has"
+        )
 
 
 def from_json(data: Mapping[str, Any]) -> Facts:
     """The facts from JSON that `dataclasses.asdict` has made."""
-    return Facts(**{**data, **{name: [LinkSpeed(*link) for link in data[name]] for name in ("links", "pairs")}})
+    return Facts(
+        **{
+            **data,
+            **{name: [LinkSpeed(*link) for link in data[name]] for name in ("links", "pairs")},
+        }
+    )
 
 
 def _one_per_host(ranks: Sequence[Facts]) -> list[Facts]:

@@ -1,7 +1,9 @@
-"""Preflight's measurement of links: every hop of the context-parallel groups, then every pair of ranks, and the file of both.
+"""Preflight's measurement of links: every hop of the context-parallel groups, then every pair of
+ranks, and the file of both.
 
-In each round every rank sends to one rank and receives from another, all at once, so that n ranks take n - 1 rounds for all
-n * (n - 1) links. Rounds end when `LINKS_S` seconds are over; what is left is not measured, and the report says so.
+In each round every rank sends to one rank and receives from another, all at once, so that n ranks
+take n - 1 rounds for all n * (n - 1) links. Rounds end when `LINKS_S` seconds are over; what is
+left is not measured, and the report says so.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from cp_ring.tools.slurm.preflight_checks import Facts
 if TYPE_CHECKING:
     from cp_ring.plan.ranges import Ints
 
-TIMEOUT_S = 300  # a rank may start, and answer, much later than another one: cold file systems, busy nodes
+# a rank may start, and answer, much later than another one: cold file systems, busy nodes
+TIMEOUT_S = 300
 LINKS_S = 12.0
 """Seconds after which no round begins."""
 MEASURED_HOPS = 16
@@ -31,7 +34,9 @@ _MESSAGE = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}  # bytes
 
 
 def measure_links(job: JobConfig, size: int, store: Any, facts: Facts) -> None:
-    """Fills in `facts.links` and `facts.pairs` of one of `size` ranks, where the job has hops. All ranks call this together."""
+    """Fills in `facts.links` and `facts.pairs` of one of `size` ranks, where the job has hops. All
+    ranks call this together.
+    """
     import torch.distributed as dist
 
     tp, cp = job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size
@@ -50,16 +55,23 @@ def measure_links(job: JobConfig, size: int, store: Any, facts: Facts) -> None:
     dist.destroy_process_group()
 
 
-def measure(groups: Ints, rank: int, device: str, limit: float = LINKS_S) -> tuple[list[LinkSpeed], list[LinkSpeed]]:
-    """The hops by which this rank receives in its group, and its links from all ranks. All ranks of the job call this together.
+def measure(
+    groups: Ints, rank: int, device: str, limit: float = LINKS_S
+) -> tuple[list[LinkSpeed], list[LinkSpeed]]:
+    """The hops by which this rank receives in its group, and its links from all ranks. All ranks of
+    the job call this together.
 
-    groups: int64 [groups, cp], the ranks of each context-parallel group. limit: seconds after which no round begins.
+    groups: int64 [groups, cp], the ranks of each context-parallel group. limit: seconds after which
+    no round begins.
     """
     import torch
 
     began, size, cp = time.monotonic(), groups.size, groups.shape[1]
     group = next(group for group in groups.tolist() if rank in group)
-    place, large = group.index(rank), torch.zeros(_MESSAGE[device], dtype=torch.uint8, device=device)
+    place, large = (
+        group.index(rank),
+        torch.zeros(_MESSAGE[device], dtype=torch.uint8, device=device),
+    )
     hops: list[LinkSpeed] = []
     for hop in range(1, min(cp, MEASURED_HOPS + 1)):
         if not _time_is_left(began, limit, device):
@@ -74,7 +86,9 @@ def measure(groups: Ints, rank: int, device: str, limit: float = LINKS_S) -> tup
 
 
 def _time_is_left(began: float, limit: float, device: str) -> bool:
-    """Whether a further round may begin: the same answer on all ranks. The first one is also torch's first collective."""
+    """Whether a further round may begin: the same answer on all ranks. The first one is also
+    torch's first collective.
+    """
     import torch
     import torch.distributed as dist
 
@@ -93,12 +107,19 @@ def _link(large: Any, hop: int, sender: int, rank: int, receiver: int) -> LinkSp
 
 
 def write_links(folder: Path, ranks: Sequence[Facts]) -> Iterator[str]:
-    """Writes what was measured into the run directory, whole or not at all; gives a line that names the file or the reason."""
-    hops, pairs = [link for facts in ranks for link in facts.links], [link for facts in ranks for link in facts.pairs]
+    """Writes what was measured into the run directory, whole or not at all; gives a line that names
+    the file or the reason.
+    """
+    hops, pairs = (
+        [link for facts in ranks for link in facts.links],
+        [link for facts in ranks for link in facts.pairs],
+    )
     if not hops:
         return
     speeds = [facts.speeds for facts in ranks if facts.speeds]
-    slow = {name: min(each[name] for each in speeds) for name in ("tflops", "memory_gb_s") if speeds}
+    slow = {
+        name: min(each[name] for each in speeds) for name in ("tflops", "memory_gb_s") if speeds
+    }
     slow |= {"call_us": max(each["call_us"] for each in speeds)} if speeds else {}
     found = links.record([facts.host for facts in ranks], hops, pairs, slow)
     path = folder / links.FILE

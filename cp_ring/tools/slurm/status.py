@@ -19,7 +19,9 @@ _TAIL_BYTES = 200_000
 
 
 def status(run_dir: Path) -> dict[str, Any]:
-    """State, last step, newest whole checkpoint, restarts, last stop. Raises `ConfigError` if `run_dir` holds no run."""
+    """State, last step, newest whole checkpoint, restarts, last stop. Raises `ConfigError` if
+    `run_dir` holds no run.
+    """
     megatron = _read_megatron(run_dir)
     steps, events = progress.read(run_dir), attempts.read(run_dir)
     last = steps[-1] if steps else {}
@@ -33,7 +35,9 @@ def status(run_dir: Path) -> dict[str, Any]:
         "train_iters": megatron.get("train_iters"),
         "loss": _number_or_none(last.get("lm loss")),
         "seconds_since_step": None if since is None else round(time.time() - since, 1),
-        "checkpoint": _newest_checkpoint(Path(str(megatron.get("save") or run_dir / "checkpoints"))),
+        "checkpoint": _newest_checkpoint(
+            Path(str(megatron.get("save") or run_dir / "checkpoints"))
+        ),
         "restarts": max((event.restart for event in events if event.job == number), default=0),
         "last_stop": _last_stop(run_dir, events),
     }
@@ -43,7 +47,9 @@ def show(facts: dict[str, Any]) -> str:
     """The facts as text, one per line."""
     wanted = f" of {facts['train_iters']}" if facts["train_iters"] else ""
     loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
-    since = "" if facts["seconds_since_step"] is None else f", {facts['seconds_since_step']:.0f} s ago"
+    since = (
+        "" if facts["seconds_since_step"] is None else f", {facts['seconds_since_step']:.0f} s ago"
+    )
     lines = {
         "state": facts["state"],
         "last step": f"{facts['step']}{wanted}{loss}{since}",
@@ -58,7 +64,9 @@ def _read_megatron(run_dir: Path) -> dict[str, Any]:
     """The section megatron of the job.yaml that `cp-ring train` or `submit` wrote."""
     path = run_dir / "job.yaml"
     if not os.path.isfile(path):
-        raise ConfigError(f"{run_dir}: it has no job.yaml, so it is not the launch.run_dir of a job")
+        raise ConfigError(
+            f"{run_dir}: it has no job.yaml, so it is not the launch.run_dir of a job"
+        )
     megatron = configs.read(path, str(path)).get("megatron")
     if not isinstance(megatron, dict):
         raise ConfigError(f"{path}: it has no section megatron, so it is not the job.yaml of a run")
@@ -97,13 +105,19 @@ def _newest_checkpoint(folder: Path) -> str | None:
 
 
 def _last_stop(run_dir: Path, events: list[attempts.Event]) -> str:
-    """Why the last finished attempt ended: the reason from the batch script, and the first error that a rank printed."""
+    """Why the last finished attempt ended: the reason from the batch script, and the first error
+    that a rank printed.
+    """
     starts = [event for event in events if event.kind == "start"]
     stops = [event for event in events if event.kind == "stop"]
     if not starts:
         return ""
     last = stops[-1] if stops else None
-    lost = [start for start in starts[:-1] if not any((s.job, s.restart) == (start.job, start.restart) for s in stops)]
+    lost = [
+        start
+        for start in starts[:-1]
+        if not any((s.job, s.restart) == (start.job, start.restart) for s in stops)
+    ]
     if lost and (last is None or lost[-1].time > last.time):
         what = f"try {lost[-1].restart} from iteration {lost[-1].iteration}"
         return f"{what} ended without a record: its first node was lost, or it was killed"
@@ -123,7 +137,11 @@ def _first_error(logs: Path) -> str:
     for path in logs.glob("rank*.log"):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = [line for line in file.read().decode(errors="replace").splitlines() if _ERROR.search(line)]
+            lines = [
+                line
+                for line in file.read().decode(errors="replace").splitlines()
+                if _ERROR.search(line)
+            ]
         if lines:
             found.append((path.stat().st_mtime_ns, path.stem, lines[-1].strip()))
     return f"; {min(found)[1]}: {min(found)[2][:300]}" if found else ""

@@ -43,12 +43,23 @@ class Site:
             raise ConfigError("--container-mounts needs --container-image")
         for mount in self.container_mounts.split(",") if self.container_mounts else []:
             if not re.fullmatch(r"[^:,]+:/[^:,]*(:[^:,]+)*", mount):
-                raise ConfigError(f"--container-mounts {mount!r}: expected SRC:DST with an absolute path DST")
-        if self.python and "/" in self.python and not self.container_image and not os.access(self.python, os.X_OK):
-            raise ConfigError(f"--python {self.python}: no such program; it must have the same path on all nodes")
+                raise ConfigError(
+                    f"--container-mounts {mount!r}: expected SRC:DST with an absolute path DST"
+                )
+        if (
+            self.python
+            and "/" in self.python
+            and not self.container_image
+            and not os.access(self.python, os.X_OK)
+        ):
+            raise ConfigError(
+                f"--python {self.python}: no such program; it must have the same path on all nodes"
+            )
 
     def srun_options(self, run_dir: Path) -> list[str]:
-        """Options of the pyxis plugin (enroot containers). The run directory has the same path inside the container."""
+        """Options of the pyxis plugin (enroot containers). The run directory has the same path
+        inside the container.
+        """
         if self.container_image is None:
             return []
         mounts = [f"{run_dir}:{run_dir}", *filter(None, [self.container_mounts])]
@@ -61,32 +72,44 @@ class Site:
 
 
 def submit(
-    source: str, resources: batch_script.Resources, site: Site, overrides: Sequence[str] = (), dry_run: bool = False
+    source: str,
+    resources: batch_script.Resources,
+    site: Site,
+    overrides: Sequence[str] = (),
+    dry_run: bool = False,
 ) -> str | None:
-    """Submits the job of a YAML file and returns Slurm's job id. With `dry_run`, prints the script and returns None.
+    """Submits the job of a YAML file and returns Slurm's job id. With `dry_run`, prints the script
+    and returns None.
 
     All checks come before the job is queued. Raises `ConfigError`.
     """
     job = configs.load(source, overrides)
-    launch = job.launch.model_copy(update={"run_dir": commands.run_dir(job).absolute()})  # ranks may start in another folder
+    # ranks may start in another folder
+    launch = job.launch.model_copy(update={"run_dir": commands.run_dir(job).absolute()})
     job = job.model_copy(update={"launch": launch})
     check_resources(job, resources, source)
     _placement(resources, site)
     corpus = commands.find_corpus(job)
     flags, args = commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu")
     if not (site.container_image or site.python):  # the ranks run this Python
-        commands.check_layers(args, dry_run, "; or give the ranks another Python with --python or --container-image")
+        commands.check_layers(
+            args, dry_run, "; or give the ranks another Python with --python or --container-image"
+        )
     script, line = build_script(job, resources, site, flags)
     text = script.render((_launch_folder() / "train.sbatch").read_text())
     batch_script.lint(text)
     if dry_run:
         print(text, end="")
-        for said in [*attention_plan.describe_job(job, _placement(resources, site)), shlex.join(line)]:
+        for said in [
+            *attention_plan.describe_job(job, _placement(resources, site)),
+            shlex.join(line),
+        ]:
             print(f"cp_ring: {said}", file=sys.stderr)
         return None
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "cp-ring submit: sbatch is not installed here; run this on a login node, or train without Slurm: cp-ring train"
+            "cp-ring submit: sbatch is not installed here; run this on a login node, or train "
+            "without Slurm: cp-ring train"
         )
     _reject_second(script.run_dir)
     if corpus is not None:
@@ -96,27 +119,47 @@ def submit(
     _run_sbatch([*line[:1], "--test-only", *line[1:]])
     number = _run_sbatch([*line[:1], "--parsable", *line[1:]]).strip().partition(";")[0]
     attempts.append(script.run_dir, number, "submit")
-    say(f"job {number}; output: {script.run_dir}/logs/job-{number}.log, of the ranks: {script.run_dir}/logs/{number}.0/")
-    say(f"to watch it: cp-ring status {shlex.quote(str(commands.run_dir(job)))}; to end it: scancel {number}")
+    say(
+        f"job {number}; output: {script.run_dir}/logs/job-{number}.log, of the ranks: "
+        f"{script.run_dir}/logs/{number}.0/"
+    )
+    say(
+        f"to watch it: cp-ring status {shlex.quote(str(commands.run_dir(job)))}; to end it: "
+        f"scancel {number}"
+    )
     return number
 
 
 def check_resources(job: configs.JobConfig, resources: batch_script.Resources, source: str) -> None:
     """Raises `ConfigError` that names what to change, unless the job fits the nodes."""
-    for key, default in (("nnodes", 1), ("node_rank", 0), ("master_addr", None), ("max_restarts", 0)):
+    for key, default in (
+        ("nnodes", 1),
+        ("node_rank", 0),
+        ("master_addr", None),
+        ("max_restarts", 0),
+    ):
         if getattr(job.launch, key) != default:
             raise ConfigError(
-                f"{source}: launch.{key} is for cp-ring train: leave it out, because Slurm decides on nodes and restarts"
+                f"{source}: launch.{key} is for cp-ring train: leave it out, because Slurm decides "
+                "on nodes and restarts"
             )
     if job.launch.device == ("cpu" if resources.gpus else "cuda"):
         other = "--ranks-per-node" if resources.gpus else "--gpus-per-node"
-        raise ConfigError(f"launch.device {job.launch.device}: give {other} instead of {resources.per_node_flag}")
+        raise ConfigError(
+            f"launch.device {job.launch.device}: give {other} instead of {resources.per_node_flag}"
+        )
     if job.parallel.ranks == resources.ranks:
         return
     model = job.parallel.ranks // job.parallel.data_parallel_size
-    asked = f"--nodes {resources.nodes} x {resources.per_node_flag} {resources.ranks_per_node} = {resources.ranks} ranks"
+    asked = (
+        f"--nodes {resources.nodes} x {resources.per_node_flag} {resources.ranks_per_node} = "
+        f"{resources.ranks} ranks"
+    )
     if resources.ranks % model:
-        raise ConfigError(f"{asked}: not a multiple of tensor x pipeline x context parallel size in section parallel, {model}")
+        raise ConfigError(
+            f"{asked}: not a multiple of tensor x pipeline x context parallel size in section "
+            f"parallel, {model}"
+        )
     raise ConfigError(
         f"{asked}, but the sizes in section parallel make {job.parallel.ranks}: "
         f"--set parallel.data_parallel_size={resources.ranks // model}"
@@ -135,24 +178,37 @@ def build_script(
         checkpoints=commands.checkpoints(job),
         env_file=run_dir / "env.sh",
         command=[python, "-m", commands.ENTRY, *flags],
-        preflight=[python, "-m", "cp_ring.tools.cli", "preflight", str(run_dir / "job.yaml")] if site.preflight else [],
+        preflight=[python, "-m", "cp_ring.tools.cli", "preflight", str(run_dir / "job.yaml")]
+        if site.preflight
+        else [],
         launcher=site.launcher,
         rank_order=site.rank_order.absolute() if site.rank_order else None,
         srun_options=site.srun_options(run_dir),
     )
-    return script, ["sbatch", f"--output={batch_script.output_pattern(run_dir / 'logs')}", str(run_dir / "job.sbatch")]
+    return script, [
+        "sbatch",
+        f"--output={batch_script.output_pattern(run_dir / 'logs')}",
+        str(run_dir / "job.sbatch"),
+    ]
 
 
 def _placement(resources: batch_script.Resources, site: Site) -> Placement:
-    """The placement on the first hosts of --rank-order; without that option, on stand-ins for hosts that Slurm will choose."""
+    """The placement on the first hosts of --rank-order; without that option, on stand-ins for hosts
+    that Slurm will choose.
+    """
     hosts = [f"node{index}" for index in range(resources.nodes)]
     if site.rank_order:
         try:
             named = site.rank_order.read_text().split()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--rank-order {site.rank_order}: cannot read host names: {error}") from None
+            raise ConfigError(
+                f"--rank-order {site.rank_order}: cannot read host names: {error}"
+            ) from None
         if len(named) < resources.nodes:
-            raise ConfigError(f"--rank-order {site.rank_order}: it names {len(named)} hosts for --nodes {resources.nodes}")
+            raise ConfigError(
+                f"--rank-order {site.rank_order}: it names {len(named)} hosts for --nodes "
+                f"{resources.nodes}"
+            )
         hosts = named[: resources.nodes]
     return Placement(tuple(hosts), resources.ranks_per_node)
 
@@ -164,22 +220,31 @@ def _launch_folder() -> Path:
 
 
 def _write_files(script: batch_script.Script, site: Site, text: str) -> None:
-    """Writes the script and the environment that its ranks source; makes the folder of the log, because Slurm does not."""
+    """Writes the script and the environment that its ranks source; makes the folder of the log,
+    because Slurm does not.
+    """
     (script.run_dir / "logs").mkdir(exist_ok=True)
     (script.run_dir / "job.sbatch").write_text(text)
     shutil.copyfile(site.env_file or _launch_folder() / "env.sh", script.env_file)
 
 
 def _reject_second(run_dir: Path) -> None:
-    """Raises `ConfigError` if a job of this run is queued: two jobs would overwrite each other's checkpoints."""
+    """Raises `ConfigError` if a job of this run is queued: two jobs would overwrite each other's
+    checkpoints.
+    """
     number = attempts.last_job(run_dir)
     state = attempts.queue_state(number) if number else None
     if state is not None:
-        raise ConfigError(f"launch.run_dir {run_dir}: job {number} is {state.name} there; scancel it, or give another folder")
+        raise ConfigError(
+            f"launch.run_dir {run_dir}: job {number} is {state.name} there; scancel it, or give "
+            "another folder"
+        )
 
 
 def _run_sbatch(line: Sequence[str]) -> str:
     done = subprocess.run(list(line), capture_output=True, text=True)
     if done.returncode:
-        raise ConfigError(f"{shlex.join(line[:2])}: {' '.join((done.stderr or done.stdout).split())}")
+        raise ConfigError(
+            f"{shlex.join(line[:2])}: {' '.join((done.stderr or done.stdout).split())}"
+        )
     return done.stdout

@@ -14,7 +14,8 @@ from cp_ring.ops import totals
 from cp_ring.tools.bench import accuracy
 from cp_ring.tools.cli import app
 
-# Of out and of gradients. The worst case, float32, full mask and cp 8, measured 1.08 and 0.96 on an Intel Xeon with AVX-512.
+# Of out and of gradients. The worst case, float32, full mask and cp 8, measured 1.08 and 0.96 on an
+# Intel Xeon with AVX-512.
 LIMITS = {"float32": (1.15, 1.05), "bfloat16": (1.15, 1.10)}
 KINDS = list(accuracy.masks(64))
 
@@ -58,7 +59,9 @@ LOSSY = {"out": ["out"], "dq": ["dq"], "dk and dv": ["dk", "dv"]}
 
 @pytest.mark.parametrize("what", LOSSY)
 def test_a_lossy_sum_is_seen(monkeypatch, what):
-    """The measure itself: accumulators rounded to bfloat16 are far outside the limits, and only they."""
+    """The measure itself: accumulators rounded to bfloat16 are far outside the limits, and only
+    they.
+    """
 
     def lossy(work, names):
         """`work`, an update, whose totals are rounded if one of these sums is meant."""
@@ -66,14 +69,17 @@ def test_a_lossy_sum_is_seen(monkeypatch, what):
         def run(segments, *tensors):
             work(segments, *tensors)
             result = tensors[-1]
-            if what == names(result) and result.dtype == torch.float32:  # not the float64 of the truth
+            # not the float64 of the truth
+            if what == names(result) and result.dtype == torch.float32:
                 result.copy_(result.bfloat16())
 
         return run
 
     monkeypatch.setattr(totals, "merge", lossy(totals.merge, lambda out: "out"))
     # Queries have twice as many heads as keys.
-    monkeypatch.setattr(totals, "add", lossy(totals.add, lambda total: "dq" if total.shape[2] == 2 else "dk and dv"))
+    monkeypatch.setattr(
+        totals, "add", lossy(totals.add, lambda total: "dq" if total.shape[2] == 2 else "dk and dv")
+    )
     monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
     (result,) = accuracy.run(256, 2, 1, 16, ["cpu"], ["float32"], [2], 1, "cpu")
     assert all(result[part] > 100 for part in LOSSY[what]), result
@@ -82,8 +88,22 @@ def test_a_lossy_sum_is_seen(monkeypatch, what):
 
 
 def test_command_gives_json_and_says_what_is_rejected():
-    line = ["bench", "accuracy", "--seq-length", "64", "--cp", "2", "--seeds", "1", "--dtype", "float32", "--json"]
-    found = json.loads(CliRunner().invoke(app, [*line, "--kernel", "cpu", "--kernel", "cudnn"]).stdout)
+    line = [
+        "bench",
+        "accuracy",
+        "--seq-length",
+        "64",
+        "--cp",
+        "2",
+        "--seeds",
+        "1",
+        "--dtype",
+        "float32",
+        "--json",
+    ]
+    found = json.loads(
+        CliRunner().invoke(app, [*line, "--kernel", "cpu", "--kernel", "cudnn"]).stdout
+    )
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {result["kernel"] for result in found["rows"] if "rejected" in result} == {"cudnn"}
     assert all(result["cp"] == 2 for result in found["rows"] if result["kernel"] == "cpu")

@@ -11,7 +11,18 @@ from typer.testing import CliRunner
 from cp_ring.errors import ConfigError
 from cp_ring.tools.cli import app
 
-LINE = ["bench", "attention", "--seq-length", "256", "--heads", "2", "--head-dim", "16", "--repeats", "2"]
+LINE = [
+    "bench",
+    "attention",
+    "--seq-length",
+    "256",
+    "--heads",
+    "2",
+    "--head-dim",
+    "16",
+    "--repeats",
+    "2",
+]
 
 
 def test_a_small_round():
@@ -28,8 +39,14 @@ def test_a_small_round():
     ("options", "says"),
     [
         (["--only", "warp"], "--only warp: no such contestant"),
-        (["--only", "torch_context_parallel"], "--only torch_context_parallel: it does not run with --device cpu"),
-        (["--device", "cuda", "--cp", "2"], "--device cuda: --cp 2 ranks need a CUDA device each, there are 0"),
+        (
+            ["--only", "torch_context_parallel"],
+            "--only torch_context_parallel: it does not run with --device cpu",
+        ),
+        (
+            ["--device", "cuda", "--cp", "2"],
+            "--device cuda: --cp 2 ranks need a CUDA device each, there are 0",
+        ),
         (["--device", "tpu"], "--device tpu: it is cpu or cuda"),
         (["--device", "gpu"], "--device gpu: it is cpu or cuda"),
         (["--dtype", "int8"], "--dtype int8: it is float32 or bfloat16 or float16"),

@@ -1,4 +1,6 @@
-"""`cp-ring bench host` on the CPU. Its times are those of the machine; a test asserts only that they are there."""
+"""`cp-ring bench host` on the CPU. Its times are those of the machine; a test asserts only that
+they are there.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from cp_ring.tools.cli import app
 def test_command_gives_a_row_for_each_pass_and_version(monkeypatch):
     monkeypatch.setattr(host, "_ROUNDS", 1)
     checkout = str(Path(__file__).parents[3])
-    result = CliRunner().invoke(app, ["bench", "host", "--repeats", "1", "--against", checkout, "--json"])
+    result = CliRunner().invoke(
+        app, ["bench", "host", "--repeats", "1", "--against", checkout, "--json"]
+    )
     assert result.exit_code == 0, result.exception
     rows = json.loads(result.stdout)["rows"]
     assert {(row["pass"], row["cp_ring"]) for row in rows} == {
-        (name, version) for name in ("forward", "backward") for version in ("this version", checkout)
+        (name, version)
+        for name in ("forward", "backward")
+        for version in ("this version", checkout)
     }
     assert all(0 < row["hop_us"] < 1e6 for row in rows)
 

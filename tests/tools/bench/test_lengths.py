@@ -16,9 +16,19 @@ LONG = PackedWork((700, 10, 20, 30, 40, 50, 60, 114), heads=2, head_dim=16)
 
 def test_what_each_split_computes_and_moves():
     about = {name: lengths.about(LONG, name) for name in LAYOUTS}
-    assert about["balanced"]["tokens"] == about["zigzag"]["tokens"] == about["independent"]["tokens"] == 1024
+    assert (
+        about["balanced"]["tokens"]
+        == about["zigzag"]["tokens"]
+        == about["independent"]["tokens"]
+        == 1024
+    )
     assert about["per_document_zigzag"]["tokens"] == sum(-(-n // 8) * 8 for n in LONG.lengths)
-    assert about["balanced"]["balance"] < 1.1 < about["zigzag"]["balance"] < about["independent"]["balance"]
+    assert (
+        about["balanced"]["balance"]
+        < 1.1
+        < about["zigzag"]["balance"]
+        < about["independent"]["balance"]
+    )
     assert about["independent"]["bytes"] == 0 < about["balanced"]["bytes"]
     assert sorted(chain(*lengths.greedy(LONG))) == sorted(LONG.lengths)
     assert lengths.greedy(LONG)[0] == [700]
@@ -35,10 +45,15 @@ def test_command():
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout.splitlines()[-1])["rows"]
     assert [row["layout"] for row in rows] == list(LAYOUTS)
-    assert all({"median_s", "cpu_s", "tokens", "balance", "bytes"} <= row.keys() and row["median_s"] > 0 for row in rows)
+    assert all(
+        {"median_s", "cpu_s", "tokens", "balance", "bytes"} <= row.keys() and row["median_s"] > 0
+        for row in rows
+    )
 
 
-@pytest.mark.parametrize(("options", "line"), [(["--seq-length", "100"], "4 ranks need at least 512 tokens")])
+@pytest.mark.parametrize(
+    ("options", "line"), [(["--seq-length", "100"], "4 ranks need at least 512 tokens")]
+)
 def test_bad_sizes_are_one_line(options, line):
     found = CliRunner().invoke(app, ["bench", "lengths", *options])
     assert line in str(found.exception)

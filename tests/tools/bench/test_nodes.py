@@ -1,4 +1,6 @@
-"""`cp-ring bench nodes`: what crosses the nodes is what the plans say, and only that goes over the slow link."""
+"""`cp-ring bench nodes`: what crosses the nodes is what the plans say, and only that goes over the
+slow link.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,18 @@ def test_bytes_between_nodes_and_the_slow_link():
     assert [found["shape"] for found in (direct, relay, heads)] == ["direct", "relay", "heads 2"]
     for found in (direct, relay, heads):
         assert found["bytes_between_nodes"] == found["planned_bytes_between_nodes"] > 0
-    assert direct["bytes_between_nodes"] == 2 * relay["bytes_between_nodes"] == 2 * heads["bytes_between_nodes"]
+    assert (
+        direct["bytes_between_nodes"]
+        == 2 * relay["bytes_between_nodes"]
+        == 2 * heads["bytes_between_nodes"]
+    )
     # All of it passes through the link, in both directions at once.
     for found in (direct, relay, heads):
         assert found["median_s"] > 0.9 * found["bytes_between_nodes"] / 2 / found["bytes_per_s"]
-    assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout.count("\n") == before
+    assert (
+        subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout.count("\n")
+        == before
+    )
 
 
 def test_without_root_it_says_why(monkeypatch):
@@ -41,7 +50,10 @@ def test_without_root_it_says_why(monkeypatch):
     found = CliRunner().invoke(app, ["bench", "nodes", "--json"])
     reason = "a throttled link needs root, to make network namespaces"
     assert json.loads(found.stdout)["rows"] == [{"shape": "direct", "skipped": reason}]
-    assert "not measured: a throttled link needs root" in CliRunner().invoke(app, ["bench", "nodes"]).stdout
+    assert (
+        "not measured: a throttled link needs root"
+        in CliRunner().invoke(app, ["bench", "nodes"]).stdout
+    )
 
 
 @pytest.mark.parametrize("line", [["--seq-length", "12"], ["--heads", "3"], ["--share", "0"]])

@@ -1,4 +1,6 @@
-"""`cp-ring bench overlap`: what it measures is measured on the link that it says, and it leaves nothing behind."""
+"""`cp-ring bench overlap`: what it measures is measured on the link that it says, and it leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests import needs
 
 
 def test_a_throttled_wire_is_as_slow_as_it_says(monkeypatch):
-    """Seconds of the wire are set by the compute that was measured; here it is said to be 0.2 s a hop."""
+    """Seconds of the wire are set by the compute that was measured; here it is said to be 0.2 s a
+    hop.
+    """
     needs.programs("ip", "tc", "nsenter")
     try:
         links.ThrottledLink().close()
@@ -30,10 +34,14 @@ def test_a_throttled_wire_is_as_slow_as_it_says(monkeypatch):
     assert slow["bytes_per_s"] == pytest.approx(2 * 1024 * 4 * 64 * 4 / 0.18)
     assert 0.9 * 0.18 < slow["transfer_s"] < 3 * 0.18
     assert free["transfer_s"] < 0.5 * slow["transfer_s"]
-    # Keys travel in forward and in backward, and there is not that much to compute: the slow wire must show.
+    # Keys travel in forward and in backward, and there is not that much to compute: the slow wire
+    # must show.
     assert slow["median_s"] > 2 * 0.9 * 0.18
     assert slow["exposed"] == slow["median_s"] / free["median_s"] - 1
-    assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout.count("\n") == before
+    assert (
+        subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout.count("\n")
+        == before
+    )
 
 
 def _a_fifth(group, setting, repeats):
@@ -47,7 +55,10 @@ def test_without_root_it_says_why(monkeypatch):
     assert json.loads(found.stdout)["rows"] == [
         {"name": "cp_ring", "skipped": "a throttled link needs root, to make network namespaces"}
     ]
-    assert "not measured: a throttled link needs root" in CliRunner().invoke(app, ["bench", "overlap"]).stdout
+    assert (
+        "not measured: a throttled link needs root"
+        in CliRunner().invoke(app, ["bench", "overlap"]).stdout
+    )
     monkeypatch.setattr(links.shutil, "which", lambda tool: None if tool == "tc" else tool)
     assert "needs tc, not found" in CliRunner().invoke(app, ["bench", "overlap", "--json"]).stdout
 

@@ -1,4 +1,6 @@
-"""`cp-ring bench rates`. Its rates are those of the machine; a test asserts that they are there and that a plan takes them."""
+"""`cp-ring bench rates`. Its rates are those of the machine; a test asserts that they are there and
+that a plan takes them.
+"""
 
 import json
 

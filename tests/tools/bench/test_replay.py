@@ -36,9 +36,19 @@ def test_efficiency_of_the_slowest_rank():
 def test_documents_are_balanced():
     mask = Mask.documents([0, 100, 104, 120, 128])
     plan = Plan.build(mask, Layout.balanced(mask, 2))
-    result = efficiency(2, mask, SIZES, repeats=1, layout="balanced", whole={"kernel": "none", "forward_s": 1.0, "both_s": 1.0})
+    result = efficiency(
+        2,
+        mask,
+        SIZES,
+        repeats=1,
+        layout="balanced",
+        whole={"kernel": "none", "forward_s": 1.0, "both_s": 1.0},
+    )
     assert result["layout"] == plan.layout.name
-    sent = max(sum(receive.tokens for hop in plan.rank_plan(r).hops for receive in hop.receives) for r in range(2))
+    sent = max(
+        sum(receive.tokens for hop in plan.rank_plan(r).hops for receive in hop.receives)
+        for r in range(2)
+    )
     assert result["bytes_received"] >= 2 * sent * SIZES.g * (SIZES.d + SIZES.e) * 4
 
 
@@ -46,15 +56,21 @@ def test_single_call_is_one_kernel_call():
     found = single_call(Mask.causal(96), SIZES, repeats=1)
     assert found["kernel"] == "cpu"
     assert found["forward_s"] > 0
-    with pytest.raises(KernelError, match="no kernel attends to 96 tokens with this mask in one call on cpu"):
+    with pytest.raises(
+        KernelError, match="no kernel attends to 96 tokens with this mask in one call on cpu"
+    ):
         single_call(Mask.causal(96, window=(40, 0)), SIZES, repeats=1)
 
 
 def peaks(cp, schedule, mask=Mask.causal):
-    """The allocator's peak over q, k, v, out and lse of the first rank, one in the middle, and the last."""
+    """The allocator's peak over q, k, v, out and lse of the first rank, one in the middle, and the
+    last.
+    """
     n = cp * SIZES.tokens
     plan = Plan.build(mask(n), Layout.zigzag(n, cp), schedule=schedule)
-    return [replay(plan, rank, SIZES, repeats=1)["peak_extra_bytes"] for rank in (0, cp // 2, cp - 1)]
+    return [
+        replay(plan, rank, SIZES, repeats=1)["peak_extra_bytes"] for rank in (0, cp // 2, cp - 1)
+    ]
 
 
 def test_memory_does_not_grow_with_ranks():
@@ -68,7 +84,9 @@ def test_memory_does_not_grow_with_ranks():
 
 
 def test_memory_of_several_sources_does_not_grow_with_ranks():
-    """The same to the byte as soon as two hops in succession have 4 sources: from 16 ranks on, amid a causal mask from 32 on."""
+    """The same to the byte as soon as two hops in succession have 4 sources: from 16 ranks on, amid
+    a causal mask from 32 on.
+    """
     assert peaks(16, "auto", Mask.full) == peaks(64, "auto", Mask.full)
     few, more, most = (peaks(cp, "auto") for cp in (16, 32, 64))
     assert more == most

@@ -1,4 +1,6 @@
-"""`cp-ring bench timing-cost`. Its times are those of the machine; a test asserts only that they are there."""
+"""`cp-ring bench timing-cost`. Its times are those of the machine; a test asserts only that they
+are there.
+"""
 
 import json
 
@@ -9,7 +11,9 @@ from cp_ring.tools.cli import app
 
 
 def test_command_gives_both_costs():
-    result = CliRunner().invoke(app, ["bench", "timing-cost", "--tokens", "64", "--repeats", "2", "--json"])
+    result = CliRunner().invoke(
+        app, ["bench", "timing-cost", "--tokens", "64", "--repeats", "2", "--json"]
+    )
     assert result.exit_code == 0, result.exception
     recorded, not_recorded = json.loads(result.stdout)["results"]
     assert (recorded["what"], not_recorded["what"]) == ("recorded", "not recorded")

@@ -34,7 +34,11 @@ def run(*args: str):
 
 def test_cost_by_hand() -> None:
     plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
-    costs = cost(plan.verify(), AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32"), num_slots=2)
+    costs = cost(
+        plan.verify(),
+        AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32"),
+        num_slots=2,
+    )
     # 16 pairs a hop, 4 heads, a multiply and an add for each element of q and v.
     assert costs.forward_flops.tolist() == [[2 * 16 * 4 * 24] * 2] * 2
     assert costs.backward_flops.tolist() == [[2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2] * 2
@@ -46,13 +50,16 @@ def test_cost_by_hand() -> None:
 def test_converts_layouts(tmp_path: Path) -> None:
     picture = tmp_path / "conversion.svg"
     sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--ranks-per-node", "2")
-    facts = json.loads(run("--convert", "zigzag:contiguous", *sizes, "--json", "--draw", str(picture)).stdout)
+    facts = json.loads(
+        run("--convert", "zigzag:contiguous", *sizes, "--json", "--draw", str(picture)).stdout
+    )
     # Chunks of 512 tokens: ranks have 0 7, 1 6, 2 5, 3 4 before, and 0 1, 2 3, 4 5, 6 7 after.
     moved = [512 * count * facts["bytes_per_token"] for count in (1, 2, 1, 2)]
     assert facts["bytes_per_token"] == 4 * 16 * 2 and facts["share_of_tokens_that_travel"] == 0.75
     assert facts["bytes_out_per_rank"] == facts["bytes_in_per_rank"] == moved
     assert facts["messages_out_per_rank"] == [1, 2, 1, 2]
-    assert facts["bytes_between_nodes"] == 512 * facts["bytes_per_token"] * 4  # chunks 7 and 6, 2 and 3
+    # chunks 7 and 6, 2 and 3
+    assert facts["bytes_between_nodes"] == 512 * facts["bytes_per_token"] * 4
     assert facts["tokens_after_per_rank"] == [1024] * 4 and picture.stat().st_size
     shown = run("--convert", "contiguous:balanced", "--documents-mean", "300").stdout
     assert "contiguous to balanced: 4,096 tokens" in shown and "of the tokens travel" in shown
@@ -61,9 +68,15 @@ def test_converts_layouts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--convert", "zigzag"], "--convert 'zigzag': give two layouts, BEFORE:AFTER, as in zigzag:contiguous"),
+        (
+            ["--convert", "zigzag"],
+            "--convert 'zigzag': give two layouts, BEFORE:AFTER, as in zigzag:contiguous",
+        ),
         (["--convert", "zigzag:diagonal"], "'diagonal': known are"),
-        (["--convert", "zigzag:contiguous", "--layout", "balanced"], "names both layouts: leave out --layout"),
+        (
+            ["--convert", "zigzag:contiguous", "--layout", "balanced"],
+            "names both layouts: leave out --layout",
+        ),
     ],
 )
 def test_conversions_that_cannot_be(options: list[str], message: str) -> None:
@@ -74,7 +87,9 @@ def test_bytes_between_nodes() -> None:
     plan = Plan.build(Mask.full(64), Layout.contiguous(64, 8))
     assert between_nodes(plan.ring, 8) == 0.0
     assert between_nodes(plan.ring, 4) == pytest.approx(4 / 7)
-    assert between_nodes(Plan.build(Mask.full(64), Layout.contiguous(64, 8), "ring").ring, 4) == pytest.approx(2 / 8)
+    assert between_nodes(
+        Plan.build(Mask.full(64), Layout.contiguous(64, 8), "ring").ring, 4
+    ) == pytest.approx(2 / 8)
 
 
 def test_timeline_overlaps_and_keeps_order() -> None:
@@ -92,7 +107,10 @@ def test_timeline_overlaps_and_keeps_order() -> None:
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
 def test_draws(tmp_path: Path, name: str) -> None:
-    draw(Plan.build(Mask.documents([0, 100, 250, 256]), Layout.zigzag(256, 4), "ring"), str(tmp_path / name))
+    draw(
+        Plan.build(Mask.documents([0, 100, 250, 256]), Layout.zigzag(256, 4), "ring"),
+        str(tmp_path / name),
+    )
     data = (tmp_path / name).read_bytes()
     assert len(data) > 10_000 and (data.startswith(b"\x89PNG") or b"<svg" in data[:1000])
 
@@ -107,7 +125,9 @@ def test_draws_only_what_it_can(tmp_path: Path) -> None:
 
 def test_json_has_its_keys() -> None:
     facts = json.loads(run("--window", "512", "--json").stdout)
-    assert {"tokens_per_rank", "work_per_rank", "bytes_in_per_rank", "share_of_full_ring", "balance", "moving_hops", "build_ms",
+    assert {"tokens_per_rank", "work_per_rank", "bytes_in_per_rank", "share_of_full_ring", "balance",
+        "moving_hops",
+        "build_ms",
             "verify_ms"} <= set(facts)  # fmt: skip
     assert facts["tokens_per_rank"] == [1024] * 4
     assert sum(facts["work_per_rank"]) == Mask.causal(4096, (512, 0)).area()
@@ -117,12 +137,17 @@ def test_json_has_its_keys() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("gemma-style-window --set parallel.context_parallel_size=4", {"cp": 4, "n": 131072, "head_parallel": 1}),
-        ("quickstart --cp 8 --set megatron.cp_comm_type=a2a+p2p --set megatron.hierarchical_context_parallel_sizes=[4,2] "
-         "--set parallel.context_parallel_size=8", {"n": 2048, "head_parallel": 4, "cp": 2}),
-        ("quickstart --seq-length 4096 --set megatron.cp_comm_type=all_gather --set parallel.context_parallel_size=4",
+        ("gemma-style-window --set parallel.context_parallel_size=4", {"cp": 4, "n": 131072,
+            "head_parallel": 1}),
+        ("quickstart --cp 8 --set megatron.cp_comm_type=a2a+p2p --set "
+         "megatron.hierarchical_context_parallel_sizes=[4,2] --set "
+         "parallel.context_parallel_size=8", {"n": 2048, "head_parallel": 4, "cp": 2}),
+        ("quickstart --seq-length 4096 --set megatron.cp_comm_type=all_gather --set "
+         "parallel.context_parallel_size=4",
          {"n": 4096, "schedule": [0, 1, 1, 1]}),
-        ("deepseek-style-mla-moe --layout contiguous --set cp_ring.route=ring", {"route": "ring", "layout": "contiguous"}),
+        ("deepseek-style-mla-moe --layout contiguous --set cp_ring.route=ring", {"route": "ring",
+            "layout":
+            "contiguous"}),
     ],
 )  # fmt: skip
 def test_the_plan_of_a_job(options: str, expected: dict) -> None:
@@ -132,37 +157,66 @@ def test_the_plan_of_a_job(options: str, expected: dict) -> None:
 
 
 def test_bytes_between_nodes_by_shape() -> None:
-    """Relays, and heads exchanged among a node's ranks, send keys to each other node once; direct once to each rank there."""
-    line = ["plan", "--seq-length", "524288", "--cp", "64", "--ranks-per-node", "8", "--kv-heads", "8", "--heads", "64", "--json"]
+    """Relays, and heads exchanged among a node's ranks, send keys to each other node once; direct
+    once to each rank there.
+    """
+    line = [
+        "plan",
+        "--seq-length",
+        "524288",
+        "--cp",
+        "64",
+        "--ranks-per-node",
+        "8",
+        "--kv-heads",
+        "8",
+        "--heads",
+        "64",
+        "--json",
+    ]
     moved = json.loads(CliRunner().invoke(app, [*line, "--full"]).stdout)["bytes_between_nodes"]
     assert moved["direct"] == 64 * 56 * (524288 // 64) * 2 * 8 * 128 * 2
     assert moved["relay"] * 8 == moved["direct"] == moved["heads 8"] * 8
     assert moved["ring"] == 8 * 63 * (524288 // 64) * 2 * 8 * 128 * 2
     members = json.loads(CliRunner().invoke(app, [*line, "--head-parallel", "8"]).stdout)
-    assert members["cp"] == 8 and members["head_parallel"] == 8 and members["share_between_nodes"] == 1.0
+    assert (
+        members["cp"] == 8
+        and members["head_parallel"] == 8
+        and members["share_between_nodes"] == 1.0
+    )
 
 
 def test_schedule_and_kernel_calls() -> None:
     """With several sources a hop, 7 remote sources take few kernel calls, on every rank."""
 
     def facts(*options: str) -> dict[str, list[int]]:
-        result = CliRunner().invoke(app, ["plan", "--seq-length", "65536", "--cp", "8", "--json", *options])
+        result = CliRunner().invoke(
+            app, ["plan", "--seq-length", "65536", "--cp", "8", "--json", *options]
+        )
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)
 
     auto = facts()
     assert auto["schedule"] == [0, 1, 1, 1, 2, 2, 2, 2] and max(auto["kernel_calls_per_rank"]) <= 5
     network = facts("--ranks-per-node", "1")
-    assert network["schedule"] == [0, 1, 1, 2, 2, 2, 3, 3] and max(network["kernel_calls_per_rank"]) <= 5
+    assert (
+        network["schedule"] == [0, 1, 1, 2, 2, 2, 3, 3]
+        and max(network["kernel_calls_per_rank"]) <= 5
+    )
     assert facts("--schedule", "ring")["kernel_calls_per_rank"] == [8] * 8
     assert facts("--schedule", "gather", "--slot-shards", "7")["schedule"] == [0, *[1] * 7]
     assert facts("--schedule", "0,1,2,2,3,3,4,4")["schedule"] == [0, 1, 2, 2, 3, 3, 4, 4]
     assert facts("--slot-shards", "1")["schedule"] == list(range(8))
     assert facts("--route", "ring")["schedule"] == list(range(8))
     plan = Plan.build(Mask.causal(65536), Layout.zigzag(65536, 8), node_size=8)
-    counted = [sum(len(lower(hop.tiles, Capabilities()).tiles) for hop in plan.rank_plan(rank).hops) for rank in range(8)]
+    counted = [
+        sum(len(lower(hop.tiles, Capabilities()).tiles) for hop in plan.rank_plan(rank).hops)
+        for rank in range(8)
+    ]
     assert auto["kernel_calls_per_rank"] == counted
-    shown = " ".join(CliRunner().invoke(app, ["plan", "--seq-length", "64K", "--cp", "8"]).stdout.split())
+    shown = " ".join(
+        CliRunner().invoke(app, ["plan", "--seq-length", "64K", "--cp", "8"]).stdout.split()
+    )
     assert "remote sources of each hop: 3, 4; at most 4 kernel calls of a rank in forward" in shown
 
 
@@ -206,20 +260,44 @@ def test_masks_of_several_intervals(tmp_path: Path) -> None:
             ["--seq-length", "8K"],
             Mask.shared_prefix([(1024, [512, 512, 100]), (2048, [1024])], 8192),
         ),
-        ("shared-prefix:512,256x2", ["--window", "100"], Mask.shared_prefix([(512, [256] * 2)], window=(100, 0))),
-        ("images:100-356,1000-1256", ["--seq-length", "2K"], Mask.images(2048, [(100, 356), (1000, 1256)])),
-        ("global:0-16", ["--seq-length", "2K", "--window", "64"], Mask.with_global(2048, [(0, 16)], (64, 0))),
+        (
+            "shared-prefix:512,256x2",
+            ["--window", "100"],
+            Mask.shared_prefix([(512, [256] * 2)], window=(100, 0)),
+        ),
+        (
+            "images:100-356,1000-1256",
+            ["--seq-length", "2K"],
+            Mask.images(2048, [(100, 356), (1000, 1256)]),
+        ),
+        (
+            "global:0-16",
+            ["--seq-length", "2K", "--window", "64"],
+            Mask.with_global(2048, [(0, 16)], (64, 0)),
+        ),
         (f"tree:{tree}", [], Mask.tree([-1, 0, 0], [64, 32, 16])),
         ("block-causal:256", ["--seq-length", "2K"], Mask.block_causal(2048, 256)),
         ("block-diffusion:256", ["--seq-length", "2K"], Mask.block_diffusion(2048, 256)),
     ):
-        result = CliRunner().invoke(app, ["plan", "--cp", "4", "--layout", "balanced", "--mask", text, "--json", *more])
+        result = CliRunner().invoke(
+            app, ["plan", "--cp", "4", "--layout", "balanced", "--mask", text, "--json", *more]
+        )
         assert result.exit_code == 0, result.output
         facts = json.loads(result.stdout)
-        assert (facts["n"], facts["mask"], sum(facts["work_per_rank"])) == (expected.n, expected.name, expected.area()), text
+        assert (facts["n"], facts["mask"], sum(facts["work_per_rank"])) == (
+            expected.n,
+            expected.name,
+            expected.area(),
+        ), text
     picture = tmp_path / "tree.png"
-    result = CliRunner().invoke(app, ["plan", "--cp", "2", "--mask", f"tree:{tree}", "--draw", str(picture)])
-    assert result.exit_code == 0 and picture.exists() and "tree: 3 branches of 1 root" in " ".join(result.stdout.split())
+    result = CliRunner().invoke(
+        app, ["plan", "--cp", "2", "--mask", f"tree:{tree}", "--draw", str(picture)]
+    )
+    assert (
+        result.exit_code == 0
+        and picture.exists()
+        and "tree: 3 branches of 1 root" in " ".join(result.stdout.split())
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,14 +306,32 @@ def test_masks_of_several_intervals(tmp_path: Path) -> None:
         (["--mask", "stripes:3"], "--mask 'stripes:3': known are shared-prefix:PROMPT,RESPONSE"),
         (["--mask", "images"], "--mask 'images': known are"),
         (["--mask", "images:0-4"], "--mask images:0-4: give --seq-length"),
-        (["--mask", "images:4", "--seq-length", "64"], "--mask images:4: write it as START-END,..."),
-        (["--mask", "images:4-9,7-12", "--seq-length", "64"], r"--mask images:4-9,7-12: spans 4\.\.9 and 7\.\.12 overlap"),
+        (
+            ["--mask", "images:4", "--seq-length", "64"],
+            "--mask images:4: write it as START-END,...",
+        ),
+        (
+            ["--mask", "images:4-9,7-12", "--seq-length", "64"],
+            r"--mask images:4-9,7-12: spans 4\.\.9 and 7\.\.12 overlap",
+        ),
         (["--mask", "shared-prefix:4,x"], "--mask shared-prefix:4,x: write it as PROMPT,RESPONSE"),
-        (["--mask", "shared-prefix:40,8", "--seq-length", "16"], "the branches have 48 tokens, the stream 16"),
-        (["--mask", "tree:/does/not/exist.json"], "--mask tree:/does/not/exist.json: cannot read it: No such file"),
+        (
+            ["--mask", "shared-prefix:40,8", "--seq-length", "16"],
+            "the branches have 48 tokens, the stream 16",
+        ),
+        (
+            ["--mask", "tree:/does/not/exist.json"],
+            "--mask tree:/does/not/exist.json: cannot read it: No such file",
+        ),
         (["--mask", "block-diffusion:4", "--seq-length", "63"], "has no two equal halves"),
-        (["--mask", "shared-prefix:4,2", "--full"], "is a mask by itself: leave out --full and --prefix"),
-        (["--mask", "global:0-4", "--seq-length", "64", "--documents-mean", "9"], "has no documents: leave out --documents"),
+        (
+            ["--mask", "shared-prefix:4,2", "--full"],
+            "is a mask by itself: leave out --full and --prefix",
+        ),
+        (
+            ["--mask", "global:0-4", "--seq-length", "64", "--documents-mean", "9"],
+            "has no documents: leave out --documents",
+        ),
         (["--documents-mean", "9"], "--documents and --documents-mean need --seq-length"),
         ([], "--seq-length: give the tokens of the sequence, or a --mask"),
     ],
@@ -252,10 +348,15 @@ TOKENS = {"64K": 65536, "128k": 131072, "1M": 1 << 20, "1.5k": 1536, "10_000": 1
 
 @pytest.mark.parametrize(("text", "tokens"), TOKENS.items())
 def test_tokens_with_a_unit(text: str, tokens: int) -> None:
-    result = CliRunner().invoke(app, ["plan", "--seq-length", text, "--cp", "2", "--window", "1K", "--json"])
+    result = CliRunner().invoke(
+        app, ["plan", "--seq-length", text, "--cp", "2", "--window", "1K", "--json"]
+    )
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
-    assert facts["n"] == tokens and sum(facts["work_per_rank"]) == Mask.causal(tokens, (1024, 0)).area()
+    assert (
+        facts["n"] == tokens
+        and sum(facts["work_per_rank"]) == Mask.causal(tokens, (1024, 0)).area()
+    )
 
 
 @pytest.mark.parametrize("option", ["--seq-length", "--window", "--prefix", "--documents-mean"])
@@ -265,10 +366,15 @@ def test_bad_tokens_are_one_line_that_names_the_option(
 ) -> None:
     if (option, text) == ("--documents-mean", "1.3"):
         return  # a mean need not be whole
-    monkeypatch.setattr(sys, "argv", ["cp-ring", "plan", "--seq-length", "4096", "--cp", "4", option, text])
+    monkeypatch.setattr(
+        sys, "argv", ["cp-ring", "plan", "--seq-length", "4096", "--cp", "4", option, text]
+    )
     with pytest.raises(SystemExit, match="2"):
         main()
-    expected = f"cp_ring: error: Invalid value for '{option}': '{text}' is not a number of tokens such as 65536, 64K or 1M\n"
+    expected = (
+        f"cp_ring: error: Invalid value for '{option}': '{text}' is not a number of tokens such as "
+        "65536, 64K or 1M\n"
+    )
     assert capsys.readouterr().err == expected
 
 
@@ -278,7 +384,13 @@ def test_help_names_every_option_at_80_columns(monkeypatch: pytest.MonkeyPatch) 
     shown = run("--help").stdout
     assert max(map(len, shown.splitlines())) <= 80
     options = set(shown.replace("│", " ").split())
-    assert {"--seq-length", "--chunks-per-rank", "--documents-mean", "--ranks-per-node", "--num-slots"} <= options
+    assert {
+        "--seq-length",
+        "--chunks-per-rank",
+        "--documents-mean",
+        "--ranks-per-node",
+        "--num-slots",
+    } <= options
     assert all(f"─ {panel} ─" in shown for panel in ("Mask", "Layout and route", "Sizes", "Output"))
 
 
@@ -290,26 +402,49 @@ def test_registered_layouts_and_routes_can_be_chosen(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(LAYOUTS, "striped", striped)
     monkeypatch.setitem(ROUTES, "mine", ROUTES["direct"])
     result = CliRunner().invoke(
-        app, ["plan", "--seq-length", "256", "--cp", "4", "--layout", "striped", "--route", "mine", "--json"]
+        app,
+        [
+            "plan",
+            "--seq-length",
+            "256",
+            "--cp",
+            "4",
+            "--layout",
+            "striped",
+            "--route",
+            "mine",
+            "--json",
+        ],
     )
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
-    assert (facts["layout"], facts["route"], facts["tokens_per_rank"]) == ("striped", "mine", [64] * 4)
+    assert (facts["layout"], facts["route"], facts["tokens_per_rank"]) == (
+        "striped",
+        "mine",
+        [64] * 4,
+    )
     plan = Plan.build(Mask.causal(256), striped(Mask.causal(256), 4), "mine")
     plan.verify(rank_plans=True)
-    assert repr(Plan.build_rank_plan(plan.mask, plan.layout, 3, route="mine")) == repr(plan.rank_plan(3))
-    assert "striped" in str(run("--layout", "spiral").exception) and "mine" in str(run("--route", "scenic").exception)
+    assert repr(Plan.build_rank_plan(plan.mask, plan.layout, 3, route="mine")) == repr(
+        plan.rank_plan(3)
+    )
+    assert "striped" in str(run("--layout", "spiral").exception) and "mine" in str(
+        run("--route", "scenic").exception
+    )
 
 
 def test_drawing_without_matplotlib_names_the_extra() -> None:
     code = (
-        "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.backends.backend_agg'] = None;"
-        "sys.argv = ['cp-ring', 'plan', '--seq-length', '64', '--cp', '2', '--draw', 'plan.png'];"
-        "from cp_ring.tools.cli import main; main()"
+        "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.backends.backend_agg'] = "
+        "None;sys.argv = ['cp-ring', 'plan', '--seq-length', '64', '--cp', '2', '--draw', "
+        "'plan.png'];from cp_ring.tools.cli import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr == "cp_ring: error: drawing a plan needs matplotlib: pip install 'cp-ring[draw]'\n"
+    assert (
+        done.stderr
+        == "cp_ring: error: drawing a plan needs matplotlib: pip install 'cp-ring[draw]'\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -317,16 +452,26 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
     [
         (["--layout", "spiral"], "--layout 'spiral': known are zigzag"),
         (["--route", "scenic"], "--route 'scenic': known are auto, direct, ring"),
-        (["--schedule", "spiral"], "--schedule 'spiral': known are auto, ring, gather, or the hop of each ring distance"),
+        (
+            ["--schedule", "spiral"],
+            "--schedule 'spiral': known are auto, ring, gather, or the hop of each ring distance",
+        ),
         (["--schedule", "0,1,2"], "--schedule 0,1,2: 3 hops for 4 ranks"),
         (["--schedule", "0,1,2,1"], "--schedule 0,1,2,1: it decreases from hop 2 to hop 1"),
         (["--schedule", "0,2,2,2"], "--schedule 0,2,2,2: it leaves out hop 1"),
         (
             ["--schedule", "gather", "--slot-shards", "2"],
-            "--schedule gather: a hop has 3 sources, but --slot-shards is 2: raise --slot-shards to 3",
+            "--schedule gather: a hop has 3 sources, but --slot-shards is 2: raise --slot-shards "
+            "to 3",
         ),
-        (["--head-parallel", "3"], "--head-parallel=3: it must divide the 4 context-parallel ranks"),
-        (["--head-parallel", "4", "--heads", "6", "--kv-heads", "2"], "heads=4: it must divide the 6 query heads"),
+        (
+            ["--head-parallel", "3"],
+            "--head-parallel=3: it must divide the 4 context-parallel ranks",
+        ),
+        (
+            ["--head-parallel", "4", "--heads", "6", "--kv-heads", "2"],
+            "heads=4: it must divide the 6 query heads",
+        ),
         (
             ["--route", "relay", "--ranks-per-node", "2", "--schedule", "gather"],
             "--schedule gather: the route relay has a schedule",
@@ -340,7 +485,10 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         (["--num-slots", "1", "--schedule", "ring"], "num_slots is 1"),
         (["--cp", "0"], "context parallel size 0"),
         (["--seq-length", "0"], "--seq-length 0"),
-        (["--seq-length", "1000000000000"], "--seq-length 1000000000000: it must be at least 1 and at most"),
+        (
+            ["--seq-length", "1000000000000"],
+            "--seq-length 1000000000000: it must be at least 1 and at most",
+        ),
         (["--documents-mean", "nan"], "documents of nan tokens"),
         (["--documents-mean", "inf"], "documents of inf tokens"),
         (["--documents-mean", "5", "--seed", "-1"], "--seed -1"),
@@ -349,7 +497,10 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         (["--wire", "zip"], "--wire 'zip': known are plain, int8, fp8, latent"),
         (["--wire", "latent"], "--wire latent needs --mla LATENT,ROPE,NOPE,VALUE"),
         (["--mla", "512,64"], "--mla 512,64: it must be 4 numbers"),
-        (["--mla", "8,8,8,8", "--wire", "latent", "--head-parallel", "2"], "--wire latent does not support --head-parallel 2"),
+        (
+            ["--mla", "8,8,8,8", "--wire", "latent", "--head-parallel", "2"],
+            "--wire latent does not support --head-parallel 2",
+        ),
     ],
 )
 def test_bad_input_is_one_line(options: list[str], message: str) -> None:
@@ -364,28 +515,52 @@ def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
         raise MemoryError("Unable to allocate 1 PiB")
 
     monkeypatch.setattr(Plan, "build", full)
-    assert str(run().exception) == "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"
+    assert (
+        str(run().exception)
+        == "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"
+    )
 
 
 def test_wires_of_multi_latent_attention() -> None:
-    """The proportions of DeepSeek-V3: 512 + 64 numbers a token in place of 128 heads of 128 + 64 and 128."""
-    options = ["--seq-length", "131072", "--cp", "8", "--heads", "128", "--mla", "512,64,128,128", "--json"]
-    plain, latent, int8 = (json.loads(run(*options, "--wire", wire).stdout) for wire in ("plain", "latent", "int8"))
+    """The proportions of DeepSeek-V3: 512 + 64 numbers a token in place of 128 heads of 128 + 64
+    and 128.
+    """
+    options = [
+        "--seq-length",
+        "131072",
+        "--cp",
+        "8",
+        "--heads",
+        "128",
+        "--mla",
+        "512,64,128,128",
+        "--json",
+    ]
+    plain, latent, int8 = (
+        json.loads(run(*options, "--wire", wire).stdout) for wire in ("plain", "latent", "int8")
+    )
     for name in ("bytes_in_per_rank", "bytes_out_per_rank", "gradient_bytes_in_per_rank"):
         assert all(70 * x <= y for x, y in zip(latent[name], plain[name], strict=True))
     assert max(int8["bytes_in_per_rank"]) < 0.52 * max(plain["bytes_in_per_rank"])
     waits = latent["predicted_exposed_seconds"]
     assert waits["plain"] == plain["predicted_exposed_seconds"]["plain"]
     assert 0 <= waits["latent"]["forward"] < 0.1 * waits["plain"]["forward"]
-    assert latent["memory"]["both: key and value slots"] * 70 < plain["memory"]["both: key and value slots"]
-    assert latent["memory"]["both: a hop's keys and values, decoded"] == plain["memory"]["both: key and value slots"] // 2
+    assert (
+        latent["memory"]["both: key and value slots"] * 70
+        < plain["memory"]["both: key and value slots"]
+    )
+    assert (
+        latent["memory"]["both: a hop's keys and values, decoded"]
+        == plain["memory"]["both: key and value slots"] // 2
+    )
 
 
 def test_a_window_is_costed_for_the_kernel_that_is_assumed() -> None:
     """Native windows take one call where lower and upper triangles take a hundred."""
     line = ["plan", "--seq-length", "65536", "--cp", "8", "--window", "128"]
     native, lowered = (
-        json.loads(CliRunner().invoke(app, [*line, "--json", *more]).stdout) for more in ([], ["--kernel", "cudnn"])
+        json.loads(CliRunner().invoke(app, [*line, "--json", *more]).stdout)
+        for more in ([], ["--kernel", "cudnn"])
     )
     assert native["kernel"] == "flash" and max(native["kernel_calls_per_rank"]) <= 4
     assert lowered["kernel"] == "cudnn" and min(lowered["kernel_calls_per_rank"]) > 100
@@ -397,7 +572,10 @@ def test_a_window_is_costed_for_the_kernel_that_is_assumed() -> None:
 def test_kernels_of_plans_are_those_of_the_registry(monkeypatch) -> None:
     assert list(KERNELS) == list(kernels.REGISTRY)
     for name in ("cpu", "reference", "cudnn", "flash_aten"):
-        assert capabilities_of(name) == importlib.import_module(kernels.REGISTRY[name]).KERNEL.capabilities, name
+        assert (
+            capabilities_of(name)
+            == importlib.import_module(kernels.REGISTRY[name]).KERNEL.capabilities
+        ), name
     module = types.ModuleType("mine")
     module.KERNEL = types.SimpleNamespace(capabilities=Capabilities(narrow_bands=8))
     monkeypatch.setitem(sys.modules, "mine", module)
@@ -409,15 +587,24 @@ def test_kernels_of_plans_are_those_of_the_registry(monkeypatch) -> None:
 
 def test_the_verdict_comes_first() -> None:
     shown = CliRunner().invoke(app, ["plan", "--cp", "4", "--seq-length", "4096"]).stdout
-    assert shown.startswith("proven for 4 ranks: a layer takes ") and "of the speed of one kernel call" in " ".join(shown.split())
+    assert shown.startswith(
+        "proven for 4 ranks: a layer takes "
+    ) and "of the speed of one kernel call" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(("cp", "panel"), [(4, "left"), (4, "right"), (4, "both"), (24, "both")])
 def test_text_of_pictures_stays_text(tmp_path: Path, cp: int, panel: str) -> None:
     path, n = tmp_path / "plan.svg", cp * 64
-    draw(Plan.build(Mask.causal(n, window=(100, 0)), Layout.zigzag(n, cp)), str(path), panel=panel, width=8)
+    draw(
+        Plan.build(Mask.causal(n, window=(100, 0)), Layout.zigzag(n, cp)),
+        str(path),
+        panel=panel,
+        width=8,
+    )
     text = path.read_text()
-    assert ("query position" in text) == (panel != "right") and ("idle time" in text) == (panel != "left")
+    assert ("query position" in text) == (panel != "right") and ("idle time" in text) == (
+        panel != "left"
+    )
     assert "causal, window 100" in text and "32 heads, 8 for keys and values, of 128, bf16" in text
     assert ("TFLOP/s a rank" in text) == (panel != "left"), "rates of the prediction"
     assert ("rank 3" in text) == (cp == 4), "a scale of colors instead of a legend"
@@ -425,7 +612,11 @@ def test_text_of_pictures_stays_text(tmp_path: Path, cp: int, panel: str) -> Non
 
 def test_many_documents_are_drawn_again_larger(tmp_path: Path) -> None:
     many = Mask.documents([0, *range(10, 400, 13), 400])
-    assert zoomed(many) == (192, 244) and zoomed(Mask.documents([0, 100, 250, 400])) is None and zoomed(Mask.causal(400)) is None
+    assert (
+        zoomed(many) == (192, 244)
+        and zoomed(Mask.documents([0, 100, 250, 400])) is None
+        and zoomed(Mask.causal(400)) is None
+    )
     draw(Plan.build(many, Layout.zigzag(400, 4)), str(tmp_path / "plan.svg"), panel="left", width=8)
     assert "tokens 192 to 244" in (tmp_path / "plan.svg").read_text()
 
@@ -437,5 +628,9 @@ def test_idle_time() -> None:
 
 @pytest.mark.parametrize("wrong", [["--panel", "up"], ["--width", "0"]])
 def test_pictures_that_cannot_be(wrong: list[str]) -> None:
-    error = CliRunner().invoke(app, ["plan", "--cp", "2", "--seq-length", "64", "--draw", "x.png", *wrong]).exception
+    error = (
+        CliRunner()
+        .invoke(app, ["plan", "--cp", "2", "--seq-length", "64", "--draw", "x.png", *wrong])
+        .exception
+    )
     assert isinstance(error, PlanError) and wrong[0] in str(error)

@@ -16,24 +16,33 @@ from cp_ring.tools.slurm.status import status
 from tests import browser
 
 TIMING = {
-    "step": 2, "attention_ms": 12.0, "exposed_ms": 3.0, "exposed_share": 0.25, "balance_planned": 1.0, "balance_timed": 1.1,
+    "step": 2, "attention_ms": 12.0, "exposed_ms": 3.0, "exposed_share": 0.25, "balance_planned": 1.0,
+    "balance_timed": 1.1,
     "plans_ms": 0.0, "wire_gb_s": {"inside nodes": 9.5},
     "hops": [{"direction": "forward", "hop": 1, "compute_ms": 2.0, "wait_ms": 1.0}],
     "slowest_rank": {"rank": 3, "host": "n<1>", "slower": 1.2, "share": 0.9},
-    "slowest_link": {"sender": 0, "receiver": 1, "hosts": ["a", "b"], "slower": 4.0, "share": 1.0, "waited": 0.1},
+    "slowest_link": {"sender": 0, "receiver": 1, "hosts": ["a", "b"], "slower": 4.0, "share": 1.0,
+    "waited": 0.1},
 }  # fmt: skip
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    job = {"megatron": {"seq_length": 512, "train_iters": 4, "num_attention_heads": 4}, "parallel": {"context_parallel_size": 4},
+    job = {"megatron": {"seq_length": 512, "train_iters": 4, "num_attention_heads": 4}, "parallel": {
+        "context_parallel_size": 4},
            "cp_ring": {"enabled": True}}  # fmt: skip
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     for step in (1, 2, 3, 2, 3, 4):
         extra = {"timing": TIMING} if step == 3 else {}
-        progress.append(str(tmp_path), step, {"lm loss": 5.0 - step, "tokens per second": 100.0, "memory": 2**30, **extra})
+        progress.append(
+            str(tmp_path),
+            step,
+            {"lm loss": 5.0 - step, "tokens per second": 100.0, "memory": 2**30, **extra},
+        )
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / run_page.CERTIFICATE).write_text(json.dumps({"versions": {"torch": "2.13.0"}, "passed": True}))
+    (tmp_path / "checkpoints" / run_page.CERTIFICATE).write_text(
+        json.dumps({"versions": {"torch": "2.13.0"}, "passed": True})
+    )
     progress.finish(str(tmp_path), 4)
     return tmp_path
 
@@ -50,7 +59,11 @@ class Parts(HTMLParser):
         found = dict(attributes)
         self.sections += [found["id"]] if tag == "section" else []
         self.ids += [found["id"]] if "id" in found else []
-        self.loaded += [found[name] for name in ("src", "href", "xlink:href") if not (found.get(name) or "#").startswith("#")]
+        self.loaded += [
+            found[name]
+            for name in ("src", "href", "xlink:href")
+            if not (found.get(name) or "#").startswith("#")
+        ]
 
 
 def test_page(run_dir, tmp_path):
@@ -59,7 +72,13 @@ def test_page(run_dir, tmp_path):
     assert result.exit_code == 0, result.exception
     text = out.read_text()
     parts = Parts(text)
-    assert parts.sections == ["state", "curves", "where-the-time-goes", "plan", "certificate-and-versions"]
+    assert parts.sections == [
+        "state",
+        "curves",
+        "where-the-time-goes",
+        "plan",
+        "certificate-and-versions",
+    ]
     assert parts.loaded == [] and "@import" not in text and len(parts.ids) == len(set(parts.ids))
     assert text.count("<svg") == 2, "curves and plan"
     for words in (
@@ -96,14 +115,26 @@ def test_a_real_browser_shows_each_panel(run_dir, tmp_path):
     (tmp_path / "site").mkdir()
     run_page.write(run_dir, tmp_path / "site" / "index.html")
     seen = browser.visit(tmp_path / "site", LOOK, {}, tmp_path / "page.png")
-    assert set(seen.asked) <= {"/", "/look.js", "/hold.png", "/favicon.ico"}, "the page needs nothing else"
+    assert set(seen.asked) <= {"/", "/look.js", "/hold.png", "/favicon.ico"}, (
+        "the page needs nothing else"
+    )
     panels = {panel["id"]: panel for panel in seen.found}
-    assert list(panels) == ["state", "curves", "where-the-time-goes", "plan", "certificate-and-versions"]
+    assert list(panels) == [
+        "state",
+        "curves",
+        "where-the-time-goes",
+        "plan",
+        "certificate-and-versions",
+    ]
     for panel in panels.values():
-        assert panel["title"] and panel["width"] > 500 and panel["height"] > 50 and panel["seen"] > 20, panel
+        assert (
+            panel["title"] and panel["width"] > 500 and panel["height"] > 50 and panel["seen"] > 20
+        ), panel
     for name in ("curves", "plan"):
         ((width, height),) = panels[name]["pictures"]
-        assert width > 500 and height > 200 and panels[name]["words"] > 10, "pictures are drawn, and their text is text"
+        assert width > 500 and height > 200 and panels[name]["words"] > 10, (
+            "pictures are drawn, and their text is text"
+        )
     assert (tmp_path / "page.png").stat().st_size > 20_000
 
 
@@ -120,7 +151,9 @@ def test_a_page_of_a_run_that_has_just_begun(tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_one_line(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match="--html .*: cannot write: No such file or directory".replace(".*", ".+")):
+    with pytest.raises(
+        ConfigError, match="--html .*: cannot write: No such file or directory".replace(".*", ".+")
+    ):
         run_page.write(run_dir, tmp_path / "none" / "out.html")
 
 
@@ -130,12 +163,16 @@ def test_watch_ends_when_the_run_is_done(run_dir):
     console = Console(record=True, width=120)
     console.print(watch.picture(status(run_dir), progress.read(run_dir)))
     shown = console.export_text()
-    assert "step 4 | loss 1.0000 | 100 tokens/s" in shown and "25.0% of attention is waiting, slowest rank 3" in shown
+    assert (
+        "step 4 | loss 1.0000 | 100 tokens/s" in shown
+        and "25.0% of attention is waiting, slowest rank 3" in shown
+    )
 
 
 @pytest.mark.parametrize(
     "timing",
-    [{}, {"slowest_rank": {}}, {"slowest_rank": {"rank": 1}}, {"hops": [{}]}, {"hops": 3}, {"slowest_link": [1]},
+    [{}, {"slowest_rank": {}}, {"slowest_rank": {"rank": 1}}, {"hops": [{}]}, {"hops": 3}, {
+        "slowest_link": [1]},
      {"exposed_share": "x"}, {"wire_gb_s": None}],
     ids=str,
 )  # fmt: skip

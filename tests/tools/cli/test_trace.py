@@ -17,7 +17,9 @@ from tests.observe.virtual_time import LINK_S, PAIR_S, VirtualRing
 def file(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     ring = VirtualRing(4, lambda rank: 1.0 + (rank == 2), lambda *_: 1.0, monkeypatch)
-    trace.write(tmp_path / "trace.json", {0: ring.sample(0, calls=2, schedule="ring", kernels=True)}, 0.0)
+    trace.write(
+        tmp_path / "trace.json", {0: ring.sample(0, calls=2, schedule="ring", kernels=True)}, 0.0
+    )
     return tmp_path / "trace.json"
 
 
@@ -30,9 +32,14 @@ def run(*words):
 
 def test_summary(file):
     facts = json.loads(run(file, "--json"))
-    assert facts["steps"] == [0] and facts["messages"] == sum(2 for _ in range(4) for _ in range(3 + 3 + 3))
+    assert facts["steps"] == [0] and facts["messages"] == sum(
+        2 for _ in range(4) for _ in range(3 + 3 + 3)
+    )
     compute = {each["rank"]: each["compute_ms"] for each in facts["ranks"]}
-    assert compute[2] == pytest.approx(2 * compute[0]) and [each["calls"] for each in facts["ranks"]] == [4] * 4
+    assert (
+        compute[2] == pytest.approx(2 * compute[0])
+        and [each["calls"] for each in facts["ranks"]] == [4] * 4
+    )
     (hop,) = [each for each in facts["hops"] if (each["direction"], each["hop"]) == ("forward", 2)]
     assert hop["compute_ms"] == pytest.approx(2 * 512 * PAIR_S * 1.25 * 1e3, rel=1e-3)
     assert facts["longest_waits"][0]["wait_ms"] > 0
@@ -53,6 +60,7 @@ def test_prediction_is_the_measured_call_where_all_ranks_are_alike(tmp_path, mon
     bars, work, sizes = measured_bars(trace.read(tmp_path / "t.json"), 0)
     predicted = predicted_bars(work, dict.fromkeys(sizes, 1), PAIR_S * 1e3, LINK_S * 1e3)
     ends = [
-        [(bar.begin, bar.end) for bar in each if (bar.kind, bar.rank, bar.hop) == ("compute", 1, 1)] for each in (bars, predicted)
+        [(bar.begin, bar.end) for bar in each if (bar.kind, bar.rank, bar.hop) == ("compute", 1, 1)]
+        for each in (bars, predicted)
     ]
     assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-3)

@@ -1,4 +1,6 @@
-"""Bad launch and config inputs: each is rejected in one line that names the setting, before any rank starts."""
+"""Bad launch and config inputs: each is rejected in one line that names the setting, before any
+rank starts.
+"""
 
 import re
 import shutil
@@ -29,8 +31,14 @@ TRAIN = [
     ("megatron.seq_length=33", ["--seq-length 33", "--context-parallel-size 4"]),
     ("megatron.window_size=16,4", ["--window-size"]),
     ("megatron.cp_comm_type=pigeon", ["--cp-comm-type", "pigeon"]),
-    ("megatron.context_parallel_size=2", ["megatron.context_parallel_size", "parallel.context_parallel_size"]),
-    ("megatron.tensor_model_parallel_size=2", ["megatron.tensor_model_parallel_size", "parallel.tensor_model_parallel_size"]),
+    (
+        "megatron.context_parallel_size=2",
+        ["megatron.context_parallel_size", "parallel.context_parallel_size"],
+    ),
+    (
+        "megatron.tensor_model_parallel_size=2",
+        ["megatron.tensor_model_parallel_size", "parallel.tensor_model_parallel_size"],
+    ),
     ("megatron.cp_ring_layout=zigzag", ["megatron.cp_ring_layout", "section cp_ring"]),
     ("megatron.hybrid_context_parallel=true", ["--hybrid-context-parallel"]),
     ("megatron.fp8_dot_product_attention=true", ["--fp8-dot-product-attention"]),
@@ -87,7 +95,10 @@ SUBMIT = [
     (["--nodes", "0", "--ranks-per-node", "2"], ["--nodes 0"]),
     (["--nodes", "2", "--ranks-per-node", "0"], ["--ranks-per-node 0"]),
     (["--nodes", "2"], ["--gpus-per-node", "--ranks-per-node"]),
-    (["--nodes", "2", "--ranks-per-node", "2", "--gpus-per-node", "2"], ["--gpus-per-node", "--ranks-per-node"]),
+    (
+        ["--nodes", "2", "--ranks-per-node", "2", "--gpus-per-node", "2"],
+        ["--gpus-per-node", "--ranks-per-node"],
+    ),
     (GPU, ["launch.device cpu", "--ranks-per-node"]),
     (["--nodes", "3", "--ranks-per-node", "1"], ["--nodes 3", "--ranks-per-node 1", "4"]),
     (["--nodes", "4", "--ranks-per-node", "2"], ["--nodes 4", "parallel.data_parallel_size=2"]),
@@ -105,11 +116,23 @@ SUBMIT = [
     ([*CPU, "--rank-order", "/nosuch"], ["--rank-order /nosuch"]),
     ([*CPU, "--rank-order", sys.executable], ["--rank-order", "cannot read host names"]),
     ([*CPU, "--container-mounts", "/a:/b"], ["--container-mounts", "--container-image"]),
-    ([*CPU, "--warn-seconds", "600", "--time", "0:01:00"], ["--warn-seconds 600", "--time 0:01:00 is 60 s"]),
+    (
+        [*CPU, "--warn-seconds", "600", "--time", "0:01:00"],
+        ["--warn-seconds 600", "--time 0:01:00 is 60 s"],
+    ),
     ([*CPU, "--time", "2"], ["--warn-seconds 120", "--time 2 is 120 s"]),
-    ([*CPU, "--container-image", "x", "--container-mounts", "data"], ["--container-mounts 'data'", "SRC:DST"]),
-    ([*CPU, "--container-image", "x", "--container-mounts", "/a:/b,/c"], ["--container-mounts '/c'", "SRC:DST"]),
-    ([*CPU, "--container-image", "x", "--container-mounts", "/a:b"], ["--container-mounts '/a:b'", "absolute path"]),
+    (
+        [*CPU, "--container-image", "x", "--container-mounts", "data"],
+        ["--container-mounts 'data'", "SRC:DST"],
+    ),
+    (
+        [*CPU, "--container-image", "x", "--container-mounts", "/a:/b,/c"],
+        ["--container-mounts '/c'", "SRC:DST"],
+    ),
+    (
+        [*CPU, "--container-image", "x", "--container-mounts", "/a:b"],
+        ["--container-mounts '/a:b'", "absolute path"],
+    ),
     ([*CPU, "--python", "/nosuch/python"], ["--python /nosuch/python"]),
     ([*CPU, "--set", "launch.nnodes=2"], ["launch.nnodes"]),
     ([*CPU, "--set", "launch.max_restarts=3"], ["launch.max_restarts"]),
@@ -132,7 +155,10 @@ FILES = [
     ("a: " + "{a: " * 2500, ["not valid YAML: it is nested too deeply"]),
     ("a:\n " + "- " * 5000 + "x", ["not valid YAML: it is nested too deeply"]),
     ("a: &a [*a]", ["not valid YAML: an alias stands for what it is in"]),
-    ("a: &a [" + "x," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]", ["not valid YAML: it has more than"]),
+    (
+        "a: &a [" + "x," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]",
+        ["not valid YAML: it has more than"],
+    ),
     ("a: " + "x" * (1 << 20), ["not valid YAML: it has more than 1048576 characters"]),
     ("megatron:\n  lr: 1\n  num_layers: 2\n  lr: 2", ["the key 'lr' is given twice"]),
     ("data: {}\nlaunch: {}\ndata: {}", ["the key 'data' is given twice"]),
@@ -158,7 +184,10 @@ USAGE = [
     (["bench", "accuracy", "--seeds", "0"], ["--seeds", "1"]),
     (["bench", "replay", "--cp", "2", "--cp", "0"], ["--cp", "1"]),
     (["bench", "replay", "--device", "gpu"], ["--device gpu", "cpu or cuda"]),
-    *((["bench", name, "--repeats", "0"], ["--repeats", "1"]) for name in ("plan", "attention", "replay", "overlap")),
+    *(
+        (["bench", name, "--repeats", "0"], ["--repeats", "1"])
+        for name in ("plan", "attention", "replay", "overlap")
+    ),
 ]
 
 UNREADABLE = "/proc/self/mem"  # a regular file; to read its first page is an error, for root too
@@ -181,12 +210,18 @@ def no_rank(monkeypatch):
 
     monkeypatch.setattr(cp_ring.tools.job.train, "launch", start)
     run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda line, **options: start(line) if line[0] == "sbatch" else run(line, **options))
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        lambda line, **options: start(line) if line[0] == "sbatch" else run(line, **options),
+    )
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "sbatch" else "/bin/" + name)
 
 
 def rejection(*line):
-    """The one line with which the command is rejected; `main` prints it after `cp_ring: error: ` and exits with 2."""
+    """The one line with which the command is rejected; `main` prints it after `cp_ring: error: `
+    and exits with 2.
+    """
     with pytest.raises((ConfigError, PlanError, KernelError)) as rejected:
         app(list(line), standalone_mode=False)
     message = " ".join(str(rejected.value).split())
@@ -209,7 +244,9 @@ def test_train(file, no_rank, monkeypatch, tmp_path, override, words):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("options", "words"), SUBMIT, ids=[" ".join(options) for options, _ in SUBMIT])
+@pytest.mark.parametrize(
+    ("options", "words"), SUBMIT, ids=[" ".join(options) for options, _ in SUBMIT]
+)
 def test_submit(file, no_rank, monkeypatch, tmp_path, options, words):
     monkeypatch.chdir(tmp_path)
     named(rejection("submit", file, *options), words)
@@ -234,16 +271,28 @@ def test_file(no_rank, monkeypatch, tmp_path, capsys, command, text, words):
 
 @pytest.mark.parametrize("command", ["train", "submit"])
 def test_unreadable_file(no_rank, command):
-    named(rejection(command, UNREADABLE, *(CPU if command == "submit" else [])), [f"{UNREADABLE}: cannot be read"])
+    named(
+        rejection(command, UNREADABLE, *(CPU if command == "submit" else [])),
+        [f"{UNREADABLE}: cannot be read"],
+    )
 
 
 def test_a_model_from_elsewhere_needs_no_sizes(file, no_rank, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
+    sizes = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "max_position_embeddings",
+    )
     no_sizes = [word for key in sizes for word in ("--set", f"megatron.{key}=null")]
     for override in ("megatron.use_checkpoint_args=true", "megatron.yaml_cfg=model.yaml"):
         app(["train", file, *no_sizes, "--set", override, "--dry-run"], standalone_mode=False)
-    app(["train", file, *no_sizes[:2], "--set", "megatron.hybrid_layer_pattern='*-'", "--dry-run"], standalone_mode=False)
+    app(
+        ["train", file, *no_sizes[:2], "--set", "megatron.hybrid_layer_pattern='*-'", "--dry-run"],
+        standalone_mode=False,
+    )
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
@@ -258,7 +307,10 @@ def test_status_of_an_unreadable_file(tmp_path):
     named(rejection("status", str(tmp_path)), ["job.yaml: cannot be read"])
 
 
-@pytest.mark.parametrize("step", ['{"step": 3}', '{"step": 3, "time": "noon", "lm loss": "low"}', '{"step": 3, "lm loss": [1]}'])
+@pytest.mark.parametrize(
+    "step",
+    ['{"step": 3}', '{"step": 3, "time": "noon", "lm loss": "low"}', '{"step": 3, "lm loss": [1]}'],
+)
 def test_status_without_time_or_loss(tmp_path, capsys, step):
     (tmp_path / "job.yaml").write_text("megatron: {}")
     (tmp_path / "steps.jsonl").write_text(step + "\n")
@@ -310,15 +362,23 @@ def printed(monkeypatch, capsys, *line):
 
 
 def test_version(monkeypatch, capsys):
-    assert re.fullmatch(r"cp-ring \S+, torch \S+, megatron-core \S+\n", printed(monkeypatch, capsys, "--version"))
+    assert re.fullmatch(
+        r"cp-ring \S+, torch \S+, megatron-core \S+\n", printed(monkeypatch, capsys, "--version")
+    )
 
 
-@pytest.mark.parametrize("command", ["train", "certify", "doctor", "submit", "status", "preflight", "slurm submit"])
+@pytest.mark.parametrize(
+    "command", ["train", "certify", "doctor", "submit", "status", "preflight", "slurm submit"]
+)
 def test_help_fits_in_80_columns(monkeypatch, capsys, command):
     monkeypatch.setenv("COLUMNS", "80")
     shown = printed(monkeypatch, capsys, *command.split(), "--help")
     assert "\u2026" not in shown and "Usage: cp-ring" in shown
-    assert not command.endswith("submit") or {"--container-mounts", "--no-preflight", "--ranks-per-node"} <= set(shown.split())
+    assert not command.endswith("submit") or {
+        "--container-mounts",
+        "--no-preflight",
+        "--ranks-per-node",
+    } <= set(shown.split())
 
 
 def test_shells_can_complete(monkeypatch, capsys):

@@ -18,8 +18,24 @@ FOUND = {
     "about": {"not_covered": ["experts, in the loss"]},
     "seconds": 1.25,
     "probes": [
-        {"name": "mask", "layer": "layer 1", "mask": "causal", "error": 2.0, "bound": 0.0, "where": "rank 1", "passed": False},
-        {"name": "out", "layer": "layer 1", "mask": "causal", "error": 1.7e-7, "bound": 5e-6, "where": "rank 0", "passed": True},
+        {
+            "name": "mask",
+            "layer": "layer 1",
+            "mask": "causal",
+            "error": 2.0,
+            "bound": 0.0,
+            "where": "rank 1",
+            "passed": False,
+        },
+        {
+            "name": "out",
+            "layer": "layer 1",
+            "mask": "causal",
+            "error": 1.7e-7,
+            "bound": 5e-6,
+            "where": "rank 0",
+            "passed": True,
+        },
     ],
 }
 
@@ -52,11 +68,14 @@ def test_a_job_on_two_ranks(tmp_path):
     (tmp_path / "texts").mkdir()
     for name in ("a.txt", "b.txt"):
         (tmp_path / "texts" / name).write_text(" ".join(f"word{i % 50}" for i in range(2000)))
-    done = command("certify", tmp_path, TINY | {"megatron.bf16": "true", "megatron.window_size": "40,0"})
+    done = command(
+        "certify", tmp_path, TINY | {"megatron.bf16": "true", "megatron.window_size": "40,0"}
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert re.search(r"mask of gradients .* layer 1 \(window .* passed", done.stdout)
     assert re.search(r"gradient norm .* tiny model of 1 .* passed", done.stdout)
-    assert done.stdout.startswith("\u250f")  # the table and the line behind it, and nothing of what the ranks print
+    # the table and the line behind it, and nothing of what the ranks print
+    assert done.stdout.startswith("\u250f")
     assert re.search(r"cp_ring: (\d+) of \1 probes passed in \d+\.\d s$", done.stdout.strip())
     assert len(done.stderr.splitlines()) <= 6, done.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["logs"]

@@ -34,7 +34,11 @@ def data(tmp_path):
 
 
 def job_of(tmp_path, data, *overrides):
-    here = [f"data.path={data}", f"data.cache={tmp_path / 'cache'}", f"launch.run_dir={tmp_path / 'run'}"]
+    here = [
+        f"data.path={data}",
+        f"data.cache={tmp_path / 'cache'}",
+        f"launch.run_dir={tmp_path / 'run'}",
+    ]
     return config.load("quickstart", [*here, *overrides])
 
 
@@ -60,7 +64,9 @@ def test_settings_to_flags(parser, settings, line):
 
 
 def test_boolean_optional_flags_have_both_forms(parser):
-    action = next(action for action in parser._actions if isinstance(action, argparse.BooleanOptionalAction))
+    action = next(
+        action for action in parser._actions if isinstance(action, argparse.BooleanOptionalAction)
+    )
     flag = next(option for option in action.option_strings if not option.startswith("--no-"))
     key = flag[2:].replace("-", "_")
     for value in (True, False):
@@ -108,19 +114,42 @@ def test_quickstart_is_what_megatron_reads(tmp_path, data, parser):
 
 
 def test_own_datasets_need_no_corpus(tmp_path, data, parser):
-    job = job_of(tmp_path, data, "megatron.mock_data=true", "megatron.tokenizer_type=NullTokenizer", "megatron.vocab_size=255")
+    job = job_of(
+        tmp_path,
+        data,
+        "megatron.mock_data=true",
+        "megatron.tokenizer_type=NullTokenizer",
+        "megatron.vocab_size=255",
+    )
     assert command_line.find_corpus(job) is None
     args = parser.parse_args(command_line.build_command(job, None).megatron)
-    assert args.mock_data and args.train_data_path is None and args.tokenizer_type == "NullTokenizer"
+    assert (
+        args.mock_data and args.train_data_path is None and args.tokenizer_type == "NullTokenizer"
+    )
 
 
 def test_packed_data_sets_mask_documents(tmp_path, data, parser):
     talks = tmp_path / "talks.jsonl"
     talks.write_text("{}")
-    packed = ["megatron.sft=true", f"megatron.data_path=[{talks}]", "cp_ring.layout=balanced", "cp_ring.pack=fill"]
-    args = parser.parse_args(command_line.build_command(job_of(tmp_path, data, *packed), None).megatron)
-    assert args.sft and args.cp_ring_document_mask and args.cp_ring_pack == "fill" and args.data_path == [str(talks)]
-    with pytest.raises(ConfigError, match=r"megatron.sft needs cp_ring.enabled \(--cp-ring\), which masks documents"):
+    packed = [
+        "megatron.sft=true",
+        f"megatron.data_path=[{talks}]",
+        "cp_ring.layout=balanced",
+        "cp_ring.pack=fill",
+    ]
+    args = parser.parse_args(
+        command_line.build_command(job_of(tmp_path, data, *packed), None).megatron
+    )
+    assert (
+        args.sft
+        and args.cp_ring_document_mask
+        and args.cp_ring_pack == "fill"
+        and args.data_path == [str(talks)]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"megatron.sft needs cp_ring.enabled \(--cp-ring\), which masks documents",
+    ):
         command_line.build_command(job_of(tmp_path, data, *packed, "cp_ring.enabled=false"), None)
     talks.unlink()
     with pytest.raises(ConfigError, match=r"--data-path .*talks\.jsonl: does not exist"):
@@ -128,10 +157,21 @@ def test_packed_data_sets_mask_documents(tmp_path, data, parser):
 
 
 def test_several_nodes(tmp_path, data):
-    several = ["launch.nnodes=2", "launch.node_rank=1", "launch.master_addr=10.0.0.1", "parallel.data_parallel_size=2"]
+    several = [
+        "launch.nnodes=2",
+        "launch.node_rank=1",
+        "launch.master_addr=10.0.0.1",
+        "parallel.data_parallel_size=2",
+    ]
     built = command_line.build_command(job_of(tmp_path, data, *several), None)
     shown = shlex.join(built.torchrun)
-    for part in ("--nproc-per-node 2", "--nnodes 2", "--node-rank 1", "--master-addr 10.0.0.1", "--master-port 29500"):
+    for part in (
+        "--nproc-per-node 2",
+        "--nnodes 2",
+        "--node-rank 1",
+        "--master-addr 10.0.0.1",
+        "--master-port 29500",
+    ):
         assert part in shown
     assert "--standalone" not in shown
 
@@ -191,7 +231,15 @@ def test_rejection_is_one_line_and_exit_code_2(cp_ring, override, words):
 
 @pytest.mark.ci
 def test_rejection_by_a_real_process():
-    line = [sys.executable, "-m", "cp_ring.tools.cli", "train", "quickstart", "--set", "megatron.seq_length=2046"]
+    line = [
+        sys.executable,
+        "-m",
+        "cp_ring.tools.cli",
+        "train",
+        "quickstart",
+        "--set",
+        "megatron.seq_length=2046",
+    ]
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and not done.stdout
     assert re.fullmatch(r"cp_ring: error: .*--seq-length 2046.*\n", done.stderr), done.stderr
@@ -199,7 +247,9 @@ def test_rejection_by_a_real_process():
 
 def test_dry_run_prints_a_command_that_a_shell_can_run(cp_ring, tmp_path, data, parser):
     run_dir = f"launch.run_dir={tmp_path}/a b"
-    code, out, err = cp_ring("train", "quickstart", "--dry-run", "--set", f"data.path={data}", "--set", run_dir)
+    code, out, err = cp_ring(
+        "train", "quickstart", "--dry-run", "--set", f"data.path={data}", "--set", run_dir
+    )
     assert code == 0, err
     words = shlex.split(out)
     assert out.count("\n") == 1 and words[0] == "env"
@@ -215,15 +265,23 @@ def test_dry_run_prints_a_command_that_a_shell_can_run(cp_ring, tmp_path, data, 
 def test_flags_are_a_table(cp_ring):
     code, out, _ = cp_ring("flags", "--json")
     entries = {entry["flag"]: entry for entry in json.loads(out)}
-    assert code == 0 and list(entries) == [ContextParallelConfig.flag(name) for name in ContextParallelConfig.model_fields]
-    assert entries["--cp-ring-recompute"]["values"] == "keep, replay" and entries["--cp-ring"]["default"] == "off"
+    assert code == 0 and list(entries) == [
+        ContextParallelConfig.flag(name) for name in ContextParallelConfig.model_fields
+    ]
+    assert (
+        entries["--cp-ring-recompute"]["values"] == "keep, replay"
+        and entries["--cp-ring"]["default"] == "off"
+    )
     code, out, _ = cp_ring("flags")
     assert code == 0 and all(flag in out for flag in entries)
 
 
 def test_help_is_quick_and_loads_no_torch(cp_ring):
     code = "import sys, cp_ring.tools.cli\nprint('torch' in sys.modules, 'megatron' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "False"]
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [
+        "False",
+        "False",
+    ]
     code, out, _ = cp_ring("--help")
     assert code == 0 and "train" in out and "patches" in out
 
@@ -244,12 +302,20 @@ def test_every_packaged_configuration_is_valid(tmp_path, data):
     files = [file for folder in cp_ring.configs.__path__ for file in Path(folder).glob("*.yaml")]
     assert files
     for file in files:
-        assert yaml.safe_load(file.read_text()).keys() <= {*config.JobConfig.model_fields, "presets"}
-        job = config.load(str(file), [f"data.path={data}", f"data.cache={tmp_path}", f"launch.run_dir={tmp_path}"])
+        assert yaml.safe_load(file.read_text()).keys() <= {
+            *config.JobConfig.model_fields,
+            "presets",
+        }
+        job = config.load(
+            str(file), [f"data.path={data}", f"data.cache={tmp_path}", f"launch.run_dir={tmp_path}"]
+        )
         command_line.build_command(job, command_line.find_corpus(job), elsewhere=True)
 
 
-@pytest.mark.parametrize(("sharded", "connections"), [(None, "1"), ("use_torch_fsdp2", None), ("use_megatron_fsdp", None)])
+@pytest.mark.parametrize(
+    ("sharded", "connections"),
+    [(None, "1"), ("use_torch_fsdp2", None), ("use_megatron_fsdp", None)],
+)
 def test_sharded_parameters_get_more_than_one_cuda_connection(monkeypatch, sharded, connections):
     """Megatron asks for one before Blackwell, and rejects one where parameters are sharded."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)

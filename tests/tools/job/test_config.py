@@ -10,7 +10,9 @@ from cp_ring.tools.job import config
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump({"megatron": {"train_iters": 3}, "parallel": {"context_parallel_size": 2}}))
+    path.write_text(
+        yaml.safe_dump({"megatron": {"train_iters": 3}, "parallel": {"context_parallel_size": 2}})
+    )
     return str(path)
 
 
@@ -55,13 +57,19 @@ def test_later_override_wins(file):
         ("parallel.context_parallel_size=0", ["parallel.context_parallel_size", "0"]),
         ("parallel.context_parallel_size=two", ["parallel.context_parallel_size", "'two'"]),
         ("data.validation_fraction=2", ["data.validation_fraction", "2"]),
-        ("megatron.context_parallel_size=2", ["megatron.context_parallel_size", "parallel.context_parallel_size"]),
+        (
+            "megatron.context_parallel_size=2",
+            ["megatron.context_parallel_size", "parallel.context_parallel_size"],
+        ),
         ("megatron.cp_ring=true", ["megatron.cp_ring", "section cp_ring"]),
         ("launch.node_rank=3", ["launch.node_rank 3", "launch.nnodes 1"]),
         ("launch.nnodes=2", ["launch.nnodes 2", "launch.master_addr"]),
         ("megatron.train_iters", ["--set megatron.train_iters", "section.key=value"]),
         ("=3", ["--set =3", "section.key=value"]),
-        ("megatron.train_iters.deep=3", ["--set megatron.train_iters.deep=3", "train_iters is not a section"]),
+        (
+            "megatron.train_iters.deep=3",
+            ["--set megatron.train_iters.deep=3", "train_iters is not a section"],
+        ),
         ("megatron.x=[1", ["--set megatron.x=[1", "YAML"]),
     ],
 )
@@ -96,14 +104,24 @@ def test_packaged_configurations_by_name():
 def test_summaries_say_nothing_of_commands():
     about = {entry["name"]: entry["about"] for entry in config.summaries()}
     assert about["llama3-8b-128k"] == "Llama 3.1 8B at 131,072 tokens on one node of 8 GPUs"
-    assert about["quickstart"].endswith("on two ranks") and about["packed-sft-64k"].endswith("; on one node of 8 GPUs")
-    assert not [text for text in about.values() if "two CPU ranks" in text or "--set" in text or ":" in text]
+    assert about["quickstart"].endswith("on two ranks") and about["packed-sft-64k"].endswith(
+        "; on one node of 8 GPUs"
+    )
+    assert not [
+        text for text in about.values() if "two CPU ranks" in text or "--set" in text or ":" in text
+    ]
 
 
 def test_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    job = config.load("quickstart", ["data.path=~/texts", "data.cache=~/cache", "launch.run_dir=~/run"])
-    assert (job.data.path, job.data.cache, job.launch.run_dir) == (tmp_path / "texts", tmp_path / "cache", tmp_path / "run")
+    job = config.load(
+        "quickstart", ["data.path=~/texts", "data.cache=~/cache", "launch.run_dir=~/run"]
+    )
+    assert (job.data.path, job.data.cache, job.launch.run_dir) == (
+        tmp_path / "texts",
+        tmp_path / "cache",
+        tmp_path / "run",
+    )
 
 
 def test_two_numbers_with_a_colon_are_text():

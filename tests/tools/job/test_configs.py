@@ -1,4 +1,6 @@
-"""The packaged configurations: what Megatron makes of them at full size, and how their tiny presets train."""
+"""The packaged configurations: what Megatron makes of them at full size, and how their tiny presets
+train.
+"""
 
 import importlib
 import json
@@ -26,7 +28,9 @@ BASELINE = {
     "packed-sft-64k": REFERENCE,
     "million": [*STOCK, "cp_ring.loss_chunk=0"],
 }
-NOTHING_SAVED = [f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")]
+NOTHING_SAVED = [
+    f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")
+]
 
 
 def flags(name, device, *overrides):
@@ -48,16 +52,33 @@ def traces(tmp_path_factory):
 @pytest.fixture(scope="module")
 def more_traces(tmp_path_factory):
     """What `tiny_runs` does for the other configurations."""
-    return tiny_runs(tmp_path_factory.mktemp("more_configs"), [name for name in FULL_SIZE if name not in QUICK])
+    return tiny_runs(
+        tmp_path_factory.mktemp("more_configs"), [name for name in FULL_SIZE if name not in QUICK]
+    )
 
 
 def tiny_runs(folder, names):
-    """The tiny preset of each configuration as it is, at context parallel size 2, and at 1: two launches."""
+    """The tiny preset of each configuration as it is, at context parallel size 2, and at 1: two
+    launches.
+    """
 
     def tiny(name, job, *overrides):
-        return flags(name, "cpu", "preset=tiny", "megatron.num_workers=0", f"launch.run_dir={folder / job}", *overrides)[1]
+        return flags(
+            name,
+            "cpu",
+            "preset=tiny",
+            "megatron.num_workers=0",
+            f"launch.run_dir={folder / job}",
+            *overrides,
+        )[1]
 
-    train(2, {name: tiny(name, name) for name in names}, folder, [], data=dict.fromkeys(names, "documents"))
+    train(
+        2,
+        {name: tiny(name, name) for name in names},
+        folder,
+        [],
+        data=dict.fromkeys(names, "documents"),
+    )
     one = "parallel.context_parallel_size=1"
     baselines = {f"{name}-cp1": tiny(name, f"{name}-cp1", one, *BASELINE[name]) for name in names}
     train(1, baselines, folder, [], data=dict.fromkeys(baselines, "documents"))
@@ -86,12 +107,29 @@ def test_tiny_is_the_same_kind_of_model(name):
     """What makes the model what it is stays: the preset changes sizes and what needs CUDA."""
     full, tiny = config.load(name).megatron, config.load(name, ["preset=tiny"]).megatron
     assert full.keys() == tiny.keys()
-    sizes = {"global_batch_size", "train_iters", "lr", "lr_warmup_iters", "eval_iters", "vocab_size", "moe_layer_freq"}
-    cuda = {"bf16", "transformer_impl", "sequence_parallel", "moe_grouped_gemm", "moe_permute_fusion", "apply_layernorm_1p"}
+    sizes = {
+        "global_batch_size",
+        "train_iters",
+        "lr",
+        "lr_warmup_iters",
+        "eval_iters",
+        "vocab_size",
+        "moe_layer_freq",
+    }
+    cuda = {
+        "bf16",
+        "transformer_impl",
+        "sequence_parallel",
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "apply_layernorm_1p",
+    }
     local = {"q_lora_rank", "disable_bias_linear"}  # what local layers cannot do without, or with
     changed = {key for key in full if full[key] != tiny[key]} - cuda - sizes - local
     assert all(
-        isinstance(full[key], int | float) and not isinstance(full[key], bool) and tiny[key] < full[key]
+        isinstance(full[key], int | float)
+        and not isinstance(full[key], bool)
+        and tiny[key] < full[key]
         for key in changed - {"window_size"}
     ), changed
 
@@ -105,7 +143,13 @@ def megatron(monkeypatch):
     from cp_ring.megatron import implementations
 
     monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
-    for name in ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute"):
+    for name in (
+        "permute",
+        "permute_with_probs",
+        "sort_chunks_by_index",
+        "sort_chunks_by_index_with_probs",
+        "unpermute",
+    ):
         monkeypatch.setattr(moe_utils, f"fused_{name}", object())
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(rope_utils, name, object())
@@ -117,7 +161,9 @@ def megatron(monkeypatch):
 
     def make(line, ranks):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *line, "--no-create-attention-mask-in-dataloader"])
+        monkeypatch.setattr(
+            sys, "argv", ["pretrain_gpt", *line, "--no-create-attention-mask-in-dataloader"]
+        )
         args = arguments.parse_args()
         arguments.validate_args(args)
         return args, arguments.core_transformer_config_from_args(args)
@@ -131,21 +177,47 @@ def megatron(monkeypatch):
 def test_full_size_is_what_megatron_accepts_for_nodes_of_8_gpus(megatron, name, tmp_path):
     job, line = flags(name, "cuda", f"launch.run_dir={tmp_path}")
     args, model = megatron(line, job.parallel.ranks)
-    assert job.parallel.ranks == 8 * job.launch.nnodes and args.data_parallel_size == 1 and job.launch.device == "cuda"
-    assert args.transformer_impl == "transformer_engine" and args.bf16 and args.calculate_per_token_loss
+    assert (
+        job.parallel.ranks == 8 * job.launch.nnodes
+        and args.data_parallel_size == 1
+        and job.launch.device == "cuda"
+    )
+    assert (
+        args.transformer_impl == "transformer_engine"
+        and args.bf16
+        and args.calculate_per_token_loss
+    )
     assert model.context_parallel_size == args.context_parallel_size >= 4
-    wrong = {key: value for key, value in job.megatron.items() if getattr(args, key, value) != value}
-    assert wrong.keys() <= {"window_size", "moe_layer_freq", "no_rope_fusion", "no_bias_gelu_fusion"}
+    wrong = {
+        key: value for key, value in job.megatron.items() if getattr(args, key, value) != value
+    }
+    assert wrong.keys() <= {
+        "window_size",
+        "moe_layer_freq",
+        "no_rope_fusion",
+        "no_bias_gelu_fusion",
+    }
     assert f"--seq-length {args.seq_length}" in " ".join(line) and args.seq_length >= 65536
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_full_size_is_planned_and_proven(name):
     job = config.load(name)
-    line = ["plan", "--seq-length", str(job.megatron["seq_length"]), "--cp", str(job.parallel.context_parallel_size), "--json"]
+    line = [
+        "plan",
+        "--seq-length",
+        str(job.megatron["seq_length"]),
+        "--cp",
+        str(job.parallel.context_parallel_size),
+        "--json",
+    ]
     line += ["--layout", job.cp_ring.layout]
     line += ["--documents-mean", "8000"] if job.cp_ring.document_mask else []
-    line += ["--window", job.megatron["window_size"].split(",")[0]] if "window_size" in job.megatron else []
+    line += (
+        ["--window", job.megatron["window_size"].split(",")[0]]
+        if "window_size" in job.megatron
+        else []
+    )
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["verify_ms"] > 0
@@ -153,7 +225,10 @@ def test_full_size_is_planned_and_proven(name):
 
 @pytest.mark.parametrize(
     ("name", "layers", "windowed"),
-    [("gpt-oss-style", 24, set(range(1, 24, 2))), ("gemma-style-window", 34, set(range(1, 35)) - {6, 12, 18, 24, 30})],
+    [
+        ("gpt-oss-style", 24, set(range(1, 24, 2))),
+        ("gemma-style-window", 34, set(range(1, 35)) - {6, 12, 18, 24, 30}),
+    ],
 )
 def test_windows_are_on_the_right_layers(megatron, name, layers, windowed, tmp_path):
     from cp_ring.megatron import compat
@@ -166,17 +241,27 @@ def test_a_million_tokens_on_the_cpu_need_the_loss_in_chunks():
     job = config.load("million", ["preset=cpu"])
     flags, ranks = job.megatron, job.parallel.ranks
     assert (flags["seq_length"], ranks, flags["train_iters"]) == (1 << 20, 4, 3)
-    assert job.cp_ring.document_mask and flags["window_size"] == "1023,0" and flags["num_layers"] == 2
+    assert (
+        job.cp_ring.document_mask and flags["window_size"] == "1023,0" and flags["num_layers"] == 2
+    )
     logit_bytes = 4 * (flags["vocab_size"] + 1)
     assert 2 * flags["seq_length"] * logit_bytes > 20e9, "logits and their gradients"
-    assert job.cp_ring.loss_chunk * logit_bytes > 32 << 20, "the C library does not return smaller blocks"
+    assert job.cp_ring.loss_chunk * logit_bytes > 32 << 20, (
+        "the C library does not return smaller blocks"
+    )
 
 
 @pytest.mark.slow
 def test_the_same_losses_at_cp_2_and_4(tmp_path):
-    """The preset for the CPU of the million tokens, on fewer: documents, a window, the loss in chunks."""
+    """The preset for the CPU of the million tokens, on fewer: documents, a window, the loss in
+    chunks.
+    """
     for cp in (2, 4):
-        sizes = [f"parallel.context_parallel_size={cp}", "megatron.seq_length=16384", f"launch.run_dir={tmp_path}"]
+        sizes = [
+            f"parallel.context_parallel_size={cp}",
+            "megatron.seq_length=16384",
+            f"launch.run_dir={tmp_path}",
+        ]
         train(cp, {f"cp{cp}": flags("million", "cpu", "preset=cpu", *sizes)[1]}, tmp_path, [])
     two, four = trace(tmp_path, "cp2"), trace(tmp_path, "cp4")
     assert list(two) == list(four) == [1, 2, 3]
@@ -198,16 +283,22 @@ def test_list_names_every_configuration():
 def file(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(
-        "megatron: {num_layers: 8, lr: 1.0e-3, swiglu: true}\n"
-        "presets:\n  small: {megatron: {num_layers: 2, swiglu: null}, parallel: {context_parallel_size: 2}}\n"
+        "megatron: {num_layers: 8, lr: 1.0e-3, swiglu: true}\npresets:\n  small: {megatron: "
+        "{num_layers: 2, swiglu: null}, parallel: {context_parallel_size: 2}}\n"
     )
     return str(path)
 
 
 def test_a_preset_changes_its_keys_alone(file):
     plain, small = config.load(file), config.load(file, ["preset=small"])
-    assert plain.megatron == {"num_layers": 8, "lr": 1e-3, "swiglu": True} and plain.parallel.ranks == 1
-    assert small.megatron == {"num_layers": 2, "lr": 1e-3, "swiglu": None} and small.parallel.ranks == 2
+    assert (
+        plain.megatron == {"num_layers": 8, "lr": 1e-3, "swiglu": True}
+        and plain.parallel.ranks == 1
+    )
+    assert (
+        small.megatron == {"num_layers": 2, "lr": 1e-3, "swiglu": None}
+        and small.parallel.ranks == 2
+    )
     assert [str(job.launch.run_dir) for job in (plain, small)] == ["runs/job", "runs/job-small"]
 
 

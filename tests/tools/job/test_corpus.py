@@ -1,4 +1,6 @@
-"""The corpus builder: what is a document, the split, reuse, and that nothing half-built is ever used."""
+"""The corpus builder: what is a document, the split, reuse, and that nothing half-built is ever
+used.
+"""
 
 import json
 import os
@@ -40,7 +42,9 @@ def folder(tmp_path):
     source = tmp_path / "texts"
     (source / "inner").mkdir(parents=True)
     for index in range(7):
-        (source / "inner" / f"{index}.txt").write_text(f"document {index}: caf\u00e9 \u4e2d\u6587\n" * (index + 1))
+        (source / "inner" / f"{index}.txt").write_text(
+            f"document {index}: caf\u00e9 \u4e2d\u6587\n" * (index + 1)
+        )
     (source / "picture.bin").write_bytes(b"\xff\xfe\x00\x01")
     (source / ".hidden").write_text("not a document")
     (source / "blank.txt").write_text("  \n")
@@ -55,14 +59,19 @@ def test_folder_round_trip_and_split(folder, tmp_path):
     assert valid == [wanted[3]]
     summary = corpus.summary()
     assert summary["documents"] == 7 and summary["vocab_size"] <= 300
-    assert os.path.getsize(corpus.train + ".bin") == 2 * summary["tokens"]["train"]  # 2 bytes a token
+    # 2 bytes a token
+    assert os.path.getsize(corpus.train + ".bin") == 2 * summary["tokens"]["train"]
 
 
 def test_json_lines(tmp_path):
     file = tmp_path / "data.jsonl"
-    file.write_text("".join(json.dumps({"text": f"line {index}", "other": 1}) + "\n\n" for index in range(4)))
+    file.write_text(
+        "".join(json.dumps({"text": f"line {index}", "other": 1}) + "\n\n" for index in range(4))
+    )
     corpus = make(file, tmp_path / "cache")
-    assert sorted(texts_of(corpus, "train") + texts_of(corpus, "valid")) == [f"line {index}" for index in range(4)]
+    assert sorted(texts_of(corpus, "train") + texts_of(corpus, "valid")) == [
+        f"line {index}" for index in range(4)
+    ]
 
 
 def test_tokenizer_loads_in_megatron(folder, tmp_path):
@@ -84,13 +93,18 @@ def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
     (folder / "new.txt").write_text("one more document")
     second = make(folder, cache)
     assert second.folder != first.folder and second.summary()["documents"] == 8
-    assert corpora.find(folder, cache, vocab_size=301, validation_fraction=0.25).folder != second.folder
+    assert (
+        corpora.find(folder, cache, vocab_size=301, validation_fraction=0.25).folder
+        != second.folder
+    )
 
 
 def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch):
     corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
     with monkeypatch.context() as patched:
-        patched.setattr(corpora, "_tokenize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patched.setattr(
+            corpora, "_tokenize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt())
+        )
         with pytest.raises(KeyboardInterrupt):
             corpora.build(corpus)
     assert not corpus.ready and list((tmp_path / "cache").iterdir()) == []
@@ -112,7 +126,9 @@ def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(corpora, "_tokenize", beaten)
     corpora.build(corpus)
-    assert corpus.ready and [path.name for path in (tmp_path / "cache").iterdir()] == [corpus.folder.name]
+    assert corpus.ready and [path.name for path in (tmp_path / "cache").iterdir()] == [
+        corpus.folder.name
+    ]
 
 
 def test_standard_library_is_the_default(tmp_path):
@@ -129,12 +145,30 @@ def test_standard_library_is_the_default(tmp_path):
         (lambda path: path.mkdir(), "is empty"),
         (lambda path: (path.mkdir(), (path / "a.txt").touch()), "is empty"),
         (lambda path: path.write_text("only one document"), "at least 2"),
-        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"txt": "x"}\n')), "line 1 is not a JSON object"),
-        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')), "line 2 is not a JSON object"),
-        (lambda path: (path.mkdir(), (path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')), "line 1 is not a JSON object"),
-        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": 3}\n')), 'line 1: the value of "text" is not'),
-        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": null}\n')), 'the value of "text" is not a string'),
-        (lambda path: (path.mkdir(), (path / "a.jsonl").write_text("[" * 100000)), "line 1 is not a JSON object"),
+        (
+            lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"txt": "x"}\n')),
+            "line 1 is not a JSON object",
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')),
+            "line 2 is not a JSON object",
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')),
+            "line 1 is not a JSON object",
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": 3}\n')),
+            'line 1: the value of "text" is not',
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": null}\n')),
+            'the value of "text" is not a string',
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "a.jsonl").write_text("[" * 100000)),
+            "line 1 is not a JSON object",
+        ),
     ],
 )
 def test_rejections(tmp_path, make_source, words):
@@ -146,7 +180,9 @@ def test_rejections(tmp_path, make_source, words):
 
 def test_cache_that_cannot_be_made(folder, tmp_path):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(ConfigError, match=r"data\.cache .*file/cache: the folder cannot be made: Not a directory"):
+    with pytest.raises(
+        ConfigError, match=r"data\.cache .*file/cache: the folder cannot be made: Not a directory"
+    ):
         make(folder, tmp_path / "file" / "cache")
 
 
@@ -158,10 +194,16 @@ def test_without_tokenizers_one_line_names_the_extra(folder, tmp_path, monkeypat
 
 @pytest.fixture
 def run_of(folder, tmp_path):
-    """A run with a checkpoint of step 7, trained on `folder`; what prepares to train on another folder in the same run."""
+    """A run with a checkpoint of step 7, trained on `folder`; what prepares to train on another
+    folder in the same run.
+    """
 
     def start(path, *overrides):
-        settings = [f"data.path={path}", f"data.cache={tmp_path / 'cache'}", f"launch.run_dir={tmp_path / 'run'}"]
+        settings = [
+            f"data.path={path}",
+            f"data.cache={tmp_path / 'cache'}",
+            f"launch.run_dir={tmp_path / 'run'}",
+        ]
         job = config.load("quickstart", [*settings, "data.vocab_size=300", *overrides])
         corpus = command_line.find_corpus(job)
         train.prepare_corpus(corpus, job)
@@ -179,11 +221,17 @@ def test_a_run_goes_on_with_its_own_corpus_only(run_of, folder, tmp_path):
     start, first = run_of
     moved = tmp_path / "moved"
     shutil.copytree(folder, moved)
-    assert start(moved).folder != first.folder, "the same texts in another place are the same corpus"
+    assert start(moved).folder != first.folder, (
+        "the same texts in another place are the same corpus"
+    )
     (moved / "more.txt").write_text("some more words to train on")
-    with pytest.raises(ConfigError, match=r"up to step 7, .*another corpus, .*data\.replace=true") as rejected:
+    with pytest.raises(
+        ConfigError, match=r"up to step 7, .*another corpus, .*data\.replace=true"
+    ) as rejected:
         start(moved)
-    assert str(tmp_path / "cache" / "moved-") in str(rejected.value) and "\n" not in str(rejected.value)
+    assert str(tmp_path / "cache" / "moved-") in str(rejected.value) and "\n" not in str(
+        rejected.value
+    )
     replaced = start(moved, "data.replace=true")
     assert start(moved) == replaced
     with pytest.raises(ConfigError, match="another corpus"):

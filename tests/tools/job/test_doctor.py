@@ -44,7 +44,12 @@ def test_a_good_installation_is_good():
         "Slurm",
         "--cp-ring-cpu",
     } <= states.keys()
-    assert {finding["section"] for finding in report["findings"]} >= {"versions", "machine", "kernels", "patches"}
+    assert {finding["section"] for finding in report["findings"]} >= {
+        "versions",
+        "machine",
+        "kernels",
+        "patches",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,11 @@ def bad(tmp_path_factory):
     """A folder to put first on PYTHONPATH."""
     folder = tmp_path_factory.mktemp("bad")
     package(folder, "transformer_engine", f"print('loading')\nraise OSError({BROKEN!r})")
-    package(folder, "flash_attn", "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi')")
+    package(
+        folder,
+        "flash_attn",
+        "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi')",
+    )
     package(folder / "apex", "lib")
     (folder / "apex" / "__init__.py").write_text("raise SystemExit('a web toolkit was imported')")
     (package(folder / "megatron", "core") / "package_info.py").write_text("__version__ = '0.12.3'")
@@ -63,13 +72,27 @@ def test_each_problem_is_one_line_that_says_what_to_do(bad):
     done = run(path=bad)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "loading" not in done.stdout
     lines = [
-        line.removeprefix("cp_ring: problem: ") for line in done.stderr.splitlines() if line.startswith("cp_ring: problem: ")
+        line.removeprefix("cp_ring: problem: ")
+        for line in done.stderr.splitlines()
+        if line.startswith("cp_ring: problem: ")
     ]
     assert len(lines) == 4, done.stderr
     megatron, engine, flash, apex = lines
-    assert "0.12.3" in megatron and ">=0.16.1,<0.20" in megatron and "pip install 'megatron-core[training]" in megatron
-    assert engine.startswith("TransformerEngine") and BROKEN in engine and "pip uninstall transformer-engine" in engine
-    assert flash.startswith("flash-attn") and "undefined symbol" in flash and "pip uninstall flash-attn" in flash
+    assert (
+        "0.12.3" in megatron
+        and ">=0.16.1,<0.20" in megatron
+        and "pip install 'megatron-core[training]" in megatron
+    )
+    assert (
+        engine.startswith("TransformerEngine")
+        and BROKEN in engine
+        and "pip uninstall transformer-engine" in engine
+    )
+    assert (
+        flash.startswith("flash-attn")
+        and "undefined symbol" in flash
+        and "pip uninstall flash-attn" in flash
+    )
     assert apex.startswith("Apex") and "not NVIDIA's" in apex and "pip uninstall apex" in apex
 
 
@@ -99,7 +122,9 @@ def test_nvidias_apex_is_told_from_the_other_by_what_it_holds(tmp_path, monkeypa
         ("nosuchpackage>=2; extra == 'te'", None, None),
     ],
 )
-def test_what_cp_ring_needs_is_checked_against_its_own_requirements(monkeypatch, requirement, found, advice):
+def test_what_cp_ring_needs_is_checked_against_its_own_requirements(
+    monkeypatch, requirement, found, advice
+):
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: [requirement])
     wrong = [finding for finding in doctor._requirements() if finding.state == "problem"]
     assert len(wrong) == (advice is not None)
@@ -110,7 +135,9 @@ def test_what_cp_ring_needs_is_checked_against_its_own_requirements(monkeypatch,
 def test_a_kernel_that_cannot_be_asked_is_a_finding(monkeypatch):
     import cp_ring.kernels
 
-    monkeypatch.setattr(cp_ring.kernels, "REGISTRY", {"flash": "no.such.module", "cpu": "cp_ring.kernels.cpu"})
+    monkeypatch.setattr(
+        cp_ring.kernels, "REGISTRY", {"flash": "no.such.module", "cpu": "cp_ring.kernels.cpu"}
+    )
     flash, cpu = doctor._kernels()
     assert flash.state == "absent" and "ModuleNotFoundError" in flash.found
     assert cpu.state == "good"

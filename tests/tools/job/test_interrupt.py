@@ -1,7 +1,8 @@
 """Jobs without Slurm, disturbed on purpose.
 
-Ctrl-C: the first one saves and ends the job as SIGTERM does, the second one ends it at once. Where launch.max_restarts allows it,
-the ranks start again when one is lost, and they resume by themselves.
+Ctrl-C: the first one saves and ends the job as SIGTERM does, the second one ends it at once. Where
+launch.max_restarts allows it, the ranks start again when one is lost, and they resume by
+themselves.
 """
 
 import os
@@ -26,11 +27,26 @@ from tests.tools.slurm.job import TINY
 
 @pytest.fixture
 def job(tmp_path):
-    """`cp-ring train` and what follows it, for a job that is far from its end when a test has seen some steps."""
+    """`cp-ring train` and what follows it, for a job that is far from its end when a test has seen
+    some steps.
+    """
     path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
-    settings = ("parallel.context_parallel_size=2", "megatron.save_interval=20", "megatron.train_iters=100000")
-    return [sys.executable, "-m", "cp_ring.tools.cli", "train", str(path), *(word for one in settings for word in ("--set", one))]
+    path.write_text(
+        yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}})
+    )
+    settings = (
+        "parallel.context_parallel_size=2",
+        "megatron.save_interval=20",
+        "megatron.train_iters=100000",
+    )
+    return [
+        sys.executable,
+        "-m",
+        "cp_ring.tools.cli",
+        "train",
+        str(path),
+        *(word for one in settings for word in ("--set", one)),
+    ]
 
 
 def until(happened, timeout_s=LIMIT_S):
@@ -41,12 +57,19 @@ def until(happened, timeout_s=LIMIT_S):
 
 
 def interrupted(line, run_dir, kill_a_rank=False):
-    """Runs `line` in its own process group, sends SIGINT to the group after a few steps; returns its output and its exit code.
+    """Runs `line` in its own process group, sends SIGINT to the group after a few steps; returns
+    its output and its exit code.
 
-    With `kill_a_rank`, one rank is killed before, when the first checkpoint is there, and the job has started again.
+    With `kill_a_rank`, one rank is killed before, when the first checkpoint is there, and the job
+    has started again.
     """
     with subprocess.Popen(
-        line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        line,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as run:
         text = []
         reader = threading.Thread(target=lambda: text.append(run.stdout.read()))
@@ -65,16 +88,25 @@ def interrupted(line, run_dir, kill_a_rank=False):
             os.killpg(run.pid, signal.SIGINT)
             run.wait(timeout=LIMIT_S)
         finally:
-            for process in psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []:
+            for process in (
+                psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
+            ):
                 process.kill()
             run.kill()
             reader.join()
-    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
     return text[0], run.returncode
 
 
 def ranks(launcher):
-    lines = [(process, process.cmdline()) for process in psutil.Process(launcher.pid).children(recursive=True)]
+    lines = [
+        (process, process.cmdline())
+        for process in psutil.Process(launcher.pid).children(recursive=True)
+    ]
     return [process for process, line in lines if "cp_ring.pretrain_gpt" in line]
 
 
@@ -84,7 +116,9 @@ def saved(run_dir):
 
 @pytest.mark.ci
 def test_a_lost_rank_then_ctrl_c(job, tmp_path):
-    text, code = interrupted([*job, "--set", "launch.max_restarts=1"], tmp_path / "run", kill_a_rank=True)
+    text, code = interrupted(
+        [*job, "--set", "launch.max_restarts=1"], tmp_path / "run", kill_a_rank=True
+    )
     assert code == 128 + signal.SIGTERM, text
     lines = progress.read(tmp_path / "run")
     numbers = [line["step"] for line in lines]
@@ -103,18 +137,24 @@ def test_a_lost_rank_then_ctrl_c(job, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun(job, tmp_path):
-    shown = subprocess.check_output([*job, "--dry-run"], env=environment(), text=True, stderr=subprocess.DEVNULL)
+    shown = subprocess.check_output(
+        [*job, "--dry-run"], env=environment(), text=True, stderr=subprocess.DEVNULL
+    )
     text, code = interrupted(shlex.split(shown), tmp_path / "run")
     assert code == 1  # torchrun's own
     assert saved(tmp_path / "run") == progress.read(tmp_path / "run")[-1]["step"] >= 3
-    assert "cp_ring: SIGINT: saving, then ending with exit code 0; the same command resumes from there" in text
+    assert (
+        "cp_ring: SIGINT: saving, then ending with exit code 0; the same command resumes from there"
+        in text
+    )
     assert not re.search(r"\[?rank.?\d.*KeyboardInterrupt", text)
 
 
 def test_second_ctrl_c_kills_the_ranks():
     """A rank that does not react to SIGTERM, below a process between it and the launcher.
 
-    The launcher is a fork of this process: it ends all its children, and those of this process serve other tests.
+    The launcher is a fork of this process: it ends all its children, and those of this process
+    serve other tests.
     """
     launcher = os.fork()
     if not launcher:
@@ -135,8 +175,13 @@ def interrupt_twice():
     class Output:
         announce = said.append
 
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as rank:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', "
+        "flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    ) as rank:
         assert rank.stdout.readline() == b"ready\n"
         interrupts = _Interrupts(Output())
         with interrupts.handled():

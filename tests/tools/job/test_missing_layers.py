@@ -1,4 +1,6 @@
-"""A job of TransformerEngine's layers where there is none: rejected before a rank starts, shown with a warning by --dry-run."""
+"""A job of TransformerEngine's layers where there is none: rejected before a rank starts, shown
+with a warning by --dry-run.
+"""
 
 import sys
 
@@ -28,16 +30,24 @@ def file(tmp_path, monkeypatch):
     """A job that leaves transformer_impl to Megatron, for a node of four GPUs."""
     monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cuda", {}))
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cuda", "run_dir": str(tmp_path / "run")}}))
+    path.write_text(
+        yaml.safe_dump(TINY | {"launch": {"device": "cuda", "run_dir": str(tmp_path / "run")}})
+    )
     return str(path)
 
 
-@pytest.mark.parametrize("start", [lambda *job: train.train(*job), lambda file, given: submit(file, GPUS, Site(), given)])
+@pytest.mark.parametrize(
+    "start", [lambda *job: train.train(*job), lambda file, given: submit(file, GPUS, Site(), given)]
+)
 @pytest.mark.parametrize("given", [[], ["megatron.transformer_impl=transformer_engine"]])
 def test_is_rejected_on_a_line(file, tmp_path, start, given):
     with pytest.raises(ConfigError, match=REJECTED) as rejection:
         start(file, given)
-    assert "\n" not in str(rejection.value) and len(str(rejection.value)) < 400 and not (tmp_path / "run").exists()
+    assert (
+        "\n" not in str(rejection.value)
+        and len(str(rejection.value)) < 400
+        and not (tmp_path / "run").exists()
+    )
 
 
 def warnings(capsys):
@@ -48,10 +58,14 @@ def warnings(capsys):
 def test_a_dry_run_warns(file, capsys):
     assert train.train(file, dry_run=True) == 0
     out, (line,) = warnings(capsys)
-    assert "cp_ring.pretrain_gpt" in out and line.startswith("cp_ring: warning: transformer_impl: transformer_engine")
+    assert "cp_ring.pretrain_gpt" in out and line.startswith(
+        "cp_ring: warning: transformer_impl: transformer_engine"
+    )
     submit(file, GPUS, Site(), dry_run=True)
     out, (line,) = warnings(capsys)
-    assert "#SBATCH --nodes=2" in out and line.startswith("cp_ring: warning: transformer_impl: transformer_engine")
+    assert "#SBATCH --nodes=2" in out and line.startswith(
+        "cp_ring: warning: transformer_impl: transformer_engine"
+    )
 
 
 @pytest.mark.parametrize("site", [Site(python=sys.executable), Site(container_image="image")])

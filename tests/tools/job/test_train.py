@@ -1,4 +1,6 @@
-"""`cp-ring train` from end to end: a tiny job on two ranks with its output in a pipe, then resumed on one, on a terminal."""
+"""`cp-ring train` from end to end: a tiny job on two ranks with its output in a pipe, then resumed
+on one, on a terminal.
+"""
 
 import os
 import pty
@@ -34,7 +36,9 @@ def train(folder, **settings):
 
 def command(name, folder, settings):
     """`cp-ring name quickstart` in `folder` with these settings."""
-    return subprocess.run(line_of(name, settings), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        line_of(name, settings), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 def line_of(name, settings):
@@ -48,7 +52,12 @@ def train_on_terminal(folder, **settings):
     shown = b""
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
     with subprocess.Popen(
-        line_of("train", TINY | settings), cwd=folder, stdin=inside, stdout=inside, stderr=inside, env=environment
+        line_of("train", TINY | settings),
+        cwd=folder,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        env=environment,
     ) as run:
         os.close(inside)
         try:
@@ -62,7 +71,10 @@ def train_on_terminal(folder, **settings):
 
 def seen(text):
     """The lines of a terminal, without what moves its cursor and colors it."""
-    return [line.rsplit("\r", 1)[-1] for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r\n", "\n").split("\n")]
+    return [
+        line.rsplit("\r", 1)[-1]
+        for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r\n", "\n").split("\n")
+    ]
 
 
 def log_of(folder, number=-1, command="train"):
@@ -71,7 +83,10 @@ def log_of(folder, number=-1, command="train"):
 
 def steps(output):
     """Step number to loss, from the lines that a run printed."""
-    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/\d+ \| lm loss (\S+) \|", output, re.MULTILINE)}
+    return {
+        int(step): float(loss)
+        for step, loss in re.findall(r"^step (\d+)/\d+ \| lm loss (\S+) \|", output, re.MULTILINE)
+    }
 
 
 @pytest.fixture
@@ -94,27 +109,44 @@ def test_train_and_resume_at_another_size(folder):
     log = log_of(folder)
     assert len(log.splitlines()) > 800 and "number of layers" not in first.stdout
     shown = first.stdout.splitlines()[3:-1]
-    for words in ("[rank 0]   hidden_size ....", "[rank 1]  [20", "iteration        3/       3", *shown):
+    for words in (
+        "[rank 0]   hidden_size ....",
+        "[rank 1]  [20",
+        "iteration        3/       3",
+        *shown,
+    ):
         assert words in log, words
     (name,) = re.findall(r"cp_ring: the output of all ranks goes to (\S+)", first.stdout)
     assert (folder / name).read_text() == log and not list((folder / "out" / "logs").glob(".*"))
     closing = first.stdout.splitlines()[-1]
-    assert closing.startswith("cp_ring: step 3: checkpoints, tensorboard and job.yaml are in out; to go on: cp-ring train")
+    assert closing.startswith(
+        "cp_ring: step 3: checkpoints, tensorboard and job.yaml are in out; to go on: cp-ring train"
+    )
     assert (folder / "out" / "checkpoints" / "iter_0000003").is_dir()
     assert list((folder / "out" / "tensorboard").glob("events.*"))
-    assert yaml.safe_load((folder / "out" / "job.yaml").read_text())["parallel"]["context_parallel_size"] == 2
+    assert (
+        yaml.safe_load((folder / "out" / "job.yaml").read_text())["parallel"][
+            "context_parallel_size"
+        ]
+        == 2
+    )
     (corpus,) = (folder / "corpora").iterdir()
     built = (corpus / "train.bin").stat().st_mtime_ns
 
-    code, text = train_on_terminal(folder, **{"megatron.train_iters": 5, "parallel.context_parallel_size": 1})
+    code, text = train_on_terminal(
+        folder, **{"megatron.train_iters": 5, "parallel.context_parallel_size": 1}
+    )
     lines = seen(text)
     assert code == 0, text
     assert "cp_ring: resuming from step 3 of 5" in lines
     assert list(steps("\n".join(lines))) == [4, 5]
-    assert "step 4/5 \u2501" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) and "left: " in text  # the bar
+    # the bar
+    assert "step 4/5 \u2501" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) and "left: " in text
     assert not [line for line in lines if "hidden_size .." in line]
     assert (folder / "out" / "checkpoints" / "iter_0000005").is_dir()
-    assert (corpus / "train.bin").stat().st_mtime_ns == built and list((folder / "corpora").iterdir()) == [corpus]
+    assert (corpus / "train.bin").stat().st_mtime_ns == built and list(
+        (folder / "corpora").iterdir()
+    ) == [corpus]
 
 
 @pytest.mark.slow
@@ -122,7 +154,9 @@ def test_failure_of_a_rank_is_one_line_and_the_exit_code(folder):
     done = train(folder, **{"megatron.train_iters": 1, "megatron.make_vocab_size_divisible_by": 0})
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert re.match(r"cp_ring: error: rank \d ended with exit code 1 \(ZeroDivisionError: .*\); ", line)
+    assert re.match(
+        r"cp_ring: error: rank \d ended with exit code 1 \(ZeroDivisionError: .*\); ", line
+    )
     assert "; the output of all ranks is in out/logs/train-" in line
     assert "Traceback" not in done.stdout and "Traceback (most recent call last)" in log_of(folder)
 

@@ -26,17 +26,29 @@ def run(*arguments):
 def test_the_tiny_llama_on_four_ranks(tmp_path):
     """Through all doors: JSON, the configuration that it writes, and the picture."""
     target, picture = tmp_path / "my.yaml", tmp_path / "cp.svg"
-    done = run("llama3-8b-128k", "--set", "preset=tiny", "--gpus", 4, "--seq-length", 1024, "--json", "--write", target, "--draw",
+    done = run("llama3-8b-128k", "--set", "preset=tiny", "--gpus", 4, "--seq-length", 1024, "--json",
+        "--write", target,
+        "--draw",
                picture, "--rates", "a100-nvlink-200g", "--lengths", "lognormal:100")  # fmt: skip
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     best = found["best"][0]
     assert len(found["best"]) == 5 and best["tp"] * best["cp"] * best["pp"] * best["dp"] == 4
-    assert [way["step_s"] for way in found["best"]] == sorted(way["step_s"] for way in found["best"])
-    assert best["step_s"] == pytest.approx(sum(best["seconds"].values())) and best["bytes"] == sum(best["memory"].values())
-    assert found["by_cp"].keys() == {"1", "2", "4"} and any("lognormal:100, packed into 1,024" in x for x in found["assumptions"])
+    assert [way["step_s"] for way in found["best"]] == sorted(
+        way["step_s"] for way in found["best"]
+    )
+    assert best["step_s"] == pytest.approx(sum(best["seconds"].values())) and best["bytes"] == sum(
+        best["memory"].values()
+    )
+    assert found["by_cp"].keys() == {"1", "2", "4"} and any(
+        "lognormal:100, packed into 1,024" in x for x in found["assumptions"]
+    )
     job = config.load(str(target))
-    assert job.parallel.context_parallel_size == best["cp"] and job.parallel.ranks == 4 and job.cp_ring.document_mask
+    assert (
+        job.parallel.context_parallel_size == best["cp"]
+        and job.parallel.ranks == 4
+        and job.cp_ring.document_mask
+    )
     assert job.megatron["seq_length"] == job.megatron["max_position_embeddings"] == 1024
     assert "context parallel size" in picture.read_text() and "not measured" in picture.read_text()
 
@@ -76,7 +88,12 @@ def test_bad_input_is_one_line(arguments, message):
 
 
 def test_memory_sizes():
-    assert [parse_memory(size) for size in ("80", "80GB", "80 gib", "1.5TB")] == [80e9, 80e9, 80 * 2**30, 1.5e12]
+    assert [parse_memory(size) for size in ("80", "80GB", "80 gib", "1.5TB")] == [
+        80e9,
+        80e9,
+        80 * 2**30,
+        1.5e12,
+    ]
     with pytest.raises(PlanError):
         parse_memory("0GB")
 
@@ -84,7 +101,9 @@ def test_memory_sizes():
 def test_models_of_other_layers_are_rejected():
     job = config.load("llama3-8b-128k", ["preset=tiny", "megatron.hybrid_layer_pattern='M*M*'"])
     with pytest.raises(
-        ConfigError, match="cp-ring tune knows models of attention layers alone: leave out --hybrid-layer-pattern"
+        ConfigError,
+        match="cp-ring tune knows models of attention layers alone: leave out "
+        "--hybrid-layer-pattern",
     ):
         tune(job, Request(gpus=2, ranks_per_node=2))
 
@@ -99,7 +118,9 @@ def test_megatron_is_asked():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BIG)
 def test_megatron_accepts_the_five_best(megatron, name):  # noqa: F811
-    """By the way of a real start: its parser, its validation and its configuration, with cp_ring's patches."""
+    """By the way of a real start: its parser, its validation and its configuration, with cp_ring's
+    patches.
+    """
     gpus, lengths = BIG[name]
     job = config.load(name)
     documents, origin = _documents(job, lengths, None, 0)
@@ -111,4 +132,6 @@ def test_megatron_accepts_the_five_best(megatron, name):  # noqa: F811
         line, _ = command_line.megatron_flags(chosen, None, "cuda")
         args, model = megatron(line, gpus)
         assert (args.tensor_model_parallel_size, args.context_parallel_size) == way.sizes[:2]
-        assert args.data_parallel_size == way.sizes.dp and model.context_parallel_size == way.sizes.cp
+        assert (
+            args.data_parallel_size == way.sizes.dp and model.context_parallel_size == way.sizes.cp
+        )

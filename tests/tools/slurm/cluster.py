@@ -22,21 +22,47 @@ from cp_ring.testing.rank_pool import LIMIT_S
 from tests.tools.slurm.job import TINY
 
 HERE = Path(__file__).parent
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
+ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "OUT_OF_MEMORY",
+)
 
 
 class Cluster:
-    """Nodes n1, n2, ... of 8 cores, each with its own network and processes; `folder` is shared by all."""
+    """Nodes n1, n2, ... of 8 cores, each with its own network and processes; `folder` is shared by
+    all.
+    """
 
     def __init__(self, folder: Path, nodes: int = 2, **environment: str):
         self.folder = folder
-        line = [str(HERE / "with_slurm.sh"), "-n", str(nodes), "-d", str(folder), "sleep", "infinity"]
+        line = [
+            str(HERE / "with_slurm.sh"),
+            "-n",
+            str(nodes),
+            "-d",
+            str(folder),
+            "sleep",
+            "infinity",
+        ]
         self.log = (folder / "cluster.log").open("w+")
-        self._process = subprocess.Popen(line, env=os.environ | environment, stdout=self.log, stderr=self.log)
+        self._process = subprocess.Popen(
+            line, env=os.environ | environment, stdout=self.log, stderr=self.log
+        )
 
     def wait_until_up(self) -> None:
         self.until(lambda: self._init() is not None)
-        self.until(lambda: self.run("squeue").returncode == 0 and "idle" in self.run("sinfo", "-h", "-o", "%t").stdout)
+        self.until(
+            lambda: (
+                self.run("squeue").returncode == 0
+                and "idle" in self.run("sinfo", "-h", "-o", "%t").stdout
+            )
+        )
 
     def _init(self) -> int | None:
         """The first process of the cluster's namespaces."""
@@ -50,17 +76,39 @@ class Cluster:
 
     def line(self, *command: str) -> list[str]:
         """`command` inside the cluster's namespaces."""
-        return ["nsenter", f"--target={self._init()}", "--mount", "--pid", "--net", "--uts", "--wdns=/", "--", *command]
+        return [
+            "nsenter",
+            f"--target={self._init()}",
+            "--mount",
+            "--pid",
+            "--net",
+            "--uts",
+            "--wdns=/",
+            "--",
+            *command,
+        ]
 
     @property
     def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE")}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE")
+        }
         return kept | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONWARNINGS": "ignore"}
 
     def run(self, *command: str, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.line(*command), env=self.environment, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(
+            self.line(*command),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
 
-    def until(self, happened: Callable[[], object], timeout: float = LIMIT_S, every: float = 0.25) -> None:
+    def until(
+        self, happened: Callable[[], object], timeout: float = LIMIT_S, every: float = 0.25
+    ) -> None:
         end = time.monotonic() + timeout
         while not happened():
             if time.monotonic() > end:
@@ -72,7 +120,12 @@ class Cluster:
         self.run("kill", "-KILL", (self.folder / "run" / f"node.{name}.pid").read_text().strip())
 
     def start_node(self, name: str) -> None:
-        subprocess.Popen(self.line(str(HERE / "node.sh"), name), env=self.environment, stdout=self.log, stderr=self.log)
+        subprocess.Popen(
+            self.line(str(HERE / "node.sh"), name),
+            env=self.environment,
+            stdout=self.log,
+            stderr=self.log,
+        )
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGKILL)  # and with it everything in its namespaces
@@ -87,16 +140,34 @@ class Job:
         self.cluster, self.run_dir = cluster, cluster.folder / name
         path = cluster.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(TINY))
-        wanted = {"launch.run_dir": str(self.run_dir), **{key.replace("__", "."): value for key, value in settings.items()}}
-        words = [word for key, value in wanted.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+        wanted = {
+            "launch.run_dir": str(self.run_dir),
+            **{key.replace("__", "."): value for key, value in settings.items()},
+        }
+        words = [
+            word
+            for key, value in wanted.items()
+            for word in ("--set", f"{key}={json.dumps(value)}")
+        ]
         size = [] if "--nodes" in options else ["--nodes", "2", "--ranks-per-node", "2"]
-        line = [sys.executable, "-m", "cp_ring.tools.cli", "submit", str(path), *size, *words, *options]
+        line = [
+            sys.executable,
+            "-m",
+            "cp_ring.tools.cli",
+            "submit",
+            str(path),
+            *size,
+            *words,
+            *options,
+        ]
         done = cluster.run(*line)
         assert done.returncode == 0, done.stderr
         self.number = done.stdout.split("cp_ring: job ")[1].split(";")[0]
 
     def facts(self) -> dict[str, str]:
-        words = self.cluster.run("scontrol", "--oneliner", "show", "job", self.number).stdout.split()
+        words = self.cluster.run(
+            "scontrol", "--oneliner", "show", "job", self.number
+        ).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     @property
@@ -146,14 +217,18 @@ class Job:
         own = {
             pid: process
             for pid, (process, line) in lines.items()
-            if "python" in line[0] and "cp_ring.pretrain_gpt" in line[:4] and "torch.distributed.run" not in line
+            if "python" in line[0]
+            and "cp_ring.pretrain_gpt" in line[:4]
+            and "torch.distributed.run" not in line
         }
         return [process for process in own.values() if process.ppid() not in own]
 
     def reach(self, step: int, timeout: float = LIMIT_S) -> None:
         """Waits until training has done `step`."""
         turns = itertools.count()  # a question to Slurm costs a process
-        self.cluster.until(lambda: self.step >= step or (next(turns) % 10 == 9 and self.state in ENDED), timeout)
+        self.cluster.until(
+            lambda: self.step >= step or (next(turns) % 10 == 9 and self.state in ENDED), timeout
+        )
         assert self.state not in ENDED, self.logs()
 
     def end(self, timeout: float = LIMIT_S) -> str:
@@ -163,7 +238,9 @@ class Job:
         return self.state
 
     def warn(self) -> None:
-        """Sends the batch script the warning before a time limit, until it has come: a daemon may drop a signal."""
+        """Sends the batch script the warning before a time limit, until it has come: a daemon may
+        drop a signal.
+        """
         log = self.run_dir / "logs" / f"job-{self.number}.log"
 
         def warned() -> bool:
@@ -176,7 +253,9 @@ class Job:
                 self.cluster.until(warned, 20, every=1.0)
 
     def status(self) -> dict[str, object]:
-        done = self.cluster.run(sys.executable, "-m", "cp_ring.tools.cli", "status", str(self.run_dir), "--json")
+        done = self.cluster.run(
+            sys.executable, "-m", "cp_ring.tools.cli", "status", str(self.run_dir), "--json"
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -1,4 +1,6 @@
-"""The batch script by itself: what it makes of endings, signals and names, with stand-ins for srun and scontrol."""
+"""The batch script by itself: what it makes of endings, signals and names, with stand-ins for srun
+and scontrol.
+"""
 
 import os
 import shlex
@@ -41,7 +43,8 @@ for ((i = 1; i < tasks; i++)); do touch "$5/started/$i"; done # only the first o
 trap 'kill -USR1 $pid' USR1
 export SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=n1
 (while [[ -e ${HOLD:-} ]]; do sleep 0.1; done; exec "$@") & pid=$! # slurmd may take its time to start a task
-while :; do wait $pid; code=$?; kill -0 $pid 2>/dev/null || exit $code; done
+while wait $pid; kill -0 $pid 2>/dev/null; do :; done
+wait $pid # a signal at the end has taken the place of the code
 """
 SCONTROL = """#!/bin/bash
 case $1 in show) printf 'n1\\nn2\\n' ;; *) echo "$@" >>"$CALLS" ;; esac
@@ -63,7 +66,9 @@ class Machine:
         run_dir.mkdir(exist_ok=True, parents=True)
         shutil.copyfile(FOLDER / "env.sh", run_dir / "env.sh")
         resources = Resources(nodes=2, ranks_per_node=per_node, gpus=False)
-        script = Script(resources, run_dir, run_dir / "checkpoints", run_dir / "env.sh", command, **settings)
+        script = Script(
+            resources, run_dir, run_dir / "checkpoints", run_dir / "env.sh", command, **settings
+        )
         path = self.folder / "job.sbatch"
         path.write_text(script.render(TEMPLATE))
         lint(path.read_text())
@@ -78,7 +83,12 @@ class Machine:
         environment |= {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CALLS": str(self.calls)}
         environment["HOLD"] = str(self.folder / "hold")
         return subprocess.Popen(
-            ["bash", str(path)], env=environment, cwd=self.folder, stdout=subprocess.PIPE, text=True, start_new_session=True
+            ["bash", str(path)],
+            env=environment,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def run(self, run_dir, command, attempt=0, **settings):
@@ -104,7 +114,9 @@ def reaches(run_dir, iteration, code):
 
 def test_done(machine, tmp_path):
     run_dir = tmp_path / "run"
-    code, output = machine.run(run_dir, ["bash", "-c", f"touch {run_dir}/DONE; echo out of the rank"])
+    code, output = machine.run(
+        run_dir, ["bash", "-c", f"touch {run_dir}/DONE; echo out of the rank"]
+    )
     assert code == 0 and "done" in output and machine.requeues == 0
     assert (run_dir / "logs" / "7.0" / "rank0000-n1.log").read_text() == "out of the rank\n"
     assert (run_dir / "logs" / "7.0" / "hosts").read_text().split() == ["n1", "n2"]
@@ -113,7 +125,9 @@ def test_done(machine, tmp_path):
 
 def test_failure_with_progress_goes_on(machine, tmp_path):
     for attempt in range(4):
-        code, _ = machine.run(tmp_path / "run", reaches(tmp_path / "run", 10 * (attempt + 1), 3), attempt)
+        code, _ = machine.run(
+            tmp_path / "run", reaches(tmp_path / "run", 10 * (attempt + 1), 3), attempt
+        )
         assert code == 3
     assert machine.requeues == 4
     assert attempts.read(tmp_path / "run")[-1].reason == "failed with exit code 3"
@@ -134,7 +148,9 @@ def test_tries_whose_script_was_lost_count_too(machine, tmp_path):
     run_dir = tmp_path / "run"
     for attempt in range(2):
         lost = machine.start(run_dir, ["sleep", "60"], attempt)
-        until(lambda attempt=attempt: (run_dir / "logs" / f"7.{attempt}" / "rank0000-n1.log").exists())
+        until(
+            lambda attempt=attempt: (run_dir / "logs" / f"7.{attempt}" / "rank0000-n1.log").exists()
+        )
         os.killpg(lost.pid, signal.SIGKILL)
         lost.communicate()
     code, output = machine.run(run_dir, ["true"], 2)
@@ -153,8 +169,8 @@ def obedient(run_dir):
     tracker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     code = (
         "import signal, sys, pathlib; signal.signal(signal.SIGUSR1, lambda *_: None); "
-        f"pathlib.Path({str(run_dir / 'ready')!r}).touch(); signal.pause(); t = pathlib.Path({str(tracker)!r}); "
-        "t.parent.mkdir(); t.write_text('5')"
+        f"pathlib.Path({str(run_dir / 'ready')!r}).touch(); signal.pause(); t = "
+        f"pathlib.Path({str(tracker)!r}); t.parent.mkdir(); t.write_text('5')"
     )
     return [sys.executable, "-c", code]
 
@@ -166,18 +182,25 @@ def test_warning_is_passed_on_and_requeued(machine, tmp_path):
     script.send_signal(signal.SIGUSR1)
     script.communicate(timeout=LIMIT_S)
     assert script.returncode == 0 and machine.requeues == 1
-    assert attempts.read(run_dir)[-1] == attempts.Event(attempts.read(run_dir)[-1].time, "7", 0, "stop", 5, "warned")
+    assert attempts.read(run_dir)[-1] == attempts.Event(
+        attempts.read(run_dir)[-1].time, "7", 0, "stop", 5, "warned"
+    )
 
 
 @pytest.mark.parametrize("late", ["task", "handler"])
 def test_warning_before_the_rank_listens_is_not_lost_and_does_no_harm(machine, tmp_path, late):
-    """Before the task has begun, a signal would end it; before Python handles the signal, it is ignored."""
+    """Before the task has begun, a signal would end it; before Python handles the signal, it is
+    ignored.
+    """
     run_dir, hold = tmp_path / "run", tmp_path / "hold"
     held = tmp_path / "held"
     held.touch()
     if late == "task":
         hold.touch()
-    code = f"import pathlib, time\nwhile pathlib.Path({str(held)!r}).exists(): time.sleep(0.1)\n{obedient(run_dir)[2]}"
+    code = (
+        f"import pathlib, time\nwhile pathlib.Path({str(held)!r}).exists(): "
+        f"time.sleep(0.1)\n{obedient(run_dir)[2]}"
+    )
     script = machine.start(run_dir, [sys.executable, "-c", code])
     until(machine.calls.exists)
     script.send_signal(signal.SIGUSR1)
@@ -188,14 +211,23 @@ def test_warning_before_the_rank_listens_is_not_lost_and_does_no_harm(machine, t
     held.unlink()
     script.communicate(timeout=LIMIT_S)
     assert script.returncode == 0 and machine.requeues == 1
-    assert (attempts.read(run_dir)[-1].reason, attempts.read(run_dir)[-1].iteration) == ("warned", 5)
+    assert (attempts.read(run_dir)[-1].reason, attempts.read(run_dir)[-1].iteration) == (
+        "warned",
+        5,
+    )
 
 
 def test_warning_before_training_begins_is_no_try(machine, tmp_path):
-    """It comes while links are checked: nothing is trained, and the job is queued again however often this happens."""
+    """It comes while links are checked: nothing is trained, and the job is queued again however
+    often this happens.
+    """
     run_dir = tmp_path / "run"
     for attempt in range(4):
-        check = ["bash", "-c", f"touch {tmp_path}/checks; while [[ -e {tmp_path}/checks ]]; do sleep 0.1; done"]
+        check = [
+            "bash",
+            "-c",
+            f"touch {tmp_path}/checks; while [[ -e {tmp_path}/checks ]]; do sleep 0.1; done",
+        ]
         script = machine.start(run_dir, ["touch", f"{tmp_path}/trained"], attempt, preflight=check)
         until((tmp_path / "checks").exists)
         script.send_signal(signal.SIGUSR1)
@@ -214,17 +246,25 @@ def test_canceled_stays_canceled(machine, tmp_path):
     until((run_dir / "ready").exists)
     script.send_signal(signal.SIGTERM)
     output = script.communicate(timeout=LIMIT_S)[0]
-    assert script.returncode == 4 and machine.requeues == 0 and output.endswith(": terminated by Slurm\n")
+    assert (
+        script.returncode == 4
+        and machine.requeues == 0
+        and output.endswith(": terminated by Slurm\n")
+    )
 
 
 def test_preflight_has_a_task_for_each_rank_under_torchrun_too(machine, tmp_path):
     machine.run(tmp_path / "run", ["true"], preflight=["true"], launcher="torchrun", per_node=3)
-    asked = [line for line in machine.calls.read_text().splitlines() if line.startswith("--distribution")]
+    asked = [
+        line for line in machine.calls.read_text().splitlines() if line.startswith("--distribution")
+    ]
     assert [line.split("--ntasks=")[1].split()[0] for line in asked] == ["6", "2"]
 
 
 def test_failed_preflight_starts_no_training(machine, tmp_path):
-    code, _ = machine.run(tmp_path / "run", ["touch", f"{tmp_path}/trained"], preflight=["bash", "-c", "exit 2"])
+    code, _ = machine.run(
+        tmp_path / "run", ["touch", f"{tmp_path}/trained"], preflight=["bash", "-c", "exit 2"]
+    )
     assert code == 2 and not (tmp_path / "trained").exists()
 
 
@@ -239,16 +279,24 @@ def test_order_of_hosts_from_a_file(machine, tmp_path):
 
 def test_torchrun_is_one_task_per_node(machine, tmp_path):
     fake = tmp_path / "python"
-    fake.write_text(f'#!/bin/bash\nprintf \'%s\\n\' "$PET_NODE_RANK" "$@" >{tmp_path}/words; env >{tmp_path}/environment\n')
+    fake.write_text(
+        f'#!/bin/bash\nprintf \'%s\\n\' "$PET_NODE_RANK" "$@" >{tmp_path}/words; env '
+        f">{tmp_path}/environment\n"
+    )
     fake.chmod(0o755)
     machine.run(tmp_path / "run", [str(fake), "-m", "module", "--flag"], launcher="torchrun")
     words = (tmp_path / "words").read_text().splitlines()
-    assert words[:3] == ["0", "-m", "torch.distributed.run"] and words[-3:] == ["-m", "module", "--flag"]
+    assert words[:3] == ["0", "-m", "torch.distributed.run"] and words[-3:] == [
+        "-m",
+        "module",
+        "--flag",
+    ]
     assert "--nnodes=2" in words and "--nproc-per-node=1" in words and "--master-addr=n1" in words
     from torch.distributed.run import get_args_parser
 
     read = get_args_parser().parse_args(words[3:])
-    assert "SIGUSR1" not in read.signals_to_handle and read.training_script == "module"  # which comes again and again
+    # which comes again and again
+    assert "SIGUSR1" not in read.signals_to_handle and read.training_script == "module"
     assert "PET_SHUTDOWN_TIMEOUT=600" in (tmp_path / "environment").read_text().splitlines()
 
 
@@ -262,7 +310,11 @@ def test_names_reach_the_rank_as_they_are(machine, tmp_path, name):
     assert eval((run_dir / "words").read_text()) == [str(run_dir), name]
     assert not list(tmp_path.rglob("hacked"))
     needs.programs("shellcheck")
-    done = subprocess.run(["shellcheck", "--exclude=SC2016", str(tmp_path / "job.sbatch")], capture_output=True, text=True)
+    done = subprocess.run(
+        ["shellcheck", "--exclude=SC2016", str(tmp_path / "job.sbatch")],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -274,13 +326,23 @@ def test_quote(name):
 
 def test_directives_come_first_and_are_those_asked_for():
     resources = Resources(
-        4, 8, partition="gpu", account="lab", time="1-00:00:00", options=["--constraint=h100"], warn_seconds=300
+        4,
+        8,
+        partition="gpu",
+        account="lab",
+        time="1-00:00:00",
+        options=["--constraint=h100"],
+        warn_seconds=300,
     )
-    text = Script(resources, Path("/r"), Path("/r/c"), Path("/r/env.sh"), ["python"]).render(TEMPLATE)
+    text = Script(resources, Path("/r"), Path("/r/c"), Path("/r/env.sh"), ["python"]).render(
+        TEMPLATE
+    )
     lines = [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8"} < set(lines)
     assert {"--partition=gpu", "--account=lab", "--time=1-00:00:00"} < set(lines)
-    assert {"--signal=B:USR1@300", "--requeue", "--constraint=h100", "--open-mode=append"} < set(lines)
+    assert {"--signal=B:USR1@300", "--requeue", "--constraint=h100", "--open-mode=append"} < set(
+        lines
+    )
     lint(text)
 
 
@@ -288,7 +350,10 @@ def test_directives_come_first_and_are_those_asked_for():
     ("script", "words"),
     [
         ("echo", "the first line is not a #! line"),
-        ("#!/bin/bash\necho\n#SBATCH --nodes=2\n", "line 3: '#SBATCH --nodes=2' comes after the first command (line 2)"),
+        (
+            "#!/bin/bash\necho\n#SBATCH --nodes=2\n",
+            "line 3: '#SBATCH --nodes=2' comes after the first command (line 2)",
+        ),
         ("#!/bin/bash\nif\n", "syntax error"),
     ],
 )
@@ -316,14 +381,22 @@ def env(command, **variables):
     """What sourcing env.sh with the arguments of `command` exports."""
     script = f"set --; source {shlex.quote(str(FOLDER / 'env.sh'))} {command}; env"
     kept = {"PATH": variables.pop("PATH", os.environ["PATH"])}
-    done = subprocess.run(["bash", "-c", script], env=kept | variables, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", script], env=kept | variables, capture_output=True, text=True, check=True
+    )
     return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
 
 
 def test_environment_of_ranks(tmp_path):
     alone = env("", HOSTS="n1", SLURMD_NODENAME="n1", CPUS_PER_RANK="3")
-    assert alone["GLOO_SOCKET_IFNAME"] == alone["NCCL_SOCKET_IFNAME"] == "lo" and alone["OMP_NUM_THREADS"] == "3"
-    assert env("", HOSTS="n1", SLURMD_NODENAME="n1", GLOO_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert (
+        alone["GLOO_SOCKET_IFNAME"] == alone["NCCL_SOCKET_IFNAME"] == "lo"
+        and alone["OMP_NUM_THREADS"] == "3"
+    )
+    assert (
+        env("", HOSTS="n1", SLURMD_NODENAME="n1", GLOO_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"]
+        == "ib0"
+    )
     assert "NCCL_IB_HCA" not in alone and env("", NCCL_IB_HCA="mlx5_0")["NCCL_IB_HCA"] == "mlx5_0"
 
 
@@ -343,4 +416,7 @@ def test_cuda_connections(tmp_path, capability, command, value):
         (tmp_path / "nvidia-smi").chmod(0o755)
     elif shutil.which("nvidia-smi"):
         pytest.skip("there is a GPU")
-    assert env(command, PATH=f"{tmp_path}:{os.environ['PATH']}").get("CUDA_DEVICE_MAX_CONNECTIONS") == value
+    assert (
+        env(command, PATH=f"{tmp_path}:{os.environ['PATH']}").get("CUDA_DEVICE_MAX_CONNECTIONS")
+        == value
+    )

@@ -1,7 +1,8 @@
-"""Training on a real Slurm of two nodes and four ranks, through all that ends a job before its time.
+"""Training on a real Slurm of two nodes and four ranks, through all that ends a job before its
+time.
 
-Whatever happens, the losses of all tries together are those of a run that nobody disturbed, no step before the last checkpoint is
-done again, and no process is left.
+Whatever happens, the losses of all tries together are those of a run that nobody disturbed, no step
+before the last checkpoint is done again, and no process is left.
 """
 
 import functools
@@ -50,15 +51,23 @@ def watchful():
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The losses of the job on one rank without context parallelism, which nobody disturbs, for each number of steps."""
+    """The losses of the job on one rank without context parallelism, which nobody disturbs, for
+    each number of steps.
+    """
     folder = tmp_path_factory.mktemp("undisturbed")
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY))
 
     @functools.cache
     def losses(train_iters=6):
-        nothing_saved = [f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")]
-        alone = ["parallel.context_parallel_size=1", "cp_ring.enabled=false", f"megatron.train_iters={train_iters}"]
+        nothing_saved = [
+            f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")
+        ]
+        alone = [
+            "parallel.context_parallel_size=1",
+            "cp_ring.enabled=false",
+            f"megatron.train_iters={train_iters}",
+        ]
         job = config.load(str(path), [*nothing_saved, *alone, f"launch.run_dir={folder}"])
         name = f"{train_iters} steps"
         train(1, {name: command_line.megatron_flags(job, None, "cpu")[0]}, folder, [])
@@ -70,7 +79,9 @@ def undisturbed(tmp_path_factory):
 
 
 def same(job, expected):
-    """The whole trace is there and is that of the undisturbed run; no try began before the last checkpoint that was there."""
+    """The whole trace is there and is that of the undisturbed run; no try began before the last
+    checkpoint that was there.
+    """
     found = job.trace()
     assert sorted(found) == sorted(expected), job.logs()
     assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-6
@@ -94,10 +105,18 @@ def kill_a_rank(job, index, of=4):
 @pytest.mark.ci
 def test_rank_killed_then_warned_then_finished(cluster, undisturbed):
     """With one rank on each node: nearly all of the time is the start of the ranks, three times."""
-    settings = {"megatron__save_interval": 20, "megatron__train_iters": 300, "cp_ring__certify": False}
+    settings = {
+        "megatron__save_interval": 20,
+        "megatron__train_iters": 300,
+        "cp_ring__certify": False,
+    }
     slow = cluster.folder / "slow.sh"
-    slow.write_text(SLOW.format(logs=cluster.folder / "killed" / "logs", environment=LAUNCH / "env.sh"))
-    job = Job(cluster, "killed", *QUICK, *A_RANK_PER_NODE, "--env-file", str(slow), **settings, **CP2)
+    slow.write_text(
+        SLOW.format(logs=cluster.folder / "killed" / "logs", environment=LAUNCH / "env.sh")
+    )
+    job = Job(
+        cluster, "killed", *QUICK, *A_RANK_PER_NODE, "--env-file", str(slow), **settings, **CP2
+    )
     job.reach(25)
     kill_a_rank(job, os.getpid() % 2, of=2)
     cluster.until(lambda: len(job.starts) == 2)
@@ -112,19 +131,35 @@ def test_rank_killed_then_warned_then_finished(cluster, undisturbed):
 @pytest.mark.ci
 def test_canceled_stays_canceled(cluster):
     size = ("--nodes", "2", "--ranks-per-node", "1")
-    job = Job(cluster, "canceled", *QUICK, *size, megatron__train_iters=2000, parallel__context_parallel_size=2)
+    job = Job(
+        cluster,
+        "canceled",
+        *QUICK,
+        *size,
+        megatron__train_iters=2000,
+        parallel__context_parallel_size=2,
+    )
     job.reach(2)
     cluster.run("scancel", job.number)
     assert job.end() == "CANCELLED"
     assert job.restarts == 0 and not (job.run_dir / "DONE").exists()
-    assert job.saved >= 2 and job.status()["last_stop"].startswith("terminated by Slurm")  # ranks save on SIGTERM
+    # ranks save on SIGTERM
+    assert job.saved >= 2 and job.status()["last_stop"].startswith("terminated by Slurm")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_data_parallel_ranks_killed(cluster, undisturbed, launcher):
     expected = undisturbed()
-    job = Job(cluster, f"killed-{launcher}", *QUICK, "--launcher", launcher, megatron__save_interval=2, **CP2_DP2)
+    job = Job(
+        cluster,
+        f"killed-{launcher}",
+        *QUICK,
+        "--launcher",
+        launcher,
+        megatron__save_interval=2,
+        **CP2_DP2,
+    )
     job.reach(3)
     kill_a_rank(job, 2)
     assert job.end() == "COMPLETED", job.logs()
@@ -133,7 +168,15 @@ def test_data_parallel_ranks_killed(cluster, undisturbed, launcher):
 
 @pytest.mark.slow
 def test_torchrun_saves_when_warned(cluster, undisturbed):
-    job = Job(cluster, "warned-torchrun", *QUICK, "--launcher", "torchrun", megatron__train_iters=60, **CP4)
+    job = Job(
+        cluster,
+        "warned-torchrun",
+        *QUICK,
+        "--launcher",
+        "torchrun",
+        megatron__train_iters=60,
+        **CP4,
+    )
     job.reach(2)
     job.warn()
     assert job.end() == "COMPLETED", job.logs()
@@ -157,8 +200,12 @@ def test_lost_node(watchful, undisturbed):
 
 @pytest.mark.slow
 def test_silently_lost_link(watchful, undisturbed):
-    """Nothing is closed and nothing is rejected: the node only does not answer any more, for a while."""
-    job = Job(watchful, "link-lost", *QUICK, megatron__save_interval=2, megatron__train_iters=60, **CP4)
+    """Nothing is closed and nothing is rejected: the node only does not answer any more, for a
+    while.
+    """
+    job = Job(
+        watchful, "link-lost", *QUICK, megatron__save_interval=2, megatron__train_iters=60, **CP4
+    )
     job.reach(5)
     watchful.run("ip", "link", "set", "v2", "down")
     watchful.until(lambda: job.restarts == 1)
@@ -183,7 +230,9 @@ def test_preempted_then_requeued(cluster, undisturbed):
 
 @pytest.mark.slow
 def test_time_limit(cluster, undisturbed):
-    """Slurm's clock has a resolution of a minute: a limit of one minute warns at once when the lead is 50 s."""
+    """Slurm's clock has a resolution of a minute: a limit of one minute warns at once when the lead
+    is 50 s.
+    """
     options = ("--warn-seconds", "30", "--no-preflight", "--time", "1")
     job = Job(cluster, "time-limit", *options, megatron__train_iters=2000, **CP4)
     cluster.until(lambda: job.restarts == 1)
@@ -212,7 +261,9 @@ printf '%s\\0' "$@" >"$folder/words.$RANK"
 
 @pytest.mark.slow
 def test_hostile_names_through_slurm(cluster):
-    """What ranks are started with, and where Slurm writes; a stand-in for their Python notes it down."""
+    """What ranks are started with, and where Slurm writes; a stand-in for their Python notes it
+    down.
+    """
     fake = cluster.folder / "python"
     fake.write_text(FAKE_PYTHON)
     fake.chmod(0o755)
@@ -221,6 +272,9 @@ def test_hostile_names_through_slurm(cluster):
     assert job.end() == "COMPLETED", job.logs()
     for rank in range(4):
         words = (job.run_dir / f"words.{rank}").read_text().split("\0")
-        assert words[-3:] == ["--cp-ring-run-dir", str(job.run_dir), ""] and words[:2] == ["-m", "cp_ring.pretrain_gpt"]
+        assert words[-3:] == ["--cp-ring-run-dir", str(job.run_dir), ""] and words[:2] == [
+            "-m",
+            "cp_ring.pretrain_gpt",
+        ]
     assert ": done" in (job.run_dir / "logs" / f"job-{job.number}.log").read_text()
     assert not list(cluster.folder.rglob("hacked"))

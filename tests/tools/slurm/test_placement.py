@@ -14,7 +14,14 @@ from cp_ring.plan.schedule import relay_schedule
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.tools.job import config
 from cp_ring.tools.slurm.attention_plan import describe_job, plan_of, sizes_of
-from cp_ring.tools.slurm.placement import Placement, context_groups, describe, order_from_file, token_bytes, traffic
+from cp_ring.tools.slurm.placement import (
+    Placement,
+    context_groups,
+    describe,
+    order_from_file,
+    token_bytes,
+    traffic,
+)
 
 
 def plan(cp, n=64, route="direct", mask=None):
@@ -49,7 +56,9 @@ def test_bytes_are_those_of_the_transfers_one_by_one(cp, per_node, route):
     expected = {}
     for group in groups:
         moves = made.ring.transfers
-        for hop, sender, receiver, tokens in zip(moves.hop, moves.sender, moves.receiver, moves.tokens, strict=True):
+        for hop, sender, receiver, tokens in zip(
+            moves.hop, moves.sender, moves.receiver, moves.tokens, strict=True
+        ):
             source, target = placement.host(group[sender]), placement.host(group[receiver])
             cell = expected.setdefault(int(hop), {"inside": 0, "between": 0, "out": {}, "into": {}})
             cell["inside" if source == target else "between"] += int(tokens) * 10
@@ -61,9 +70,13 @@ def test_bytes_are_those_of_the_transfers_one_by_one(cp, per_node, route):
         assert (found[hop].inside, found[hop].between) == (cell["inside"], cell["between"])
         for name in ("out", "into"):
             table = getattr(found[hop], name)
-            assert {host: int(table[i]) for i, host in enumerate(placement.hosts) if table[i]} == cell[name]
+            assert {
+                host: int(table[i]) for i, host in enumerate(placement.hosts) if table[i]
+            } == cell[name]
     total = sum(hop.inside + hop.between for hop in found.values())
-    assert sum(hop.between for hop in found.values()) / total == pytest.approx(between_nodes(made.ring, per_node))
+    assert sum(hop.between for hop in found.values()) / total == pytest.approx(
+        between_nodes(made.ring, per_node)
+    )
 
 
 def test_order_of_hosts_decides_what_passes_between_nodes():
@@ -77,10 +90,18 @@ def test_order_of_hosts_decides_what_passes_between_nodes():
 def test_lines_name_the_hops():
     made, groups, placement = plan(4), context_groups(1, 4, 8), Placement(("a", "b", "c", "d"), 2)
     lines = describe(placement, groups, traffic(made.ring, groups, placement, 2**20))
-    assert lines[0] == "each of 2 context-parallel groups of 4 is on 2 of 4 nodes" and lines[1] == "the first on a a b b"
-    assert [line.split(":")[0] for line in lines[2:5]] == ["hop 1", "hop 2", "hop 3"] and lines[5] == "inside nodes: no hop"
+    assert (
+        lines[0] == "each of 2 context-parallel groups of 4 is on 2 of 4 nodes"
+        and lines[1] == "the first on a a b b"
+    )
+    assert [line.split(":")[0] for line in lines[2:5]] == ["hop 1", "hop 2", "hop 3"] and lines[
+        5
+    ] == "inside nodes: no hop"
     alone = Placement(("a", "b"), 4)
-    assert describe(alone, groups, traffic(made.ring, groups, alone, 1))[-1] == "no hop passes between nodes"
+    assert (
+        describe(alone, groups, traffic(made.ring, groups, alone, 1))[-1]
+        == "no hop passes between nodes"
+    )
 
 
 def test_order_from_file():
@@ -93,7 +114,10 @@ def test_order_from_file():
 
 def test_nodes_and_bytes():
     assert np.array_equal(Placement(("a", "b"), 2).nodes, [0, 0, 1, 1])
-    assert token_bytes(AttentionSizes(heads=8, kv_heads=2, head_dim=64, dtype="bf16")) == 2 * 2 * 64 * 2
+    assert (
+        token_bytes(AttentionSizes(heads=8, kv_heads=2, head_dim=64, dtype="bf16"))
+        == 2 * 2 * 64 * 2
+    )
     with pytest.raises(ConfigError):
         Placement((), 2)
 
@@ -110,31 +134,64 @@ LATENT = {"multi_latent_attention": True}
         ({"kv_channels": 48}, 1, 8 * (48 + 48)),
         (LATENT, 1, 8 * (128 + 64 + 128)),
         (
-            LATENT | {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 20, "micro_batch_size": 3},
+            LATENT
+            | {
+                "qk_head_dim": 16,
+                "qk_pos_emb_head_dim": 8,
+                "v_head_dim": 20,
+                "micro_batch_size": 3,
+            },
             2,
             3 * 4 * (16 + 8 + 20),
         ),
-        (LATENT | {"kv_channels": 48, "group_query_attention": True, "num_query_groups": 2}, 1, 8 * (128 + 64 + 128)),
+        (
+            LATENT | {"kv_channels": 48, "group_query_attention": True, "num_query_groups": 2},
+            1,
+            8 * (128 + 64 + 128),
+        ),
     ],
 )
 def test_token_bytes_of_a_job_are_those_of_its_keys_and_values(megatron, tp, elements):
-    job = config.validate({"megatron": HEADS | megatron, "parallel": {"tensor_model_parallel_size": tp}}, "job")
+    job = config.validate(
+        {"megatron": HEADS | megatron, "parallel": {"tensor_model_parallel_size": tp}}, "job"
+    )
     assert token_bytes(sizes_of(job)) == elements * 2
 
 
 def test_plan_of_a_job_goes_by_its_flags_and_nodes():
     def plan(per_node, tp=1, megatron=None, **cp_ring):
         parallel = {"context_parallel_size": 8, "tensor_model_parallel_size": tp}
-        given = {"megatron": HEADS | {"seq_length": 1024} | (megatron or {}), "parallel": parallel, "cp_ring": cp_ring}
+        given = {
+            "megatron": HEADS | {"seq_length": 1024} | (megatron or {}),
+            "parallel": parallel,
+            "cp_ring": cp_ring,
+        }
         return plan_of(config.validate(given, "job"), per_node)
 
-    assert plan(4).ring.node_size == 4 and plan(4, tp=2).ring.node_size == 2 and plan(4, node_size=8).ring.node_size == 8
+    assert (
+        plan(4).ring.node_size == 4
+        and plan(4, tp=2).ring.node_size == 2
+        and plan(4, node_size=8).ring.node_size == 8
+    )
     assert plan(4, route="relay").schedule == relay_schedule("auto", 8, 4)
     assert plan(4, heads=2).ulysses == 2 and plan(4, heads=2).ring.node_size == 2
     assert plan(4, megatron={"cp_comm_type": "a2a"}).ring.cp == 1
-    assert plan(4, megatron={"cp_comm_type": ["a2a+p2p", "p2p"], "hierarchical_context_parallel_sizes": [4, 2]}).ulysses == 4
+    assert (
+        plan(
+            4,
+            megatron={
+                "cp_comm_type": ["a2a+p2p", "p2p"],
+                "hierarchical_context_parallel_sizes": [4, 2],
+            },
+        ).ulysses
+        == 4
+    )
     assert plan(4, route="auto", heads="auto").cp == 8
-    given = {"megatron": HEADS | {"seq_length": 1024}, "parallel": {"context_parallel_size": 8}, "cp_ring": {"heads": 4}}
+    given = {
+        "megatron": HEADS | {"seq_length": 1024},
+        "parallel": {"context_parallel_size": 8},
+        "cp_ring": {"heads": 4},
+    }
     lines = describe_job(config.validate(given, "job"), Placement(("a", "b"), 4))
     assert lines[0] == "4 neighboring ranks exchange heads, inside a node; the ring has 2 members"
     assert any("hop 1:" in line and "pass between nodes" in line for line in lines)
@@ -145,4 +202,7 @@ def test_widths_of_multi_latent_attention_default_to_megatrons():
 
     theirs = {field.name: field.default for field in dataclasses.fields(MLATransformerConfig)}
     sizes = sizes_of(config.validate({"megatron": HEADS | LATENT}, "job"))
-    assert (sizes.head_dim, sizes.value_dim) == (theirs["qk_head_dim"] + theirs["qk_pos_emb_head_dim"], theirs["v_head_dim"])
+    assert (sizes.head_dim, sizes.value_dim) == (
+        theirs["qk_head_dim"] + theirs["qk_pos_emb_head_dim"],
+        theirs["v_head_dim"],
+    )

@@ -32,7 +32,9 @@ from tests.tools.slurm.job import TINY
 @pytest.fixture
 def job(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    path.write_text(
+        yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}})
+    )
     return config.load(str(path))
 
 
@@ -49,7 +51,13 @@ def healthy(rank, **changes):
         shared=True,
         free=10**12,
         flops=1e12,
-        gpu={"index": rank % 2, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "uncorrected_errors": 0},
+        gpu={
+            "index": rank % 2,
+            "name": "H100",
+            "free": 79 * 2**30,
+            "total": 80 * 2**30,
+            "uncorrected_errors": 0,
+        },
         links=[LinkSpeed(hop, (rank - hop) % 4, rank, 1e9 + rank, 1e-4) for hop in (1, 2, 3)],
     )
     return dataclasses.replace(facts, **changes)
@@ -71,7 +79,10 @@ GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "unc
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({3: {"config_hash": "abd"}}, "error rank 3 on n2 reads a different job.yaml than rank 0 on n1"),
+        (
+            {3: {"config_hash": "abd"}},
+            "error rank 3 on n2 reads a different job.yaml than rank 0 on n1",
+        ),
         (
             {2: {"versions": {"torch": "2.12.0", "Python": "3.12.1"}}},
             "error rank 2 on n2 has torch 2.12.0, rank 0 on n1",
@@ -81,17 +92,34 @@ GPU = {"index": 1, "name": "H100", "free": 79 * 2**30, "total": 80 * 2**30, "unc
             "error n2: its name resolves to 127.0.1.1, which no other host can reach",
         ),
         ({0: {"interface": "lo"}}, "error n1: GLOO_SOCKET_IFNAME is lo"),
-        ({2: {"writable": "Read-only file system"}}, "error launch.run_dir cannot be written on n2: Read-only file system"),
+        (
+            {2: {"writable": "Read-only file system"}},
+            "error launch.run_dir cannot be written on n2: Read-only file system",
+        ),
         ({2: {"shared": False}}, "error launch.run_dir is a different directory on n2 than on n1"),
         ({2: {"free": 10**8}}, "warning launch.run_dir has 0.1 GiB free on n2"),
         ({2: {"clock": 1090.0}, 3: {"clock": 1000.0}}, "warning the clock of n2 is +90 s off"),
         ({1: {"gpu": {}}}, "error GPUs differ: n1 has H100, n1 has none"),
         ({1: {"gpu": GPU | {"name": "A100"}}}, "warning GPUs differ: n1 has A100, n1 has H100"),
-        ({3: {"gpu": GPU | {"uncorrected_errors": 7}}}, "error GPU 1 of n2: 7 uncorrected memory errors"),
-        ({3: {"gpu": GPU | {"free": 20 * 2**30}}}, "warning GPU 1 of n2: only 20 of 80 GiB are free"),
+        (
+            {3: {"gpu": GPU | {"uncorrected_errors": 7}}},
+            "error GPU 1 of n2: 7 uncorrected memory errors",
+        ),
+        (
+            {3: {"gpu": GPU | {"free": 20 * 2**30}}},
+            "warning GPU 1 of n2: only 20 of 80 GiB are free",
+        ),
         ({3: {"flops": 4e11}}, "warning slow rank 3 on n2: 400.0 GFLOP/s, the median is 1,000.0"),
         (
-            {r: {"links": [LinkSpeed(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4) for h in HOPS]} for r in (0, 1)},
+            {
+                r: {
+                    "links": [
+                        LinkSpeed(h, (r - h) % 4, r, 1e6 if (r - h) % 4 > 1 else 1e9, 1e-4)
+                        for h in HOPS
+                    ]
+                }
+                for r in (0, 1)
+            },
             "warning slow link n2 -> n1 (hop 1, rank 3 to 0): 1.0 MB/s, better links 1,000.0",
         ),
     ],
@@ -103,13 +131,28 @@ def test_each_is_named_on_a_line(job, changes, line):
 
 
 def test_sizes(job):
-    assert "section parallel makes 4 ranks, but 6 were started" in judge(job, [healthy(rank) for rank in range(6)])[0].line
-    uneven = [healthy(0), healthy(1), healthy(2), healthy(3, host="n3"), *[healthy(rank) for rank in (2, 3)]][:5]
+    assert (
+        "section parallel makes 4 ranks, but 6 were started"
+        in judge(job, [healthy(rank) for rank in range(6)])[0].line
+    )
+    uneven = [
+        healthy(0),
+        healthy(1),
+        healthy(2),
+        healthy(3, host="n3"),
+        *[healthy(rank) for rank in (2, 3)],
+    ][:5]
     assert "5 ranks do not divide by 3 nodes" in [problem.line for problem in judge(job, uneven)]
-    parallel = job.parallel.model_copy(update={"tensor_model_parallel_size": 4, "context_parallel_size": 1})
+    parallel = job.parallel.model_copy(
+        update={"tensor_model_parallel_size": 4, "context_parallel_size": 1}
+    )
     wide = job.model_copy(update={"parallel": parallel})
     (problem,) = judge(wide, [healthy(rank) for rank in range(4)])
-    assert not problem.fatal and "parallel.tensor_model_parallel_size 4 is more than the 2 ranks of a node" in problem.line
+    assert (
+        not problem.fatal
+        and "parallel.tensor_model_parallel_size 4 is more than the 2 ranks of a node"
+        in problem.line
+    )
 
 
 def test_facts_survive_json():
@@ -130,9 +173,16 @@ def test_all_links_are_measured(pool, cp, hops):
     """Each rank measures its hops and what it receives from every other rank."""
     for rank, (of_ring, pairs) in enumerate(pool.run(measured, 4, cp, 60.0)):
         assert [link.hop for link in of_ring] == list(range(1, hops + 1))
-        assert {link.sender // cp for link in of_ring} == {rank // cp}, "hops are those of the rank's own group"
-        assert sorted(link.sender for link in pairs) == [other for other in range(4) if other != rank]
-        assert all(link.receiver == rank and link.rate > 0 and link.latency > 0 for link in [*of_ring, *pairs])
+        assert {link.sender // cp for link in of_ring} == {rank // cp}, (
+            "hops are those of the rank's own group"
+        )
+        assert sorted(link.sender for link in pairs) == [
+            other for other in range(4) if other != rank
+        ]
+        assert all(
+            link.receiver == rank and link.rate > 0 and link.latency > 0
+            for link in [*of_ring, *pairs]
+        )
 
 
 def test_no_round_begins_when_the_time_is_over(pool):
@@ -143,32 +193,60 @@ def test_the_file_of_links(tmp_path):
     """Timing reads from it what is possible, `cp-ring plan --rates` what to predict with."""
     pairs = [[LinkSpeed(0, other, rank, 1e8 if other // 2 != rank // 2 else 1e9, 2e-5) for other in range(4) if other != rank]
              for rank in range(4)]  # fmt: skip
-    ring = [[LinkSpeed(1, (rank - 1) % 4, rank, (4e8 if rank % 2 == 0 else 2e9), 1e-4)] for rank in range(4)]
-    speeds = [{"tflops": 0.1 + rank, "memory_gb_s": 8.0 - rank, "call_us": 3.0 + rank, "kernel": "Cpu"} for rank in range(4)]
-    ranks = [healthy(rank, links=ring[rank], pairs=pairs[rank], speeds=speeds[rank]) for rank in range(4)]
+    ring = [
+        [LinkSpeed(1, (rank - 1) % 4, rank, (4e8 if rank % 2 == 0 else 2e9), 1e-4)]
+        for rank in range(4)
+    ]
+    speeds = [
+        {"tflops": 0.1 + rank, "memory_gb_s": 8.0 - rank, "call_us": 3.0 + rank, "kernel": "Cpu"}
+        for rank in range(4)
+    ]
+    ranks = [
+        healthy(rank, links=ring[rank], pairs=pairs[rank], speeds=speeds[rank]) for rank in range(4)
+    ]
     (line,) = write_links(tmp_path, ranks)
     path = tmp_path / links.FILE
     assert line.endswith(f"cp-ring plan --rates {path}") and list(tmp_path.iterdir()) == [path]
     found = json.loads(path.read_text())
-    assert found["gb_s"][0] == [None, 1.0, 0.1, 0.1] and found["latency_us"][3][2] == 20.0 and found["hosts"][3] == "n2"
-    assert found["pairs"][BETWEEN] == {"links": 8, "gb_s": 0.1, "slowest_gb_s": 0.1, "fastest_gb_s": 0.1, "latency_us": 20.0}
+    assert (
+        found["gb_s"][0] == [None, 1.0, 0.1, 0.1]
+        and found["latency_us"][3][2] == 20.0
+        and found["hosts"][3] == "n2"
+    )
+    assert found["pairs"][BETWEEN] == {
+        "links": 8,
+        "gb_s": 0.1,
+        "slowest_gb_s": 0.1,
+        "fastest_gb_s": 0.1,
+        "latency_us": 20.0,
+    }
     assert found["ring"][INSIDE]["gb_s"] == 2.0 and found["ring"][BETWEEN]["links"] == 2
     assert links.possible(str(tmp_path)) == {INSIDE: 2e9, BETWEEN: 4e8} and links.possible("") == {}
-    assert rates.read(str(path)) == Rates(1e11, 1e9, 1e8, memory=5e9, call=6e-6), "of the slowest rank and the slowest links"
+    assert rates.read(str(path)) == Rates(1e11, 1e9, 1e8, memory=5e9, call=6e-6), (
+        "of the slowest rank and the slowest links"
+    )
     words = ["plan", "--cp", "4", "--seq-length", "4096", "--json"]
     slow, given = (
-        json.loads(CliRunner().invoke(app, [*words, "--rates", str(path), *more]).stdout) for more in ([], ["--tflops", "0.2"])
+        json.loads(CliRunner().invoke(app, [*words, "--rates", str(path), *more]).stdout)
+        for more in ([], ["--tflops", "0.2"])
     )
     assert slow["predicted"]["forward_s"] > given["predicted"]["forward_s"] > 0
     assert "links between nodes: 8 measured, 100.0 to 100.0 MB/s, 20 us" in list(summary(ranks))
     others = [healthy(rank) for rank in (1, 2, 3)]
-    assert "3 of 12 links were measured in the time that preflight has" in list(summary([ranks[0], *others]))
+    assert "3 of 12 links were measured in the time that preflight has" in list(
+        summary([ranks[0], *others])
+    )
 
 
 def test_where_no_link_was_measured_no_file_is_written(tmp_path):
-    assert list(write_links(tmp_path, [healthy(0, links=[])])) == [] and links.possible(str(tmp_path)) == {}
+    assert (
+        list(write_links(tmp_path, [healthy(0, links=[])])) == []
+        and links.possible(str(tmp_path)) == {}
+    )
     (line,) = write_links(tmp_path / "none", [healthy(rank) for rank in range(4)])
-    assert line.startswith("warning: ") and line.endswith("links.json cannot be written: No such file or directory")
+    assert line.startswith("warning: ") and line.endswith(
+        "links.json cannot be written: No such file or directory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +276,8 @@ def test_prediction_follows_the_slower_of_link_and_arithmetic(job):
         return made.exposed_forward / made.forward
 
     assert waits(1e9, 1e15, 1e15, 2) < 0.01 and waits(1e15, 1e4, 1e4, 2) > 0.99
-    # Links between nodes only matter where the ring crosses nodes, those inside where ranks share one.
+    # Links between nodes only matter where the ring crosses nodes, those inside where ranks share
+    # one.
     assert waits(1e9, 1e15, 1, 4) < 0.01 < 0.99 < waits(1e9, 1e15, 1, 2)
     assert waits(1e9, 1, 1e15, 1) < 0.01 < 0.99 < waits(1e9, 1, 1e15, 2)
 
@@ -209,7 +288,9 @@ def alone(tmp_path, monkeypatch, capsys):
 
     def run(*overrides, **environment):
         path = tmp_path / "job.yaml"
-        path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+        path.write_text(
+            yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}})
+        )
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         return preflight.main(str(path), list(overrides)), *capsys.readouterr()
@@ -229,7 +310,11 @@ def test_alone_it_checks_this_host(alone, tmp_path):
 
 def test_ranks_without_an_address_are_rejected_in_a_line(alone):
     code, _, err = alone(SLURM_NTASKS="2", SLURM_PROCID="1")
-    assert code == 2 and err.startswith("cp_ring: preflight: error: cp-ring preflight: 2 ranks need") and err.count("\n") == 1
+    assert (
+        code == 2
+        and err.startswith("cp_ring: preflight: error: cp-ring preflight: 2 ranks need")
+        and err.count("\n") == 1
+    )
 
 
 @pytest.fixture
@@ -237,10 +322,19 @@ def scontrol(tmp_path, monkeypatch):
     """A scontrol that knows the hosts of n[7-8], and a task's variables without a launcher's."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "scontrol"
-    script.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames n[7-8]' ] || exit 1\necho n7\necho n8\n")
+    script.write_text(
+        "#!/bin/sh\n[ \"$*\" = 'show hostnames n[7-8]' ] || exit 1\necho n7\necho n8\n"
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_RESTART_COUNT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLURM_RESTART_COUNT",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in TASK.items():
         monkeypatch.setenv(name, value)
@@ -278,8 +372,12 @@ def test_the_port_is_that_of_the_batch_script(scontrol, monkeypatch):
     import cp_ring.launch
 
     (folder,) = cp_ring.launch.__path__
-    (expression,) = re.findall(r"MASTER_PORT=(\S+ \+ .*\)\)) #", (Path(folder) / "slurm" / "train.sbatch").read_text())
-    said = subprocess.check_output(["bash", "-c", f"try=$SLURM_RESTART_COUNT; echo {expression}"], text=True)
+    (expression,) = re.findall(
+        r"MASTER_PORT=(\S+ \+ .*\)\)) #", (Path(folder) / "slurm" / "train.sbatch").read_text()
+    )
+    said = subprocess.check_output(
+        ["bash", "-c", f"try=$SLURM_RESTART_COUNT; echo {expression}"], text=True
+    )
     monkeypatch.setenv(NODES, "n[7-8]")
     assert World.find().port == int(said or 0) == 20017
 
@@ -288,7 +386,9 @@ def test_port_in_use_is_rejected(alone):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         code, _, err = alone(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    assert code == 2 and f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in err, err
+    assert code == 2 and f"cp_ring: preflight: error: port {port} of 127.0.0.1 is in use" in err, (
+        err
+    )
 
 
 @pytest.mark.ci
@@ -296,13 +396,22 @@ def test_where_ranks_cannot_meet_links_are_not_measured_and_the_reason_is_printe
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}}))
+    path.write_text(
+        yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}})
+    )
     line = [sys.executable, "-m", "cp_ring.tools.cli", "preflight", str(path)]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    place = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     ranks = [
         subprocess.Popen(
             line,
-            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"},
+            env=os.environ
+            | place
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"},
             stdout=subprocess.PIPE,
             text=True,
         )
