@@ -24,8 +24,8 @@ cpu_seconds() {
 # Prints the first Python >= 3.12 that runs; the shim of a version manager can be on PATH and still fail.
 find_python() {
     local candidate
-    for candidate in python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python3 \
-        python3.13 "$HOME"/.pyenv/versions/3.13*/bin/python3 python3; do
+    local pyenv="${PYENV_ROOT:-$HOME/.pyenv}/versions"
+    for candidate in python3.12 "$pyenv"/3.12*/bin/python3 python3.13 "$pyenv"/3.13*/bin/python3 python3; do
         if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then
             echo "$candidate"
             return

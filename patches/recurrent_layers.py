@@ -4,15 +4,22 @@ documents.
 These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads.
 Megatron then puts the tokens in order, and back, as its zigzag split needs it. Here the order is
 that of the layout, and the state begins anew with each document.
+
+All heads of a gated delta net layer share one norm, `out_norm`. Each tensor-parallel rank computes
+its gradient of its own heads alone, and Megatron sums these with --sequence-parallel only: without
+it the norms of the ranks drift apart. Here they are summed as they are computed.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch import Tensor, distributed
 
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
@@ -45,6 +52,7 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
     # until 0.17, where these layers know nothing of context parallelism
     if not hasattr(package, "tensor_a2a_cp2hp"):
         return
+    yield layer, "__init__", _with_one_norm(layer.__init__)
     yield layer, "forward", recurrent.gated_delta_net_with_documents(layer.forward)
     if hasattr(layer, "_gated_norm_and_a2a"):
         yield layer, "_gated_norm_and_a2a", recurrent.norm_with_documents(layer._gated_norm_and_a2a)
@@ -60,11 +68,31 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
             )
 
 
+def _with_one_norm(constructor: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(constructor)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
+        group = self.pg_collection.tp
+        if group.size() == 1 or self.config.sequence_parallel:
+            return
+
+        def summed(grad: Tensor) -> Tensor:
+            total = grad.clone()
+            distributed.all_reduce(total, group=group)
+            return total
+
+        for weight in self.out_norm.parameters():
+            weight.register_hook(summed)
+
+    return construct
+
+
 PATCH = Patch(
     name="recurrent_layers",
     what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout, and begin "
-    "anew with each document",
-    why="Megatron's layers know the order of its zigzag split alone, and documents only in thd",
+    "anew with each document; tensor-parallel ranks have one norm in gated delta net layers",
+    why="Megatron's layers know the order of its zigzag split alone, and documents only in thd; it "
+    "sums the gradients of that norm with --sequence-parallel only",
     when="--cp-ring letters|reorders_program",
     replacements=_replacements,
 )

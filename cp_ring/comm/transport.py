@@ -328,6 +328,8 @@ def count(batch: MessageBatch) -> None:
         )
         posted(batch.kind, batch.hop, leave, come)
     for counters in recording():
-        for peer, part in messages(batch.sends):
-            counters.sent(batch.kind, part.nbytes, peer)
-        counters.bytes_received += sum(part.nbytes for _, part in messages(batch.receives))
+        counters.add(
+            batch.kind,
+            [(peer, part.nbytes) for peer, part in messages(batch.sends)],
+            sum(part.nbytes for _, part in messages(batch.receives)),
+        )

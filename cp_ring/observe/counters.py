@@ -25,11 +25,15 @@ class Counters:
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
     bytes_by_peer: dict[int, int] = field(default_factory=dict)
 
-    def sent(self, kind: str, size: int, peer: int) -> None:
-        self.messages_sent += 1
-        self.bytes_sent += size
-        self.bytes_by_kind[kind] = self.bytes_by_kind.get(kind, 0) + size
-        self.bytes_by_peer[peer] = self.bytes_by_peer.get(peer, 0) + size
+    def add(self, kind: str, sent: list[tuple[int, int]], received: int) -> None:
+        """Counts a batch of messages: the peer and the bytes of each sent, the bytes received."""
+        with _lock:  # ranks may be threads of this process
+            self.bytes_received += received
+            for peer, size in sent:
+                self.messages_sent += 1
+                self.bytes_sent += size
+                self.bytes_by_kind[kind] = self.bytes_by_kind.get(kind, 0) + size
+                self.bytes_by_peer[peer] = self.bytes_by_peer.get(peer, 0) + size
 
     def slot(self, change: int) -> None:
         self.slots_alive += change

@@ -54,7 +54,7 @@ CASES = {
 }
 
 
-def configuration(cp: int) -> Any:
+def configuration(cp: int, tp: int = 1) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from cp_ring.megatron import compat
@@ -65,7 +65,8 @@ def configuration(cp: int) -> Any:
         "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
     }  # fmt: skip
     return TransformerConfig(
-        num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True, context_parallel_size=cp,
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True,
+        context_parallel_size=cp, tensor_model_parallel_size=tp,
         add_bias_linear=False, activation_func=torch.nn.functional.silu, **compat.known_fields(TransformerConfig, sizes),
     )  # fmt: skip
 
@@ -75,7 +76,7 @@ class Norm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
 
 
-def build(kind: str, cp: int) -> Any:
+def build(kind: str, cp: int, tp: int = 1) -> Any:
     """The layer, with the same weights whatever `cp`."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
@@ -98,7 +99,7 @@ def build(kind: str, cp: int) -> Any:
             pg_collection=groups,
         )
     submodules = GatedDeltaNetSubmodules(**linear, out_norm=Norm)
-    return GatedDeltaNet(configuration(cp), submodules, layer_number=1, pg_collection=groups)
+    return GatedDeltaNet(configuration(cp, tp), submodules, layer_number=1, pg_collection=groups)
 
 
 def whole_rows() -> torch.Tensor:
@@ -177,6 +178,25 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     )
 
 
+def norm_on_tensor_parallel_ranks() -> float:
+    """How far the gradients of `out_norm` of a gated delta net layer differ between the ranks."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    try:
+        layer = build("delta_net", 1, tp=2)
+        call(layer, whole_rows(), None).square().sum().backward()
+        own = layer.out_norm.weight.grad
+        assert own.any()
+        other = own.clone()
+        dist.broadcast(other, 0)
+        differ = (own - other).abs().max() / own.abs().max()
+        dist.all_reduce(differ, dist.ReduceOp.MAX)
+        return float(differ)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 def main() -> None:
     from megatron.core.tensor_parallel import random
 
@@ -196,8 +216,11 @@ def main() -> None:
             continue
         one, two, fault = step(case, 1), step(case, 2), step(case, 2, case.fault)
         results[name] = {"two": difference(two, one), "fault": difference(fault, one)}
+    norm = 0.0 if old else norm_on_tensor_parallel_ranks()
     if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps({"version": version, "cases": results}))
+        Path(sys.argv[1]).write_text(
+            json.dumps({"version": version, "cases": results, "norm": norm})
+        )
     dist.destroy_process_group()
 
 

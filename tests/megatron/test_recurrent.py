@@ -222,6 +222,7 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
     for name, found in results["cases"].items():
         assert found["two"] < 1e-5, name
         assert found["fault"] > 1e-3, name
+    assert results["norm"] < 1e-6
 
 
 @pytest.mark.slow

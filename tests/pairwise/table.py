@@ -225,9 +225,6 @@ def _rounding(row: Row) -> float:
     """
     if row["dtype"] == "bf16":
         return 2**-7 if row["model"] in _EXPERTS else 2**-8
-    if row["model"] == "delta net" and row["split"] in _ON_TP and row["resume"] != "no":
-        # each rank of Megatron has another out_norm, and a checkpoint that of the first
-        return 1e-5
     return 2e-6 if row["model"] == "delta net" and row["layout"] == "balanced" else 1e-6
 
 

@@ -6,6 +6,7 @@ A bench is its options, a function that measures, and the columns of its table. 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -57,12 +58,14 @@ def commands() -> typer.Typer:
         options = make_dataclass(
             bench.options.__name__, [as_json], bases=(bench.options,), frozen=True, kw_only=True
         )
-        made = command(
-            options, lambda given, bench=bench: _tell(bench, bench.run(given), given.as_json)
-        )  # type: ignore[misc]
-        made.__doc__ = bench.run.__doc__
-        app.command(bench.name)(made)
+        run = command(options, functools.partial(_run, bench))
+        run.__doc__ = bench.run.__doc__
+        app.command(bench.name)(run)
     return app
+
+
+def _run(bench: Bench, options: Any) -> None:
+    _tell(bench, bench.run(options), options.as_json)
 
 
 def _tell(bench: Bench, measured: Measured, as_json: bool) -> None:

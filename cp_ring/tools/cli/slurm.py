@@ -127,8 +127,14 @@ def submit_command(
         options=tuple(slurm or ()),
     )
     site = Site(
-        launcher, env_file, rank_order, container_image, container_mounts, python, preflight
-    )  # type: ignore[arg-type]
+        launcher,  # type: ignore[arg-type]
+        env_file,
+        rank_order,
+        container_image,
+        container_mounts,
+        python,
+        preflight,
+    )
     submit(config, resources, site, set_ or [], dry_run)
 
 
