@@ -17,6 +17,23 @@ _NAME = re.compile(r"[\w.,@:+=/-]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 
 
+# Options of sbatch that the job has already, or that would break its restarts: what to do instead.
+_OWN = {
+    **{name: f"give --{name}" for name in ("nodes", "partition", "account", "qos", "time")},
+    "job-name": "give --name",
+    "cpus-per-task": "give --cpus-per-rank",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task"),
+        "the job has one task for each rank: give --gpus-per-node or --ranks-per-node instead",
+    ),
+    "signal": "give --warn-seconds: the batch script itself must be warned",
+    **dict.fromkeys(("no-requeue", "requeue"), "the job queues itself again until it is done"),
+    **dict.fromkeys(("output", "open-mode"), "each try adds to the log in the run directory"),
+    "array": "jobs of one array would train in one run directory; submit each by itself",
+    **dict.fromkeys(("wrap", "test-only", "parsable"), "it is for sbatch without cp-ring submit"),
+}
+
+
 @dataclass(frozen=True)
 class Resources:
     """What a job asks Slurm for.
@@ -61,6 +78,10 @@ class Resources:
                 raise ConfigError(
                     f"--slurm {option!r}: expected one sbatch option, such as --constraint=h100"
                 )
+            word = option[2:].partition("=")[0]
+            # sbatch takes the beginning of a name for the name
+            for name in (each for each in _OWN if each.startswith(word)):
+                raise ConfigError(f"--slurm {option!r}: {_OWN[name]}")
 
     @property
     def per_node_flag(self) -> str:

@@ -185,8 +185,10 @@ def build_script(
         rank_order=site.rank_order.absolute() if site.rank_order else None,
         srun_options=site.srun_options(run_dir),
     )
+    # On the command line they win over variables such as SBATCH_NO_REQUEUE, which win over the script.
     return script, [
         "sbatch",
+        *resources.directives(),
         f"--output={batch_script.output_pattern(run_dir / 'logs')}",
         str(run_dir / "job.sbatch"),
     ]

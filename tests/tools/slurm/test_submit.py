@@ -43,7 +43,8 @@ def test_dry_run_prints_the_script_and_touches_nothing(file, tmp_path, capsys):
         and "--cp-ring-cpu" in shown.out
         and "--exit-signal-handler" in shown.out
     )
-    assert f"sbatch --output={tmp_path}/run/logs/job-%j.log {tmp_path}/run/job.sbatch" in shown.err
+    assert "sbatch --job-name=" in shown.err and "--requeue" in shown.err
+    assert f" --output={tmp_path}/run/logs/job-%j.log {tmp_path}/run/job.sbatch" in shown.err
     assert "cp_ring: the first on node0 node0 node1 node1\ncp_ring: hop 1: " in shown.err
     assert not (tmp_path / "run").exists()
 
