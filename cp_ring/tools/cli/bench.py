@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,14 @@ def commands() -> typer.Typer:
         options = make_dataclass(
             bench.options.__name__, [as_json], bases=(bench.options,), frozen=True, kw_only=True
         )
-        made = command(
-            options, lambda given, bench=bench: _tell(bench, bench.run(given), given.as_json)
-        )  # type: ignore[misc]
+        made = command(options, partial(_run, bench))
         made.__doc__ = bench.run.__doc__
         app.command(bench.name)(made)
     return app
+
+
+def _run(bench: Bench, options: Any) -> None:
+    _tell(bench, bench.run(options), options.as_json)
 
 
 def _tell(bench: Bench, measured: Measured, as_json: bool) -> None:
@@ -151,7 +154,7 @@ class PlanBench:
 
 def _plan(options: PlanBench) -> Measured:
     """Measure planning: time, memory, bytes on the wire and balance, each with its goal."""
-    from cp_ring.tools.bench.plan import run
+    from cp_ring.tools.bench.planning import run
 
     return Measured(
         [result._asdict() for result in run(options.repeats)], "cp_ring planning", key=""
@@ -183,7 +186,7 @@ def _attention(options: AttentionBench) -> Measured:
     """
     import torch
 
-    from cp_ring.tools.bench.attention import CONTESTANTS, Contest, run
+    from cp_ring.tools.bench.contestants import CONTESTANTS, Contest, run
 
     device, cp, n = options.device, options.cp, options.seq_length
     check("--device", device, ("cpu", "cuda"))
@@ -401,7 +404,7 @@ def _wire(options: WireBench) -> Measured:
     Needs root, for network namespaces. Where it cannot make them, it prints why and measures
     nothing.
     """
-    from cp_ring.tools.bench.wire import run
+    from cp_ring.tools.bench.slow_wire import run
 
     n, ratio = options.seq_length, options.ratio
     if n < 4 or n % 4:
@@ -446,10 +449,9 @@ def _rates(options: RatesBench) -> Measured:
     """Measure what this machine's kernel, memory and links do in a second: the rates that cp-ring
     plan assumes.
     """
-    from cp_ring.tools.bench import rates
-    from cp_ring.tools.bench.machine import facts
+    from cp_ring.tools.bench import machine
 
-    found = rates.run(options.megabytes, options.repeats)
+    found = machine.run(options.megabytes, options.repeats)
     link = found["link_gb_s"]
     lines = (
         f"{found['device']}, kernel {found['kernel']}: {found['tflops']:.3g} TFLOP/s, "
@@ -459,7 +461,7 @@ def _rates(options: RatesBench) -> Measured:
         + ("" if link is None else f" --node-bandwidth {link:.3g}")
         + " ...",
     )
-    return Measured([], about={**facts(), **found}, key="", lines=lines)
+    return Measured([], about={**machine.facts(), **found}, key="", lines=lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -525,7 +527,7 @@ def _nodes(options: NodesBench) -> Measured:
     why and measures nothing.
     """
     from cp_ring.tools.bench.contest import Contest
-    from cp_ring.tools.bench.nodes import run
+    from cp_ring.tools.bench.two_nodes import run
 
     n, heads = options.seq_length, options.heads
     if n % 8:

@@ -18,7 +18,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
-from cp_ring.tools.job import config as configs
+from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.slurm import attempts
 from cp_ring.tools.slurm.status import status
 
@@ -216,17 +216,14 @@ def _plan(run_dir: Path) -> str:
         job = configs.load(str(run_dir / "job.yaml"), [])
         if job.parallel.context_parallel_size == 1:
             return _none("context parallel size 1: no hops")
-        from cp_ring.tools.cli.drawing import draw
+        from cp_ring.tools.cli.drawing import Look, draw
 
         with (
             tempfile.TemporaryDirectory() as folder,
             matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}),
         ):
-            draw(
-                attention_plan.plan_of(job),
-                f"{folder}/plan.svg",
-                sizes=attention_plan.sizes_of(job),
-            )
+            look = Look(attention_plan.sizes_of(job))
+            draw(attention_plan.plan_of(job), f"{folder}/plan.svg", look)
             text = Path(f"{folder}/plan.svg").read_text()
         # Two pictures on a page must not share the identifiers of their parts.
         return re.sub(r'(\bid="|url\(#|href="#)', r"\1plan-", text[text.index("<svg") :])

@@ -24,7 +24,7 @@ from cp_ring.errors import ConfigError, KernelError
 from cp_ring.observe.links import slowest
 from cp_ring.plan.rates import Rates
 from cp_ring.tools.job import command_line as commands
-from cp_ring.tools.job import config as configs
+from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.slurm import attention_plan
 from cp_ring.tools.slurm.placement import Placement
 from cp_ring.tools.slurm.preflight_checks import Facts, Problem, from_json, judge, summary

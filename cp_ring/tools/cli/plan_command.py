@@ -29,10 +29,9 @@ from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
 from cp_ring.plan.shapes import AUTO, Shape, choose, planned
 from cp_ring.plan.sizes import WIRES, AttentionSizes, LatentSizes
 from cp_ring.tools.bench import samples
-from cp_ring.tools.cli import job_plan
-from cp_ring.tools.cli.convert import convert_command, names_of
-from cp_ring.tools.cli.mask_option import make_mask
-from cp_ring.tools.cli.options import argument, command, option, parse_mean_tokens, parse_tokens
+from cp_ring.tools.cli import plan_inputs
+from cp_ring.tools.cli.options import argument, option, parse_mean_tokens, parse_tokens
+from cp_ring.tools.cli.plan_inputs import make_mask
 from cp_ring.tools.cli.plan_report import (
     Assumed,
     exposed,
@@ -42,6 +41,7 @@ from cp_ring.tools.cli.plan_report import (
     summary,
     times,
 )
+from cp_ring.tools.cli.plan_variants import convert_command, names_of
 
 # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 PER_DOCUMENT = "per_document_zigzag"
@@ -53,7 +53,7 @@ _MASK, _LAYOUT, _SIZES = (
 _RATES, _OUTPUT = ({"rich_help_panel": name} for name in ("Rates", "Output"))
 _TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS", **_MASK}
 _MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS", **_MASK}
-_JOB: dict[str, Any] = {"is_eager": True, "callback": job_plan.take}
+_JOB: dict[str, Any] = {"is_eager": True, "callback": plan_inputs.take}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,14 +197,14 @@ class PlanRequest:
         return Assumed(_sizes(self), rates, self.ranks_per_node, capabilities_of(self.kernel))
 
 
-def _plan(request: PlanRequest) -> None:
+def run_plan(request: PlanRequest) -> None:
     """Plan the attention of one layer, prove the plan, show its cost, and draw it. Needs no GPU and
     no process group.
     """
     _check(request)
     assumed = request.assumed()
     if request.compare:
-        from cp_ring.tools.cli.compare import compare_command
+        from cp_ring.tools.cli.plan_variants import compare_command
 
         if request.lengths is None:
             raise PlanError(
@@ -237,9 +237,6 @@ def _plan(request: PlanRequest) -> None:
                 _make_layout(request.layout, mask, offsets, request.cp, request.chunks_per_rank),
                 assumed,
             )
-
-
-plan_command = command(PlanRequest, _plan)
 
 
 def _check(request: PlanRequest) -> None:
@@ -309,9 +306,10 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
     else:
         print_plan(ring, facts)
     if request.draw:
-        from cp_ring.tools.cli.drawing import draw
+        from cp_ring.tools.cli.drawing import Look, draw
 
-        draw(plan, request.draw, report, sizes, assumed.rates, near, request.panel, request.width)
+        look = Look(sizes, assumed.rates, near, request.panel, request.width)
+        draw(plan, request.draw, look, report)
         typer.echo(f"wrote {request.draw}", err=request.as_json)
 
 
