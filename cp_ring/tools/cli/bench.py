@@ -246,7 +246,7 @@ def _accuracy(options: AccuracyBench) -> Measured:
 
     from cp_ring.comm.codecs import CODECS, Quantized
     from cp_ring.kernels import REGISTRY
-    from cp_ring.tools.bench.accuracy import INPUTS, run
+    from cp_ring.tools.bench.accuracy import INPUTS, AccuracyCases, run
 
     kernels, dtypes = options.kernel or ["cpu"], options.dtype or ["float32", "bfloat16"]
     sizes, wires = options.cp or [1, 2, 4, 8], options.wire or ["plain"]
@@ -265,10 +265,20 @@ def _accuracy(options: AccuracyBench) -> Measured:
         raise ConfigError(
             "--device cuda: there is no CUDA device; --device cpu measures the kernels for the CPU"
         )
-    results = run(
-        options.seq_length, options.heads, options.kv_heads, options.head_dim, kernels, dtypes, sizes, options.seeds,
-        options.device, wires=wires, drawn=options.inputs,
-    )  # fmt: skip
+    cases = AccuracyCases(
+        options.seq_length,
+        options.heads,
+        options.kv_heads,
+        options.head_dim,
+        kernels,
+        dtypes,
+        sizes,
+        wires,
+        options.inputs,
+        options.seeds,
+        options.device,
+    )
+    results = run(cases)
     return Measured(results, "error, ring / one call; of a codec the error itself")
 
 
