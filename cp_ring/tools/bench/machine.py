@@ -42,7 +42,9 @@ def facts() -> dict[str, Any]:
             continue
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {_processor()}",
+        "machine": (
+            f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {_processor()}"
+        ),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "versions": versions,

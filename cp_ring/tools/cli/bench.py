@@ -42,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Bench:
-    """A command of `cp-ring bench`: `run` gets an instance of `options`; its docstring is the help."""
+    """A command of `cp-ring bench`: `run` gets an instance of `options`, and has the help."""
 
     name: str
     options: type
@@ -565,7 +565,9 @@ class TimingCostBench:
 
 
 def _timing_cost(options: TimingCostBench) -> Measured:
-    """Measure what --cp-ring-timing costs: in steps that are recorded, and in steps that are not."""
+    """Measure what --cp-ring-timing costs: in steps that are recorded, and in steps that are
+    not.
+    """
     from cp_ring.tools.bench import timing_cost
 
     tokens, repeats = options.tokens, options.repeats
@@ -582,60 +584,107 @@ def _timing_cost(options: TimingCostBench) -> Measured:
 
 
 BENCHES = (
-    Bench("plan", PlanBench, _plan, {
-        "": "{what}",
-        "measured": "{measured:.3g} {unit}",
-        "goal (at most)": lambda result: f"{result['goal']:g} {result['unit']}" if result["goal"] else
-        "",
-    }),
+    Bench(
+        "plan",
+        PlanBench,
+        _plan,
+        {
+            "": "{what}",
+            "measured": "{measured:.3g} {unit}",
+            "goal (at most)": lambda result: (
+                f"{result['goal']:g} {result['unit']}" if result["goal"] else ""
+            ),
+        },
+    ),
     Bench("attention", AttentionBench, _attention, _ATTENTION),
-    Bench("accuracy", AccuracyBench, _accuracy, {
-        name: _accuracy_cell(name) for name in ("kernel", "dtype", "mask", "cp", "wire", "out", "dq",
-            "dk",
-            "dv")
-    }),
-    Bench("replay", ReplayBench, _replay, {
-        "cp": "{cp}",
-        "kernel": "{kernel}",
-        "forward": "{efficiency_forward:.3f}",
-        "forward + backward": "{efficiency_both:.3f}",
-        "slowest rank, ms": lambda result: f"{1e3 * result['slowest_both_s']:.1f}",
-    }),
-    Bench("overlap", OverlapBench, _overlap, {
-        "transfer / compute of a hop": lambda result: f"{result['ratio']:g}" if result["ratio"] else
-        "free wire",
-        "of them, ms": lambda result:
-        f"{1e3 * result['transfer_s']:.0f} / {1e3 * result['hop_s']:.0f}",
-        "step, median s": "{median_s:.3f}",
-        "min - max s": "{min_s:.3f} - {max_s:.3f}",
-        "exposed": "{exposed:.1%}",
-    }),
-    Bench("wire", WireBench, _wire, {
-        "case": "{case}", "codec": "{wire}", **_MEDIAN, "times as fast as plain": "{faster:.2f}",
-    }),
-    Bench("host", HostBench, _host, {
-        "pass": "{pass}", "ranks": "{cp}", "version": "{cp_ring}", "host time of a hop, us":
-        "{hop_us:.0f}",
-    }),
+    Bench(
+        "accuracy",
+        AccuracyBench,
+        _accuracy,
+        {
+            name: _accuracy_cell(name)
+            for name in ("kernel", "dtype", "mask", "cp", "wire", "out", "dq", "dk", "dv")
+        },
+    ),
+    Bench(
+        "replay",
+        ReplayBench,
+        _replay,
+        {
+            "cp": "{cp}",
+            "kernel": "{kernel}",
+            "forward": "{efficiency_forward:.3f}",
+            "forward + backward": "{efficiency_both:.3f}",
+            "slowest rank, ms": lambda result: f"{1e3 * result['slowest_both_s']:.1f}",
+        },
+    ),
+    Bench(
+        "overlap",
+        OverlapBench,
+        _overlap,
+        {
+            "transfer / compute of a hop": lambda result: (
+                f"{result['ratio']:g}" if result["ratio"] else "free wire"
+            ),
+            "of them, ms": lambda result: (
+                f"{1e3 * result['transfer_s']:.0f} / {1e3 * result['hop_s']:.0f}"
+            ),
+            "step, median s": "{median_s:.3f}",
+            "min - max s": "{min_s:.3f} - {max_s:.3f}",
+            "exposed": "{exposed:.1%}",
+        },
+    ),
+    Bench(
+        "wire",
+        WireBench,
+        _wire,
+        {
+            "case": "{case}",
+            "codec": "{wire}",
+            **_MEDIAN,
+            "times as fast as plain": "{faster:.2f}",
+        },
+    ),
+    Bench(
+        "host",
+        HostBench,
+        _host,
+        {
+            "pass": "{pass}",
+            "ranks": "{cp}",
+            "version": "{cp_ring}",
+            "host time of a hop, us": "{hop_us:.0f}",
+        },
+    ),
     Bench("rates", RatesBench, _rates),
-    Bench("lengths", LengthsBench, _lengths, {
-        "split": "{layout}",
-        "median s": "{median_s:.3f}",
-        "over balanced": "{median_s_over_balanced:.2f}",
-        "CPU s": "{cpu_s:.3f}",
-        "CPU s over balanced": "{cpu_s_over_balanced:.2f}",
-        "tokens": "{tokens:,}",
-        "balance": "{balance:.2f}",
-        "MB moved": lambda result: f"{result['bytes'] / 1e6:,.1f}",
-    }),
-    Bench("nodes", NodesBench, _nodes, {
-        "shape": "{shape}",
-        "MiB between nodes": lambda result: f"{result['bytes_between_nodes'] / 2**20:.1f}",
-        "free wire, median s": "{free_s:.3f}",
-        "slow wire, median s": "{median_s:.3f}",
-        "min - max s": "{min_s:.3f} - {max_s:.3f}",
-        "over direct": "{over_direct:.2f}",
-    }),
+    Bench(
+        "lengths",
+        LengthsBench,
+        _lengths,
+        {
+            "split": "{layout}",
+            "median s": "{median_s:.3f}",
+            "over balanced": "{median_s_over_balanced:.2f}",
+            "CPU s": "{cpu_s:.3f}",
+            "CPU s over balanced": "{cpu_s_over_balanced:.2f}",
+            "tokens": "{tokens:,}",
+            "balance": "{balance:.2f}",
+            "MB moved": lambda result: f"{result['bytes'] / 1e6:,.1f}",
+        },
+    ),
+    Bench(
+        "nodes",
+        NodesBench,
+        _nodes,
+        {
+            "shape": "{shape}",
+            "MiB between nodes": lambda result: f"{result['bytes_between_nodes'] / 2**20:.1f}",
+            "free wire, median s": "{free_s:.3f}",
+            "slow wire, median s": "{median_s:.3f}",
+            "min - max s": "{min_s:.3f} - {max_s:.3f}",
+            "over direct": "{over_direct:.2f}",
+        },
+    ),
     Bench("timing-cost", TimingCostBench, _timing_cost),
-)  # fmt: skip
+)
 """All benches. A new one is a line here, its options and its function."""

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,8 +98,8 @@ def _show_comparison(facts: dict[str, Any]) -> None:
 
     add("ranks", "", lambda side: side["ranks"])
     for name in ("lm loss", progress.GRADIENT_NORM, progress.LEARNING_RATE):
-        add(f"{name}, first step", ".6g", lambda side, name=name: side["trace"][0][name])  # type: ignore[misc]
-        add(f"{name}, last step", ".6g", lambda side, name=name: side["trace"][-1][name])  # type: ignore[misc]
+        add(f"{name}, first step", ".6g", partial(_value_of_step, 0, name))
+        add(f"{name}, last step", ".6g", partial(_value_of_step, -1, name))
     add("tokens/s, median", ",.0f", lambda side: side["tokens_per_s"])
     add("memory of a rank, GiB", ".2f", lambda side: side["memory_bytes"] / 2**30)
     add("waiting in attention, ms a step", ".1f", lambda side: side["exposed_ms"])
@@ -114,6 +115,11 @@ def _show_comparison(facts: dict[str, Any]) -> None:
         f"jobs, logs and steps are in {facts['folder']}; waiting is measured for cp_ring alone",
         soft_wrap=True,
     )
+
+
+def _value_of_step(place: int, name: str, side: dict[str, Any]) -> float | None:
+    value: float | None = side["trace"][place][name]
+    return value
 
 
 def certify_command(

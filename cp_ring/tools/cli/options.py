@@ -53,8 +53,8 @@ def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None
                 one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
             )
         )
-    signature = inspect.Signature(parameters)
-    with_options.__doc__, with_options.__signature__ = run.__doc__, signature  # type: ignore[attr-defined]
+    with_options.__doc__ = run.__doc__
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {one.name: one.annotation for one in parameters}
     return with_options
 

@@ -130,8 +130,11 @@ def options_of(job: JobConfig) -> dict[str, Any]:
     other.
     """
     given, settings, tp, cp = (
-        job.megatron, job.cp_ring, job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size,
-    )  # fmt: skip
+        job.megatron,
+        job.cp_ring,
+        job.parallel.tensor_model_parallel_size,
+        job.parallel.context_parallel_size,
+    )
     if not given.get("seq_length"):
         raise ConfigError("megatron.seq_length is missing: a plan needs the tokens of a sequence")
     sizes = AttentionSizes.from_megatron(given, tp)

@@ -63,7 +63,10 @@ def compare_command(text: str, lengths: Ints, cp: int, layer: Layer, as_json: bo
 
 def _table(text: str, lengths: Ints, cp: int, splits: list[SplitCost], best: float) -> Table:
     n = int(lengths.sum())
-    title = f"{text}: {len(lengths):,} documents, {n:,} tokens, the longest {lengths.max():,}; {cp} ranks"
+    title = (
+        f"{text}: {len(lengths):,} documents, {n:,} tokens, the longest {lengths.max():,}; "
+        f"{cp} ranks"
+    )
     table = Table(title=title)
     table.add_column("split", no_wrap=True)
     for name in ("padding", "balance", "MiB in", "GiB to nodes", "forward ms", "back ms", "ratio"):

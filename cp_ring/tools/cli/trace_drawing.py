@@ -99,7 +99,7 @@ def measured_bars(
 
 def _rates(
     bars: list[Bar], work: dict[tuple[int, int], int], sizes: dict[tuple[int, int, int], int]
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """Median milliseconds of a pair, and of a byte."""
     pair = [
         (bar.end - bar.begin) / work[bar.rank, bar.hop]

@@ -48,19 +48,22 @@ class TuneOptions:
     ranks_per_node: int = option(8, "GPUs of a node.", **_MACHINES)
     rates: str = option(
         next(iter(NAMED)),
-            f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has "
-            "written.",
-        metavar="NAME|FILE", **_MACHINES,
-    )  # fmt: skip
+        f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has "
+        "written.",
+        metavar="NAME|FILE",
+        **_MACHINES,
+    )
     memory: str = option("80GB", "Memory of a GPU.", metavar="SIZE", **_MACHINES)
     seq_length: int | None = option(
         None, "Tokens of a batch row, if not the configuration's.", **_TOKENS, **_SEARCH
     )
     lengths: str | None = option(
         None,
-            "Batch rows of documents with lengths like these: a file, lognormal:MEAN,SIGMA, or "
-            f"preset:NAME of {', '.join(samples.PRESETS)}.", metavar="SPEC", **_SEARCH,
-    )  # fmt: skip
+        "Batch rows of documents with lengths like these: a file, lognormal:MEAN,SIGMA, or "
+        f"preset:NAME of {', '.join(samples.PRESETS)}.",
+        metavar="SPEC",
+        **_SEARCH,
+    )
     seed: int = option(0, "Seed of the drawn documents.", min=0, **_SEARCH)
     tp: int | None = option(None, "Tensor parallel size; searched.", **_SEARCH)
     cp: int | None = option(None, "Context parallel size; searched.", **_SEARCH)
@@ -84,10 +87,10 @@ class TuneOptions:
     as_json: bool = option(False, "Print JSON instead of tables.", "--json", **_OUTPUT)
     check: bool = option(
         False,
-            "Compare predicted with measured times of a small model on 4 CPU ranks of this "
-            "machine.",
-        "--check", **_CHECK,
-    )  # fmt: skip
+        "Compare predicted with measured times of a small model on 4 CPU ranks of this machine.",
+        "--check",
+        **_CHECK,
+    )
     repeats: int = option(7, "Rounds of --check.", min=1, **_CHECK)
     cpu_time: bool = option(
         False,
@@ -201,7 +204,10 @@ def _documents(
 def _write(path: str, job: JobConfig, source: str) -> None:
     settings = job.model_dump(mode="json", exclude_defaults=True)
     order = ("megatron", "data", "parallel", "cp_ring", "launch")
-    comment = f"# Made by cp-ring tune from {source}. The times that chose it are predicted, not measured.\n"
+    comment = (
+        f"# Made by cp-ring tune from {source}. The times that chose it are predicted, not "
+        "measured.\n"
+    )
     try:
         Path(path).write_text(
             comment

@@ -23,7 +23,7 @@ from cp_ring.tools.slurm.placement import Placement
 
 @dataclass(frozen=True)
 class Site:
-    """How ranks are started on this cluster. With a container, `python` is the Python inside of it."""
+    """How ranks are started on this cluster. With a container, `python` is that inside of it."""
 
     launcher: Literal["srun", "torchrun"] = "srun"
     env_file: Path | None = None
