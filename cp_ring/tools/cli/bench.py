@@ -565,8 +565,8 @@ class TimingCostBench:
 
 
 def _timing_cost(options: TimingCostBench) -> Measured:
-    """Measure what --cp-ring-timing costs: in steps that are recorded, and in steps that are
-    not.
+    """
+    Measure what --cp-ring-timing costs: in steps that are recorded, and in steps that are not.
     """
     from cp_ring.tools.bench import timing_cost
 

@@ -41,8 +41,8 @@ def print_numbers(
 
 
 def flags_command(as_json: AsJson = False) -> None:
-    """List the flags that cp_ring adds to a Megatron script: default, values, and what each
-    does.
+    """
+    List the flags that cp_ring adds to a Megatron script: default, values, and what each does.
     """
     from cp_ring.config import ContextParallelConfig
 
