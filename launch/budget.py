@@ -33,11 +33,11 @@ GIVEN = {"overload", "override", "jit"}
 TABLE = {
     "tokens": (225_000, 301_150),
     "tokens a code line, times 100": (1_000, 952),
-    "packages of more than 16 files": (0, 4),
+    "packages of more than 16 files": (0, 2),
     "files of more than 450 lines": (0, 14),
-    "files with the name of another": (0, 50),
-    "lines of more than 100 columns": (0, 210),
-    "functions of more than 7 parameters": (0, 34),
+    "files with the name of another": (0, 18),
+    "lines of more than 100 columns": (0, 149),
+    "functions of more than 7 parameters": (0, 30),
     "modules that import more than 12 others": (0, 13),
     "state outside of cp_ring.runtime": (0, 28),
     "tokens of tests": (212_000, 300_100),  # the goal: 22,000 lines of 130 columns

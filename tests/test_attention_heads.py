@@ -335,7 +335,9 @@ def test_as_accurate_as_one_call():
     for cp, heads, h, g in ((4, 2, 4, 1), (4, 4, 4, 2), (8, 2, 6, 3)):
         plan, ratios = Plan.build(mask, Layout.zigzag(n, cp), ulysses=heads), []
         for seed in range(2):
-            inputs = [x.bfloat16() for x in accuracy.draw(n, h, g, 32, seed)]
+            inputs = [
+                x.bfloat16() for x in accuracy.draw(accuracy.AccuracyCases(n, h, g, 32), seed)
+            ]
             exact = list(brute_force(Case(*inputs), mask.dense()))
             parts = LocalRing(cp).run(attend_to_shard, Case(*inputs), plan)
             got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]

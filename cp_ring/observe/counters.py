@@ -1,4 +1,4 @@
-"""Counts messages, bytes, hops and used buffers of ring attention. Off unless `record` is active."""
+"""Counts messages, bytes, hops and used buffers of ring attention, while `record` is active."""
 
 from __future__ import annotations
 

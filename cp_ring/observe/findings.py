@@ -292,7 +292,7 @@ def combined(groups: Sequence[Findings]) -> Findings:
 
 
 def messages(ranks: Sequence[RankTimes]) -> Iterator[TimedMessage]:
-    """The messages between these ranks. Two ranks post what travels between them in the same order."""
+    """The messages between these ranks. Both ends of a link post its messages in the same order."""
     sends: defaultdict[tuple[int, int], list[tuple[PostTime, int, float]]] = defaultdict(list)
     receives: defaultdict[
         tuple[int, int], list[tuple[PostTime, int, float, str, WaitTime | None]]

@@ -127,5 +127,5 @@ def _rounded(classes: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
 
 
 def _digits(value: Any) -> Any:
-    """A number with four digits, which is more than such a measurement has; anything else as it is."""
+    """A number with four digits, more than such a measurement has; anything else as it is."""
     return float(f"{value:.4g}") if isinstance(value, float) else value

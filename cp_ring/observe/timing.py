@@ -158,7 +158,7 @@ class Recording:
 
     @contextmanager
     def call(self, rank: int, place: Any, direction: str, device: torch.device) -> Iterator[None]:
-        """The block is forward or backward of a call; `place` has its step, layer and microbatch."""
+        """The block is forward or backward of a call; `place` has step, layer and microbatch."""
         taken = self._count.get(rank, 0)
         if taken >= MAX_CALLS or self.step not in (None, place.step):
             yield
@@ -202,7 +202,9 @@ class Recording:
 
     def traced[T](self, kernel_calls: Sequence[T]) -> Sequence[T]:
         call = current() if self.kernels else None
-        return kernel_calls if call is None else [_TimedCall(one, call) for one in kernel_calls]  # type: ignore[misc]
+        if call is None:
+            return kernel_calls
+        return [_TimedCall(one, call) for one in kernel_calls]  # type: ignore[misc]
 
     @contextmanager
     def waiting_for_plan(self) -> Iterator[None]:

@@ -37,22 +37,15 @@ def write(path: Path, steps: Mapping[int, Sequence[RankTimes]], clock_error: flo
 
 def chrome(steps: Mapping[int, Sequence[RankTimes]], clock_error: float) -> dict[str, Any]:
     """The trace as JSON."""
-    first = min(
-        (
-            call.begin - each.clock
-            for ranks in steps.values()
-            for each in ranks
-            for call in each.calls
-        ),
-        default=0.0,
-    )
+    every = [each for ranks in steps.values() for each in ranks]
+    first = min((call.begin - each.clock for each in every for call in each.calls), default=0.0)
     ids = count(1)  # Perfetto drops arrows whose identifiers are not whole numbers
     # a sender may be in the next step when the receiver is not
     free: defaultdict[tuple[int, int], float] = defaultdict(float)
     events = [
         event for _, ranks in sorted(steps.items()) for event in _events(ranks, first, ids, free)
     ]
-    names = {each.rank: each.host for ranks in steps.values() for each in ranks}
+    names = {each.rank: each.host for each in every}
     peers = {(event["pid"], event["tid"]) for event in events if event["tid"] != ATTENTION}
     labels = [
         _meta(rank, 0, "process_name", f"rank {rank} ({host})")
@@ -113,46 +106,29 @@ def _events(
 
 def _of_call(rank: int, call: CallTimes, zero: float) -> Iterator[dict[str, Any]]:
     common = {"step": call.step, "direction": call.direction}
+
+    def block(
+        name: str, category: str, begin: float, end: float, args: dict[str, Any]
+    ) -> dict[str, Any]:
+        return _slice(rank, ATTENTION, name, category, begin - zero, end - zero, **args)
+
     if call.direction != "exchange":
         place = {"layer": call.layer, "microbatch": call.microbatch}
         name = f"{call.direction}: layer {call.layer}, microbatch {call.microbatch}"
-        yield _slice(
-            rank, ATTENTION, name, "call", call.begin - zero, call.end - zero, **common, **place
-        )
+        yield block(name, "call", call.begin, call.end, common | place)
     for hop in call.hops:
-        yield _slice(
-            rank,
-            ATTENTION,
-            f"hop {hop.hop}",
-            "hop",
-            hop.begin - zero,
-            hop.end - zero,
-            hop=hop.hop,
-            pairs=hop.pairs,
-            **common,
-        )
+        args = {"hop": hop.hop, "pairs": hop.pairs, **common}
+        yield block(f"hop {hop.hop}", "hop", hop.begin, hop.end, args)
+        args = {"hop": hop.hop, **common}
         ends = [*(begin for begin, _ in hop.kernels[1:]), hop.end]
         for number, ((begin, end), until) in enumerate(zip(hop.kernels, ends, strict=False)):
-            yield _slice(
-                rank,
-                ATTENTION,
-                f"kernel call {number}",
-                "kernel call",
-                begin - zero,
-                end - zero,
-                hop=hop.hop,
-                **common,
-            )
-            yield _slice(
-                rank, ATTENTION, "merge", "merge", end - zero, until - zero, hop=hop.hop, **common
-            )
+            yield block(f"kernel call {number}", "kernel call", begin, end, args)
+            yield block("merge", "merge", end, until, args)
     for wait in call.waits:
         if wait.end > wait.begin:
             name = f"wait for {wait.kind}, hop {wait.hop}"
             args = {"hop": wait.hop, "kind": wait.kind, **common}
-            yield _slice(
-                rank, ATTENTION, name, "wait", wait.begin - zero, wait.end - zero, **args
-            ) | {"cname": _RED}
+            yield block(name, "wait", wait.begin, wait.end, args) | {"cname": _RED}
 
 
 def _of_messages(
@@ -171,50 +147,29 @@ def _of_messages(
             end = max(message.end - first, message.start - first, begin)
             start = max(message.start - first, begin)
             free[sender, receiver] = end
-            args = {"hop": message.hop, "bytes": message.size, "waited_us": round(message.waited * 1e6, 1),
-                "kind": message.kind,
-                    "step": step, "direction": message.direction}  # fmt: skip
             name, link = f"{message.kind}, hop {message.hop}", next(ids)
-            yield _slice(
-                sender,
-                TO + receiver,
-                name,
-                "sent message",
-                begin,
-                end,
-                peer=receiver,
-                message=link,
-                **args,
-            )
-            yield _slice(
-                receiver,
-                FROM + sender,
-                name,
-                "received message",
-                start,
-                end,
-                peer=sender,
-                message=link,
-                **args,
-            )
-            arrow = {"name": "message", "cat": "arrow", "id": link}
-            yield {
-                "ph": "s",
-                "pid": sender,
-                "tid": TO + receiver,
-                "ts": round(begin * 1e6, 3),
-                **arrow,
+            args = {
+                "message": link,
+                "hop": message.hop,
+                "bytes": message.size,
+                "waited_us": round(message.waited * 1e6, 1),
+                "kind": message.kind,
+                "step": step,
+                "direction": message.direction,
             }
+            to, from_ = TO + receiver, FROM + sender
+            yield _slice(sender, to, name, "sent message", begin, end, peer=receiver, **args)
+            yield _slice(receiver, from_, name, "received message", start, end, peer=sender, **args)
+            yield _arrow("s", sender, to, begin, link)
             # An arrow ends in the slice that is open at its time, and a slice is no longer open at
             # its end.
-            yield {
-                "ph": "f",
-                "bp": "e",
-                "pid": receiver,
-                "tid": FROM + sender,
-                "ts": round(start * 1e6, 3),
-                **arrow,
-            }
+            yield _arrow("f", receiver, from_, start, link) | {"bp": "e"}
+
+
+def _arrow(end: str, rank: int, thread: int, at: float, link: int) -> dict[str, Any]:
+    """An end of an arrow: `s` where it starts, `f` where it leads to."""
+    event = {"ph": end, "pid": rank, "tid": thread, "ts": round(at * 1e6, 3)}
+    return {**event, "name": "message", "cat": "arrow", "id": link}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -44,9 +44,19 @@ def accuracy(job: Job) -> None:
     # DESIGN's limits are of means at 2,048 tokens or more; one draw of few tokens varies.
     dtype = "bfloat16" if job.cuda else "float32"
     for schedule in ("auto", "gather") if job.cuda else ("auto",):
-        for result in bench.run(
-            n, 8, 2, job.sizes.d, kernels, [dtype], sizes, seeds, job.device.type, schedule
-        ):
+        cases = bench.AccuracyCases(
+            n,
+            8,
+            2,
+            job.sizes.d,
+            kernels,
+            [dtype],
+            sizes,
+            seeds=seeds,
+            device=job.device.type,
+            schedule=schedule,
+        )
+        for result in bench.run(cases):
             where = {
                 "schedule": schedule,
                 **{name: result[name] for name in ("kernel", "mask", "cp") if name in result},

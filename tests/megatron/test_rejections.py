@@ -30,7 +30,8 @@ from cp_ring.megatron import (
 )
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.rule import Job, problem
-from cp_ring.tools.job import command_line, config
+from cp_ring.tools.job import command_line
+from cp_ring.tools.job import job_config as config
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, fork, launch
 
 FULL = [

@@ -7,6 +7,7 @@ The one call attends to the whole sequence with the same kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from cp_ring.plan.sizes import WIRES
 from cp_ring.testing.local_ring import LocalRing
 
 PARTS = ("out", "dq", "dk", "dv")
-Results = dict[tuple[str, str, str, int, str], dict[str, Any]]
+Results = dict[tuple[Any, ...], dict[str, Any]]
 """Results by kernel, dtype, mask, number of ranks and codec."""
 
 
@@ -38,26 +39,23 @@ def masks(n: int) -> dict[str, Mask]:
 
 INPUTS = ("normal", "outliers")
 OUTLIERS, OUTLIER_FACTOR = 32, 20.0
-"""With `outliers`, every so manieth channel of keys and values is so many times larger than the
-others.
+"""With `outliers`, each channel of keys and values whose number divides by OUTLIERS is
+OUTLIER_FACTOR times larger than the others.
 """
 
 
-def draw(
-    n: int, heads: int, kv_heads: int, head_dim: int, seed: int, inputs: str = "normal"
-) -> list[Tensor]:
+def draw(cases: AccuracyCases, seed: int) -> list[Tensor]:
     """q, k, v, dout in float64, N(0, 1), [1, n, heads, head_dim].
 
     With `outliers`, some channels of k and v are larger, and q is smaller there, so that the scores
     keep their size.
     """
     generator = torch.Generator().manual_seed(seed)
-    sizes = heads, kv_heads, kv_heads, heads
     q, k, v, dout = (
-        torch.randn(1, n, size, head_dim, generator=generator, dtype=torch.float64)
-        for size in sizes
+        torch.randn(1, cases.n, heads, cases.head_dim, generator=generator, dtype=torch.float64)
+        for heads in (cases.heads, cases.kv_heads, cases.kv_heads, cases.heads)
     )
-    if inputs == "outliers":
+    if cases.inputs == "outliers":
         for x, factor in ((k, OUTLIER_FACTOR), (v, OUTLIER_FACTOR), (q, 1 / OUTLIER_FACTOR)):
             x[..., ::OUTLIERS] *= factor
     return [q, k, v, dout]
@@ -118,21 +116,29 @@ def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
     ]
 
 
-def run(
-    n: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    kernels: list[str],
-    dtypes: list[str],
-    sizes: list[int],
-    seeds: int,
-    device: str,
-    schedule: str = "auto",
-    wires: Sequence[str] = ("plain",),
-    drawn: str = "normal",
-) -> list[dict[str, Any]]:
-    """Results {kernel, dtype, mask, cp, wire, out, dq, dk, dv}: mean ratios over `seeds` draws.
+@dataclass(frozen=True)
+class AccuracyCases:
+    """The cases of the bench: each kernel with each dtype, context parallel size and codec.
+
+    seeds: random draws, of which the mean counts. inputs: one of `INPUTS`.
+    """
+
+    n: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kernels: Sequence[str] = ("cpu",)
+    dtypes: Sequence[str] = ("float32",)
+    cp: Sequence[int] = (1, 2, 4, 8)
+    wires: Sequence[str] = ("plain",)
+    inputs: str = "normal"
+    seeds: int = 5
+    device: str = "cpu"
+    schedule: str = "auto"
+
+
+def run(cases: AccuracyCases) -> list[dict[str, Any]]:
+    """Results {kernel, dtype, mask, cp, wire, out, dq, dk, dv}: mean ratios over the draws.
 
     With `wire` other than plain they also have `error`, the mean errors of the same four
     themselves.
@@ -141,23 +147,17 @@ def run(
     ratios.
     """
     results: Results = {}
-    for name, mask in masks(n).items():
-        for seed in range(seeds):
-            exact = draw(n, heads, kv_heads, head_dim, seed, drawn)
-            for dtype in dtypes:
-                inputs = [x.to(getattr(torch, dtype)) for x in exact]
-                whole = Plan.build(mask, Layout.contiguous(n, 1))
-                inputs = [x.to(device) for x in inputs]
-                truth = [
-                    x.cpu()
-                    for x in _attend_to_shard(
-                        None, whole, [x.double() for x in inputs], "reference"
-                    )
-                ]
-                for kernel in kernels:
-                    _add_ratios(
-                        results, mask, name, dtype, kernel, sizes, inputs, truth, schedule, wires
-                    )
+    for name, mask in masks(cases.n).items():
+        whole = Plan.build(mask, Layout.contiguous(cases.n, 1))
+        for seed in range(cases.seeds):
+            exact = draw(cases, seed)
+            for dtype in cases.dtypes:
+                inputs = [x.to(getattr(torch, dtype)).to(cases.device) for x in exact]
+                wide = [x.double() for x in inputs]
+                truth = [x.cpu() for x in _attend_to_shard(None, whole, wide, "reference")]
+                for kernel in cases.kernels:
+                    case = {"kernel": kernel, "dtype": dtype, "mask": name}
+                    _add_ratios(results, cases, case, mask, inputs, truth)
     for result in results.values():
         for values in (result, result.get("error", {})):
             for part in PARTS:
@@ -173,31 +173,29 @@ def _ring(cp: int) -> LocalRing:
 
 
 def _add_ratios(
-    results: Results, mask: Mask, name: str, dtype: str, kernel: str, sizes: list[int], inputs: list[Tensor],
-    truth: list[Tensor], schedule: str, wires: Sequence[str],
-) -> None:  # fmt: skip
+    results: Results,
+    cases: AccuracyCases,
+    case: dict[str, Any],
+    mask: Mask,
+    inputs: list[Tensor],
+    truth: list[Tensor],
+) -> None:
     """Measures one kernel with one draw; appends the ratios to the lists in `results`."""
-    q, _, v, _ = inputs
+    (q, _, v, _), kernel = inputs, case["kernel"]
     try:
         choose(kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1])
     except KernelError as error:
-        results[kernel, dtype, name, 0, ""] = {
-            "kernel": kernel,
-            "dtype": dtype,
-            "mask": name,
-            "rejected": str(error),
-        }
+        results[tuple(case.values())] = {**case, "rejected": str(error)}
         return
     single = errors(one_call(mask, inputs, kernel), truth)
-    for cp in sizes:
-        plan = Plan.build(
-            mask, Layout.zigzag(mask.n, cp), schedule=schedule, slot_shards=max(cp, SLOT_SHARDS)
-        )
-        for wire in wires:
+    for cp in cases.cp:
+        layout, slot_shards = Layout.zigzag(mask.n, cp), max(cp, SLOT_SHARDS)
+        plan = Plan.build(mask, layout, schedule=cases.schedule, slot_shards=slot_shards)
+        for wire in cases.wires:
             parts = _ring(cp).run(_attend_to_shard, plan, inputs, kernel, wire)
-            got = [plan.layout.unshard([part[i] for part in parts], 1) for i in range(4)]
-            new = {"kernel": kernel, "dtype": dtype, "mask": name, "cp": cp, "wire": wire}
-            result = results.setdefault((kernel, dtype, name, cp, wire), new)
+            got = [layout.unshard([part[i] for part in parts], 1) for i in range(4)]
+            new = {**case, "cp": cp, "wire": wire}
+            result = results.setdefault(tuple(new.values()), new)
             for part, ours, theirs in zip(PARTS, errors(got, truth), single, strict=True):
                 result.setdefault(part, []).append(ours / theirs)
                 if not WIRES[wire].plain:

@@ -148,22 +148,63 @@ def _install(clock: _Clock) -> None:
             made[shape] = torch.zeros(shape, dtype=dtype)
         return made[shape]
 
-    def forward(  # type: ignore[no-untyped-def]  # the parameters of TransformerEngine 2.20 that the adapter has values for
-        is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, fused_attention_backend,
-        attn_bias=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
+    # the parameters of TransformerEngine 2.20 that the adapter has values for
+    def forward(  # type: ignore[no-untyped-def]
+        is_training,
+        max_seqlen_q,
+        max_seqlen_kv,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        q,
+        k,
+        v,
+        fake_dtype,
+        fused_attention_backend,
+        attn_bias=None,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        attn_scale=None,
+        dropout=0.0,
         qkv_layout="sbh3d",
-        o_format="sbhd", attn_bias_type="no_bias", attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
-        bottom_right_diagonal=None, rng_gen=None, return_max_logit=False,
-    ):  # fmt: skip
+        o_format="sbhd",
+        attn_bias_type="no_bias",
+        attn_mask_type="padding",
+        softmax_type="vanilla",
+        window_size=(-1, -1),
+        bottom_right_diagonal=None,
+        rng_gen=None,
+        return_max_logit=False,
+    ):
         return zeros(*q.shape, dtype=q.dtype), [zeros(q.shape[1], q.shape[2], q.shape[0], 1), None]
 
     def backward(  # type: ignore[no-untyped-def]
-        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
-        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
-        qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d",
+        max_seqlen_q,
+        max_seqlen_kv,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        q,
+        k,
+        v,
+        o,
+        d_o,
+        fake_dtype,
+        aux_ctx_tensors,
+        fused_attention_backend,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        attn_scale=None,
+        dropout=0.0,
+        qkv_layout="sbh3d",
+        o_format="sbhd",
+        do_format="sbhd",
+        dqkv_layout="sbh3d",
         attn_bias_type="no_bias",
-        attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1), bottom_right_diagonal=None, deterministic=False,
-    ):  # fmt: skip
+        attn_mask_type="padding",
+        softmax_type="vanilla",
+        window_size=(-1, -1),
+        bottom_right_diagonal=None,
+        deterministic=False,
+    ):
         return [zeros(*x.shape, dtype=x.dtype) for x in (q, k, v)]
 
     enums = types.SimpleNamespace(
@@ -171,9 +212,15 @@ def _install(clock: _Clock) -> None:
     )
     extension = types.SimpleNamespace(get_fused_attn_backend=lambda *args: 1)
     parts: tuple[Any, ...] = (
-        clock.counting(forward), clock.counting(backward), {"No_Backend": 0}, enums, extension,
-        {torch.bfloat16: "bf16", torch.float16: "fp16"}, None, 92600,
-    )  # fmt: skip
+        clock.counting(forward),
+        clock.counting(backward),
+        {"No_Backend": 0},
+        enums,
+        extension,
+        {torch.bfloat16: "bf16", torch.float16: "fp16"},
+        None,
+        92600,
+    )
     library = transformer_engine.Library(*parts[: len(transformer_engine.Library._fields)])
     transformer_engine._library = lambda: library  # type: ignore[assignment]
 

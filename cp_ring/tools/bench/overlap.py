@@ -20,8 +20,8 @@ from cp_ring.kernels import choose
 from cp_ring.kernels.calls import kernel_calls
 from cp_ring.testing.network import ThrottledLink
 from cp_ring.testing.rank_pool import Ranks
-from cp_ring.tools.bench.attention import prepare_contestant
 from cp_ring.tools.bench.contest import Contest
+from cp_ring.tools.bench.contestants import prepare_contestant
 from cp_ring.tools.job.speeds import exchange, in_turn, spread, timed
 
 

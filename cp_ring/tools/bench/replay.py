@@ -52,8 +52,16 @@ class RankSizes:
         ]
 
 
-def replay(plan: Plan, rank: int, sizes: RankSizes, *, kernel: str = "auto", num_slots: int = 2, repeats: int = 5,
-           bandwidth: float | None = None) -> dict[str, Any]:  # fmt: skip
+def replay(
+    plan: Plan,
+    rank: int,
+    sizes: RankSizes,
+    *,
+    kernel: str = "auto",
+    num_slots: int = 2,
+    repeats: int = 5,
+    bandwidth: float | None = None,
+) -> dict[str, Any]:
     """Times one rank: seconds of forward, and of forward and backward; and its peak memory beyond
     q, k, v, out and lse, in bytes.
 
@@ -210,8 +218,17 @@ def _time_kernel_call(
     return {name: _median(work, q.device, repeats) for name, work in works.items()}
 
 
-def efficiency(cp: int, mask: Mask, sizes: RankSizes, *, kernel: str = "auto", repeats: int = 5, bandwidth: float | None = None,
-               whole: dict[str, Any] | None = None, layout: str = "zigzag") -> dict[str, Any]:  # fmt: skip
+def efficiency(
+    cp: int,
+    mask: Mask,
+    sizes: RankSizes,
+    *,
+    kernel: str = "auto",
+    repeats: int = 5,
+    bandwidth: float | None = None,
+    whole: dict[str, Any] | None = None,
+    layout: str = "zigzag",
+) -> dict[str, Any]:
     """Replays every rank of `cp` and compares the slowest with `whole`, which `single_call`
     measures unless it is given.
 

@@ -168,10 +168,14 @@ def judge(
         # The other layers of the whole batch, which the ranks share evenly.
         others = 3 * 2 * model.parameters * model.layers * model.tokens / speeds["products"]
         result.times.append(
-            {"name": shape.name, "step_s": step, "predicted_step_s": attention + others,
+            {
+                "name": shape.name,
+                "step_s": step,
+                "predicted_step_s": attention + others,
                 "attention_s": of_attention,
-             "predicted_attention_s": attention}
-        )  # fmt: skip
+                "predicted_attention_s": attention,
+            }
+        )
     result.spearman = rank_correlation(
         *([one[name] for one in result.times] for name in ("step_s", "predicted_step_s"))
     )
@@ -248,10 +252,17 @@ def _make_step(
     hidden, tokens = model.hidden, model.tokens // checked.cp
     plan = _plan(model, checked, RATES)
     weights = [
-        [torch.randn(*shape).mul_(shape[1] ** -0.5).requires_grad_() for shape in
-         ((3 * hidden, hidden), (hidden, hidden), (model.ffn, hidden), (hidden, model.ffn))]
+        [
+            torch.randn(*shape).mul_(shape[1] ** -0.5).requires_grad_()
+            for shape in (
+                (3 * hidden, hidden),
+                (hidden, hidden),
+                (model.ffn, hidden),
+                (hidden, model.ffn),
+            )
+        ]
         for _ in range(model.layers)
-    ]  # fmt: skip
+    ]
     inputs = torch.randn(1, tokens, hidden)
 
     def microbatch() -> Iterator[float]:

@@ -12,26 +12,33 @@ import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.tools.cli import bench
-from cp_ring.tools.cli.certify import certify_command
-from cp_ring.tools.cli.compare_job import compare_job_command
-from cp_ring.tools.cli.doctor import doctor_command
-from cp_ring.tools.cli.flags import flags_command
-from cp_ring.tools.cli.patches import patches_command
-from cp_ring.tools.cli.plan import plan_command
-from cp_ring.tools.cli.slurm import preflight_command, status_command, submit_command
-from cp_ring.tools.cli.trace import trace_command
-from cp_ring.tools.cli.train import train_command
-from cp_ring.tools.cli.tune import tune_command
+from cp_ring.tools.cli.job_commands import (
+    certify_command,
+    compare_command,
+    doctor_command,
+    train_command,
+)
+from cp_ring.tools.cli.options import command
+from cp_ring.tools.cli.plan_command import PlanRequest, run_plan
+from cp_ring.tools.cli.slurm_commands import (
+    SubmitOptions,
+    preflight_command,
+    run_submit,
+    status_command,
+)
+from cp_ring.tools.cli.terminal import flags_command, patches_command
+from cp_ring.tools.cli.trace_command import trace_command
+from cp_ring.tools.cli.tune_command import TuneOptions, run_tune
 
 # of click, or of typer's own copy of click; typer does not export it
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable=False)
 
-app.command("plan")(plan_command)
+app.command("plan")(command(PlanRequest, run_plan))
 app.command("train")(train_command)
-app.command("tune")(tune_command)
-app.command("compare")(compare_job_command)
+app.command("tune")(command(TuneOptions, run_tune))
+app.command("compare")(compare_command)
 app.command("trace")(trace_command)
 app.command("certify")(certify_command)
 app.command("doctor")(doctor_command)
@@ -41,7 +48,7 @@ slurm = typer.Typer(
     help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.",
 )
 for group in (app, slurm):
-    group.command("submit")(submit_command)
+    group.command("submit")(command(SubmitOptions, run_submit))
     group.command("status")(status_command)
     group.command("preflight")(preflight_command)
 app.add_typer(slurm, name="slurm")

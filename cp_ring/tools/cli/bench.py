@@ -6,11 +6,11 @@ A bench is its options, a function that measures, and the columns of its table. 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Bench:
-    """A command of `cp-ring bench`: `run` gets an instance of `options`; its docstring is the help."""
+    """A command of `cp-ring bench`: `run` gets an instance of `options`, and has the help."""
 
     name: str
     options: type
@@ -58,9 +58,9 @@ def commands() -> typer.Typer:
         options = make_dataclass(
             bench.options.__name__, [as_json], bases=(bench.options,), frozen=True, kw_only=True
         )
-        run = command(options, functools.partial(_run, bench))
-        run.__doc__ = bench.run.__doc__
-        app.command(bench.name)(run)
+        made = command(options, partial(_run, bench))
+        made.__doc__ = bench.run.__doc__
+        app.command(bench.name)(made)
     return app
 
 
@@ -154,7 +154,7 @@ class PlanBench:
 
 def _plan(options: PlanBench) -> Measured:
     """Measure planning: time, memory, bytes on the wire and balance, each with its goal."""
-    from cp_ring.tools.bench.plan import run
+    from cp_ring.tools.bench.planning import run
 
     return Measured(
         [result._asdict() for result in run(options.repeats)], "cp_ring planning", key=""
@@ -186,7 +186,7 @@ def _attention(options: AttentionBench) -> Measured:
     """
     import torch
 
-    from cp_ring.tools.bench.attention import CONTESTANTS, Contest, run
+    from cp_ring.tools.bench.contestants import CONTESTANTS, Contest, run
 
     device, cp, n = options.device, options.cp, options.seq_length
     check("--device", device, ("cpu", "cuda"))
@@ -246,7 +246,7 @@ def _accuracy(options: AccuracyBench) -> Measured:
 
     from cp_ring.comm.codecs import CODECS, Quantized
     from cp_ring.kernels import REGISTRY
-    from cp_ring.tools.bench.accuracy import INPUTS, run
+    from cp_ring.tools.bench.accuracy import INPUTS, AccuracyCases, run
 
     kernels, dtypes = options.kernel or ["cpu"], options.dtype or ["float32", "bfloat16"]
     sizes, wires = options.cp or [1, 2, 4, 8], options.wire or ["plain"]
@@ -265,10 +265,20 @@ def _accuracy(options: AccuracyBench) -> Measured:
         raise ConfigError(
             "--device cuda: there is no CUDA device; --device cpu measures the kernels for the CPU"
         )
-    results = run(
-        options.seq_length, options.heads, options.kv_heads, options.head_dim, kernels, dtypes, sizes, options.seeds,
-        options.device, wires=wires, drawn=options.inputs,
-    )  # fmt: skip
+    cases = AccuracyCases(
+        options.seq_length,
+        options.heads,
+        options.kv_heads,
+        options.head_dim,
+        kernels,
+        dtypes,
+        sizes,
+        wires,
+        options.inputs,
+        options.seeds,
+        options.device,
+    )
+    results = run(cases)
     return Measured(results, "error, ring / one call; of a codec the error itself")
 
 
@@ -404,7 +414,7 @@ def _wire(options: WireBench) -> Measured:
     Needs root, for network namespaces. Where it cannot make them, it prints why and measures
     nothing.
     """
-    from cp_ring.tools.bench.wire import run
+    from cp_ring.tools.bench.slow_wire import run
 
     n, ratio = options.seq_length, options.ratio
     if n < 4 or n % 4:
@@ -449,10 +459,9 @@ def _rates(options: RatesBench) -> Measured:
     """Measure what this machine's kernel, memory and links do in a second: the rates that cp-ring
     plan assumes.
     """
-    from cp_ring.tools.bench import rates
-    from cp_ring.tools.bench.machine import facts
+    from cp_ring.tools.bench import machine
 
-    found = rates.run(options.megabytes, options.repeats)
+    found = machine.run(options.megabytes, options.repeats)
     link = found["link_gb_s"]
     lines = (
         f"{found['device']}, kernel {found['kernel']}: {found['tflops']:.3g} TFLOP/s, "
@@ -462,7 +471,7 @@ def _rates(options: RatesBench) -> Measured:
         + ("" if link is None else f" --node-bandwidth {link:.3g}")
         + " ...",
     )
-    return Measured([], about={**facts(), **found}, key="", lines=lines)
+    return Measured([], about={**machine.facts(), **found}, key="", lines=lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,7 +537,7 @@ def _nodes(options: NodesBench) -> Measured:
     why and measures nothing.
     """
     from cp_ring.tools.bench.contest import Contest
-    from cp_ring.tools.bench.nodes import run
+    from cp_ring.tools.bench.two_nodes import run
 
     n, heads = options.seq_length, options.heads
     if n % 8:
@@ -556,7 +565,9 @@ class TimingCostBench:
 
 
 def _timing_cost(options: TimingCostBench) -> Measured:
-    """Measure what --cp-ring-timing costs: in steps that are recorded, and in steps that are not."""
+    """
+    Measure what --cp-ring-timing costs: in steps that are recorded, and in steps that are not.
+    """
     from cp_ring.tools.bench import timing_cost
 
     tokens, repeats = options.tokens, options.repeats
@@ -573,60 +584,107 @@ def _timing_cost(options: TimingCostBench) -> Measured:
 
 
 BENCHES = (
-    Bench("plan", PlanBench, _plan, {
-        "": "{what}",
-        "measured": "{measured:.3g} {unit}",
-        "goal (at most)": lambda result: f"{result['goal']:g} {result['unit']}" if result["goal"] else
-        "",
-    }),
+    Bench(
+        "plan",
+        PlanBench,
+        _plan,
+        {
+            "": "{what}",
+            "measured": "{measured:.3g} {unit}",
+            "goal (at most)": lambda result: (
+                f"{result['goal']:g} {result['unit']}" if result["goal"] else ""
+            ),
+        },
+    ),
     Bench("attention", AttentionBench, _attention, _ATTENTION),
-    Bench("accuracy", AccuracyBench, _accuracy, {
-        name: _accuracy_cell(name) for name in ("kernel", "dtype", "mask", "cp", "wire", "out", "dq",
-            "dk",
-            "dv")
-    }),
-    Bench("replay", ReplayBench, _replay, {
-        "cp": "{cp}",
-        "kernel": "{kernel}",
-        "forward": "{efficiency_forward:.3f}",
-        "forward + backward": "{efficiency_both:.3f}",
-        "slowest rank, ms": lambda result: f"{1e3 * result['slowest_both_s']:.1f}",
-    }),
-    Bench("overlap", OverlapBench, _overlap, {
-        "transfer / compute of a hop": lambda result: f"{result['ratio']:g}" if result["ratio"] else
-        "free wire",
-        "of them, ms": lambda result:
-        f"{1e3 * result['transfer_s']:.0f} / {1e3 * result['hop_s']:.0f}",
-        "step, median s": "{median_s:.3f}",
-        "min - max s": "{min_s:.3f} - {max_s:.3f}",
-        "exposed": "{exposed:.1%}",
-    }),
-    Bench("wire", WireBench, _wire, {
-        "case": "{case}", "codec": "{wire}", **_MEDIAN, "times as fast as plain": "{faster:.2f}",
-    }),
-    Bench("host", HostBench, _host, {
-        "pass": "{pass}", "ranks": "{cp}", "version": "{cp_ring}", "host time of a hop, us":
-        "{hop_us:.0f}",
-    }),
+    Bench(
+        "accuracy",
+        AccuracyBench,
+        _accuracy,
+        {
+            name: _accuracy_cell(name)
+            for name in ("kernel", "dtype", "mask", "cp", "wire", "out", "dq", "dk", "dv")
+        },
+    ),
+    Bench(
+        "replay",
+        ReplayBench,
+        _replay,
+        {
+            "cp": "{cp}",
+            "kernel": "{kernel}",
+            "forward": "{efficiency_forward:.3f}",
+            "forward + backward": "{efficiency_both:.3f}",
+            "slowest rank, ms": lambda result: f"{1e3 * result['slowest_both_s']:.1f}",
+        },
+    ),
+    Bench(
+        "overlap",
+        OverlapBench,
+        _overlap,
+        {
+            "transfer / compute of a hop": lambda result: (
+                f"{result['ratio']:g}" if result["ratio"] else "free wire"
+            ),
+            "of them, ms": lambda result: (
+                f"{1e3 * result['transfer_s']:.0f} / {1e3 * result['hop_s']:.0f}"
+            ),
+            "step, median s": "{median_s:.3f}",
+            "min - max s": "{min_s:.3f} - {max_s:.3f}",
+            "exposed": "{exposed:.1%}",
+        },
+    ),
+    Bench(
+        "wire",
+        WireBench,
+        _wire,
+        {
+            "case": "{case}",
+            "codec": "{wire}",
+            **_MEDIAN,
+            "times as fast as plain": "{faster:.2f}",
+        },
+    ),
+    Bench(
+        "host",
+        HostBench,
+        _host,
+        {
+            "pass": "{pass}",
+            "ranks": "{cp}",
+            "version": "{cp_ring}",
+            "host time of a hop, us": "{hop_us:.0f}",
+        },
+    ),
     Bench("rates", RatesBench, _rates),
-    Bench("lengths", LengthsBench, _lengths, {
-        "split": "{layout}",
-        "median s": "{median_s:.3f}",
-        "over balanced": "{median_s_over_balanced:.2f}",
-        "CPU s": "{cpu_s:.3f}",
-        "CPU s over balanced": "{cpu_s_over_balanced:.2f}",
-        "tokens": "{tokens:,}",
-        "balance": "{balance:.2f}",
-        "MB moved": lambda result: f"{result['bytes'] / 1e6:,.1f}",
-    }),
-    Bench("nodes", NodesBench, _nodes, {
-        "shape": "{shape}",
-        "MiB between nodes": lambda result: f"{result['bytes_between_nodes'] / 2**20:.1f}",
-        "free wire, median s": "{free_s:.3f}",
-        "slow wire, median s": "{median_s:.3f}",
-        "min - max s": "{min_s:.3f} - {max_s:.3f}",
-        "over direct": "{over_direct:.2f}",
-    }),
+    Bench(
+        "lengths",
+        LengthsBench,
+        _lengths,
+        {
+            "split": "{layout}",
+            "median s": "{median_s:.3f}",
+            "over balanced": "{median_s_over_balanced:.2f}",
+            "CPU s": "{cpu_s:.3f}",
+            "CPU s over balanced": "{cpu_s_over_balanced:.2f}",
+            "tokens": "{tokens:,}",
+            "balance": "{balance:.2f}",
+            "MB moved": lambda result: f"{result['bytes'] / 1e6:,.1f}",
+        },
+    ),
+    Bench(
+        "nodes",
+        NodesBench,
+        _nodes,
+        {
+            "shape": "{shape}",
+            "MiB between nodes": lambda result: f"{result['bytes_between_nodes'] / 2**20:.1f}",
+            "free wire, median s": "{free_s:.3f}",
+            "slow wire, median s": "{median_s:.3f}",
+            "min - max s": "{min_s:.3f} - {max_s:.3f}",
+            "over direct": "{over_direct:.2f}",
+        },
+    ),
     Bench("timing-cost", TimingCostBench, _timing_cost),
-)  # fmt: skip
+)
 """All benches. A new one is a line here, its options and its function."""

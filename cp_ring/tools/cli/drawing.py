@@ -1,15 +1,18 @@
 """A plan as a picture: the score matrix colored by rank and hop, and the predicted timeline of its
-hops.
+hops. And the predicted time of a step against the context parallel size, for `cp-ring tune`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.model import EXPOSED
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.simulate import Span, spans
 from cp_ring.plan.sizes import AttentionSizes
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
     from cp_ring.plan.plan import Plan
     from cp_ring.plan.tables import PlanTables
+    from cp_ring.plan.tune import Tuned
+    from cp_ring.tools.job.tune_job import TuneResult
 
 Color = tuple[float, float, float]
 
@@ -51,75 +56,73 @@ _OKABE_ITO = (
 _SCALE = "viridis"
 
 
-def draw(
-    plan: Plan,
-    path: str,
-    report: Report | None = None,
-    sizes: AttentionSizes | None = None,
-    rates: Rates = RATES,
-    ranks_per_node: int = 1,
-    panel: str = "both",
-    width: float = 15.0,
-) -> None:
-    """Writes the picture to `path`, as PNG, SVG or PDF by its ending.
+class Look(NamedTuple):
+    """What a picture of a plan shows: `left` (the score matrix), `right` (the timeline) or `both`,
+    `width` inches wide.
 
-    `report` is by default the result of `plan.verify`. `sizes`, `rates` and `ranks_per_node` are
-    those of the predicted timeline. `panel` is `left` (the score matrix), `right` (the timeline) or
-    `both`; `width` is in inches. Text stays text in SVG and PDF. Raises `PlanError` where the
-    ending is another one, an option has no such value, or the file cannot be written.
+    sizes, rates, ranks_per_node: those of the predicted timeline.
+    """
+
+    sizes: AttentionSizes = AttentionSizes()
+    rates: Rates = RATES
+    ranks_per_node: int = 1
+    panel: str = "both"
+    width: float = 15.0
+
+
+@contextmanager
+def picture(path: str, width: float, height: float) -> Iterator[Figure]:
+    """A figure of so many inches, which is written to `path` at the end of the block.
+
+    It becomes PNG, SVG or PDF by the ending of `path`. Text stays text in SVG and PDF. Raises
+    `PlanError` where the ending is another one, or the file cannot be written.
     """
     check_ending(path)
-    check_panel(panel, width)
-    report, sizes, ring = (
-        report or plan.verify(num_slots=plan.cp),
-        sizes or AttentionSizes(),
-        plan.ring,
-    )
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
-        figure = Figure(
-            figsize=(width, width * (0.52 if panel == "both" else 0.85)),
-            layout="constrained",
-            facecolor="white",
-        )
+        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
-        panels = (
-            figure.subplots(1, 2, width_ratios=(1, 1.15))
-            if panel == "both"
-            else [figure.subplots()] * 2
-        )
-        if panel != "right":
+        yield figure
+        try:
+            figure.savefig(path, dpi=140)
+        except OSError as error:
+            raise PlanError(f"--draw {path}: cannot write: {error.strerror}") from None
+
+
+def draw(plan: Plan, path: str, look: Look | None = None, report: Report | None = None) -> None:
+    """Writes the picture of a plan to `path`, as `picture` does. `report` is by default the result
+    of `plan.verify`.
+
+    Raises `PlanError` also where an option has no such value.
+    """
+    look = look or Look()
+    check_panel(look.panel, look.width)
+    report, ring, wide = report or plan.verify(num_slots=plan.cp), plan.ring, look.panel == "both"
+    with picture(path, look.width, look.width * (0.52 if wide else 0.85)) as figure:
+        panels = figure.subplots(1, 2, width_ratios=(1, 1.15)) if wide else [figure.subplots()] * 2
+        if look.panel != "right":
             _draw_scores(panels[0], ring)
-        if panel != "left":
-            _draw_timeline(panels[1], ring, *spans(ring, report, sizes, rates, ranks_per_node))
-            panels[1].set_xlabel(
-                f"time of one layer's forward pass (ms)\n{_caption(rates, ranks_per_node)}"
-            )
-        figure.suptitle(_title(ring, report, sizes, panel == "both"), fontsize=13, color=INK)
+        if look.panel != "left":
+            bars = spans(ring, report, look.sizes, look.rates, look.ranks_per_node)
+            _draw_timeline(panels[1], ring, *bars)
+            panels[1].set_xlabel(f"time of one layer's forward pass (ms)\n{_caption(look)}")
+        figure.suptitle(_title(ring, report, look.sizes, wide), fontsize=13, color=INK)
         if ring.cp <= MAX_LEGEND:
             handles = [
                 Patch(color=color(rank, 0, ring.cp, 1), label=f"rank {rank}")
                 for rank in range(ring.cp)
             ]
+            columns = min(ring.cp, 8)
             figure.legend(
                 handles=handles,
                 loc="outside lower center",
-                ncols=min(ring.cp, 8),
+                ncols=columns,
                 frameon=False,
                 fontsize=10,
             )
         else:
             scale = ScalarMappable(Normalize(0, ring.cp - 1), matplotlib.colormaps[_SCALE])
-            figure.colorbar(
-                scale,
-                ax=panels if panel == "both" else panels[0],
-                label="rank",
-                shrink=0.6,
-                pad=0.01,
-            )
-        try:
-            figure.savefig(path, dpi=140)
-        except OSError as error:
-            raise PlanError(f"--draw {path}: cannot write: {error.strerror}") from None
+            axes = panels if wide else panels[0]
+            figure.colorbar(scale, ax=axes, label="rank", shrink=0.6, pad=0.01)
 
 
 def check_panel(panel: str, width: float) -> None:
@@ -133,7 +136,10 @@ def check_panel(panel: str, width: float) -> None:
 
 
 def _title(plan: PlanTables, report: Report, sizes: AttentionSizes, wide: bool) -> str:
-    heads = f"{sizes.heads} heads, {sizes.kv_heads} for keys and values, of {sizes.head_dim}, {sizes.dtype}"
+    heads = (
+        f"{sizes.heads} heads, {sizes.kv_heads} for keys and values, of {sizes.head_dim}, "
+        f"{sizes.dtype}"
+    )
     codec = "" if sizes.codec.plain else f", which travels as {sizes.wire}"
     facts = (
         f"{plan.mask.describe()}; {heads}",
@@ -145,14 +151,13 @@ def _title(plan: PlanTables, report: Report, sizes: AttentionSizes, wide: bool) 
     return f"{facts[0]}; {facts[1]}\n{facts[2]}" if wide else "\n".join(facts)
 
 
-def _caption(rates: Rates, ranks_per_node: int) -> str:
-    links = (
-        f"{rates.inside / 1e9:g} GB/s inside a node of {ranks_per_node}, "
-        if ranks_per_node > 1
-        else ""
+def _caption(look: Look) -> str:
+    rates, ranks = look.rates, look.ranks_per_node
+    inside = f"{rates.inside / 1e9:g} GB/s inside a node of {ranks}, " if ranks > 1 else ""
+    return (
+        f"predicted, not measured, at {rates.flops / 1e12:g} TFLOP/s a rank, {inside}"
+        f"{rates.between / 1e9:g} GB/s between nodes"
     )
-    between = f"{rates.between / 1e9:g} GB/s between nodes"
-    return f"predicted, not measured, at {rates.flops / 1e12:g} TFLOP/s a rank, {links}{between}"
 
 
 def check_ending(path: str) -> None:
@@ -240,15 +245,11 @@ def _draw_inset(
     one another.
     """
     begin, end = region
-    near = [
-        (shape, fill)
-        for shape, fill in zip(shapes, colors, strict=True)
-        if all(
-            min(corner[axis] for corner in shape) < end
-            and max(corner[axis] for corner in shape) > begin
-            for axis in (0, 1)
-        )
-    ]
+
+    def is_near(shape: list[tuple[int, int]]) -> bool:
+        return all(min(side) < end and max(side) > begin for side in zip(*shape, strict=True))
+
+    near = [pair for pair in zip(shapes, colors, strict=True) if is_near(pair[0])]
     inset = axes.inset_axes((0.53, 0.53, 0.45, 0.45))
     inset.add_collection(
         PolyCollection(
@@ -269,14 +270,13 @@ def _draw_inset(
 
 def _center(shape: np.ndarray) -> tuple[float, float]:
     """Center of gravity of a polygon [points, 2]."""
-    x, y = shape.T
-    cross = x * np.roll(y, -1) - np.roll(x, -1) * y
-    area = cross.sum() / 2
-    if abs(area) < 1e-9:
-        return float(x.mean()), float(y.mean())
-    return float(((x + np.roll(x, -1)) * cross).sum() / (6 * area)), float(
-        ((y + np.roll(y, -1)) * cross).sum() / (6 * area)
-    )
+    following = np.roll(shape, -1, 0)
+    cross = shape[:, 0] * following[:, 1] - following[:, 0] * shape[:, 1]
+    if abs(cross.sum()) < 2e-9:
+        x, y = shape.mean(0)
+    else:
+        x, y = ((shape + following) * cross[:, None]).sum(0) / (3 * cross.sum())
+    return float(x), float(y)
 
 
 def _outline(tile: Tile) -> list[tuple[int, int]]:
@@ -295,37 +295,50 @@ def _draw_timeline(
     values that it receives.
     """
     idle, busy = idle_times(compute, plan.cp)
-    lanes = [(rank - 0.38, low * 1e3, high * 1e3) for rank, low, high in idle]
-    shapes = [
-        [(low, top), (high, top), (high, top + 0.5), (low, top + 0.5)] for top, low, high in lanes
-    ]
-    axes.add_collection(PolyCollection(shapes, facecolors=_IDLE, linewidths=0))
-    for bars, offset, height in ((compute, -0.38, 0.5), (transfers, 0.16, 0.2)):
-        shapes, colors = [], []
-        for span in bars:
-            # A transfer has the color of the computation that waits for it.
-            low, high, top = span.start * 1e3, span.end * 1e3, span.rank + offset
-            shapes.append([(low, top), (high, top), (high, top + height), (low, top + height)])
-            colors.append(color(span.rank, span.hop, plan.cp, plan.schedule[-1] + 1))
-        few = plan.cp <= MAX_LEGEND
-        hatch = "////" if height < 0.4 and few else None
-        axes.add_collection(
-            PolyCollection(
-                shapes, facecolors=colors, edgecolors="white", linewidths=0.5 * few, hatch=hatch
+    few, hops = plan.cp <= MAX_LEGEND, plan.schedule[-1] + 1
+    gaps = [(low * 1e3, high * 1e3, rank - 0.38, _IDLE) for rank, low, high in idle]
+    add_bars(axes, gaps, 0.5, linewidths=0)
+    for blocks, offset, height, hatch in (
+        (compute, -0.38, 0.5, None),
+        (transfers, 0.16, 0.2, "////" if few else None),
+    ):
+        # A transfer has the color of the computation that waits for it.
+        bars = [
+            (
+                span.start * 1e3,
+                span.end * 1e3,
+                span.rank + offset,
+                color(span.rank, span.hop, plan.cp, hops),
             )
-        )
-    _label_hops(axes, compute, plan.cp, plan.schedule[-1] + 1)
+            for span in blocks
+        ]
+        add_bars(axes, bars, height, edgecolors="white", linewidths=0.5 * few, hatch=hatch)
+    _label_hops(axes, compute, plan.cp, hops)
     end = max((span.end for span in compute + transfers), default=0.0) * 1e3
     axes.set(xlim=(0, end * 1.01 or 1), ylim=(plan.cp - 0.4, -0.6))
     axes.set_yticks(range(plan.cp) if plan.cp <= 32 else range(0, plan.cp, plan.cp // 16))
     axes.set_ylabel("rank")
-    keys = "arriving keys (hatched)" if plan.cp <= MAX_LEGEND else "arriving keys (thin)"
+    keys = f"arriving keys ({'hatched' if few else 'thin'})"
     axes.set_title(
         f"when: computation, {keys}, idle time (gray); ranks compute {busy:.0%} of the time",
         fontsize=11,
         color=INK,
     )
     _set_frame(axes)
+
+
+def add_bars(
+    axes: Axes,
+    bars: Sequence[tuple[float, float, float, Color | str]],
+    height: float,
+    **look: Any,
+) -> None:
+    """Draws bars (begin, end, top, color); `look` has further arguments of the collection."""
+    shapes = [
+        [(begin, top), (end, top), (end, top + height), (begin, top + height)]
+        for begin, end, top, _ in bars
+    ]
+    axes.add_collection(PolyCollection(shapes, facecolors=[bar[3] for bar in bars], **look))
 
 
 def idle_times(compute: list[Span], cp: int) -> tuple[list[tuple[int, float, float]], float]:
@@ -361,3 +374,59 @@ def _set_frame(axes: Axes) -> None:
 
 def _tokens(value: float, _: int | None = None) -> str:
     return f"{value / 1024:g}K" if value >= 1024 and value % 256 == 0 else f"{value:,.0f}"
+
+
+_PARTS = {
+    "attention": ("attention",),
+    "other layers": ("other layers", "output layer", "optimizer"),
+    "recomputation": ("recomputation",),
+    "waits for messages": EXPOSED,
+    "pipeline waits": ("pipeline waits",),
+    "uneven documents": ("uneven documents",),
+}
+_PART_COLORS = ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#cc79a7", "#009e73")
+
+
+def draw_times(result: TuneResult, path: str, title: str) -> None:
+    """Writes the picture to `path`: a bar for the best way of each context parallel size, by what
+    takes its time.
+
+    Raises `PlanError` where the ending is not .png, .svg or .pdf, or the file cannot be written.
+    """
+    with picture(path, 9, 5) as figure:
+        _draw_ways(figure.subplots(), result)
+        figure.suptitle(f"{title}: predicted time of a step, not measured", color=INK)
+
+
+def _draw_ways(axes: Axes, result: TuneResult) -> None:
+    cps = sorted(result.by_cp)
+    ways: list[tuple[int, Tuned]] = []
+    top = max(way.step for way in result.by_cp.values() if not isinstance(way, float))
+    for place, cp in enumerate(cps):
+        way = result.by_cp[cp]
+        if isinstance(way, float):
+            axes.text(
+                place, top / 2, f"does not fit:\n{way / 1e9:.0f} GB", ha="center", color=FAINT
+            )
+        else:
+            ways.append((place, way))
+    below = [0.0] * len(ways)
+    for (name, items), color in zip(_PARTS.items(), _PART_COLORS, strict=True):
+        heights = [sum(way.seconds.get(item, 0.0) for item in items) for _, way in ways]
+        if any(heights):
+            axes.bar(
+                [place for place, _ in ways], heights, 0.7, bottom=below, color=color, label=name
+            )
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+    best = result.best[0][0]
+    for place, way in ways:
+        sizes = way.sizes
+        mark = " *" if sizes.cp == best.sizes.cp else ""
+        label = f"{way.step:.3g} s{mark}\ntp {sizes.tp} pp {sizes.pp} dp {sizes.dp}"
+        axes.text(place, way.step, label, ha="center", va="bottom", fontsize=8, color=INK)
+    axes.set_xticks(range(len(cps)), [str(cp) for cp in cps])
+    axes.set_xlabel("context parallel size, each with its best other sizes; * is the fastest")
+    axes.set_ylabel("seconds")
+    axes.set_ylim(0, 1.2 * top)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper right", frameon=False, ncols=3, fontsize=8)

@@ -13,7 +13,15 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
+JSON = "Print JSON instead of the table."
+SET = "Override a key (the value is read as YAML), or preset=NAME. Repeatable."
+
+JOB = "A YAML file, or the name of a packaged one (cp-ring train --list)."
+
+AsJson = Annotated[bool, typer.Option("--json", help=JSON)]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")]
+Job = Annotated[str, typer.Argument(help=JOB)]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help=SET)]
 
 
 def option(default: Any, text: str, *names: str, **more: Any) -> Any:
@@ -23,9 +31,9 @@ def option(default: Any, text: str, *names: str, **more: Any) -> Any:
     return field(default=default, metadata={"typer": typer.Option(*names, help=text, **more)})
 
 
-def argument(text: str, **more: Any) -> Any:
-    """As `option`, of a value without a name, None where it is not given."""
-    return field(default=None, metadata={"typer": typer.Argument(help=text, **more)})
+def argument(text: str, default: Any = None, **more: Any) -> Any:
+    """As `option`, of a value without a name."""
+    return field(default=default, metadata={"typer": typer.Argument(help=text, **more)})
 
 
 def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None]:
@@ -33,8 +41,8 @@ def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None
     an instance.
     """
 
-    def made(**given: Any) -> None:
-        run(options(**given))
+    def with_options(**values: Any) -> None:
+        run(options(**values))
 
     hints, parameters = get_type_hints(options), []
     for one in fields(options):  # type: ignore[arg-type]
@@ -45,9 +53,10 @@ def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None
                 one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
             )
         )
-    made.__doc__, made.__signature__ = run.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
-    made.__annotations__ = {one.name: one.annotation for one in parameters}
-    return made
+    with_options.__doc__ = run.__doc__
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {one.name: one.annotation for one in parameters}
+    return with_options
 
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -59,19 +68,14 @@ def parse_tokens(text: str | int) -> int:
 
     Raises `typer.BadParameter`. Typer turns it into one line that names the option.
     """
-    found = _NUMBER.fullmatch(str(text).strip())
-    value = (
-        float(found[1].replace("_", "")) * _FACTORS[found[2].lower()]
-        if found and "." in found[1]
-        else None
-    )
-    if found and value is None:
-        return int(found[1]) * _FACTORS[found[2].lower()]
-    if value is None or value != int(value):
-        raise typer.BadParameter(
-            f"{str(text)!r} is not a number of tokens such as 65536, 64K or 1M"
-        )
-    return int(value)
+    match = _NUMBER.fullmatch(str(text).strip())
+    if match:
+        factor, digits = _FACTORS[match[2].lower()], match[1].replace("_", "")
+        if "." not in digits:
+            return int(digits) * factor
+        if (value := float(digits) * factor).is_integer():
+            return int(value)
+    raise typer.BadParameter(f"{str(text)!r} is not a number of tokens such as 65536, 64K or 1M")
 
 
 def parse_mean_tokens(text: str | float) -> float:

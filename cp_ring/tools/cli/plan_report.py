@@ -99,7 +99,7 @@ def speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
 def shapes_of_plan(
     mask: Mask, layout: Layout, assumed: Assumed, node_size: int, slot_shards: int
 ) -> list[dict[str, Any]]:
-    """What each shape costs in one layer. Times are None for more than `MAX_RANKS_PREDICTED` ranks."""
+    """What each shape costs in one layer; times only for up to `MAX_RANKS_PREDICTED` ranks."""
     found, (sizes, rates, ranks_per_node, kernel) = [], assumed
     several = layout.cp > 1 and layout.cp <= MAX_RANKS_PREDICTED
     schedules = [Shape("direct", 1, name) for name in NAMES if name != AUTO] if several else []

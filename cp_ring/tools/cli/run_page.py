@@ -18,7 +18,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
-from cp_ring.tools.job import config as configs
+from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.slurm import attempts
 from cp_ring.tools.slurm.status import status
 
@@ -32,9 +32,12 @@ except ModuleNotFoundError:
 CERTIFICATE = "cp_ring_certificate.json"
 _BLUE, _ORANGE, _INK = "#0072b2", "#d55e00", "#22272e"  # of the palette of Okabe and Ito
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; max-width: 1100px; margin: 2em auto; padding: 0 1em }
-h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em } svg { max-width: 100%; height: auto }
-table { border-collapse: collapse } td, th { text-align: left; padding: .15em 1.2em .15em 0; vertical-align: top }
+body { font: 15px/1.5 system-ui, sans-serif; color: #22272e;
+  max-width: 1100px; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
+svg { max-width: 100%; height: auto }
+table { border-collapse: collapse }
+td, th { text-align: left; padding: .15em 1.2em .15em 0; vertical-align: top }
 .none { color: #6b7280 }
 """
 
@@ -54,11 +57,12 @@ def page(run_dir: Path) -> str:
     facts, steps = status(run_dir), progress.read(run_dir)
     wanted = f" of {facts['train_iters']}" if facts["train_iters"] else ""
     state = {
-        "state": facts["state"], "last step": f"{facts['step']}{wanted}", "checkpoint": facts[
-        "checkpoint"] or
-        "none yet",
-        "restarts": facts["restarts"], "last stop": facts["last_stop"] or "none",
-    }  # fmt: skip
+        "state": facts["state"],
+        "last step": f"{facts['step']}{wanted}",
+        "checkpoint": facts["checkpoint"] or "none yet",
+        "restarts": facts["restarts"],
+        "last stop": facts["last_stop"] or "none",
+    }
     sections: list[tuple[str, Callable[[], str]]] = [
         ("state", lambda: _table([], list(state.items()))),
         ("curves", lambda: _curves(run_dir, steps)),
@@ -72,8 +76,10 @@ def page(run_dir: Path) -> str:
     )
     made = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(str(run_dir))}</title><style>{_STYLE}</style>'
-        f"</head><body><h1>{escape(str(run_dir.resolve()))}</h1><p>as of {made}</p>{body}</body></html>\n"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(str(run_dir))}</title><style>{_STYLE}</style>"
+        f"</head><body><h1>{escape(str(run_dir.resolve()))}</h1><p>as of {made}</p>{body}"
+        "</body></html>\n"
     )
 
 
@@ -135,8 +141,13 @@ def _curves(run_dir: Path, steps: list[dict[str, Any]]) -> str:
         for axes, (name, points) in zip(
             figure.subplots(4, 1, sharex=True), curves.items(), strict=True
         ):
-            axes.plot([(when - zero) / 60 for when, _ in points], [value for _, value in points], color=_BLUE, lw=1.5,
-                      marker="." if len(points) < 60 else None)  # fmt: skip
+            axes.plot(
+                [(when - zero) / 60 for when, _ in points],
+                [value for _, value in points],
+                color=_BLUE,
+                lw=1.5,
+                marker="." if len(points) < 60 else None,
+            )
             axes.set_ylabel(name, fontsize=9)
             axes.spines[["top", "right"]].set_visible(False)
             for when in restarts(run_dir, timed):
@@ -190,13 +201,15 @@ def _times(steps: list[dict[str, Any]]) -> str:
     slow = []
     for each in sampled[-10:]:
         rank, link = each.get("slowest_rank") or {}, each.get("slowest_link") or {}
-        slow.append((
-            each.get("step", ""),
-            f"{rank['rank']} ({rank['host']}): {rank['slower'] - 1:+.0%}, in {rank['share']:.0%} "
-            "of the calls" if rank else
-            "",
-            f"{link['sender']} -> {link['receiver']}: {link['slower']:.1f} x" if link else "",
-        ))  # fmt: skip
+        slow_rank = slow_link = ""
+        if rank:
+            slow_rank = (
+                f"{rank['rank']} ({rank['host']}): {rank['slower'] - 1:+.0%}, in "
+                f"{rank['share']:.0%} of the calls"
+            )
+        if link:
+            slow_link = f"{link['sender']} -> {link['receiver']}: {link['slower']:.1f} x"
+        slow.append((each.get("step", ""), slow_rank, slow_link))
     hops = [
         (hop["direction"], hop["hop"], hop["compute_ms"], hop["wait_ms"])
         for hop in last.get("hops", ())
@@ -216,17 +229,14 @@ def _plan(run_dir: Path) -> str:
         job = configs.load(str(run_dir / "job.yaml"), [])
         if job.parallel.context_parallel_size == 1:
             return _none("context parallel size 1: no hops")
-        from cp_ring.tools.cli.drawing import draw
+        from cp_ring.tools.cli.drawing import Look, draw
 
         with (
             tempfile.TemporaryDirectory() as folder,
             matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}),
         ):
-            draw(
-                attention_plan.plan_of(job),
-                f"{folder}/plan.svg",
-                sizes=attention_plan.sizes_of(job),
-            )
+            look = Look(attention_plan.sizes_of(job))
+            draw(attention_plan.plan_of(job), f"{folder}/plan.svg", look)
             text = Path(f"{folder}/plan.svg").read_text()
         # Two pictures on a page must not share the identifiers of their parts.
         return re.sub(r'(\bid="|url\(#|href="#)', r"\1plan-", text[text.index("<svg") :])

@@ -12,17 +12,13 @@ import numpy as np
 
 from cp_ring.errors import ConfigError
 from cp_ring.plan.simulate import Pass, in_turn, neighbors
-from cp_ring.tools.cli.drawing import INK, check_ending, color
-
-try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.collections import PolyCollection
-    from matplotlib.figure import Figure
-except ModuleNotFoundError:
-    raise ConfigError("drawing a trace needs matplotlib: pip install 'cp-ring[draw]'") from None
+from cp_ring.tools.cli.drawing import INK, add_bars, color, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+_RED = "#d62728"
 
 
 class Bar(NamedTuple):
@@ -41,31 +37,20 @@ def draw(found: dict[str, Any], path: str, call: int) -> None:
     """Writes the picture of forward call number `call`. Raises `ConfigError` where the trace has no
     such call.
     """
-    check_ending(path)
     measured, work, sizes = measured_bars(found, call)
     predicted = predicted_bars(work, sizes, *_rates(measured, work, sizes))
-    figure = Figure(
-        figsize=(15, max(3.0, 0.7 * len({bar.rank for bar in measured}) + 2)),
-        layout="constrained",
-        facecolor="white",
-    )
-    FigureCanvasAgg(figure)
     end = max(bar.end for bar in measured + predicted)
-    for axes, bars, title in zip(
-        figure.subplots(1, 2),
-        (predicted, measured),
-        ("predicted: every rank and link at the median speed", "measured"),
-        strict=True,
-    ):
-        _draw(axes, bars, end, title)
-    figure.suptitle(
-        f"forward call {call} of step {found['otherData']['steps'][0]}: computation (solid), "
-        "waiting (red), arriving messages (hatched); the color is the rank, paler at later hops", fontsize=12, color=INK,
-    )  # fmt: skip
-    try:
-        figure.savefig(path, dpi=140)
-    except OSError as error:
-        raise ConfigError(f"--draw {path}: cannot write: {error.strerror}") from None
+    with picture(path, 15, max(3.0, 0.7 * len({bar.rank for bar in measured}) + 2)) as figure:
+        left, right = figure.subplots(1, 2)
+        _draw(left, predicted, end, "predicted: every rank and link at the median speed")
+        _draw(right, measured, end, "measured")
+        figure.suptitle(
+            f"forward call {call} of step {found['otherData']['steps'][0]}: computation (solid), "
+            "waiting (red), arriving messages (hatched); the color is the rank, paler at later "
+            "hops",
+            fontsize=12,
+            color=INK,
+        )
 
 
 def measured_bars(
@@ -114,7 +99,7 @@ def measured_bars(
 
 def _rates(
     bars: list[Bar], work: dict[tuple[int, int], int], sizes: dict[tuple[int, int, int], int]
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """Median milliseconds of a pair, and of a byte."""
     pair = [
         (bar.end - bar.begin) / work[bar.rank, bar.hop]
@@ -178,32 +163,18 @@ def _draw(axes: Axes, bars: list[Bar], end: float, title: str) -> None:
     ranks = sorted({bar.rank for bar in bars})
     hops = max(bar.hop for bar in bars) + 1
     look = {
-        "compute": (-0.38, 0.5, None),
-        "wait": (-0.38, 0.5, None),
-        "message": (0.16, 0.2, "////"),
+        "compute": (-0.38, 0.5, None, None),
+        "wait": (-0.38, 0.5, None, 0.45),
+        "message": (0.16, 0.2, "////", None),
     }
-    for kind, (offset, height, hatch) in look.items():
-        of_kind = [bar for bar in bars if bar.kind == kind]
-        places = [ranks.index(bar.rank) + offset for bar in of_kind]
-        shapes = [
-            [(bar.begin, y), (bar.end, y), (bar.end, y + height), (bar.begin, y + height)]
-            for bar, y in zip(of_kind, places, strict=True)
-        ]
-        colors: list[Any] = [
-            "#d62728" if kind == "wait" else color(ranks.index(bar.rank), bar.hop, len(ranks), hops)
-            for bar in of_kind
-        ]
-        alpha = 0.45 if kind == "wait" else None
-        axes.add_collection(
-            PolyCollection(
-                shapes,
-                facecolors=colors,
-                edgecolors="white",
-                linewidths=0.4,
-                hatch=hatch,
-                alpha=alpha,
-            )
-        )
+    for kind, (offset, height, hatch, alpha) in look.items():
+        shown: list[tuple[float, float, float, Any]] = []
+        for bar in bars:
+            if bar.kind == kind:
+                place = ranks.index(bar.rank)
+                fill = _RED if kind == "wait" else color(place, bar.hop, len(ranks), hops)
+                shown.append((bar.begin, bar.end, place + offset, fill))
+        add_bars(axes, shown, height, edgecolors="white", linewidths=0.4, hatch=hatch, alpha=alpha)
     finish = max(bar.end for bar in bars if bar.kind != "message")
     busy = (
         sum(bar.end - bar.begin for bar in bars if bar.kind == "compute")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.rule import Job, check_rules, problem
-from cp_ring.tools.job.config import JobConfig
+from cp_ring.tools.job.job_config import JobConfig
 
 if TYPE_CHECKING:
     from cp_ring.tools.job.corpus import Corpus

@@ -50,9 +50,18 @@ class Finding:
 def examine() -> list[Finding]:
     """All findings, in the order of the report."""
     parts: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _python, _requirements, _megatron, _torch_libraries, _transformer_engine, _flash_attention, _apex, _others,
-        _devices, _kernels, _patches,
-    )  # fmt: skip
+        _python,
+        _requirements,
+        _megatron,
+        _torch_libraries,
+        _transformer_engine,
+        _flash_attention,
+        _apex,
+        _others,
+        _devices,
+        _kernels,
+        _patches,
+    )
     found = [finding for part in parts for finding in part()]
     return found + list(_limits(found))
 

@@ -45,10 +45,8 @@ def log_path(run_dir: Path, command: str, node: str = "") -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            log = (
-                folder
-                / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}{f'-{number}' * (number > 0)}{node}.log"
-            )
+            again = f"-{number}" * (number > 0)
+            log = folder / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}{again}{node}.log"
             with contextlib.suppress(FileExistsError), log.open("x"):
                 return log
             number += 1  # another start of the same second has that one

@@ -18,7 +18,7 @@ from rich.console import Console
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
 from cp_ring.tools.job import command_line as commands
-from cp_ring.tools.job import config as configs
+from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.job import local_run
 from cp_ring.tools.job.launch import launch
 from cp_ring.tools.job.output import RankOutput, log_path

@@ -17,7 +17,7 @@ from cp_ring.plan.rates import Rates
 from cp_ring.plan.simulate import Timeline, simulate
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.plan.spec import plan
-from cp_ring.tools.job.config import JobConfig
+from cp_ring.tools.job.job_config import JobConfig
 from cp_ring.tools.slurm.placement import (
     Placement,
     context_groups,

@@ -113,7 +113,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Script:
-    """The parts of a job's batch script. Paths are absolute, on a file system that all nodes share."""
+    """The parts of a job's batch script. Paths are absolute, on a shared file system."""
 
     resources: Resources
     run_dir: Path

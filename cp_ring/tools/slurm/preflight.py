@@ -24,7 +24,7 @@ from cp_ring.errors import ConfigError, KernelError
 from cp_ring.observe.links import slowest
 from cp_ring.plan.rates import Rates
 from cp_ring.tools.job import command_line as commands
-from cp_ring.tools.job import config as configs
+from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.slurm import attention_plan
 from cp_ring.tools.slurm.placement import Placement
 from cp_ring.tools.slurm.preflight_checks import Facts, Problem, from_json, judge, summary
@@ -80,7 +80,7 @@ def _variable(names: tuple[str, ...], default: int) -> int:
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's short form (n[1-4]), or "" if scontrol does not answer."""
+    """The first host of a list in Slurm's short form, n[1-4]; "" if scontrol does not answer."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10
@@ -97,7 +97,7 @@ def _slurm_port() -> int:
 
 
 def preflight(source: str, overrides: list[str]) -> int:
-    """Checks the job on all ranks. Returns 0, or 2 if the job must not train. Raises `ConfigError`."""
+    """Checks the job on all ranks: 0, or 2 if it must not train. Raises `ConfigError`."""
     job = configs.load(source, overrides)
     world = World.find()
     began = time.monotonic()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cp_ring.observe.links import LinkSpeed, by_class
-from cp_ring.tools.job.config import JobConfig
+from cp_ring.tools.job.job_config import JobConfig
 
 CLOCK_S = 5.0
 FREE_BYTES = 2 * 2**30

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cp_ring.megatron.checkpoints.files import replace_text
 from cp_ring.observe import links
 from cp_ring.observe.links import LinkSpeed
-from cp_ring.tools.job.config import JobConfig
+from cp_ring.tools.job.job_config import JobConfig
 from cp_ring.tools.slurm.placement import context_groups
 from cp_ring.tools.slurm.preflight_checks import Facts
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
-from cp_ring.tools.job import config as configs
+from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.job import local_run
 from cp_ring.tools.slurm import attempts
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from cp_ring.errors import ConfigError
 from cp_ring.tools.job import command_line as commands
-from cp_ring.tools.job import config as configs
+from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.job.train import prepare_corpus, record_job, say
 from cp_ring.tools.slurm import attempts, attention_plan, batch_script
 from cp_ring.tools.slurm.placement import Placement
@@ -23,7 +23,7 @@ from cp_ring.tools.slurm.placement import Placement
 
 @dataclass(frozen=True)
 class Site:
-    """How ranks are started on this cluster. With a container, `python` is the Python inside of it."""
+    """How ranks are started on this cluster. With a container, `python` is that inside of it."""
 
     launcher: Literal["srun", "torchrun"] = "srun"
     env_file: Path | None = None

@@ -12,6 +12,7 @@ from cp_ring import Mask
 from cp_ring.errors import ConfigError
 from cp_ring.ops import totals
 from cp_ring.tools.bench import accuracy
+from cp_ring.tools.bench.accuracy import AccuracyCases
 from cp_ring.tools.cli import app
 
 # Of out and of gradients. The worst case, float32, full mask and cp 8, measured 1.08 and 0.96 on an
@@ -35,7 +36,7 @@ def test_error_over_that_of_one_call(monkeypatch, dtype, sizes, names):
     """N(0, 1) inputs, mean of 5 draws; most partial results are merged at the largest cp."""
     masks = accuracy.masks(2048)
     monkeypatch.setattr(accuracy, "masks", lambda n: {name: masks[name] for name in names})
-    results = accuracy.run(2048, 2, 1, 64, ["cpu"], [dtype], sizes, 5, "cpu")
+    results = accuracy.run(AccuracyCases(2048, 2, 1, 64, dtypes=[dtype], cp=sizes))
     cases = {(name, cp) for name in names for cp in sizes}
     assert {(result["mask"], result["cp"]) for result in results} == cases
     out, grads = LIMITS[dtype]
@@ -50,7 +51,7 @@ def test_sharp_softmax(monkeypatch):
     plain = accuracy.draw
     monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
     monkeypatch.setattr(accuracy, "draw", lambda *sizes: [plain(*sizes)[0] * 4, *plain(*sizes)[1:]])
-    (result,) = accuracy.run(2048, 2, 1, 64, ["cpu"], ["float32"], [4], 5, "cpu")
+    (result,) = accuracy.run(AccuracyCases(2048, 2, 1, 64, cp=[4]))
     assert max(result[part] for part in accuracy.PARTS) <= 1.5
 
 
@@ -81,7 +82,7 @@ def test_a_lossy_sum_is_seen(monkeypatch, what):
         totals, "add", lossy(totals.add, lambda total: "dq" if total.shape[2] == 2 else "dk and dv")
     )
     monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
-    (result,) = accuracy.run(256, 2, 1, 16, ["cpu"], ["float32"], [2], 1, "cpu")
+    (result,) = accuracy.run(AccuracyCases(256, 2, 1, 16, cp=[2], seeds=1))
     assert all(result[part] > 100 for part in LOSSY[what]), result
     if what != "out":  # backward reads out
         assert all(result[part] < 10 for part in accuracy.PARTS if part not in LOSSY[what]), result

@@ -6,12 +6,12 @@ import json
 
 from typer.testing import CliRunner
 
-from cp_ring.tools.bench import rates
+from cp_ring.tools.bench import machine
 from cp_ring.tools.cli import app
 
 
 def test_command_gives_rates_that_a_plan_takes(monkeypatch):
-    monkeypatch.setattr(rates, "_link", lambda *_: 1.25)
+    monkeypatch.setattr(machine, "_link", lambda *_: 1.25)
     result = CliRunner().invoke(app, ["bench", "rates", "--megabytes", "1", "--repeats", "1"])
     assert result.exit_code == 0, result.exception
     *_, line = result.stdout.splitlines()
@@ -22,4 +22,4 @@ def test_command_gives_rates_that_a_plan_takes(monkeypatch):
 
 
 def test_a_link_is_measured_between_two_ranks(pool):
-    assert all(seconds > 0 for seconds in pool.run(rates.exchange_seconds, 2, 1, 1))
+    assert all(seconds > 0 for seconds in pool.run(machine.exchange_seconds, 2, 1, 1))

@@ -24,8 +24,8 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.simulate import Span, spans
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.tools.cli import app, main
-from cp_ring.tools.cli.drawing import draw, idle_times, zoomed
-from cp_ring.tools.cli.plan import capabilities_of
+from cp_ring.tools.cli.drawing import Look, draw, idle_times, zoomed
+from cp_ring.tools.cli.plan_command import capabilities_of
 
 
 def run(*args: str):
@@ -595,12 +595,8 @@ def test_the_verdict_comes_first() -> None:
 @pytest.mark.parametrize(("cp", "panel"), [(4, "left"), (4, "right"), (4, "both"), (24, "both")])
 def test_text_of_pictures_stays_text(tmp_path: Path, cp: int, panel: str) -> None:
     path, n = tmp_path / "plan.svg", cp * 64
-    draw(
-        Plan.build(Mask.causal(n, window=(100, 0)), Layout.zigzag(n, cp)),
-        str(path),
-        panel=panel,
-        width=8,
-    )
+    plan = Plan.build(Mask.causal(n, window=(100, 0)), Layout.zigzag(n, cp))
+    draw(plan, str(path), Look(panel=panel, width=8))
     text = path.read_text()
     assert ("query position" in text) == (panel != "right") and ("idle time" in text) == (
         panel != "left"
@@ -617,7 +613,11 @@ def test_many_documents_are_drawn_again_larger(tmp_path: Path) -> None:
         and zoomed(Mask.documents([0, 100, 250, 400])) is None
         and zoomed(Mask.causal(400)) is None
     )
-    draw(Plan.build(many, Layout.zigzag(400, 4)), str(tmp_path / "plan.svg"), panel="left", width=8)
+    draw(
+        Plan.build(many, Layout.zigzag(400, 4)),
+        str(tmp_path / "plan.svg"),
+        Look(panel="left", width=8),
+    )
     assert "tokens 192 to 244" in (tmp_path / "plan.svg").read_text()
 
 

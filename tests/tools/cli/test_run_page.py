@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
-from cp_ring.tools.cli import app, run_page, watch
+from cp_ring.tools.cli import app, run_page, slurm_commands
 from cp_ring.tools.slurm.status import status
 from tests import browser
 
@@ -161,7 +161,7 @@ def test_watch_ends_when_the_run_is_done(run_dir):
     result = CliRunner().invoke(app, ["status", str(run_dir), "--watch"])
     assert result.exit_code == 0, result.exception
     console = Console(record=True, width=120)
-    console.print(watch.picture(status(run_dir), progress.read(run_dir)))
+    console.print(slurm_commands.state_and_steps(status(run_dir), progress.read(run_dir)))
     shown = console.export_text()
     assert (
         "step 4 | loss 1.0000 | 100 tokens/s" in shown

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError
 from cp_ring.tools.cli import app
-from cp_ring.tools.job import certify as module
-from cp_ring.tools.job.certify import certify
+from cp_ring.tools.job import certify_job as module
+from cp_ring.tools.job.certify_job import certify
 from tests.tools.job.test_train import TINY, command, log_of
 
 FOUND = {

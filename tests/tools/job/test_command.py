@@ -16,7 +16,8 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import argument_parser
 from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools.cli import main
-from cp_ring.tools.job import command_line, config
+from cp_ring.tools.job import command_line
+from cp_ring.tools.job import job_config as config
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
 from cp_ring.tools.cli import app
-from cp_ring.tools.job import command_line, compare, config
+from cp_ring.tools.job import command_line
+from cp_ring.tools.job import compare_jobs as compare
+from cp_ring.tools.job import job_config as config
 from tests.tools.slurm.job import TINY
 
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.job import config
+from cp_ring.tools.job import job_config as config
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.tools.cli import app
-from cp_ring.tools.job import command_line, config
+from cp_ring.tools.job import command_line
+from cp_ring.tools.job import job_config as config
 from tests.megatron.launch import trace, train
 
 FULL_SIZE = tuple(name for name in config.packaged() if name != "quickstart")

@@ -11,8 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.job import command_line, config, train
+from cp_ring.tools.job import command_line, train
 from cp_ring.tools.job import corpus as corpora
+from cp_ring.tools.job import job_config as config
 
 
 def make(path, cache, **settings):

@@ -1,6 +1,7 @@
 """The records of a run without Slurm."""
 
-from cp_ring.tools.job import command_line, config, local_run, train
+from cp_ring.tools.job import command_line, local_run, train
+from cp_ring.tools.job import job_config as config
 
 
 def test_no_record_holds_the_environment(tmp_path, monkeypatch):

@@ -7,9 +7,10 @@ from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.tools.cli import app
-from cp_ring.tools.cli.tune import _documents, parse_memory
-from cp_ring.tools.job import command_line, config
-from cp_ring.tools.job.tune import Request, configured, tune
+from cp_ring.tools.cli.tune_command import _documents, parse_memory
+from cp_ring.tools.job import command_line
+from cp_ring.tools.job import job_config as config
+from cp_ring.tools.job.tune_job import Request, configured, tune
 from tests.tools.job.test_configs import megatron  # noqa: F401, a fixture
 
 BIG = {

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cp_ring.tools.job import command_line, config
+from cp_ring.tools.job import command_line
+from cp_ring.tools.job import job_config as config
 from tests import needs
 from tests.megatron.launch import trace, train
 from tests.tools.slurm.cluster import Job, running

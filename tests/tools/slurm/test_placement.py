@@ -12,7 +12,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.schedule import relay_schedule
 from cp_ring.plan.sizes import AttentionSizes
-from cp_ring.tools.job import config
+from cp_ring.tools.job import job_config as config
 from cp_ring.tools.slurm.attention_plan import describe_job, plan_of, sizes_of
 from cp_ring.tools.slurm.placement import (
     Placement,

@@ -20,7 +20,7 @@ from cp_ring.plan import rates
 from cp_ring.plan.rates import RATES, Rates
 from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools.cli import app
-from cp_ring.tools.job import config
+from cp_ring.tools.job import job_config as config
 from cp_ring.tools.slurm import attention_plan, preflight
 from cp_ring.tools.slurm.placement import context_groups
 from cp_ring.tools.slurm.preflight import World

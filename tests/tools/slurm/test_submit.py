@@ -13,7 +13,7 @@ import yaml
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
-from cp_ring.tools.job import config
+from cp_ring.tools.job import job_config as config
 from cp_ring.tools.job.train import record_job
 from cp_ring.tools.slurm import attempts
 from cp_ring.tools.slurm.batch_script import Resources

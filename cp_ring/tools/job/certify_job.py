@@ -11,8 +11,8 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.tools.job import command_line as commands
-from cp_ring.tools.job import config as configs
 from cp_ring.tools.job import corpus as corpora
+from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.job.launch import launch
 from cp_ring.tools.job.train import open_output
 

@@ -20,7 +20,7 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
 from cp_ring.tools.job import command_line as commands
-from cp_ring.tools.job import config as configs
+from cp_ring.tools.job import job_config as configs
 
 RING, BASELINE = "cp_ring", "baseline"
 _SAMPLES = 3

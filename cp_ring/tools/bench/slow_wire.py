@@ -125,7 +125,14 @@ def _measure(
     measured = in_turn({wire: (ranks, 2, wire) for wire in case.wires}, repeats)
     spreads = {wire: spread([clock for clock, _ in times]) for wire, times in measured.items()}
     return [
-        {"case": case.name, "wire": wire, "ratio": ratio, "free_s": free, "bytes_per_s": speed, **found,
-         "faster": spreads["plain"]["median_s"] / found["median_s"]}
+        {
+            "case": case.name,
+            "wire": wire,
+            "ratio": ratio,
+            "free_s": free,
+            "bytes_per_s": speed,
+            **found,
+            "faster": spreads["plain"]["median_s"] / found["median_s"],
+        }
         for wire, found in spreads.items()
-    ]  # fmt: skip
+    ]

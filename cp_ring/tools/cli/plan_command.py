@@ -29,10 +29,9 @@ from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
 from cp_ring.plan.shapes import AUTO, Shape, choose, planned
 from cp_ring.plan.sizes import WIRES, AttentionSizes, LatentSizes
 from cp_ring.tools.bench import samples
-from cp_ring.tools.cli import job_plan
-from cp_ring.tools.cli.convert import convert_command, names_of
-from cp_ring.tools.cli.mask_option import make_mask
-from cp_ring.tools.cli.options import argument, command, option, parse_mean_tokens, parse_tokens
+from cp_ring.tools.cli import plan_inputs
+from cp_ring.tools.cli.options import argument, option, parse_mean_tokens, parse_tokens
+from cp_ring.tools.cli.plan_inputs import make_mask
 from cp_ring.tools.cli.plan_report import (
     Assumed,
     exposed,
@@ -42,6 +41,7 @@ from cp_ring.tools.cli.plan_report import (
     summary,
     times,
 )
+from cp_ring.tools.cli.plan_variants import convert_command, names_of
 
 # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 PER_DOCUMENT = "per_document_zigzag"
@@ -53,7 +53,7 @@ _MASK, _LAYOUT, _SIZES = (
 _RATES, _OUTPUT = ({"rich_help_panel": name} for name in ("Rates", "Output"))
 _TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS", **_MASK}
 _MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS", **_MASK}
-_JOB: dict[str, Any] = {"is_eager": True, "callback": job_plan.take}
+_JOB: dict[str, Any] = {"is_eager": True, "callback": plan_inputs.take}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +63,27 @@ class PlanRequest:
     cp: int = option(MISSING, "Context-parallel ranks.", **_LAYOUT)
     job: str | None = argument(
         "A job's YAML file, or the name of a packaged one: options that are not given are those "
-        "of its first attention layer.", metavar="[JOB]", **_JOB,
-    )  # fmt: skip
+        "of its first attention layer.",
+        metavar="[JOB]",
+        **_JOB,
+    )
     set_: list[str] | None = option(
         None, "Override a key of JOB, or preset=NAME. Repeatable.", "--set", metavar="A.B=C", **_JOB
     )
     seq_length: int | None = option(
         None,
-            "Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. "
-            "Some masks of --mask need none.", **_TOKENS,
-    )  # fmt: skip
+        "Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. "
+        "Some masks of --mask need none.",
+        **_TOKENS,
+    )
     mask: str | None = option(
         None,
-            "shared-prefix:4096,1024x8 (a prompt, 8 responses; + begins the next group), "
-            "images:100-356,1000-1256, global:0-16, tree:FILE.json, block-causal:512 or "
-            "block-diffusion:512.",
-        metavar="KIND:...", **_MASK,
-    )  # fmt: skip
+        "shared-prefix:4096,1024x8 (a prompt, 8 responses; + begins the next group), "
+        "images:100-356,1000-1256, global:0-16, tree:FILE.json, block-causal:512 or "
+        "block-diffusion:512.",
+        metavar="KIND:...",
+        **_MASK,
+    )
     window: int = option(
         -1, "A query sees itself and this many keys before it; -1 for all.", **_TOKENS
     )
@@ -91,9 +95,12 @@ class PlanRequest:
         None, "File of document lengths, separated by white space.", metavar="PATH", **_MASK
     )
     lengths: str | None = option(
-        None, "Documents of these lengths: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
-        f"{', '.join(samples.PRESETS)}.", metavar="SPEC", **_MASK,
-    )  # fmt: skip
+        None,
+        "Documents of these lengths: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
+        f"{', '.join(samples.PRESETS)}.",
+        metavar="SPEC",
+        **_MASK,
+    )
     documents_mean: float = option(
         0, "Random documents, exponential lengths of this mean; 0 for none.", **_MEAN_TOKENS
     )
@@ -103,18 +110,24 @@ class PlanRequest:
     )
     convert: str | None = option(
         None,
-            "In place of attention: bring hidden states (--heads x --head-dim numbers a token) "
-            "from one layout into another, as in zigzag:contiguous.", metavar="BEFORE:AFTER", **_LAYOUT,
-    )  # fmt: skip
+        "In place of attention: bring hidden states (--heads x --head-dim numbers a token) "
+        "from one layout into another, as in zigzag:contiguous.",
+        metavar="BEFORE:AFTER",
+        **_LAYOUT,
+    )
     chunks_per_rank: int | None = option(None, "Chunks per rank of the balanced layout.", **_LAYOUT)
     route: str = option(
-        "direct", f"{', '.join(ROUTES)}, or auto: the fastest one that --slot-shards allows.",
-        metavar="NAME", **_LAYOUT,
-    )  # fmt: skip
+        "direct",
+        f"{', '.join(ROUTES)}, or auto: the fastest one that --slot-shards allows.",
+        metavar="NAME",
+        **_LAYOUT,
+    )
     schedule: str = option(
-        "auto", f"{', '.join(NAMES)}, or the hop of each ring distance as in 0,1,2,2.",
-        metavar="NAME", **_LAYOUT,
-    )  # fmt: skip
+        "auto",
+        f"{', '.join(NAMES)}, or the hop of each ring distance as in 0,1,2,2.",
+        metavar="NAME",
+        **_LAYOUT,
+    )
     slot_shards: int = option(
         SLOT_SHARDS, "Sources of a hop at most: the shards of a receive buffer.", **_LAYOUT
     )
@@ -125,41 +138,48 @@ class PlanRequest:
     dtype: str = option("bf16", "bf16, fp16 or fp32.", metavar="NAME", **_SIZES)
     mla: str | None = option(
         None,
-            "Multi-latent attention: sizes of the latent, the rotated key, a head's own part of "
-            "the key, its value, as 512,64,128,128. It replaces --kv-heads, --head-dim.",
-        metavar="LATENT,ROPE,NOPE,VALUE", **_SIZES,
-    )  # fmt: skip
+        "Multi-latent attention: sizes of the latent, the rotated key, a head's own part of "
+        "the key, its value, as 512,64,128,128. It replaces --kv-heads, --head-dim.",
+        metavar="LATENT,ROPE,NOPE,VALUE",
+        **_SIZES,
+    )
     wire: str = option("plain", f"How keys travel: {', '.join(WIRES)}.", metavar="NAME", **_LAYOUT)
     ranks_per_node: int = option(8, "Neighboring ranks on one node.", **_SIZES)
     head_parallel: str = option(
         "1",
         "Neighboring ranks that exchange tokens for heads; 1 is the ring alone, auto the fastest.",
-        metavar="RANKS", **_LAYOUT,
-    )  # fmt: skip
+        metavar="RANKS",
+        **_LAYOUT,
+    )
     kernel: str = option(
-        ASSUMED, f"The kernel whose calls are predicted: {', '.join(KERNELS)}, or a registered one.",
-        metavar="NAME", **_RATES,
-    )  # fmt: skip
+        ASSUMED,
+        f"The kernel whose calls are predicted: {', '.join(KERNELS)}, or a registered one.",
+        metavar="NAME",
+        **_RATES,
+    )
     rates: str | None = option(
         None,
-            "Rates that `cp-ring bench rates --json` or preflight (links.json) has measured; what "
-            "the file lacks is assumed.", "--rates", metavar="FILE", **_RATES,
-    )  # fmt: skip
+        "Rates that `cp-ring bench rates --json` or preflight (links.json) has measured; what "
+        "the file lacks is assumed.",
+        "--rates",
+        metavar="FILE",
+        **_RATES,
+    )
     tflops: float | None = option(
         None, f"TFLOP per second of an attention kernel; default {RATES.flops / 1e12:g}.", **_RATES
     )
     node_bandwidth: float | None = option(
         None,
-            "GB per second that a rank receives from ranks of its node; default "
-            f"{RATES.inside / 1e9:g}.",
+        "GB per second that a rank receives from ranks of its node; default "
+        f"{RATES.inside / 1e9:g}.",
         **_RATES,
-    )  # fmt: skip
+    )
     network_bandwidth: float | None = option(
         None,
-            "GB per second that a network card receives from other nodes; default "
-            f"{RATES.between / 1e9:g}.",
+        "GB per second that a network card receives from other nodes; default "
+        f"{RATES.between / 1e9:g}.",
         **_RATES,
-    )  # fmt: skip
+    )
     ranks_per_card: int | None = option(
         None,
         f"Neighboring ranks that share a network card; default {RATES.ranks_per_card}.",
@@ -197,14 +217,14 @@ class PlanRequest:
         return Assumed(_sizes(self), rates, self.ranks_per_node, capabilities_of(self.kernel))
 
 
-def _plan(request: PlanRequest) -> None:
+def run_plan(request: PlanRequest) -> None:
     """Plan the attention of one layer, prove the plan, show its cost, and draw it. Needs no GPU and
     no process group.
     """
     _check(request)
     assumed = request.assumed()
     if request.compare:
-        from cp_ring.tools.cli.compare import compare_command
+        from cp_ring.tools.cli.plan_variants import compare_command
 
         if request.lengths is None:
             raise PlanError(
@@ -237,9 +257,6 @@ def _plan(request: PlanRequest) -> None:
                 _make_layout(request.layout, mask, offsets, request.cp, request.chunks_per_rank),
                 assumed,
             )
-
-
-plan_command = command(PlanRequest, _plan)
 
 
 def _check(request: PlanRequest) -> None:
@@ -309,9 +326,10 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
     else:
         print_plan(ring, facts)
     if request.draw:
-        from cp_ring.tools.cli.drawing import draw
+        from cp_ring.tools.cli.drawing import Look, draw
 
-        draw(plan, request.draw, report, sizes, assumed.rates, near, request.panel, request.width)
+        look = Look(sizes, assumed.rates, near, request.panel, request.width)
+        draw(plan, request.draw, look, report)
         typer.echo(f"wrote {request.draw}", err=request.as_json)
 
 
@@ -331,10 +349,18 @@ def _shape(
     if isinstance(heads, int) and request.route != AUTO:
         return Shape(request.route, heads, request.schedule), None
     return choose(
-        [(mask, 1)], request.cp, assumed.sizes, request.node_size, route=request.route, heads=heads,
-        schedule=request.schedule, slot_shards=request.slot_shards, layout=layout, rates=assumed.rates,
+        [(mask, 1)],
+        request.cp,
+        assumed.sizes,
+        request.node_size,
+        route=request.route,
+        heads=heads,
+        schedule=request.schedule,
+        slot_shards=request.slot_shards,
+        layout=layout,
+        rates=assumed.rates,
         kernel=assumed.kernel,
-    )  # fmt: skip
+    )
 
 
 def _sizes(request: PlanRequest) -> AttentionSizes:
@@ -389,9 +415,12 @@ def make_rates(
 
     Raises `PlanError` that names the option.
     """
-    options = {"flops": ("--tflops", tflops, 1e12), "inside": ("--node-bandwidth", node_bandwidth, 1e9),
-               "between": ("--network-bandwidth", network_bandwidth, 1e9),
-               "ranks_per_card": ("--ranks-per-card", ranks_per_card, 1)}  # fmt: skip
+    options = {
+        "flops": ("--tflops", tflops, 1e12),
+        "inside": ("--node-bandwidth", node_bandwidth, 1e9),
+        "between": ("--network-bandwidth", network_bandwidth, 1e9),
+        "ranks_per_card": ("--ranks-per-card", ranks_per_card, 1),
+    }
     for name, value, _ in options.values():
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{name} {value:g}: it must be a number above 0")

@@ -1,5 +1,5 @@
 """`cp-ring tune`: the fastest ways to run a job on so many GPUs, as a table, as JSON, as a
-configuration and as a picture.
+configuration and as a picture; and how well its model holds (--check).
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rates import NAMED, named_or_read
 from cp_ring.plan.tune import Given, Tuned
 from cp_ring.tools.bench import samples
-from cp_ring.tools.cli.options import argument, command, option, parse_tokens
-from cp_ring.tools.job.config import JobConfig, load
-from cp_ring.tools.job.tune import Request, TuneResult, packs_documents, tune
+from cp_ring.tools.cli.options import argument, option, parse_tokens
+from cp_ring.tools.job.job_config import JobConfig, load
+from cp_ring.tools.job.tune_job import Request, TuneResult, packs_documents, tune
 
 DRAWN = 32
 """Batch rows of documents that are drawn to see how uneven they are."""
@@ -48,19 +48,22 @@ class TuneOptions:
     ranks_per_node: int = option(8, "GPUs of a node.", **_MACHINES)
     rates: str = option(
         next(iter(NAMED)),
-            f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has "
-            "written.",
-        metavar="NAME|FILE", **_MACHINES,
-    )  # fmt: skip
+        f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has "
+        "written.",
+        metavar="NAME|FILE",
+        **_MACHINES,
+    )
     memory: str = option("80GB", "Memory of a GPU.", metavar="SIZE", **_MACHINES)
     seq_length: int | None = option(
         None, "Tokens of a batch row, if not the configuration's.", **_TOKENS, **_SEARCH
     )
     lengths: str | None = option(
         None,
-            "Batch rows of documents with lengths like these: a file, lognormal:MEAN,SIGMA, or "
-            f"preset:NAME of {', '.join(samples.PRESETS)}.", metavar="SPEC", **_SEARCH,
-    )  # fmt: skip
+        "Batch rows of documents with lengths like these: a file, lognormal:MEAN,SIGMA, or "
+        f"preset:NAME of {', '.join(samples.PRESETS)}.",
+        metavar="SPEC",
+        **_SEARCH,
+    )
     seed: int = option(0, "Seed of the drawn documents.", min=0, **_SEARCH)
     tp: int | None = option(None, "Tensor parallel size; searched.", **_SEARCH)
     cp: int | None = option(None, "Context parallel size; searched.", **_SEARCH)
@@ -84,10 +87,10 @@ class TuneOptions:
     as_json: bool = option(False, "Print JSON instead of tables.", "--json", **_OUTPUT)
     check: bool = option(
         False,
-            "Compare predicted with measured times of a small model on 4 CPU ranks of this "
-            "machine.",
-        "--check", **_CHECK,
-    )  # fmt: skip
+        "Compare predicted with measured times of a small model on 4 CPU ranks of this machine.",
+        "--check",
+        **_CHECK,
+    )
     repeats: int = option(7, "Rounds of --check.", min=1, **_CHECK)
     cpu_time: bool = option(
         False,
@@ -97,13 +100,11 @@ class TuneOptions:
     )
 
 
-def _tune(options: TuneOptions) -> None:
+def run_tune(options: TuneOptions) -> None:
     """Find the fastest ways to run a job on so many GPUs, by the cost model. All times are
     predicted. Needs no GPU.
     """
     if options.check:
-        from cp_ring.tools.cli.tune_check import check_command
-
         check_command(options.repeats, options.as_json, options.cpu_time)
         return
     if options.config is None or options.gpus is None:
@@ -132,9 +133,6 @@ def _tune(options: TuneOptions) -> None:
     _tell(tune(job, request), options)
 
 
-tune_command = command(TuneOptions, _tune)
-
-
 def _check_machines(gpus: int, ranks_per_node: int) -> None:
     """Raises `PlanError` unless the GPUs are some on one node, or whole nodes."""
     for flag, value in (("--gpus", gpus), ("--ranks-per-node", ranks_per_node)):
@@ -156,7 +154,7 @@ def _tell(result: TuneResult, options: TuneOptions) -> None:
     else:
         _print(result, f"{title}, rates {options.rates}")
     if options.draw:
-        from cp_ring.tools.cli.tune_drawing import draw_times
+        from cp_ring.tools.cli.drawing import draw_times
 
         draw_times(result, options.draw, title)
     for path in filter(None, (options.write, options.draw)):
@@ -206,7 +204,10 @@ def _documents(
 def _write(path: str, job: JobConfig, source: str) -> None:
     settings = job.model_dump(mode="json", exclude_defaults=True)
     order = ("megatron", "data", "parallel", "cp_ring", "launch")
-    comment = f"# Made by cp-ring tune from {source}. The times that chose it are predicted, not measured.\n"
+    comment = (
+        f"# Made by cp-ring tune from {source}. The times that chose it are predicted, not "
+        "measured.\n"
+    )
     try:
         Path(path).write_text(
             comment
@@ -304,3 +305,51 @@ def _print(result: TuneResult, title: str) -> None:
     console.print("Assumed:")
     for line in result.assumptions:
         console.print(f"- {line}", soft_wrap=True)
+
+
+SPEARMAN, ERROR = 0.8, 0.25
+"""What the model promises on an idle machine."""
+
+
+def check_command(repeats: int, as_json: bool, cpu: bool) -> None:
+    """Prints the comparison. Exit code 1 where the model does not hold what it promises."""
+    from cp_ring.tools.bench.machine import facts
+    from cp_ring.tools.bench.tune_check import RANKS, run
+
+    result = run(repeats, cpu=cpu)
+    good = result.spearman >= SPEARMAN and result.error < ERROR
+    if as_json:
+        typer.echo(json.dumps({**facts(), **asdict(result), "holds": good}))
+        raise typer.Exit(0 if good else 1)
+    console = Console()
+    clock = "CPU time of a rank" if cpu else "time"
+    table = Table(
+        title=f"a small model on {RANKS} ranks, {clock} in ms: a step, and attention in it"
+    )
+    table.add_column("shape", no_wrap=True)
+    for name in ("step", "predicted", "attention", "predicted", "error"):
+        table.add_column(name, justify="right")
+    for one in sorted(result.times, key=lambda one: float(one["step_s"])):
+        columns = ("step_s", "predicted_step_s", "attention_s", "predicted_attention_s")
+        error = one["predicted_attention_s"] / one["attention_s"] - 1
+        table.add_row(
+            one["name"], *(f"{1e3 * one[name]:,.0f}" for name in columns), f"{error:+.0%}"
+        )
+    console.print(table)
+    turns = (
+        "; they take turns, so messages hide behind nothing" if cpu or result.cores < RANKS else ""
+    )
+    rates = result.rates
+    console.print(
+        f"{result.cores} cores for {RANKS} ranks{turns}. Measured while all ranks work: "
+        f"{rates.flops / 1e9:.3g} GFLOP/s in attention, {rates.flops * rates.products / 1e9:.3g} "
+        f"in matrix products, {rates.inside / 1e9:.3g} GB/s a link, {rates.memory / 1e9:.3g} GB/s "
+        f"in memory, {rates.call * 1e6:,.0f} us a call."
+    )
+    console.print(
+        f"Rank correlation of steps {result.spearman:.2f} (at least {SPEARMAN}), median error of "
+        f"attention {result.error:.0%} (below {ERROR:.0%}): "
+        f"{'it holds' if good else 'IT DOES NOT HOLD'}",
+        soft_wrap=True,
+    )
+    raise typer.Exit(0 if good else 1)

@@ -23,7 +23,7 @@ from cp_ring.plan.schedule import SLOT_SHARDS, text
 from cp_ring.plan.shapes import AUTO
 from cp_ring.plan.tune import Given, LayerMasks, Search, Tuned, reasons
 from cp_ring.tools.job import command_line
-from cp_ring.tools.job.config import JobConfig, validate
+from cp_ring.tools.job.job_config import JobConfig, validate
 
 BEST = 5
 """Ways that are shown."""

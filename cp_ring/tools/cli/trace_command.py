@@ -65,15 +65,22 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     return {
         **found["otherData"],
         "messages": len(received),
-        "hops": [{"direction": d, "hop": hop, **_rounded(its)} for (d, hop), its in sorted(hops.items())],
+        "hops": [
+            {"direction": d, "hop": hop, **_rounded(its)} for (d, hop), its in sorted(hops.items())
+        ],
         "ranks": [_rounded(its) for its in each.values()],
         "longest_waits": [
-            {"name": e["name"], "direction": e["args"]["direction"], "from": e["args"]["peer"], "to": e[
-                "pid"],
-             "bytes": e["args"]["bytes"], "wait_ms": round(e["args"]["waited_us"] / 1e3, 3)}
+            {
+                "name": e["name"],
+                "direction": e["args"]["direction"],
+                "from": e["args"]["peer"],
+                "to": e["pid"],
+                "bytes": e["args"]["bytes"],
+                "wait_ms": round(e["args"]["waited_us"] / 1e3, 3),
+            }
             for e in worst
         ],
-    }  # fmt: skip
+    }
 
 
 def _rounded(values: dict[str, Any]) -> dict[str, Any]:

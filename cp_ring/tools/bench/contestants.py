@@ -113,10 +113,18 @@ def jax_ringattention(contest: Contest, group: Any) -> tuple[Round, Layout]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from ringattention.ringattention_jax import ring_attention as attend
 
-    blocks = {"causal_block_size": 1, "deterministic": True, "dropout_rng": None, "attn_pdrop": 0.0,
+    blocks = {
+        "causal_block_size": 1,
+        "deterministic": True,
+        "dropout_rng": None,
+        "attn_pdrop": 0.0,
         "query_chunk_size": 512,
-              "key_chunk_size": 512, "dtype": jax.numpy.float32, "policy": jax.checkpoint_policies.nothing_saveable,
-              "precision": None, "prevent_cse": True}  # fmt: skip
+        "key_chunk_size": 512,
+        "dtype": jax.numpy.float32,
+        "policy": jax.checkpoint_policies.nothing_saveable,
+        "precision": None,
+        "prevent_cse": True,
+    }
     mesh, spec = Mesh(np.array(jax.devices()), ("ring",)), PartitionSpec(None, "ring")
     sharded = jax.shard_map(
         lambda q, k, v: attend(q, k, v, None, None, None, "ring", True, blocks),

@@ -1,0 +1,62 @@
+"""Tables on the terminal; `cp-ring flags` and `cp-ring patches`, which print nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cp_ring.tools.cli.options import AsJson
+
+
+def print_table(entries: list[dict[str, str]], whole: Sequence[str] = ()) -> None:
+    """Prints each entry on a line of its own; all have the same keys.
+
+    The columns in `whole` are not wrapped.
+    """
+    shown = Table(show_lines=True)
+    for column in entries[0]:
+        shown.add_column(column, overflow="fold", no_wrap=column in whole)
+    for entry in entries:
+        shown.add_row(*entry.values())
+    Console().print(shown)
+
+
+def print_numbers(
+    title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], names: int = 0
+) -> None:
+    """Prints a table whose first `names` columns are names, which are not wrapped, and whose
+    others are numbers.
+    """
+    table = Table(title=title)
+    for place, column in enumerate(columns):
+        named = place < names
+        table.add_column(column, justify="left" if named else "right", no_wrap=named)
+    for line in lines:
+        table.add_row(*line)
+    Console().print(table)
+
+
+def flags_command(as_json: AsJson = False) -> None:
+    """
+    List the flags that cp_ring adds to a Megatron script: default, values, and what each does.
+    """
+    from cp_ring.config import ContextParallelConfig
+
+    entries = ContextParallelConfig.table()
+    if as_json:
+        typer.echo(json.dumps(entries, indent=1))
+    else:
+        print_table(entries, whole=("flag",))
+
+
+def patches_command() -> None:
+    """List every place where cp_ring changes other code at run time, and its state for the
+    installed versions.
+    """
+    from cp_ring.patches import table
+
+    print_table(table())
