@@ -27,13 +27,13 @@ def _with_ring(constructor: Callable[..., None]) -> Callable[..., None]:
     def construct(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-        from cp_ring.megatron import latent, offload
+        from cp_ring.megatron.layers import latent_tap, layer_offload
         from cp_ring.megatron.specs import ring_submodules
 
         constructor(self, config, ring_submodules(submodules), *args, **kwargs)
         if isinstance(self, MultiLatentAttention):
-            latent.link(self)
-        offload.link(self)
+            latent_tap.link(self)
+        layer_offload.link(self)
 
     return construct
 

@@ -16,8 +16,8 @@ from cp_ring.patches.patch import Patch, Replacement
 def _without_documents(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from cp_ring.megatron.documents import DocumentParams
-        from cp_ring.megatron.rotary import positions_in_force, tokens_of
+        from cp_ring.megatron.data.documents import DocumentParams
+        from cp_ring.megatron.layers.rotary import positions_in_force, tokens_of
 
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
         args = tuple(None if isinstance(value, DocumentParams) else value for value in args)

@@ -13,7 +13,7 @@ from cp_ring.patches.patch import Patch, Replacement
 def _replacements() -> Iterator[Replacement]:
     from megatron.training import get_args, training
 
-    from cp_ring.megatron.microbatches import balanced_loader
+    from cp_ring.megatron.data.balanced_sampler import balanced_loader
 
     build = training.build_pretraining_data_loader
     yield (

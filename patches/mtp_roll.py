@@ -78,7 +78,7 @@ def roll_in_documents(
 
 
 def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
-    from cp_ring.megatron.documents import documents_of
+    from cp_ring.megatron.data.documents import documents_of
 
     if packed is None:
         return _rows(
@@ -89,7 +89,7 @@ def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
 
 @RUNTIME.cache(maxsize=8)
 def _rows(batch: int, n: int, layout: str, cp: int) -> Any:
-    from cp_ring.megatron.documents import Documents
+    from cp_ring.megatron.data.documents import Documents
 
     return Documents.in_rows(np.arange(batch + 1) * n, batch, layout, cp)
 

@@ -28,7 +28,7 @@ def split_packed(
     """
     from megatron.core import parallel_state
 
-    from cp_ring.megatron.documents import packed_layout
+    from cp_ring.megatron.data.documents import packed_layout
 
     offsets = batch.get("cu_seqlens")
     if offsets is None:
@@ -78,7 +78,7 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.utils as utils
     import megatron.training.datasets.sft_dataset as sft_dataset
 
-    from cp_ring.megatron.sft import PackedWithOffsets
+    from cp_ring.megatron.data.sft import PackedWithOffsets
 
     found = [
         module

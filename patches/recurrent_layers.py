@@ -21,7 +21,7 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.ssm.mamba_context_parallel  # noqa: F401
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    from cp_ring.megatron import recurrent
+    from cp_ring.megatron.layers import recurrent
 
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_net"):
         yield from _of_gated_delta_net()
@@ -38,7 +38,7 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _of_gated_delta_net() -> Iterator[Replacement]:
-    from cp_ring.megatron import recurrent
+    from cp_ring.megatron.layers import recurrent
 
     package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
     layer = package.GatedDeltaNet

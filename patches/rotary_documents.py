@@ -17,7 +17,7 @@ def _positions(cu_seqlens: torch.Tensor, rank: int, cp: int) -> tuple[torch.Tens
     """The positions of this rank's tokens, where the whole sequence is split as one: in it, and in
     their documents.
     """
-    from cp_ring.megatron.documents import packed_layout
+    from cp_ring.megatron.data.documents import packed_layout
 
     edges = cu_seqlens.detach().cpu().numpy().astype(np.int64)
     positions = packed_layout(edges, cp).positions(rank)

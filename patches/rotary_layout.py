@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from cp_ring.megatron.layers.rotary import positions_in_force, selecting, tokens_of
 from cp_ring.megatron.plans import make_layout
-from cp_ring.megatron.rotary import positions_in_force, selecting, tokens_of
 from cp_ring.megatron.settings import current, split_by_microbatch
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 

@@ -12,8 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
-from cp_ring.megatron.masks import KEY, DeclaredMask, MicrobatchMask, read
+from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries, documents_of
+from cp_ring.megatron.data.masks import KEY, DeclaredMask, MicrobatchMask, read
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.ranges import offsets

@@ -14,8 +14,8 @@ import torch
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron import compat
-from cp_ring.megatron.rule import problem
-from cp_ring.megatron.rules import SCRIPT
+from cp_ring.megatron.flags.rule import problem
+from cp_ring.megatron.flags.rules import SCRIPT
 from cp_ring.patches import sft_batches
 from cp_ring.patches.install import job_of
 

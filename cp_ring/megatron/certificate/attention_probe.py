@@ -23,11 +23,11 @@ from torch import Tensor
 from cp_ring.comm.latent import Latents
 from cp_ring.kernels.dropout import keep
 from cp_ring.megatron.certificate import latent_probe
+from cp_ring.megatron.certificate.dense_oracle import attend, declared_mask
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind
-from cp_ring.megatron.certificate.oracle import attend, declared_mask
 from cp_ring.megatron.certificate.probe_batch import ProbeBatch, SplitBatch, make_probe_batch
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.dropout import same_key
+from cp_ring.megatron.layers.dropout_keys import same_key
 from cp_ring.plan.sizes import WIRES
 
 # Largest norm of an error over the norm of the truth: three times what kernels leave that round

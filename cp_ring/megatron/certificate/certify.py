@@ -32,7 +32,7 @@ from cp_ring.megatron.certificate.loss_probe import ForwardStep
 from cp_ring.megatron.certificate.recurrent_twin import uncovered_states
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
-from cp_ring.megatron.layer_pattern import config_of_layer
+from cp_ring.megatron.flags.layer_pattern import config_of_layer
 
 SEED = 20261121
 LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
@@ -334,7 +334,7 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
     """The job's core attention of this kind of layer, as its attention layer builds it."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from cp_ring.megatron.core_attention import RingDotProductAttention  # imports Megatron
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention  # imports Megatron
 
     sizes: dict[str, Any] = {}
     if getattr(config, "multi_latent_attention", False):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.oracle import MaskRule
+from cp_ring.megatron.certificate.dense_oracle import MaskRule
 from cp_ring.plan.mask import Mask
 
 PREFIX = "declared "

@@ -9,9 +9,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cp_ring.megatron import comm_types, settings
+from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.declared import PREFIX
-from cp_ring.megatron.layer_pattern import attention_layers, config_of_layer, predicting_layers
+from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.flags.layer_pattern import (
+    attention_layers,
+    config_of_layer,
+    predicting_layers,
+)
 
 # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
 MAX_SCORES = 1 << 24

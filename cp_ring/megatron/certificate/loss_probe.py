@@ -32,9 +32,9 @@ from torch import Tensor
 from cp_ring.megatron import compat, settings
 from cp_ring.megatron.certificate import batch_probe
 from cp_ring.megatron.certificate.declared import PREFIX
+from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule, Spans
 from cp_ring.megatron.certificate.isolation import attempting, replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_scale, declared_window
-from cp_ring.megatron.certificate.oracle import DenseAttention, MaskRule, Spans
 from cp_ring.megatron.certificate.probe_batch import (
     SplitBatch,
     declared_of_rows,
@@ -59,8 +59,8 @@ from cp_ring.megatron.certificate.tiny_model import (
     tiny_args,
     with_changes,
 )
-from cp_ring.megatron.masks import KEY
-from cp_ring.megatron.rotary import positions_in_force
+from cp_ring.megatron.data.masks import KEY
+from cp_ring.megatron.layers.rotary import positions_in_force
 from cp_ring.plan.sizes import widening
 
 # Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
@@ -605,7 +605,7 @@ def _attend_densely(model: Any, spans: list[Spans | MaskRule]) -> None:
     """Replaces ring attention in every layer of the twin by dense attention with the mask that the
     flags declare.
     """
-    from cp_ring.megatron.core_attention import RingDotProductAttention  # imports Megatron
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention  # imports Megatron
 
     scale = declared_scale(model.config)[0]
     for module in model.modules():

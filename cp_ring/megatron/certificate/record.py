@@ -16,9 +16,10 @@ import torch
 from packaging.version import Version
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, settings
+from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.compat import megatron_version
+from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.rejection import note
 
 NAME = "cp_ring_certificate.json"

@@ -12,9 +12,15 @@ import json
 from math import lcm
 from typing import Any
 
-from cp_ring.megatron import comm_types
 from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_window
-from cp_ring.megatron.layer_pattern import PATTERNS, RECURRENT, attends, main_layers, pattern_of
+from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.flags.layer_pattern import (
+    PATTERNS,
+    RECURRENT,
+    attends,
+    main_layers,
+    pattern_of,
+)
 
 STATE = 16  # channels of a head of a recurrent layer, and of its state
 _KERNELS = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron import comm_types, settings
+from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.isolation import replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.certificate.tiny_layers import (
@@ -21,7 +21,8 @@ from cp_ring.megatron.certificate.tiny_layers import (
     changes_of_layers,
     sharing_of,
 )
-from cp_ring.megatron.layer_pattern import pattern_of
+from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.flags.layer_pattern import pattern_of
 
 VOCABULARY = 128
 HIDDEN = 64

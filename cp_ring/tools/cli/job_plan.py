@@ -8,7 +8,7 @@ import typer
 
 from cp_ring.comm.nodes import node_size
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.comm_types import spec_of_layer
+from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.plan.shapes import AUTO
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.tools.job.config import JobConfig, load

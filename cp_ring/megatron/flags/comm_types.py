@@ -20,8 +20,8 @@ from dataclasses import replace
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import rules
-from cp_ring.megatron.rule import Job, check_rules
+from cp_ring.megatron.flags import rules
+from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.schedule import parse

@@ -12,7 +12,7 @@ from typing import Any
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.comm_types import spec_of_layer
+from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.megatron.settings import LayerWindows
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.routes import DEFAULT

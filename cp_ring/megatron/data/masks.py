@@ -21,7 +21,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.ahead import worker
+from cp_ring.megatron.data.prefetch import worker
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import layer_windows
 from cp_ring.plan.layout import Layout

@@ -12,13 +12,13 @@ import sys
 from typing import Any
 
 from cp_ring.config import ContextParallelConfig
-from cp_ring.megatron import comm_types, implementations, rules, shape_choice
 from cp_ring.megatron.checkpoints import inspection
-from cp_ring.megatron.layer_pattern import attention_layers, pattern_of
+from cp_ring.megatron.flags import comm_types, implementations, rules, shape_choice
+from cp_ring.megatron.flags.codec_choice import choose_wire
+from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
+from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.rejection import note, rejecting
-from cp_ring.megatron.rule import Job, check_rules
 from cp_ring.megatron.settings import LayerWindows, configure
-from cp_ring.megatron.wire import choose_wire
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
 

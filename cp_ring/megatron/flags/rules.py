@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cp_ring.megatron import graphs
-from cp_ring.megatron.rule import Job, Rule, check_rules
+from cp_ring.megatron.flags import graphs
+from cp_ring.megatron.flags.rule import Job, Rule, check_rules
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.sizes import WIRES
 

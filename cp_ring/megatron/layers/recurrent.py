@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.documents import DocumentParams, documents_of
-from cp_ring.megatron.masks import MicrobatchMask
+from cp_ring.megatron.data.documents import DocumentParams, documents_of
+from cp_ring.megatron.data.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows, packed_in_whole_rows
 from cp_ring.runtime import RUNTIME
