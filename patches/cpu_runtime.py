@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from packaging.specifiers import SpecifierSet
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.compat import has_training_loop, megatron_version
+from cp_ring.megatron.compat import has_training_loop, megatron_version, within
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 CPU = torch.device("cpu")
@@ -311,8 +310,7 @@ def _moe_utils() -> Any:
     """Megatron's module that, before 0.17, lacks a name without TransformerEngine; None where there
     is no such module.
     """
-    version = megatron_version()
-    if version is None or not SpecifierSet("<0.17").contains(version, prereleases=True):
+    if megatron_version() is None or not within("<0.17"):
         return None
     from megatron.core.transformer.moe import moe_utils
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.compat import SUPPORTED, megatron_version
+from cp_ring.megatron.compat import SUPPORTED, megatron_version, within
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
 
@@ -98,7 +96,7 @@ class Patch:
         version = _version(self.package)
         if version is None:
             return f"patch {self.name}: {self.package} is not installed"
-        if not SpecifierSet(self.versions).contains(version, prereleases=True):
+        if not within(self.versions, version):
             return (
                 f"patch {self.name}: {self.package} {version} is installed, but the patch is for "
                 f"{self.versions}"
@@ -135,10 +133,8 @@ def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Re
 
 
 def _version(package: str) -> str | None:
-    return megatron_version() if package == "megatron-core" else _distribution_version(package)
-
-
-def _distribution_version(package: str) -> str | None:
+    if package == "megatron-core":
+        return megatron_version()
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
+from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -20,11 +20,7 @@ def _replacements() -> Iterator[Replacement]:
     checkpoint, te_checkpoint = random.checkpoint, getattr(extensions, "te_checkpoint", None)
     yield from replace_everywhere([tensor_parallel, random], "checkpoint", keeping(checkpoint))
     if te_checkpoint is not None:
-        holders = [
-            module
-            for name, module in list(sys.modules.items())
-            if name.startswith("megatron.core") and module
-        ]
+        holders = loaded_modules("megatron.core")
         found = [module for module in holders if vars(module).get("te_checkpoint") is te_checkpoint]
         yield from replace_everywhere(found, "te_checkpoint", keeping(te_checkpoint))
 

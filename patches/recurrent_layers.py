@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Iterator
 from typing import Any
 
+from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -25,11 +25,7 @@ def _replacements() -> Iterator[Replacement]:
 
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_net"):
         yield from _of_gated_delta_net()
-    found = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("megatron.core.ssm") and module
-    ]
+    found = loaded_modules("megatron.core.ssm")
     yield from replace_everywhere(found, "_undo_attention_load_balancing", recurrent.in_sequence)
     yield from replace_everywhere(found, "_redo_attention_load_balancing", recurrent.by_rank)
     yield MambaMixer, "_ssm_training", recurrent.mamba_with_documents(MambaMixer._ssm_training)
@@ -48,11 +44,7 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
     yield layer, "forward", recurrent.gated_delta_net_with_documents(layer.forward)
     if hasattr(layer, "_gated_norm_and_a2a"):
         yield layer, "_gated_norm_and_a2a", recurrent.norm_with_documents(layer._gated_norm_and_a2a)
-    found = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith(package.__name__) and module
-    ]
+    found = loaded_modules(package.__name__)
     for name in ("causal_conv1d", "chunk_gated_delta_rule"):
         if getattr(package, name) is not None:
             yield from replace_everywhere(

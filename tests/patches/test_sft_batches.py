@@ -36,7 +36,6 @@ def packed():
 @pytest.fixture
 def version(monkeypatch):
     def be(number):
-        monkeypatch.setattr(sft_batches, "megatron_version", lambda: number)
         monkeypatch.setattr(compat, "megatron_version", lambda: number)
 
     return be

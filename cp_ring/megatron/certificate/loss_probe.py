@@ -17,7 +17,6 @@ import argparse
 import functools
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -61,6 +60,7 @@ from cp_ring.megatron.certificate.tiny_model import (
 )
 from cp_ring.megatron.data.masks import KEY
 from cp_ring.megatron.layers.rotary import positions_in_force
+from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.plan.sizes import widening
 
 # Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
@@ -637,11 +637,7 @@ def _whole_rows_in_force(batch: Microbatch, own: bool) -> Iterator[None]:
         return rolled, rolled.sum()
 
     before = settings.current()
-    loaded = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("megatron.core") and module
-    ]
+    loaded = loaded_modules("megatron.core")
     with ExitStack() as stack:
         stack.enter_context(
             replaced(

@@ -43,6 +43,7 @@ import torch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import files, process_state
 from cp_ring.megatron.settings import current
+from cp_ring.megatron.wrapping import Function, around
 
 _ADVICE = "it is not loaded; if you trust its origin, give --cp-ring-trust-checkpoint"
 
@@ -824,42 +825,32 @@ def _gated() -> bool:
     return _depth > 0 and not current().trust_checkpoint
 
 
-def gated_torch_load(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def gated_torch_load(
+    original: Function, f: Any, map_location: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """`torch.load` that goes through the gate within `restricted()`, and as it was outside."""
-
-    @functools.wraps(original)
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if _gated():
-            return torch_load(f, map_location)
-        return original(f, map_location, *args, **kwargs)
-
-    return load
+    if _gated():
+        return torch_load(f, map_location)
+    return original(f, map_location, *args, **kwargs)
 
 
-def gated_jit_load(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def gated_jit_load(original: Function, *args: Any, **kwargs: Any) -> Any:
     """`torch.jit.load` that raises `Rejected` within `restricted()`, and as it was outside."""
-
-    @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        if _gated():
-            raise Rejected(
-                "the checkpoint holds a TorchScript archive, which is code: it is not loaded"
-            )
-        return original(*args, **kwargs)
-
-    return load
+    if _gated():
+        raise Rejected(
+            "the checkpoint holds a TorchScript archive, which is code: it is not loaded"
+        )
+    return original(*args, **kwargs)
 
 
-def gated_storage(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def gated_storage(original: Function, b: bytes) -> Any:
     """`torch.storage._load_from_bytes` that is `storage_from_bytes` within `restricted()`, and as
     it was outside.
     """
-
-    @functools.wraps(original)
-    def load(b: bytes) -> Any:
-        return storage_from_bytes(b) if _gated() else original(b)
-
-    return load
+    return storage_from_bytes(b) if _gated() else original(b)
 
 
 class PickleOfExtraState:
