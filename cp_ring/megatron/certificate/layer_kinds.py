@@ -60,13 +60,11 @@ class LayerKind:
     batch_size: int = 1
     comm_type: str = "p2p"
 
-    def short(self, layer: int, cp: int) -> LayerKind:
-        """The kind with a probe as short as can be, of layer `layer`, under a window that such a
-        probe shows.
-        """
+    def short(self, cp: int) -> LayerKind:
+        """The kind with a probe as short as can be, under a window that such a probe shows."""
         tokens = 2 * cp * GRAIN
         window = self.window if self.window[0] < tokens // 2 else (tokens // 3, self.window[1])
-        return replace(self, layer=layer, tokens=min(tokens, self.tokens), probed=window)
+        return replace(self, tokens=min(tokens, self.tokens), probed=window)
 
     @property
     def layer_name(self) -> str:
