@@ -25,8 +25,8 @@ class Patch:
         name: the module's name.
         what: what it changes, one line.
         why: why, one line.
-        when: words about a job, as in `cp_ring.megatron.flags.rule.Rule`, that must hold for `install` or
-            `enable` to apply a patch of `cp_ring.patches.NAMES`; "" is any job.
+        when: words about a job, as in `cp_ring.megatron.flags.rule.Rule`, that must hold for
+            `install` or `enable` to apply a patch of `cp_ring.patches.NAMES`; "" is any job.
         replacements: yields (owner, attribute, new value); called once per `apply`. The owner must
         have the attribute.
         package: the distribution it changes.

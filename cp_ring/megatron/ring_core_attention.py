@@ -26,9 +26,9 @@ from cp_ring.megatron.data.batch_mask import accept_causal
 from cp_ring.megatron.data.documents import documents_of
 from cp_ring.megatron.data.prefetch import wait_for
 from cp_ring.megatron.flags import graphs
+from cp_ring.megatron.flags.attention_rules import check_window
 from cp_ring.megatron.flags.codec_choice import check_latent
 from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
-from cp_ring.megatron.flags.rules import check_window
 from cp_ring.megatron.layers import recomputation
 from cp_ring.megatron.layers.dropout_keys import dropout_of, number_of_prediction
 from cp_ring.megatron.layers.latent_tap import LatentTap
@@ -109,8 +109,10 @@ class RingDotProductAttention(MegatronModule):
             else self.settings.wire
         )
         self.options = AttentionOptions(
-            softmax_scale=self.softmax_scale, kernel=self.settings.kernel, num_slots=self.settings.num_slots, wire=self.wire,
-            wire_dtype=self.settings.wire_dtype, qkv_format="sbhd", compare_every=self.settings.compare_every,
+            softmax_scale=self.softmax_scale, kernel=self.settings.kernel,
+            num_slots=self.settings.num_slots, wire=self.wire,
+            wire_dtype=self.settings.wire_dtype, qkv_format="sbhd",
+            compare_every=self.settings.compare_every,
             max_logit=bool(getattr(config, "qk_clip", False) or getattr(config,
             "log_max_attention_logit", False)),
             sub_groups=compat.hierarchical_groups(self.cp_group, self.spec.ulysses),
@@ -305,7 +307,7 @@ class _OneRank:
 
 
 def _group_of_layer(config: Any, group: Any) -> Any:
-    """The ranks that share the tokens of a layer: as in stock Megatron, its configuration decides."""
+    """The ranks that share the tokens of a layer, by its configuration as in stock Megatron."""
     return _OneRank() if getattr(config, "context_parallel_size", 1) == 1 else group
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.megatron.flags import rules
+from cp_ring.megatron.flags import attention_rules
 from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.megatron.layers import dropout_keys
 
@@ -169,9 +169,9 @@ def test_a_job_counts_the_microbatches_before_it(monkeypatch):
 
 def test_no_kernel_for_cuda_is_chosen_by_itself(monkeypatch):
     job = Job(SimpleNamespace(attention_dropout=0.1))
-    assert not problem(job, rules.ATTENTION)
+    assert not problem(job, attention_rules.ATTENTION)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert problem(job, rules.ATTENTION).startswith(
+    assert problem(job, attention_rules.ATTENTION).startswith(
         "--cp-ring-kernel auto does not support --attention-dropout 0.1"
     )
 

@@ -77,7 +77,10 @@ def verdict(certificate: Certificate) -> str:
         return failures[0].rejection() + more
     if settings.current().certify == "strict" and certificate.not_covered:
         missing = ", ".join(certificate.not_covered)
-        return f"--cp-ring-certify strict: not covered: {missing}; --cp-ring-certify on trains without it"
+        return (
+            f"--cp-ring-certify strict: not covered: {missing}; --cp-ring-certify on trains "
+            "without it"
+        )
     rejection.note(summary(certificate))
     return ""
 
@@ -91,7 +94,8 @@ def summary(certificate: Certificate) -> str:
         f"not covered: {', '.join(certificate.not_covered)}" if certificate.not_covered else ""
     )
     after = " after loading the checkpoint" if certificate.about.get("loaded") else ""
-    passed = f"{len(certificate.probes)} probes passed in {certificate.seconds:.1f} s ({'; '.join(layers)})"
+    count, names = len(certificate.probes), "; ".join(layers)
+    passed = f"{count} probes passed in {certificate.seconds:.1f} s ({names})"
     of_loss = any(probe.name == "loss" for probe in certificate.probes)
     parts = [passed, missing] if of_loss else [missing, passed]
     return f"certificate{after}: {'; '.join(part for part in parts if part)}"
@@ -342,6 +346,7 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
     elif getattr(config, "softmax_scale", None):
         sizes = {"softmax_scale": config.softmax_scale}
     config = config_of_layer(config, kind.layer)
-    layer = RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", cp_comm_type=kind.comm_type,
+    layer = RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self",
+                                    cp_comm_type=kind.comm_type,
                                     pg_collection=groups, **sizes)  # fmt: skip
     return layer.eval()  # without dropout, which has a probe of its own

@@ -6,7 +6,7 @@ The rules are made from first principles, token by token. They share no code wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -153,8 +153,8 @@ def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
         away = key - query
         allowed = torch.zeros_like(away, dtype=torch.bool)
         for q0, q1, k0, k1, lo, hi in pieces:
-            rows = (query >= q0) & (query < q1)
-            allowed |= rows & (key >= k0) & (key < k1) & (away >= lo) & (away <= hi)
+            picked = (query >= q0) & (query < q1)
+            allowed |= picked & (key >= k0) & (key < k1) & (away >= lo) & (away <= hi)
         return allowed
 
     return Mask.from_pieces(n, pieces), _plain(sees, n, [edge for side in edges for edge in side])
@@ -166,9 +166,9 @@ def _cuts(n: int, count: int, random: np.random.Generator) -> Ints:
     return places
 
 
-def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: object) -> MaskRule:
+def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: Iterable[int]) -> MaskRule:
     """The rule of a mask whose positions are the places in the stream."""
-    return MaskRule(sees, torch.arange(n), torch.zeros(n, dtype=torch.int64), tuple(edges))  # type: ignore[arg-type]
+    return MaskRule(sees, torch.arange(n), torch.zeros(n, dtype=torch.int64), tuple(edges))
 
 
 _SAMPLES: dict[str, Callable[[int, np.random.Generator], tuple[Mask, MaskRule]]] = {

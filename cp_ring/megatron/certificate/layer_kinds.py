@@ -104,7 +104,8 @@ def find_layer_kinds(
         groups = (
             heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
         )
-        kind = LayerKind(numbers[0], tuple(numbers), "", window, probed, scale, sink, heads, groups, d, e, tokens,
+        kind = LayerKind(numbers[0], tuple(numbers), "", window, probed, scale, sink, heads, groups,
+                         d, e, tokens,
                          comm_type=comm_type)  # fmt: skip
         found += [
             replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size)

@@ -145,7 +145,8 @@ def _packed(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatc
     offsets = [torch.from_numpy(edges).to(torch.int32) for edges in (real, padded)]
     longest = int(np.diff(padded).max())
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[0], cu_seqlens_q_padded=offsets[1],
+        qkv_format="thd", cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[0],
+        cu_seqlens_q_padded=offsets[1],
         cu_seqlens_kv_padded=offsets[1], max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
     return ProbeBatch(

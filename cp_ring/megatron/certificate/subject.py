@@ -64,7 +64,7 @@ class Subject:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def equal_scores(self) -> tuple[Tensor, Tensor]:
-        """Zero queries [b, n, h, d] and keys [b, n, g, d]: every visible key has the same weight."""
+        """Zero queries [b, n, h, d] and keys [b, n, g, d]: visible keys have the same weight."""
         return self.zeros(self.kind.heads, self.kind.d), self.zeros(self.kind.groups, self.kind.d)
 
     def summed(self, x: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ class Microbatch:
             more["max_seqlen"] = torch.tensor([int(np.diff(offsets).max())], dtype=torch.int32)
         else:
             cuts = 0 if kind.mask == "causal" else 3
-            rows = range(1, kind.batch_size + 1)
-            spans += [spans_between(random_offsets(n, cuts, number)) for number in rows]
+            numbers = range(1, kind.batch_size + 1)
+            spans += [spans_between(random_offsets(n, cuts, number)) for number in numbers]
         shape = len(spans), n + 1
         tokens = (
             torch.arange(shape[0] * shape[1]).view(shape)
@@ -92,7 +92,7 @@ class Microbatch:
                 )
 
     def fresh(self) -> dict[str, Any]:
-        """A copy of the data: a script may write into the dictionary and the tensors that it gets."""
+        """A copy of the data: a script may write into the dictionary and its tensors."""
         return {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in self.data.items()

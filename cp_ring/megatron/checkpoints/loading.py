@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, inspection, lock, manifest
+from cp_ring.megatron.checkpoints.gates import restricted
 from cp_ring.megatron.checkpoints.saving import all_ranks_agree
-from cp_ring.megatron.checkpoints.unpickle import restricted
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.observe import watchdog
@@ -32,7 +32,7 @@ def has_loaded() -> bool:
 
 @around
 def verified(load_checkpoint: Function, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's `load_checkpoint`, of a verified checkpoint and through the gates of `unpickle`."""
+    """Megatron's `load_checkpoint`, of a verified checkpoint and through the gates."""
     from megatron.training.global_vars import get_args
 
     global _loaded
@@ -143,7 +143,7 @@ def _candidates(args: argparse.Namespace, load: Path) -> tuple[list[int], int | 
 
 
 def defects_of(folder: Path) -> list[str]:
-    """The defects of the checkpoint that the ranks have found; each rank reads a part of its files."""
+    """The defects of the checkpoint that the ranks find; each reads a part of its files."""
     problem = manifest.defect(folder, (dist.get_rank(), dist.get_world_size()))
     if not problem and dist.get_rank() == 0:
         problem = inspection.defect(folder)

@@ -157,7 +157,7 @@ class Job:
 
     @property
     def data_parallel(self) -> int:
-        """Data-parallel ranks; 0 where the ranks are no whole number of models, as Megatron says."""
+        """Data-parallel ranks; 0 where the ranks are not a whole number of models."""
         ranks, rest = divmod(
             self.world_size or 0, self.tp * (self.pipeline_model_parallel_size or 1) * self.cp
         )

@@ -67,7 +67,8 @@ def settle(
     layers = [(Mask.causal(n, window), count) for window, count in windows]
     try:
         choice = choose(
-            layers, few, sizes, near, route=config.route, heads=heads, schedule="gather" if gather else config.schedule,
+            layers, few, sizes, near, route=config.route, heads=heads,
+            schedule="gather" if gather else config.schedule,
             slot_shards=few if gather else config.slot_shards,
         )  # fmt: skip
     except PlanError as error:

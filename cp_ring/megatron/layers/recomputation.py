@@ -56,7 +56,7 @@ class KeptCall:
         return kept.popleft() if self._runs > 1 and kept else None
 
     def keep(self, layer: Any, output: Output, offload: Offload | None) -> None:
-        """Keeps an output of the first run, unless autograd keeps the tensors of this run itself."""
+        """Keeps an output of the first run, unless autograd keeps the tensors of this run."""
         if self._runs == 1 and not torch.is_grad_enabled():
             self._kept[layer].append(KeptOutput.of(output, offload))
 

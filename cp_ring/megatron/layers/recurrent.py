@@ -143,7 +143,7 @@ def mamba_with_documents(
 
 
 def documents_of_tokens(mixer: Any, packed_seq_params: Any, total_tokens: int) -> torch.Tensor:
-    """As `MambaMixer._create_packed_seq_idx` of megatron-core 0.16, which numbers documents itself."""
+    """As `MambaMixer._create_packed_seq_idx` of megatron-core 0.16, which counts documents."""
     numbers: torch.Tensor = packed_seq_params.seq_idx
     return numbers
 

@@ -28,7 +28,7 @@ _selected: contextvars.ContextVar[Selected | None] = contextvars.ContextVar(
 
 @contextmanager
 def positions_in_force(selected: Selected | None) -> Iterator[None]:
-    """Within the context rotary embeddings are those of these tokens; None leaves what is in force."""
+    """Within the context rotary embeddings are those of these tokens; None changes nothing."""
     if selected is None:
         yield
         return
