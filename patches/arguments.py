@@ -54,7 +54,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="arguments",
     what="adds the --cp-ring flags to Megatron's parser and checks the flags before any process "
     "group exists",
     why="Megatron's scripts parse their flags themselves and have no hook between parsing and the "

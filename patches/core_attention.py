@@ -38,7 +38,6 @@ def _with_ring(
 
 
 PATCH = Patch(
-    name="core_attention",
     what="builds RingDotProductAttention in place of DotProductAttention and "
     "TEDotProductAttention in every attention layer",
     why="one flag gives every kind of model ring attention, without a layer specification for each",

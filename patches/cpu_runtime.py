@@ -336,7 +336,6 @@ def _unneeded() -> str:
 
 
 PATCH = Patch(
-    name="cpu_runtime",
     what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; "
     "applies in spawned processes too",
     why="Megatron does not start without CUDA; this lets it train on gloo CPU ranks",
@@ -347,7 +346,6 @@ PATCH = Patch(
     leave=_leave,
 )
 _WORKER = Patch(
-    name="cpu_runtime",
     what="the part of cpu_runtime that a spawned process needs",
     why=PATCH.why,
     package="torch",

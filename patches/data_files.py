@@ -181,7 +181,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="data_files",
     what="reads the cached indices of data sets as integers, without pickle, and compares token "
     "files with their indices",
     why="whoever can write to the folder of the data could run code in the job, or make it read "

@@ -39,7 +39,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="document_mask",
     what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask "
     "and --cp-ring-mask-kinds",
     why="it drops the batch dimension if there are packed_seq_params, whatever their format",

@@ -110,7 +110,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="fsdp2",
     what="divides gradients of --use-torch-fsdp2 by the number of tokens of all ranks; saves and "
     "loads all of its optimizer; trains all weights of Mamba layers",
     why="Megatron's wrapper around FSDP2 does not divide; saving fails with torch 2.13, and "

@@ -111,7 +111,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="latent_gradients",
     what="sums the gradients of the rotated part of keys over tensor-parallel ranks in "
     "multi-latent attention, and not those of its norm of queries",
     why="Megatron's gradients depend on the tensor parallel size, but for TransformerEngine's "

@@ -89,7 +89,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="loss_chunks",
     what="GPTModel computes logits and loss of --cp-ring-loss-chunk tokens at a time",
     why="the logits of all tokens of a rank are larger than everything else that a long sequence "
     "needs",

@@ -100,7 +100,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="megatron_fsdp",
     what="splits learned sinks of --use-megatron-fsdp, completes its optimizer's state, and makes "
     "that without counting a step",
     versions=">=0.19,<0.20",

@@ -24,7 +24,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="microbatch_order",
     what="puts the batch rows of each step in an order in which all microbatches have equal work",
     why="Megatron's samplers deal out batch rows in the order of the data set, and its data "
     "loaders take no other sampler",

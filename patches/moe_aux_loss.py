@@ -44,7 +44,6 @@ def _unneeded() -> str:
 
 
 PATCH = Patch(
-    name="moe_aux_loss",
     what="weighs the load-balancing loss of experts by the tokens of all tensor- and "
     "context-parallel ranks",
     why="Megatron before 0.19 counts one rank's tokens, so that the loss loses weight as the "

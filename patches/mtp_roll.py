@@ -136,7 +136,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="mtp_roll",
     what="multi-token prediction shifts tokens within their documents under every layout, and "
     "counts tokens over all ranks",
     why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens "

@@ -93,7 +93,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="packed_batches",
     what="packed batches of a script are split by --cp-ring-layout balanced; --sft packs "
     "conversations without padding",
     why="Megatron's splits pad each document or leave ranks with unequal work, and its batches "

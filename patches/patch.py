@@ -22,7 +22,7 @@ class Patch:
     """A change to an installed package, made while the program runs.
 
     Attributes:
-        name: the module's name.
+        name: by default that of the module that defines `replacements`.
         what: what it changes, one line.
         why: why, one line.
         when: words about a job, as in `cp_ring.megatron.flags.rule.Rule`, that must hold for
@@ -39,10 +39,10 @@ class Patch:
         leave: called before they are undone.
     """
 
-    name: str
     what: str
     why: str
     replacements: Callable[[], Iterable[Replacement]]
+    name: str = ""
     when: str = ""
     package: str = "megatron-core"
     versions: str = SUPPORTED
@@ -52,6 +52,9 @@ class Patch:
     leave: Callable[[], None] = lambda: None
     applied: bool = field(default=False, init=False)
     _saved: list[Replacement] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.replacements.__module__.rpartition(".")[2]
 
     def apply(self) -> None:
         """Makes every replacement, or none. Does nothing if the patch is applied already or

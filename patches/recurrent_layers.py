@@ -53,7 +53,6 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="recurrent_layers",
     what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout, and begin "
     "anew with each document",
     why="Megatron's layers know the order of its zigzag split alone, and documents only in thd",

@@ -40,7 +40,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="restricted_unpickling",
     what="lets checkpoints build plain values and known types only, unless "
     "--cp-ring-trust-checkpoint",
     why="whoever can write to a checkpoint could otherwise run code in every job that loads it",

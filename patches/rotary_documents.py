@@ -48,7 +48,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="rotary_documents",
     what="rotary embeddings of packed documents that are split as one sequence, as "
     "--dataloader-inter-document-masking does",
     why="Megatron assumes that each document is split separately: the positions are wrong without "

@@ -86,7 +86,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="rotary_layout",
     what=f"{_NAME} and rotary embeddings follow --cp-ring-layout and the masks of microbatches",
     why="Megatron's rotary embedding assumes the zigzag split, and positions that are places in "
     "the sequence",

@@ -87,7 +87,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="sft_batches",
     what="scripts split the packed batches of --sft, whose lengths reach every tensor-parallel "
     "rank and pipeline stage",
     why="scripts of Megatron before 0.18 give the split no padded lengths; before 0.17 other "

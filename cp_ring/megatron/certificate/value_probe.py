@@ -34,7 +34,7 @@ Factor = Callable[[int, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RandomTensors:
     """Random tensors of whole batch rows, q [b, n, h, d], dout [b, n, h, e], and what keys and
     values are made from.
 
@@ -61,7 +61,7 @@ def value_probes(
     return compare(subject, inputs, reference(subject, inputs, factor))
 
 
-def compare(subject: Subject, inputs: Inputs, truth: dict[str, Tensor]) -> list[Probe]:
+def compare(subject: Subject, inputs: RandomTensors, truth: dict[str, Tensor]) -> list[Probe]:
     """What the layer makes of `inputs` against the truth."""
     computed = _of_layer(subject, inputs)
     return [
@@ -70,7 +70,7 @@ def compare(subject: Subject, inputs: Inputs, truth: dict[str, Tensor]) -> list[
     ]
 
 
-def draw(subject: Subject, samples: int | None = None) -> Inputs:
+def draw(subject: Subject, samples: int | None = None) -> RandomTensors:
     """Random tensors for the microbatch of `subject`, and values of its learnable sinks."""
     subject.draw_sink()
     kind, batch = subject.kind, subject.batch
@@ -93,17 +93,17 @@ def draw(subject: Subject, samples: int | None = None) -> Inputs:
         of_keys = {"k": normal(kind.groups, kind.d), "v": normal(kind.groups, kind.e)}
     dout = normal(kind.heads, kind.e)
     if samples is None or samples >= s:
-        return Inputs(q, of_keys, dout, torch.arange(s, device=subject.device))
+        return RandomTensors(q, of_keys, dout, torch.arange(s, device=subject.device))
     ends = [0, s // 2 - 1, s // 2, s - 1]  # of the chunks that a rank holds
     sampled = sorted({*ends, *torch.linspace(1, s - 2, samples - len(ends)).long().tolist()})
     index = torch.tensor(sampled, device=subject.device)
     kept = torch.zeros_like(dout)
     for batch_row, positions in enumerate(batch.positions):
         kept[batch_row, positions[index]] = dout[batch_row, positions[index]]
-    return Inputs(q, of_keys, kept, index)
+    return RandomTensors(q, of_keys, kept, index)
 
 
-def _of_layer(subject: Subject, inputs: Inputs) -> dict[str, Tensor]:
+def _of_layer(subject: Subject, inputs: RandomTensors) -> dict[str, Tensor]:
     """What the layer computes, by name: out and dq of the sampled queries [b, m, h, size], dk and
     dv of this rank's keys.
 
@@ -135,7 +135,7 @@ def _of_layer(subject: Subject, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _keys(subject: Subject, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values of `Inputs.of_keys`."""
+    """Keys and values of `RandomTensors.of_keys`."""
     if not subject.of_latents:
         return tensors["k"], tensors["v"]
     return latent_probe.keys(
@@ -150,7 +150,9 @@ def _latents(subject: Subject, tensors: dict[str, Tensor]) -> Latents | None:
     return Latents(tensors["latent"].squeeze(2), weight[:, :key_dim], weight[:, key_dim:])
 
 
-def reference(subject: Subject, inputs: Inputs, factor: Factor | None = None) -> dict[str, Tensor]:
+def reference(
+    subject: Subject, inputs: RandomTensors, factor: Factor | None = None
+) -> dict[str, Tensor]:
     """What the declared layer computes, in float64: each rank computes its own queries, and
     gradients of keys are summed over the group.
     """
